@@ -1,0 +1,39 @@
+# make demo: the whole thing on two CPU cores, offline once the packages are there.
+# make test, check, bench: for those who change it.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO := runs/demo
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.runtime
+	$(BIN)/fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks \
+		--seeds 0,1,2 --reference fedit/tiny-tasks-ranks --output $(DEMO)
+
+test: $(VENV)/.developer
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+check: $(VENV)/.developer
+	PATH="$(CURDIR)/$(BIN):$$PATH" .ci/run
+
+bench: $(VENV)/.developer
+	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .coverage
+
+# torch first and alone, so that an index that only carries it (for one CUDA version) can serve it.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	touch $@
+
+$(VENV)/.runtime: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.developer: $(VENV)/.runtime
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

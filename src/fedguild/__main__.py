@@ -1,0 +1,5 @@
+"""`python -m fedguild`: the `fedguild` command."""
+
+from fedguild.cli import main
+
+main()

@@ -1,0 +1,9 @@
+"""The command line, above all stages: a file per sub-command, each a thin shell around a function.
+
+Data goes to stdout, progress and errors to stderr. What the user can mend (`FedGuildError`) is
+one message and exit code 2; an interrupted run says how to resume and exits with 130.
+"""
+
+from fedguild.cli.app import app, main
+
+__all__ = ["app", "main"]

@@ -1,0 +1,84 @@
+"""The `fedguild` command: its sub-commands, and what becomes of an error."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import fedguild
+from fedguild.cli import compare, doctor, evaluate, export, methods, partition, presets, report, resume, run
+from fedguild.cli.output import explain
+from fedguild.errors import FedGuildError
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+@dataclass
+class Invocation:
+    """What one call of the command knows: its global options, and how to go on if it is stopped."""
+
+    debug: bool = False
+    resume_with: str = ""
+
+
+class _ReportingGroup(TyperGroup):
+    """Turns errors that the user can mend, and Ctrl-C, into a message and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FedGuildError as error:
+            if ctx.obj and ctx.obj.debug:
+                traceback.print_exception(error)
+            explain(f"Error: {error.message}", error.hint)
+            raise typer.Exit(USER_ERROR) from error
+        except KeyboardInterrupt as error:
+            resume_with = ctx.obj.resume_with if ctx.obj else ""
+            explain("Interrupted.", f"Go on from the last complete round with: {resume_with}" if resume_with else "")
+            raise typer.Exit(INTERRUPTED) from error
+
+
+app = typer.Typer(
+    name="fedguild",
+    cls=_ReportingGroup,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fedguild {fedguild.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Fine-tune one mixture-of-experts language model across clients with unequal budgets.
+
+    Try it, on two CPU cores and offline: fedguild run flame/tiny-tasks
+    """
+    context.obj = Invocation(debug=debug)
+
+
+for module in (run, resume, compare, partition, evaluate, export, report, methods, presets, doctor):
+    name = module.__name__.rsplit(".", 1)[-1]
+    app.command(name, epilog="\n\n".join(["Examples:", *module.EXAMPLES]))(module.command)
+
+
+def main() -> None:
+    """Runs the `fedguild` command."""
+    app()

@@ -1,0 +1,146 @@
+"""`fedguild doctor`: what is installed, on which machine, and what will not work."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata, util
+from typing import Literal
+
+from rich.table import Table
+
+from fedguild.cli.options import JsonOption
+from fedguild.cli.output import show, show_json
+
+EXAMPLES = (
+    "fedguild doctor",
+    "fedguild doctor --json",
+)
+
+Verdict = Literal["ok", "missing", "problem"]
+
+REQUIRED = ("torch", "transformers", "datasets", "safetensors", "numpy", "scipy", "pydantic")
+EXTRAS = {
+    "eval": (("peft", "accelerate"), "exported adapters cannot be checked against peft"),
+    "track": (("tensorboard",), "tracking.tensorboard cannot be switched on"),
+    "ray": (("ray",), "runs cannot be spread over GPUs and machines"),
+    "flower": (("flwr",), "clients cannot take part over the network"),
+}
+GIBIBYTE = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the diagnosis.
+
+    Attributes:
+        subject: What was looked at.
+        found: What was found there.
+        verdict: `ok`, `missing` (an option that is not installed) or `problem`.
+        consequence: What will not work, and what to do about it; empty where all is well.
+    """
+
+    subject: str
+    found: str
+    verdict: Verdict = "ok"
+    consequence: str = ""
+
+
+def command(as_json: JsonOption = False) -> None:
+    """Say what is installed, which device is used, and what will not work."""
+    findings = list(diagnose())
+    if as_json:
+        show_json([asdict(finding) for finding in findings])
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("", "subject", "found", "what will not work"):
+        table.add_column(heading, overflow="fold")
+    marks = {"ok": "ok", "missing": "-", "problem": "!"}
+    for finding in findings:
+        table.add_row(marks[finding.verdict], finding.subject, finding.found, finding.consequence)
+    show(table)
+
+
+def diagnose() -> Iterator[Finding]:
+    """Yields a finding for every package, extra and property of the machine that matters."""
+    yield Finding("python", platform.python_version())
+    for package in REQUIRED:
+        yield _package(package)
+    for extra, (packages, loss) in EXTRAS.items():
+        yield _extra(extra, packages, loss)
+    yield from _device()
+    yield _memory()
+    yield _cores()
+    yield _write_access()
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Finding(name, "not installed", "problem", f"nothing works without it: pip install {name}")
+
+
+def _extra(extra: str, packages: tuple[str, ...], loss: str) -> Finding:
+    absent = [package for package in packages if util.find_spec(package) is None]
+    if absent:
+        found = f"without {', '.join(absent)}"
+        return Finding(f"extra {extra}", found, "missing", f"{loss}: pip install 'fedguild[{extra}]'")
+    return Finding(f"extra {extra}", ", ".join(f"{package} {metadata.version(package)}" for package in packages))
+
+
+def _device() -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding("device", "cpu", "ok", "models beyond about 1 B parameters train slowly; no 4-bit loading")
+        return
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        bfloat16 = torch.cuda.is_bf16_supported()
+        yield Finding(
+            f"device cuda:{index}",
+            f"{facts.name}, {facts.total_memory / GIBIBYTE:.0f} GiB",
+            "ok" if bfloat16 else "problem",
+            "" if bfloat16 else "no bfloat16: set model.dtype=float16 or float32",
+        )
+    if util.find_spec("bitsandbytes") is None:
+        yield Finding("bitsandbytes", "not installed", "missing", "no model.load_in_4bit: pip install bitsandbytes")
+
+
+def _memory() -> Finding:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    found = f"{memory.available / GIBIBYTE:.1f} of {memory.total / GIBIBYTE:.1f} GiB free"
+    if memory.available < 2 * GIBIBYTE:
+        return Finding("memory", found, "problem", "the embedded model needs about 2 GiB; set federation.cohort_size=1")
+    return Finding("memory", found)
+
+
+def _cores() -> Finding:
+    import torch
+
+    cores, threads = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        torch.get_num_threads(),
+    )
+    found = f"{cores} cores, {threads} threads"
+    if cores and threads > cores:
+        return Finding(
+            "processor", found, "problem", f"more threads than cores slow down: export OMP_NUM_THREADS={cores}"
+        )
+    return Finding("processor", found)
+
+
+def _write_access() -> Finding:
+    try:
+        with tempfile.NamedTemporaryFile(dir=os.curdir):
+            return Finding("current folder", "writable")
+    except OSError as error:
+        return Finding(
+            "current folder", f"not writable ({error.strerror})", "problem", "runs need --output in another folder"
+        )

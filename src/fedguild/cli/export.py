@@ -1,0 +1,35 @@
+"""`fedguild export`: a model that plain transformers and peft load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedguild.cli.options import RunFolderArgument
+from fedguild.cli.output import note
+
+EXAMPLES = (
+    "fedguild export runs/fedit-tiny-tasks --budget b1 --output adapter",
+    "fedguild export runs/flame-tiny-tasks --budget b4 --output model --merged",
+)
+
+
+def command(
+    folder: RunFolderArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to.", show_default=False)],
+    budget: Annotated[str, typer.Option("--budget", help="Name of the budget to export for.", show_default=False)],
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Write a whole Hugging Face checkpoint with the adapter merged in.")
+    ] = False,
+) -> None:
+    """Write a run's model for one budget as a PEFT adapter, or merged into a checkpoint.
+
+    A merged checkpoint has the budget's active experts in its config. Where an adapter alone
+    cannot carry what a method trains (FLAME's output scale), the merged form is written.
+    """
+    from fedguild.export import export_adapter, export_merged
+
+    written = (export_merged if merged else export_adapter)(folder, budget, output)
+    note(f"Written: {written}")

@@ -1,0 +1,106 @@
+"""`fedguild partition`: who would get which data, before anyone trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fedguild.cli.options import ConfigArgument, JsonOption, OverridesArgument
+from fedguild.cli.output import note, show, show_json
+from fedguild.config import load_config
+from fedguild.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedguild.data import ClientData, PartitionTable
+
+EXAMPLES = (
+    "fedguild partition flame/tiny-tasks",
+    "fedguild partition flame/tiny-tasks data.partition.alpha=0.1 --plot partition.svg",
+)
+MOST_LABELS = 10
+BAR = " ▁▂▃▄▅▆▇█"
+
+
+def command(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw it, to this SVG file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which client would get how many examples of which label, before anyone trains."""
+    if plot and plot.suffix != ".svg":
+        raise ConfigError(f"--plot writes an SVG file, but {plot} does not end in .svg.")
+    settings = load_config(config, overrides or ())
+
+    from fedguild import experiment
+
+    prepared = experiment.prepare_data(settings)
+    table, clients = prepared.partition_table, prepared.clients
+    budgets = [tier.name for tier in settings.federation.budget_per_client()]
+    if as_json:
+        show_json(_as_json(table, clients, budgets))
+    else:
+        show(_as_table(table, clients, budgets))
+    if plot:
+        _draw(table, plot)
+        note(f"Plot: {plot}")
+
+
+def _as_table(table: PartitionTable, clients: Sequence[ClientData], budgets: Sequence[str]) -> Table:
+    """Returns clients × labels; a bar beside each number shows it relative to the largest."""
+    names, rows = _most_frequent(table)
+    largest = max((count for row in rows for count in row), default=0)
+    shown = Table(box=None, header_style="bold", pad_edge=False, title="Examples per client and label")
+    shown.add_column("client")
+    shown.add_column("budget")
+    for name in names:
+        shown.add_column(name, justify="right", overflow="fold")
+    for part in ("total", "train", "validation", "test"):
+        shown.add_column(part, justify="right")
+    for index, (row, total, client) in enumerate(zip(rows, table.client_sizes, clients, strict=True)):
+        cells = [f"{count or '·'} {BAR[-(-8 * count // max(largest, 1))]}" for count in row]
+        parts = [total, len(client.train), len(client.validation), len(client.test)]
+        shown.add_row(str(index), budgets[index], *cells, *map(str, parts))
+    return shown
+
+
+def _most_frequent(table: PartitionTable) -> tuple[list[str], list[list[int]]]:
+    """Returns the most frequent labels and their counts per client, the rest in one column."""
+    names = list(table.labels[:MOST_LABELS])
+    rows = [list(row[:MOST_LABELS]) for row in table.counts]
+    rest = len(table.labels) - MOST_LABELS
+    if rest > 0:
+        names.append(f"{rest} more")
+        rows = [[*shown, sum(row[MOST_LABELS:])] for shown, row in zip(rows, table.counts, strict=True)]
+    return names, rows
+
+
+def _as_json(table: PartitionTable, clients: Sequence[ClientData], budgets: Sequence[str]) -> dict[str, Any]:
+    return {
+        "labels": list(table.labels),
+        "clients": [
+            {
+                "client": index,
+                "budget": budgets[index],
+                "counts": list(row),
+                "train": len(client.train),
+                "validation": len(client.validation),
+                "test": len(client.test),
+            }
+            for index, (row, client) in enumerate(zip(table.counts, clients, strict=True))
+        ],
+    }
+
+
+def _draw(table: PartitionTable, path: Path) -> None:
+    import numpy as np
+
+    from fedguild.files import write_text
+    from fedguild.report.figures import partition_bubbles
+
+    names = [str(index) for index in range(len(table.counts))]
+    write_text(path, partition_bubbles(table.labels, np.array(table.counts), names) + "\n")

@@ -1,0 +1,67 @@
+"""A run's progress on stderr: a bar where somebody watches, a line per evaluation anywhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from fedguild.cli.output import errors
+
+
+class TerminalProgress:
+    """A `fedguild.progress.Progress` that writes to a console; use it in a `with` block."""
+
+    def __init__(self, console: Console = errors, title: str = "") -> None:
+        self._console = console
+        self._title = f"{title}: " if title else ""
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task: TaskID = self._bar.add_task(f"{self._title}starting", total=None, loss="")
+        self._round = "round 0"
+        self._started_seconds = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def stage(self, text: str) -> None:
+        """Shows what the run is busy with."""
+        self._bar.update(self._task, description=f"{self._title}{text}")
+        if not self._console.is_terminal:
+            self.message(text)
+
+    def round_started(self, number: int, total: int) -> None:
+        """Begins the bar afresh."""
+        self._round = f"round {number}/{total}"
+        self._bar.reset(self._task, description=f"{self._title}{self._round}", total=None, loss="")
+
+    def step(self, done: int, total: int, loss: float) -> None:
+        """Moves the bar."""
+        self._bar.update(self._task, completed=done, total=total, loss=f"loss {loss:.3f}")
+
+    def evaluated(self, scores: Mapping[str, float]) -> None:
+        """Prints a line with the score of every budget."""
+        cells = "  ".join(f"{name} {score:.3f}" for name, score in scores.items())
+        self.message(f"{self._round:<12} {cells}  ({time.perf_counter() - self._started_seconds:.0f} s)")
+
+    def message(self, text: str) -> None:
+        """Prints a line above the bar."""
+        self._console.print(f"{self._title}{text}", markup=False, highlight=False, soft_wrap=True)

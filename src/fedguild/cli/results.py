@@ -1,0 +1,20 @@
+"""How the command line shows a finished run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedguild.cli.output import note, show, show_json
+
+
+def show_run(folder: Path, as_json: bool) -> None:
+    """Prints a run's table, or the same as JSON, and says where its report lies."""
+    from fedguild.report.record import load_run
+    from fedguild.report.tables import run_table
+
+    table = run_table(load_run(folder))
+    if as_json:
+        show_json({"folder": str(folder), **table.to_json()})
+    else:
+        show(table.grid().to_rich())
+        note(f"Report: {folder / 'report.html'}")

@@ -1,0 +1,40 @@
+"""`fedguild run`: one config, from the data to the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedguild.cli.options import ConfigArgument, JsonOption, OverridesArgument
+from fedguild.cli.progress import TerminalProgress
+from fedguild.cli.results import show_run
+from fedguild.config import load_config
+
+EXAMPLES = (
+    "fedguild run flame/tiny-tasks",
+    "fedguild run flame/tiny-tasks seed=1 training.steps=50 --output runs/longer",
+    "fedguild run fedit/tiny-ag_news data.train=train.csv data.test=test.csv",
+)
+
+
+def command(
+    context: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of the run; runs/<name> by default.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a config: train, evaluate every budget, write the report."""
+    settings = load_config(config, overrides or ())
+
+    from fedguild import experiment
+
+    folder = output or settings.run_folder
+    context.obj.resume_with = f"fedguild resume {folder}"
+    with TerminalProgress() as progress:
+        result = experiment.run(settings, folder, progress=progress)
+    show_run(result.folder, as_json)

@@ -1,0 +1,244 @@
+"""The cohort: several clients that train together in one forward and backward pass.
+
+A client in a cohort gets the update that it would get alone (up to floating-point rounding):
+its loss is the mean over its own response tokens, its gradient is clipped by its own norm, its
+optimizer has its own state, and it stops after its own last step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from fedguild.client.budget import ClientInfo
+from fedguild.client.optimizer import SlotOptimizer
+from fedguild.client.schedule import TrainingSettings, learning_rate, plan_steps
+from fedguild.data.batches import Encoded, SlotBatch, collate
+from fedguild.model.adapters.storage import SlotTensor
+from fedguild.model.moe.statistics import RoutingStatistics
+from fedguild.model.slots import SlotModel
+from fedguild.payload import Payload
+from fedguild.seeding import derive, numpy_rng
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """What one client brings to a round.
+
+    Attributes:
+        client: Who it is.
+        examples: Its training examples, encoded.
+        download: What the server sent it.
+        memory: What it kept from its last participation; empty if there is nothing.
+    """
+
+    client: ClientInfo
+    examples: Sequence[Encoded]
+    download: Payload
+    memory: Payload
+
+
+@dataclass
+class LocalReport:
+    """What a client's training did.
+
+    Attributes:
+        steps: Optimizer steps.
+        tokens: Tokens seen in training, padding excluded.
+        examples: Examples seen, repeats counted.
+        loss: Mean loss over its response tokens, in nats.
+        seconds: The cohort's training time times this client's share of its tokens.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    examples: int = 0
+    loss: float = 0.0
+    seconds: float = 0.0
+    _targets: int = field(default=0, repr=False)
+    _loss_sum: float = field(default=0.0, repr=False)
+
+
+class Cohort:
+    """The clients of one cohort, their data, and the slots that they train in.
+
+    Args:
+        model: A SlotModel with one slot for each client.
+        work: Each client's part, in slot order.
+        settings: How they train.
+        round_index: The round, from 1.
+        seed: The run's seed.
+        pad_id: Token id of padding.
+        on_step: Called after each optimizer step with (steps done, steps in all, mean loss).
+    """
+
+    def __init__(
+        self,
+        model: SlotModel,
+        work: Sequence[LocalWork],
+        settings: TrainingSettings,
+        *,
+        round_index: int,
+        seed: int,
+        pad_id: int = 0,
+        on_step: Callable[[int, int, float], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.work = tuple(work)
+        self.settings = settings
+        self.round = round_index
+        self.seed = seed
+        self.pad_id = pad_id
+        self.optimizer = SlotOptimizer(model.trainables, settings.optimizer)
+        self.reports = [LocalReport() for _ in work]
+        self.kept: list[dict[str, Tensor]] = [{} for _ in work]
+        self.routing: RoutingStatistics | None = None
+        self._on_step = on_step
+
+    @property
+    def clients(self) -> tuple[ClientInfo, ...]:
+        """The clients, in slot order."""
+        return tuple(part.client for part in self.work)
+
+    def load(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
+        """Sets a client's trainables."""
+        self.model.load(slot, tensors)
+
+    def read(self, slot: int) -> dict[str, Tensor]:
+        """Returns copies of a client's trainables."""
+        return self.model.read(slot)
+
+    def keep(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
+        """Puts tensors into the client's memory, for its next participation."""
+        self.kept[slot].update(tensors)
+
+    @property
+    def trainables(self) -> Mapping[str, SlotTensor]:
+        """Every trainable of all slots, by name."""
+        return self.model.trainables
+
+    def steps(self) -> Iterator[Step]:
+        """Yields the forward passes of the round; `Step.apply` moves on after each.
+
+        Statistics of the routing are counted meanwhile, in `routing`.
+        """
+        plans = [
+            plan_steps(
+                len(part.examples), self.settings, numpy_rng(self.seed, "batches", self.round, part.client.index)
+            )
+            for part in self.work
+        ]
+        total = max(len(plan) for plan in plans)
+        started = time.perf_counter()
+        with self.model.collect_routing() as self.routing:
+            for index, columns in enumerate(zip_longest(*plans, fillvalue=[])):
+                before = self.routing.counts.clone(), self.routing.tokens.clone()
+                yield from self._micro_steps(index, columns, [len(plan) for plan in plans])
+                self.routing.close_step(*before)
+                self._record_step(columns)
+                if self._on_step is not None:
+                    self._on_step(index + 1, total, self.mean_loss())
+        self.model.dropout.seed(None)
+        self._share_time(time.perf_counter() - started)
+
+    def mean_loss(self) -> float:
+        """Returns the clients' mean training loss so far."""
+        return sum(report.loss for report in self.reports) / len(self.reports)
+
+    def _micro_steps(self, index: int, columns: Sequence[list[list[int]]], totals: list[int]) -> Iterator[Step]:
+        batches = []
+        for picks in zip_longest(*columns, fillvalue=[]):
+            rows = [[part.examples[i] for i in pick] for part, pick in zip(self.work, picks, strict=True)]
+            batches.append((rows, collate(rows, self.pad_id)))
+        whole = [sum(_targets(rows[slot]) for rows, _ in batches) for slot in range(len(self.work))]
+        rates = [learning_rate(self.settings, index, total, self.round) if index < total else None for total in totals]
+        self.optimizer.zero_grad()
+        for part, (rows, batch) in enumerate(batches):
+            self._seed_dropout(index, part)
+            yield Step(self, index, rows, batch, whole, rates, is_update=part == len(batches) - 1)
+
+    def _seed_dropout(self, index: int, part: int) -> None:
+        self.model.dropout.seed(
+            [derive(self.seed, "dropout", self.round, client.index, index, part) for client in self.clients]
+        )
+
+    def _record_step(self, columns: Sequence[list[list[int]]]) -> None:
+        for report, batches in zip(self.reports, columns, strict=True):
+            report.steps += bool(batches)
+
+    def _share_time(self, seconds: float) -> None:
+        tokens = sum(report.tokens for report in self.reports)
+        for report in self.reports:
+            report.seconds = seconds * report.tokens / max(1, tokens)
+
+
+class Step:
+    """One forward pass of a cohort; the last of an optimizer step applies it.
+
+    Attributes:
+        index: The optimizer step, from 0.
+        is_update: Whether `apply` updates the weights (False while gradients accumulate).
+        batch: The batch.
+    """
+
+    def __init__(
+        self,
+        cohort: Cohort,
+        index: int,
+        rows: Sequence[Sequence[Encoded]],
+        batch: SlotBatch,
+        targets: Sequence[int],
+        rates: Sequence[float | None],
+        *,
+        is_update: bool,
+    ) -> None:
+        self.cohort = cohort
+        self.index = index
+        self.batch = batch
+        self.is_update = is_update
+        self._rows = rows
+        self._targets = targets
+        self._rates = rates
+
+    def forward(self) -> Tensor:
+        """Returns [S], each client's part of its mean negative log-likelihood, in nats.
+
+        The mean is over the response tokens of the client's whole optimizer step, so the parts
+        of accumulated passes add up to it. A client that has finished gives 0.
+        """
+        losses = self.cohort.model.token_losses(self.batch)
+        counts = [_targets(rows) for rows in self._rows]
+        sums = torch.stack([part.sum() for part in losses.split(counts)])
+        self._report(sums.detach().tolist(), counts)
+        whole = torch.tensor([max(1, count) for count in self._targets], dtype=sums.dtype, device=sums.device)
+        return sums / whole
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of [S] per-client losses; each client's reach its own slot only."""
+        loss.sum().backward()
+
+    def apply(self) -> None:
+        """Clips and updates, unless gradients still accumulate."""
+        if not self.is_update:
+            return
+        if self.cohort.settings.clip_norm is not None:
+            self.cohort.optimizer.clip(self.cohort.settings.clip_norm)
+        self.cohort.optimizer.step(self._rates)
+
+    def _report(self, sums: list[float], counts: list[int]) -> None:
+        for report, rows, total, count in zip(self.cohort.reports, self._rows, sums, counts, strict=True):
+            report.tokens += sum(len(row.input_ids) for row in rows)
+            report.examples += len(rows)
+            report._loss_sum += total
+            report._targets += count
+            report.loss = report._loss_sum / max(1, report._targets)
+
+
+def _targets(rows: Sequence[Encoded]) -> int:
+    """Returns the number of tokens that the loss of these rows covers."""
+    return sum(len(row.input_ids) - max(row.prompt_length, 1) for row in rows)

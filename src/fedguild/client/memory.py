@@ -1,0 +1,72 @@
+"""What a client keeps between rounds, on disk: atomic, keyed by client and round, never traffic.
+
+A private gate, a personal adapter, a learned output scale; named tensors and scalars, as in a
+payload, but they never leave the client's machine. A round reads only what earlier rounds
+wrote, so that a round that was killed half-way starts again from the same memory.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fedguild.errors import CheckpointError, FedGuildError
+from fedguild.packing import pack, unpack
+from fedguild.payload import Payload
+from fedguild.sealed import read_sealed, remove_leftovers, write_sealed
+
+_SUFFIX = ".memory"
+_FILE_NAME = re.compile(r"round-(\d+)" + re.escape(_SUFFIX))
+
+
+class ClientMemory:
+    """The memories of a federation's clients: `FOLDER/CLIENT/round-00003.memory`.
+
+    Args:
+        folder: Where the files are; it need not exist. A deployed client has one of its own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self, client: str, before_round: int) -> Payload:
+        """Returns what the client kept in its newest round below `before_round`; empty if none.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        earlier = [round for round in self._rounds(client) if round < before_round]
+        if not earlier:
+            return Payload()
+        path = self._path(client, earlier[-1])
+        content = read_sealed(path)
+        try:
+            return Payload(*unpack(content))
+        except FedGuildError as error:
+            raise CheckpointError(f"{path} is not a client's memory: {error.message}.") from error
+
+    def save(self, client: str, round: int, kept: Payload) -> None:
+        """Keeps tensors and scalars as what the client leaves behind in `round`.
+
+        Raises:
+            FedGuildError: the file cannot be written; what was kept before stays.
+        """
+        write_sealed(self._path(client, round), pack(kept.tensors, kept.scalars))
+
+    def forget(self, older_than_round: int) -> None:
+        """Removes what no resume from `older_than_round` or later reads.
+
+        Of each client stay its newest memory not newer than `older_than_round`, and all newer
+        ones. Call it with the oldest round of which a checkpoint is kept, while nobody saves.
+        """
+        for folder in sorted(path for path in self.folder.glob("*") if path.is_dir()):
+            remove_leftovers(folder)
+            for round in [round for round in self._rounds(folder.name) if round <= older_than_round][:-1]:
+                self._path(folder.name, round).unlink()
+
+    def _path(self, client: str, round: int) -> Path:
+        return self.folder / client / f"round-{round:05d}{_SUFFIX}"
+
+    def _rounds(self, client: str) -> list[int]:
+        matches = (_FILE_NAME.fullmatch(path.name) for path in (self.folder / client).glob(f"*{_SUFFIX}"))
+        return sorted(int(match[1]) for match in matches if match)

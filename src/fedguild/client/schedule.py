@@ -1,0 +1,87 @@
+"""Which examples a client sees in a round, and at which learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from fedguild.client.optimizer import OptimizerSettings
+from fedguild.data.batches import epoch_order
+from fedguild.errors import ConfigError
+
+ScheduleKind = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How a client trains in one round.
+
+    Attributes:
+        optimizer: The optimizer's constants.
+        learning_rate: Peak learning rate.
+        batch_size: Examples in one forward pass.
+        accumulation: Forward passes before an optimizer step.
+        epochs: Passes over the client's examples in a round; not with `steps`.
+        steps: Optimizer steps in a round; not with `epochs`.
+        schedule: How the rate moves within the round: constant, or falling to 0.
+        warmup: Fraction of the round's steps in which the rate rises from 0.
+        round_decay: Factor on the rate after each round.
+        clip_norm: Largest norm of a client's gradient; None for no clipping.
+    """
+
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    learning_rate: float = 1e-3
+    batch_size: int = 8
+    accumulation: int = 1
+    epochs: float | None = None
+    steps: int | None = None
+    schedule: ScheduleKind = "constant"
+    warmup: float = 0.0
+    round_decay: float = 1.0
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            raise ConfigError("training: give either epochs or steps (per round), not both and not neither.")
+
+
+def plan_steps(examples: int, settings: TrainingSettings, rng: np.random.Generator) -> list[list[list[int]]]:
+    """Returns a round's optimizer steps, each a list of batches of example indices.
+
+    Args:
+        examples: Number of the client's training examples.
+        settings: How it trains.
+        rng: Shuffles each epoch.
+    """
+    per_epoch = math.ceil(math.ceil(examples / settings.batch_size) / settings.accumulation)
+    total = settings.steps if settings.steps is not None else max(1, round((settings.epochs or 0) * per_epoch))
+    steps: list[list[list[int]]] = []
+    for batches in _epochs(examples, settings, rng):
+        for start in range(0, len(batches), settings.accumulation):
+            if len(steps) == total:
+                return steps
+            steps.append(batches[start : start + settings.accumulation])
+    raise AssertionError("epochs do not end")
+
+
+def learning_rate(settings: TrainingSettings, step: int, total: int, round_index: int) -> float:
+    """Returns the rate of a step (from 0, of `total`) in a round (from 1)."""
+    peak = settings.learning_rate * settings.round_decay ** (round_index - 1)
+    warm = math.ceil(settings.warmup * total)
+    if step < warm:
+        return peak * (step + 1) / warm
+    done = (step - warm) / max(1, total - warm)
+    if settings.schedule == "linear":
+        return peak * (1 - done)
+    if settings.schedule == "cosine":
+        return peak * 0.5 * (1 + math.cos(math.pi * done))
+    return peak
+
+
+def _epochs(examples: int, settings: TrainingSettings, rng: np.random.Generator) -> Iterator[list[list[int]]]:
+    while True:
+        yield epoch_order(examples, settings.batch_size, rng)

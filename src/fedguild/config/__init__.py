@@ -1,0 +1,10 @@
+"""Stage 1 of 8: config. What a run is, typed and validated once, before anything is loaded.
+
+`load_config` reads a YAML file or a preset, applies `key.sub=value` overrides, and returns a
+frozen `Config`. The stages after this one take plain arguments and never see it.
+"""
+
+from fedguild.config.loading import Preset, load_config, presets
+from fedguild.config.schema import Config
+
+__all__ = ["Config", "Preset", "load_config", "presets"]

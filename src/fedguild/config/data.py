@@ -1,0 +1,85 @@
+"""Settings of the data: where the examples come from and how the clients share them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from fedguild.config.base import Section
+
+
+class PartitionSettings(Section):
+    """How the training examples are dealt to the clients."""
+
+    scheme: Literal["iid", "dirichlet", "label", "document", "quantity", "power_law"] = Field(
+        default="dirichlet",
+        description="iid: at random, in equal sizes; dirichlet: every label spread by Dirichlet(alpha); label: labels "
+        "of its own for every client (one task per client); document: documents kept whole; quantity: at random, in "
+        "sizes by Dirichlet(alpha); power_law: at random, the i-th client's size falling as i to the power -alpha.",
+    )
+    alpha: float = Field(
+        default=0.5,
+        gt=0,
+        description="Concentration of dirichlet and quantity (100 is nearly even, 0.1 strongly skewed); exponent of "
+        "power_law.",
+    )
+    minimum: int = Field(default=8, ge=1, description="Fewest examples that a client may end up with.")
+
+
+class CapSettings(Section):
+    """Most examples a client keeps of each part; null keeps all."""
+
+    train: int | None = Field(default=None, ge=1, description="Most training examples per client; null: all.")
+    validation: int | None = Field(default=None, ge=1, description="Most validation examples per client; null: all.")
+    test: int | None = Field(default=None, ge=1, description="Most test examples per client; null: all.")
+
+
+class SplitSettings(Section):
+    """How each client's examples are split into training, validation and test."""
+
+    validation: float = Field(
+        default=0.1, ge=0, lt=1, description="Share of a client's examples held out for validation."
+    )
+    test: float = Field(default=0.1, ge=0, lt=1, description="Share of a client's examples held out for its own test.")
+    test_source: Literal["client", "corpus"] = Field(
+        default="client",
+        description="client: every client holds out a share of its own examples; corpus: the source's test "
+        "split, from which a client's own test follows its label distribution.",
+    )
+    caps: CapSettings = Field(default_factory=CapSettings, description="Caps on the size of each part.")
+
+    @model_validator(mode="after")
+    def _leave_something_to_train(self) -> Self:
+        held_out = self.validation + (self.test if self.test_source == "client" else 0.0)
+        if held_out >= 1:
+            raise ValueError(f"validation and test together must be below 1, got {held_out:g}")
+        return self
+
+
+class DataSettings(Section):
+    """The corpus, its prompt template, and its partition over the clients."""
+
+    corpus: str = Field(
+        default="tasks", min_length=1, description="Name of a corpus; `tasks` generates its examples itself."
+    )
+    train: str | None = Field(
+        default=None,
+        description="Training data: a file, a folder, or a Hugging Face hub id (owner/name, owner/name:config@split); "
+        "null: the corpus's usual hub id.",
+    )
+    test: str | None = Field(
+        default=None, description="Test data, in the same forms; null: the source's own, if it has one."
+    )
+    template: str | None = Field(default=None, description="Prompt template; null: the corpus's usual one.")
+    limit: int | None = Field(
+        default=None, ge=1, description="Most examples read from each of train and test; null: all."
+    )
+    max_tokens: int = Field(
+        default=512, ge=8, description="Longest training text in tokens; a longer one loses its prompt's beginning."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the corpus, for example `max_tasks` of natural_instructions."
+    )
+    partition: PartitionSettings = Field(default_factory=PartitionSettings, description="Dealing to the clients.")
+    split: SplitSettings = Field(default_factory=SplitSettings, description="Training, validation and test.")

@@ -1,0 +1,144 @@
+"""From a YAML file or a preset, and overrides, to a validated config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedguild.config.explaining import Layer, explained
+from fedguild.config.schema import Config
+from fedguild.config.yaml_reading import parse
+from fedguild.errors import ConfigError, nearest
+
+PRESETS_FOLDER = Path(__file__).parent / "presets"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A config that ships with the package.
+
+    Attributes:
+        name: Path below the presets folder without its ending, for example `flame/tiny-tasks`.
+        description: The file's first line, a comment.
+        path: The YAML file.
+    """
+
+    name: str
+    description: str
+    path: Path
+
+
+def presets() -> tuple[Preset, ...]:
+    """Returns every preset that ships with the package, sorted by name."""
+    return tuple(
+        Preset(
+            name=path.relative_to(PRESETS_FOLDER).with_suffix("").as_posix(),
+            description=path.read_text("utf-8").split("\n", 1)[0].removeprefix("#").strip(),
+            path=path,
+        )
+        for path in sorted(PRESETS_FOLDER.rglob("*.yaml"))
+    )
+
+
+def load_config(path_or_preset: str, overrides: Sequence[str] = ()) -> Config:
+    """Returns the validated config of a file or preset.
+
+    A config may build on another with `extends: <preset or file beside it>`. Mappings are
+    merged key by key, anything else is replaced, and so are a method's options where the
+    method is another one.
+
+    Args:
+        path_or_preset: A YAML file, or the name of a preset.
+        overrides: `key.sub=value`, the value read as YAML; of two for one key the later wins.
+
+    Raises:
+        ConfigError: there is no such file or preset, it is not YAML, or a setting is unknown or
+            out of range; the message names the source and the full key of every such setting.
+    """
+    path = _find(path_or_preset, beside=None)
+    layers = [*_file_layers(path, ()), *map(_override_layer, overrides)]
+    settings: dict[str, Any] = {"name": _default_name(path)}
+    for layer in layers:
+        settings = _merged(settings, layer.settings)
+    try:
+        return Config.model_validate(settings)
+    except ValidationError as error:
+        raise explained(error, layers, Config) from error
+
+
+def _find(path_or_preset: str, beside: Path | None) -> Path:
+    """Returns the file that a name means: a preset, else a path (relative to `beside`, if given)."""
+    shipped = {preset.name: preset.path for preset in presets()}
+    if path_or_preset in shipped:
+        return shipped[path_or_preset]
+    path = (beside / path_or_preset) if beside else Path(path_or_preset)
+    if path.is_file():
+        return path
+    if path.suffix in (".yaml", ".yml"):
+        raise ConfigError(f"There is no config file {path}.", "`fedguild presets` lists the configs that ship.")
+    raise ConfigError(f"'{path_or_preset}' is neither a preset nor a config file.", nearest(path_or_preset, shipped))
+
+
+def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
+    """Yields a file's layer after those of what it extends."""
+    if path.resolve() in children:
+        raise ConfigError(f"{path} extends itself, through {', '.join(str(child) for child in children)}.")
+    try:
+        settings = parse(path.read_text("utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read the config {path}: {error}.") from error
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{path}: a config is a mapping of keys to values, but this is {settings!r:.60}.")
+    settings = dict(settings)
+    parent = settings.pop("extends", None)
+    if parent is not None:
+        if not isinstance(parent, str):
+            raise ConfigError(f"{path}: extends: must name one preset or file, got {parent!r}.")
+        yield from _file_layers(_find(parent, beside=path.parent), (*children, path.resolve()))
+    yield Layer(str(path), _with_method_as_mapping(settings))
+
+
+def _override_layer(override: str) -> Layer:
+    key, equals, value = override.partition("=")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise ConfigError(
+            f"'{override}' is not an override.",
+            "An override is key.sub=value, for example training.learning_rate=1e-4.",
+        )
+    settings: Any = parse(value, f"override '{override}'")
+    for part in reversed(key.split(".")):
+        settings = {part: settings}
+    return Layer(f"override '{override}'", _with_method_as_mapping(settings), is_override=True)
+
+
+def _with_method_as_mapping(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the settings with `method: flame` written out as `method: {name: flame}`."""
+    method = settings.get("method")
+    return {**settings, "method": {"name": method}} if isinstance(method, str) else settings
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `below` with `above` on top."""
+    result = dict(below)
+    for key, value in above.items():
+        lower = result.get(key)
+        if isinstance(value, Mapping) and isinstance(lower, Mapping) and not _other_method(key, lower, value):
+            result[key] = _merged(lower, value)
+        else:
+            result[key] = value
+    return result
+
+
+def _other_method(key: str, lower: Mapping[str, Any], upper: Mapping[str, Any]) -> bool:
+    return key == "method" and "name" in lower and upper.get("name", lower["name"]) != lower["name"]
+
+
+def _default_name(path: Path) -> str:
+    if path.is_relative_to(PRESETS_FOLDER):
+        return path.relative_to(PRESETS_FOLDER).with_suffix("").as_posix().replace("/", "-")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "run"

@@ -1,0 +1,162 @@
+"""The config as a whole: what a run is, in one frozen tree."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, model_serializer, model_validator
+
+from fedguild.config.base import Section
+from fedguild.config.data import DataSettings
+from fedguild.config.federation import FederationSettings
+from fedguild.config.training import TrainingSettings
+
+NOT_IN_FINGERPRINT = (
+    ("name",),
+    ("output",),
+    ("tracking",),
+    ("model", "device"),
+    ("model", "gradient_checkpointing"),
+    ("federation", "cohort_size"),
+    ("federation", "keep_checkpoints"),
+    ("evaluation", "batch_tokens"),
+)
+
+
+class MethodSettings(Section):
+    """A method's name, and its options, which the method itself validates.
+
+    In YAML the options stand beside the name: `method: {name: flame, temperature: 2}`; a method
+    without options is just its name: `method: flame`.
+    """
+
+    name: str = Field(min_length=1, description="Name of a method, as `fedguild methods` lists them.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the method, as `fedguild methods NAME` lists them."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_options(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            return {"name": given}
+        if isinstance(given, Mapping):
+            beside = {key: value for key, value in given.items() if key not in ("name", "options")}
+            named = {"name": given["name"]} if "name" in given else {}
+            return {**named, "options": {**(given.get("options") or {}), **beside}}
+        return given
+
+    @model_serializer
+    def _beside_the_name(self) -> dict[str, Any]:
+        return {"name": self.name, **self.options}
+
+
+class ModelSettings(Section):
+    """The frozen backbone and how it is loaded."""
+
+    path: str = Field(
+        default="embedded",
+        min_length=1,
+        description="Hugging Face hub id, folder, or `embedded` for the small one in the box.",
+    )
+    revision: str | None = Field(default=None, description="Branch, tag or commit on the hub; null: the newest.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="The backbone's dtype; auto: bfloat16 on a GPU, float32 on a CPU."
+    )
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto, cpu, cuda or cuda:N; auto: a GPU if there is one.",
+    )
+    load_in_4bit: bool = Field(default=False, description="Load the backbone in 4 bits; needs a GPU and bitsandbytes.")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+        default="sdpa", description="Attention implementation."
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Run Python code that comes with the model. Off for a reason."
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="Recompute activations in the backward pass: less memory, about a third more time."
+    )
+
+
+class EvaluationSettings(Section):
+    """What is evaluated, how often, and by which score."""
+
+    every: int = Field(
+        default=1, ge=1, description="Rounds from one evaluation to the next; the last is always evaluated."
+    )
+    split: Literal["test", "validation"] = Field(default="test", description="Which held-out examples are scored.")
+    clients: bool = Field(
+        default=False, description="Also score every client's own model on its own held-out examples."
+    )
+    by: Literal["auto", "likelihood", "generation"] = Field(
+        default="auto", description="auto: by likelihood where an example has choices, by generation elsewhere."
+    )
+    normalise: Literal["mean", "sum"] = Field(
+        default="mean", description="A choice's likelihood: mean over its tokens, or their sum."
+    )
+    active_experts: Literal["budget", "method"] = Field(
+        default="budget",
+        description="budget: each budget is scored with that budget's active experts, so that methods compare at "
+        "equal inference FLOPs; method: with as many as the method trained with.",
+    )
+    max_examples: int | None = Field(default=None, ge=1, description="Most examples scored per evaluation; null: all.")
+    max_new_tokens: int = Field(default=128, ge=1, description="Longest generated response, in tokens.")
+    batch_tokens: int = Field(default=8192, ge=64, description="Tokens in one forward pass of the evaluation.")
+    perplexity: bool = Field(default=False, description="Also record the perplexity of the reference responses.")
+
+
+class TrackingSettings(Section):
+    """Where the metrics go besides metrics.jsonl."""
+
+    tensorboard: bool = Field(default=False, description="Also write TensorBoard events; needs the extra `track`.")
+
+
+class Config(Section):
+    """Everything that a run needs to know."""
+
+    name: str = Field(
+        default="run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="The run's name in tables and folders: letters, digits, dot, dash and underscore; "
+        "by default that of the file or preset.",
+    )
+    seed: int = Field(default=0, ge=0, description="Everything random derives from it.")
+    output: str | None = Field(default=None, description="Folder that the run is written to; null: runs/<name>.")
+    method: MethodSettings = Field(description="The federated method and its options.")
+    model: ModelSettings = Field(default_factory=ModelSettings, description="The frozen backbone.")
+    data: DataSettings = Field(default_factory=DataSettings, description="The corpus and its partition.")
+    federation: FederationSettings = Field(default_factory=FederationSettings, description="Clients and rounds.")
+    training: TrainingSettings = Field(default_factory=TrainingSettings, description="Local training.")
+    evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings, description="Scoring.")
+    tracking: TrackingSettings = Field(default_factory=TrackingSettings, description="Other sinks of metrics.")
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder that the run is written to."""
+        return Path(self.output) if self.output else Path("runs") / self.name
+
+    def resolved_yaml(self) -> str:
+        """Returns every setting, defaults included, as YAML that loads to an equal config."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+
+    def fingerprint(self) -> str:
+        """Returns the SHA-256 of every setting that determines results, 64 hexadecimal digits.
+
+        Left out: names and folders, the device, and what changes results by floating-point
+        rounding only (`NOT_IN_FINGERPRINT`).
+        """
+        settings = self.model_dump(mode="json")
+        for *sections, key in NOT_IN_FINGERPRINT:
+            holder = settings
+            for section in sections:
+                holder = holder[section]
+            del holder[key]
+        canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()

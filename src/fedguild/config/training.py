@@ -1,0 +1,65 @@
+"""Settings of local training: what one client does in one round."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from fedguild.config.base import Section
+
+
+class TrainingSettings(Section):
+    """The optimizer, its schedule, and how much a client trains per round."""
+
+    optimizer: Literal["adamw", "adam", "sgd"] = Field(
+        default="adamw", description="Optimizer, created afresh each round."
+    )
+    learning_rate: float = Field(default=1e-3, gt=0, description="Peak learning rate of the first round.")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.999), description="Decay rates of Adam's moments, each in [0, 1)."
+    )
+    eps: float = Field(default=1e-8, gt=0, description="Added to Adam's denominator.")
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="Weight decay: decoupled for adamw, added to the gradient for adam and sgd."
+    )
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum of sgd.")
+    batch_size: int = Field(default=8, ge=1, description="Examples per client in one forward pass.")
+    accumulation: int = Field(default=1, ge=1, description="Forward passes whose gradients make one optimizer step.")
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="Passes over its data that a client makes per round, may be a fraction; 1 by default.",
+    )
+    steps: int | None = Field(
+        default=None, ge=1, description="Optimizer steps per client and round, instead of `epochs`."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Course of the learning rate over one round's steps, down to 0 unless constant."
+    )
+    warmup: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of a round's steps in which the learning rate rises."
+    )
+    round_decay: float = Field(
+        default=1.0, gt=0, le=1, description="Factor on the learning rate from one round to the next."
+    )
+    clip_norm: float | None = Field(
+        default=1.0,
+        gt=0,
+        description="Largest L2 norm of a client's gradient; a larger one is scaled down. null: never.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_epoch_by_default(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("epochs") is None and given.get("steps") is None:
+            return {**given, "epochs": 1.0}
+        return given
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError("set either epochs or steps, not both (null switches one off)")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be at least 0 and less than 1, got {list(self.betas)}")
+        return self

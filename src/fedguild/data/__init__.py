@@ -1,0 +1,29 @@
+"""Stage 2 of 8: data. From a dataset to each client's training, validation and test examples.
+
+`load_corpus` reads a dataset into examples (`corpora/`, with the wordings of `prompts`),
+`partition` deals the training examples to the clients, `split_clients` cuts every client's share
+into three, and `batches` turns examples into token tensors.
+"""
+
+from fedguild.data.corpora import CORPORA, load_corpus
+from fedguild.data.example import Corpus, Example
+from fedguild.data.partition import SCHEMES, PartitionTable, partition, partition_table
+from fedguild.data.prompts import TEMPLATES, render
+from fedguild.data.split import ClientData, SplitRule, pooled_test, split_clients
+
+__all__ = [
+    "CORPORA",
+    "SCHEMES",
+    "TEMPLATES",
+    "ClientData",
+    "Corpus",
+    "Example",
+    "PartitionTable",
+    "SplitRule",
+    "load_corpus",
+    "partition",
+    "partition_table",
+    "pooled_test",
+    "render",
+    "split_clients",
+]

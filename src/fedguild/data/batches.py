@@ -1,0 +1,142 @@
+"""From examples to the tensors of one forward pass over several clients.
+
+A batch is *slot-major*: the rows of slot 0 come first, then those of slot 1, and so on. Slots
+may have different numbers of rows, and none at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedguild.data.example import Example
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An example as token ids; the loss covers `input_ids[prompt_length:]`."""
+
+    input_ids: tuple[int, ...]
+    prompt_length: int
+
+    @property
+    def response_tokens(self) -> int:
+        """Number of tokens that the loss covers."""
+        return len(self.input_ids) - self.prompt_length
+
+
+@dataclass(frozen=True, slots=True)
+class SlotBatch:
+    """The rows of several slots, and the tokens to predict in them.
+
+    Attributes:
+        input_ids: [R, T] token ids, padded on the right.
+        mask: [R, T] bool, True where there is a token.
+        rows_per_slot: Rows of each slot, in slot order; they sum to R.
+        predict_at: [P] positions in the flattened [R·T] whose output predicts a target.
+        targets: [P] token ids to predict there.
+        group: [P] the group that each target is summed into (the slot, in training).
+        position_ids: [R, T] where tokens are not numbered from 0 along the row.
+        attention: [R, 1, T, T] bool, True where a query may attend, where that is not causal.
+    """
+
+    input_ids: Tensor
+    mask: Tensor
+    rows_per_slot: tuple[int, ...]
+    predict_at: Tensor
+    targets: Tensor
+    group: Tensor
+    position_ids: Tensor | None = None
+    attention: Tensor | None = None
+
+    def to(self, device: torch.device) -> SlotBatch:
+        """Returns the batch on a device."""
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        if self.input_ids.device == device:
+            return self
+        return SlotBatch(
+            input_ids=self.input_ids.to(device),
+            mask=self.mask.to(device),
+            rows_per_slot=self.rows_per_slot,
+            predict_at=self.predict_at.to(device),
+            targets=self.targets.to(device),
+            group=self.group.to(device),
+            position_ids=move(self.position_ids),
+            attention=move(self.attention),
+        )
+
+
+def encode(example: Example, tokenizer: Any, max_tokens: int) -> Encoded:
+    """Returns the example as token ids, its response closed by the end-of-sequence token.
+
+    A text longer than `max_tokens` loses the beginning of its prompt, never its response's
+    beginning; a response that alone is longer is cut at its end.
+    """
+    prompt = encode_prompt(example.prompt, tokenizer)
+    response = tokenizer.encode(response_text(example.prompt, example.response), add_special_tokens=False)
+    if tokenizer.eos_token_id is not None:
+        response = [*response, tokenizer.eos_token_id]
+    response = response[: max_tokens - 1]
+    prompt = prompt[max(0, len(prompt) + len(response) - max_tokens) :]
+    return Encoded(tuple(prompt + response), len(prompt))
+
+
+def encode_prompt(prompt: str, tokenizer: Any) -> list[int]:
+    """Returns the prompt's token ids, with the tokenizer's own special tokens in front."""
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=True)
+    if ids and ids[-1] == tokenizer.eos_token_id:
+        ids = ids[:-1]
+    return ids
+
+
+def response_text(prompt: str, response: str) -> str:
+    """Returns the response as it continues the prompt: after a space, unless one is there already."""
+    return response if not prompt or prompt[-1].isspace() or response[:1].isspace() else f" {response}"
+
+
+def collate(rows: Sequence[Sequence[Encoded]], pad_id: int) -> SlotBatch:
+    """Returns the training batch of several slots, `rows[s]` being the rows of slot s.
+
+    The group of a target is its slot, so that sums by group are per-client sums.
+    """
+    flat = [(slot, row) for slot, slot_rows in enumerate(rows) for row in slot_rows]
+    lengths = [len(row.input_ids) for _, row in flat]
+    width = max(lengths, default=1)
+    input_ids = np.full((len(flat), width), pad_id, dtype=np.int64)
+    predict_at, targets, group = [], [], []
+    for index, (slot, row) in enumerate(flat):
+        ids = np.asarray(row.input_ids, dtype=np.int64)
+        input_ids[index, : len(ids)] = ids
+        first = max(row.prompt_length, 1)
+        predict_at.append(np.arange(first - 1, len(ids) - 1) + index * width)
+        targets.append(ids[first:])
+        group.append(np.full(len(ids) - first, slot, dtype=np.int64))
+    mask = np.arange(width)[None, :] < np.asarray(lengths, dtype=np.int64)[:, None]
+    return SlotBatch(
+        input_ids=torch.from_numpy(input_ids),
+        mask=torch.from_numpy(mask),
+        rows_per_slot=tuple(len(slot_rows) for slot_rows in rows),
+        predict_at=_joined(predict_at),
+        targets=_joined(targets),
+        group=_joined(group),
+    )
+
+
+def epoch_order(examples: int, batch_size: int, rng: np.random.Generator) -> list[list[int]]:
+    """Returns one shuffled epoch as lists of example indices; the last may be shorter."""
+    order = rng.permutation(examples)
+    edges = [*range(0, examples, batch_size), examples]
+    return [order[start:end].tolist() for start, end in pairwise(edges)]
+
+
+def _joined(parts: list[np.ndarray[Any, np.dtype[np.int64]]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64))

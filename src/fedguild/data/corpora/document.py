@@ -1,0 +1,30 @@
+"""Nested JSON documents (a task, a collection of articles), which are no tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fedguild.errors import DataError
+
+
+def read_document(path: Path, keys: Iterable[str]) -> dict[str, Any]:
+    """Reads a file that holds one JSON object with at least `keys`.
+
+    Raises:
+        DataError: the file is no JSON object or lacks a key; lists the keys found and expected.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}") from error
+    expected = ", ".join(keys)
+    if not isinstance(document, dict):
+        raise DataError(f"{path} holds a JSON {type(document).__name__}.", f"Expected one object with {expected}.")
+    missing = [key for key in keys if key not in document]
+    if missing:
+        found = ", ".join(map(str, document)) or "no keys"
+        raise DataError(f"{path} lacks: {', '.join(missing)}.", f"Found: {found}. Expected: {expected}.")
+    return document

@@ -1,0 +1,162 @@
+"""Every corpus by name, and the one function that loads any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fedguild.data.corpora import (
+    ag_news,
+    alpaca,
+    commonsense,
+    dolly,
+    hellaswag,
+    instructions,
+    mmlu,
+    natural_instructions,
+    piqa,
+    snli,
+    tasks,
+    telequad,
+)
+from fedguild.data.corpora.source import HubDataset, Source, first_split, is_split, locate
+from fedguild.data.corpora.spec import CorpusSpec
+from fedguild.data.corpora.table import hub_splits
+from fedguild.data.example import Corpus, Example
+from fedguild.data.prompts import check_template
+from fedguild.data.sampling import sample
+from fedguild.errors import DataError, nearest
+from fedguild.seeding import numpy_rng
+
+_TASKS = CorpusSpec(
+    name="tasks",
+    help="Small made-up tasks, some chosen and some generated; needs no file and no network.",
+    kind="mixed",
+    generate=tasks.load,
+    options={
+        "train_examples": "how many training examples to make (4000)",
+        "test_examples": "how many test examples to make (400)",
+        "families": "list of the task families to draw from (all)",
+    },
+)
+
+CORPORA: dict[str, CorpusSpec] = {
+    spec.name: spec
+    for spec in (
+        _TASKS,
+        ag_news.SPEC,
+        snli.SPEC,
+        dolly.SPEC,
+        alpaca.SPEC,
+        natural_instructions.SPEC,
+        commonsense.SPEC,
+        hellaswag.SPEC,
+        piqa.SPEC,
+        mmlu.SPEC,
+        telequad.SPEC,
+        instructions.SPEC,
+    )
+}
+
+
+def corpus_spec(name: str) -> CorpusSpec:
+    """Returns a registered corpus, or raises DataError listing the known ones."""
+    if name not in CORPORA:
+        raise DataError(f"There is no corpus '{name}'.", nearest(name, CORPORA))
+    return CORPORA[name]
+
+
+def load_corpus(
+    name: str,
+    *,
+    train: str | None = None,
+    test: str | None = None,
+    limit: int | None = None,
+    test_limit: int | None = None,
+    seed: int = 0,
+    template: str | None = None,
+    **options: Any,
+) -> Corpus:
+    """Loads a corpus from local files or from the Hugging Face hub.
+
+    Records without a response are dropped.
+
+    Args:
+        name: A name in `CORPORA`.
+        train: A local file or folder, or a hub id (`owner/name`, `owner/name:config`,
+            `owner/name:config@split`); None takes the corpus's own dataset on the hub.
+        test: The same for the test examples; None takes the test split of the folder or hub
+            dataset that `train` names, where it has one.
+        limit: Keep so many training examples, drawn at random; None keeps all.
+        test_limit: The same for test examples.
+        seed: Seed of the draw, and of a corpus that is generated.
+        template: Name of a prompt template; None takes the corpus's own.
+        options: Further keywords of this corpus, as in its `CorpusSpec.options`.
+
+    Raises:
+        DataError: the name, an option or the template is unknown; a file is missing or has other
+            columns; the hub cannot be reached; or no example is found.
+    """
+    spec = corpus_spec(name)
+    for option in options:
+        if option not in spec.options:
+            hint = nearest(option, spec.options) if spec.options else "It takes no options."
+            raise DataError(f"The corpus '{name}' has no option '{option}'.", hint)
+    if spec.generate is not None:
+        corpus = _generated(spec, train, test, template, seed, options)
+        training, testing = corpus.train, corpus.test
+    else:
+        training, testing = _read(spec, train, test, template or spec.template, options)
+    return Corpus(
+        name,
+        sample(training, limit, numpy_rng(seed, "corpus", "train")),
+        sample(testing, test_limit, numpy_rng(seed, "corpus", "test")),
+    )
+
+
+def _generated(
+    spec: CorpusSpec, train: str | None, test: str | None, template: str | None, seed: int, options: dict[str, Any]
+) -> Corpus:
+    if train is not None or test is not None or template not in (None, spec.template):
+        raise DataError(
+            f"The corpus '{spec.name}' is made, not read: it takes no train, test or template.",
+            f"Its settings are: {', '.join(spec.options)}.",
+        )
+    assert spec.generate is not None
+    return spec.generate(seed=seed, **options)
+
+
+def _read(
+    spec: CorpusSpec, train: str | None, test: str | None, template: str, options: dict[str, Any]
+) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+    check_template(template)
+    where = spec.hub if train is None else locate(train, spec.hub)
+    if where is None:
+        raise DataError(
+            f"The corpus '{spec.name}' has no dataset of its own on the hub: name its training data.",
+            f"Accepted: {'; '.join(spec.layouts)}.",
+        )
+    test_where = (where if _has_test_split(where, spec) else None) if test is None else locate(test, spec.hub)
+    training = _examples(spec, Source(where, spec.train_splits), template, options)
+    if test_where is None:
+        return training, ()
+    return training, _examples(spec, Source(test_where, spec.test_splits, training), template, options)
+
+
+def _has_test_split(where: Path | HubDataset, spec: CorpusSpec) -> bool:
+    if isinstance(where, HubDataset):
+        return not where.split and first_split(spec.test_splits, hub_splits(where)) is not None
+    return where.is_dir() and any(is_split(path, name) for path in where.iterdir() for name in spec.test_splits)
+
+
+def _examples(spec: CorpusSpec, source: Source, template: str, options: dict[str, Any]) -> tuple[Example, ...]:
+    assert spec.read is not None
+    read: Iterable[Example] = spec.read(source, template, **options)
+    examples = tuple(example for example in read if example.response)
+    if not examples:
+        raise DataError(
+            f"No example of the corpus '{spec.name}' was found in {source.where}.",
+            f"Accepted: {'; '.join(spec.layouts)}.",
+        )
+    return examples

@@ -1,0 +1,157 @@
+"""The ten task families: how one question of each is drawn.
+
+Five are known to the embedded checkpoint and five are new to it, yet close enough in skill that
+a short fine-tuning teaches them. Either half holds classified, generated and multiple-choice ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from numpy.random import Generator
+
+from fedguild.data.corpora.tasks import words
+
+Kind = Literal["classified", "generated", "multiple_choice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a family asks once: the input under its instruction, the answer, and the candidates if any."""
+
+    text: str
+    answer: str
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A task family.
+
+    Attributes:
+        kind: `classified` has the same candidates in every question, `multiple_choice` its own in
+            each, `generated` none: the response must match exactly.
+        seen: Whether the embedded checkpoint was trained on it.
+        instruction: What every question of the family opens with.
+        draw: Draws one question.
+    """
+
+    kind: Kind
+    seen: bool
+    instruction: str
+    draw: Callable[[Generator], Question]
+
+
+def _sample(rng: Generator, pool: Sequence[str], count: int) -> list[str]:
+    """Returns `count` different words of the pool, in random order."""
+    return [pool[i] for i in rng.permutation(len(pool))[:count]]
+
+
+def _listed(items: Sequence[str], noun: str = "Words") -> str:
+    return f"{noun}: {' '.join(items)}"
+
+
+def _mixed_words(rng: Generator, least: int, most: int) -> list[str]:
+    pool = [word for category in words.CATEGORIES.values() for word in category]
+    return _sample(rng, pool, int(rng.integers(least, most + 1)))
+
+
+def _numbers(rng: Generator) -> tuple[str, ...]:
+    """Returns three different two-digit numbers."""
+    drawn: list[str] = []
+    while len(drawn) < 3:
+        number = str(rng.integers(10, 100))
+        if number not in drawn:
+            drawn.append(number)
+    return tuple(drawn)
+
+
+def _reverse(rng: Generator) -> Question:
+    drawn = _mixed_words(rng, 3, 4)
+    return Question(_listed(drawn), " ".join(reversed(drawn)))
+
+
+def _rotate(rng: Generator) -> Question:
+    drawn = _mixed_words(rng, 3, 4)
+    return Question(_listed(drawn), " ".join([*drawn[1:], drawn[0]]))
+
+
+def _translate(rng: Generator) -> Question:
+    english = _sample(rng, list(words.DICTIONARY), 3)
+    return Question(_listed(english), " ".join(words.DICTIONARY[word] for word in english))
+
+
+def _translate_back(rng: Generator) -> Question:
+    english = _sample(rng, list(words.DICTIONARY), 3)
+    return Question(_listed([words.DICTIONARY[word] for word in english]), " ".join(english))
+
+
+def _sentiment(rng: Generator) -> Question:
+    adjective = str(rng.choice((*words.POSITIVE, *words.NEGATIVE)))
+    negated = bool(rng.random() < 0.3)
+    speaker, place, degree = (str(rng.choice(pool)) for pool in (words.SPEAKERS, words.PLACES, words.DEGREES))
+    text = f"Review:{speaker} the {place} was{' not' if negated else ''}{degree} {adjective}"
+    good = (adjective in words.POSITIVE) != negated
+    return Question(text, "positive" if good else "negative", ("positive", "negative"))
+
+
+def _topic(rng: Generator) -> Question:
+    topic = str(rng.choice(list(words.CATEGORIES)))
+    return Question(_listed(_sample(rng, words.CATEGORIES[topic], 3)), topic, tuple(words.CATEGORIES))
+
+
+def _odd_one_out(rng: Generator) -> Question:
+    common, odd = _sample(rng, list(words.CATEGORIES), 2)
+    stranger = str(rng.choice(words.CATEGORIES[odd]))
+    drawn = _sample(rng, [*_sample(rng, words.CATEGORIES[common], 3), stranger], 4)
+    return Question(_listed(drawn), stranger, tuple(drawn))
+
+
+def _repeated(rng: Generator) -> Question:
+    drawn = _mixed_words(rng, 4, 4)
+    twice = str(rng.choice(drawn))
+    shuffled = _sample(rng, [*drawn, twice], 5)
+    return Question(_listed(shuffled), twice, tuple(drawn))
+
+
+def _largest(rng: Generator) -> Question:
+    drawn = _numbers(rng)
+    return Question(_listed(drawn, "Numbers"), max(drawn), drawn)
+
+
+def _sum(rng: Generator) -> Question:
+    digits = rng.integers(1, 10, size=4)
+    return Question(_listed([str(digit) for digit in digits], "Numbers"), str(digits.sum()))
+
+
+def _smallest(rng: Generator) -> Question:
+    drawn = _numbers(rng)
+    return Question(_listed(drawn, "Numbers"), min(drawn), drawn)
+
+
+def _has_color(rng: Generator) -> Question:
+    drawn = _mixed_words(rng, 3, 3)
+    if rng.random() < 0.4:
+        others = [word for topic, pool in words.CATEGORIES.items() if topic != "color" for word in pool]
+        drawn = _sample(rng, others, 3)
+    found = any(word in words.CATEGORIES["color"] for word in drawn)
+    return Question(_listed(drawn), "yes" if found else "no", ("yes", "no"))
+
+
+FAMILIES: dict[str, Family] = {
+    "reverse": Family("generated", True, "Reverse the words.", _reverse),
+    "translate": Family("generated", True, "Translate the words to Lumo.", _translate),
+    "sentiment": Family("classified", True, "Is the review positive or negative?", _sentiment),
+    "odd_one_out": Family("multiple_choice", True, "Which word does not belong?", _odd_one_out),
+    "largest": Family("multiple_choice", True, "Which number is the largest?", _largest),
+    "sum": Family("generated", True, "Add the numbers.", _sum),
+    "rotate": Family("generated", False, "Move the first word to the end.", _rotate),
+    "translate_back": Family("generated", False, "Translate the words to English.", _translate_back),
+    "topic": Family("classified", False, "Are these animal, color, food or tool?", _topic),
+    "has_color": Family("classified", False, "Is there a color?", _has_color),
+    "repeated": Family("multiple_choice", False, "Which word is written twice?", _repeated),
+    "smallest": Family("multiple_choice", False, "Which number is the smallest?", _smallest),
+}
+"""Family name -> family; the names are also the corpus's labels."""

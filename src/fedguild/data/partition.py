@@ -1,0 +1,231 @@
+"""Partitions: which client holds which training example. Pure, and deterministic in the generator.
+
+Every scheme uses every example exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedguild.data.example import Example
+from fedguild.errors import DataError, nearest
+
+Parts = list[list[int]]
+
+SCHEMES: dict[str, str] = {
+    "iid": "every client draws from the whole, in equal sizes",
+    "dirichlet": "every label is spread over the clients by Dirichlet(alpha); small alpha, strong skew",
+    "label": "every client holds labels of its own (one task per client)",
+    "document": "every document stays whole on one client, in sizes as equal as that allows",
+    "quantity": "every client draws from the whole, in sizes by Dirichlet(alpha)",
+    "power_law": "every client draws from the whole; the i-th client's size falls as i to the power -alpha",
+}
+"""Scheme -> what it does, as one line."""
+
+
+def partition(
+    scheme: str,
+    examples: Sequence[Example],
+    clients: int,
+    *,
+    rng: np.random.Generator,
+    alpha: float = 0.5,
+    minimum: int = 1,
+) -> Parts:
+    """Deals examples to clients.
+
+    Args:
+        scheme: A name in `SCHEMES`.
+        examples: The training examples.
+        clients: Number of clients.
+        rng: Where the chance comes from.
+        alpha: Concentration of `dirichlet` and `quantity`, exponent of `power_law`; unused by the
+            others.
+        minimum: Fewest examples that a client may hold.
+
+    Returns:
+        For each client the indices into `examples`, ascending.
+
+    Raises:
+        DataError: the scheme is unknown, alpha is not positive, or no partition of this kind gives
+            every client its minimum.
+    """
+    if scheme not in SCHEMES:
+        raise DataError(f"There is no partition scheme '{scheme}'.", nearest(scheme, SCHEMES))
+    _check(len(examples), clients, alpha, minimum)
+    if scheme == "iid":
+        parts = iid(len(examples), clients, rng)
+    elif scheme == "dirichlet":
+        parts = dirichlet([example.label for example in examples], clients, alpha, minimum, rng)
+    elif scheme == "label":
+        parts = by_label([example.label for example in examples], clients)
+    elif scheme == "document":
+        parts = by_document([example.document for example in examples], clients, rng)
+    elif scheme == "quantity":
+        parts = by_size(rng.dirichlet(np.full(clients, alpha)), len(examples), minimum, rng)
+    else:
+        parts = by_size(np.arange(1.0, clients + 1) ** -alpha, len(examples), minimum, rng)
+    _check_minimum(scheme, parts, minimum)
+    return [sorted(part) for part in parts]
+
+
+def _check(count: int, clients: int, alpha: float, minimum: int) -> None:
+    if clients < 1:
+        raise DataError(f"The number of clients must be at least 1, but is {clients}.")
+    if not 0 < alpha < float("inf"):
+        raise DataError(f"The partition's alpha must be positive, but is {alpha}.")
+    if minimum < 1:
+        raise DataError(f"The minimum per client must be at least 1, but is {minimum}.")
+    if count < clients * minimum:
+        raise DataError(
+            f"{count} examples cannot give each of {clients} clients its minimum of {minimum}.",
+            "Use fewer clients, a smaller minimum, or more data.",
+        )
+
+
+def _check_minimum(scheme: str, parts: Parts, minimum: int) -> None:
+    for client, part in enumerate(parts):
+        if len(part) < minimum:
+            raise DataError(
+                f"The partition '{scheme}' leaves client {client} with {len(part)} of at least {minimum} examples.",
+                "Use fewer clients, a smaller minimum, or another scheme.",
+            )
+
+
+def iid(count: int, clients: int, rng: np.random.Generator) -> Parts:
+    """Deals `count` indices at random, in sizes that differ by one at most."""
+    return _lists(np.array_split(rng.permutation(count), clients))
+
+
+def dirichlet(labels: Sequence[str], clients: int, alpha: float, minimum: int, rng: np.random.Generator) -> Parts:
+    """Spreads every label over the clients in proportions from Dirichlet(alpha) (Hsu et al. 2019).
+
+    A client below the minimum then takes examples, one by one and at random, from whichever client
+    holds the most at that moment.
+    """
+    parts: Parts = [[] for _ in range(clients)]
+    of_label = _groups(labels)
+    for label in sorted(of_label):
+        indices = rng.permutation(of_label[label])
+        shares = rng.dirichlet(np.full(clients, alpha))
+        ends = np.round(np.cumsum(shares)[:-1] * len(indices)).astype(int)
+        for part, piece in zip(parts, np.split(indices, ends), strict=True):
+            part.extend(piece.tolist())
+    _fill_up(parts, minimum, rng)
+    return parts
+
+
+def _fill_up(parts: Parts, minimum: int, rng: np.random.Generator) -> None:
+    for part in parts:
+        while len(part) < minimum:
+            largest = max(parts, key=len)
+            part.append(largest.pop(int(rng.integers(len(largest)))))
+
+
+def by_label(labels: Sequence[str], clients: int) -> Parts:
+    """Deals whole labels to clients, the largest first, in turn; with as many labels as clients, one each.
+
+    Raises:
+        DataError: there are fewer labels than clients.
+    """
+    of_label = _groups(labels)
+    if len(of_label) < clients:
+        raise DataError(
+            f"The partition 'label' gives every client labels of its own, but {clients} clients share "
+            f"{len(of_label)} label(s): {', '.join(sorted(of_label)[:20])}.",
+            f"Use at most {len(of_label)} clients, or the scheme dirichlet.",
+        )
+    parts: Parts = [[] for _ in range(clients)]
+    ranked = sorted(of_label, key=lambda label: (-len(of_label[label]), label))
+    for place, label in enumerate(ranked):
+        parts[place % clients].extend(of_label[label])
+    return parts
+
+
+def by_document(documents: Sequence[str], clients: int, rng: np.random.Generator) -> Parts:
+    """Gives each document, the largest first, to the client with the fewest examples so far.
+
+    Documents of one size come in random order.
+
+    Raises:
+        DataError: an example has no document, or there are fewer documents than clients.
+    """
+    if not all(documents):
+        raise DataError(
+            "The partition 'document' needs to know every example's document, which this corpus does not say.",
+            "Use another scheme, or a corpus with documents (telequad, or instructions with a document column).",
+        )
+    of_document = _groups(documents)
+    if len(of_document) < clients:
+        raise DataError(
+            f"The partition 'document' cannot give {clients} clients one of {len(of_document)} documents each.",
+            f"Use at most {len(of_document)} clients.",
+        )
+    parts: Parts = [[] for _ in range(clients)]
+    shuffled = rng.permutation(sorted(of_document)).tolist()
+    for document in sorted(shuffled, key=lambda name: -len(of_document[name])):
+        min(parts, key=len).extend(of_document[document])
+    return parts
+
+
+def by_size(weights: NDArray[np.floating[Any]], count: int, minimum: int, rng: np.random.Generator) -> Parts:
+    """Deals `count` indices at random: the minimum to every client, the rest in proportion to `weights`."""
+    sizes = minimum + apportion(weights, count - minimum * len(weights))
+    return _lists(np.split(rng.permutation(count), np.cumsum(sizes)[:-1]))
+
+
+def apportion(weights: NDArray[np.floating[Any]], total: int) -> NDArray[np.int64]:
+    """Returns whole numbers that add up to `total`, in proportion to `weights` by largest remainders."""
+    exact = weights / weights.sum() * total
+    whole: NDArray[np.int64] = np.floor(exact).astype(np.int64)
+    remaining = total - int(whole.sum())
+    whole[np.argsort(whole - exact, kind="stable")[:remaining]] += 1
+    return whole
+
+
+def _groups(names: Sequence[str]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        groups.setdefault(name, []).append(index)
+    return groups
+
+
+def _lists(arrays: Sequence[NDArray[np.int64]]) -> Parts:
+    return [array.tolist() for array in arrays]
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionTable:
+    """How many examples of each label each client holds.
+
+    Attributes:
+        labels: All labels, the most frequent first.
+        counts: For each client, the counts in the order of `labels`.
+    """
+
+    labels: tuple[str, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+    @property
+    def client_sizes(self) -> tuple[int, ...]:
+        """Number of examples of each client."""
+        return tuple(sum(row) for row in self.counts)
+
+    @property
+    def label_sizes(self) -> tuple[int, ...]:
+        """Number of examples of each label, over all clients."""
+        return tuple(sum(column) for column in zip(*self.counts, strict=True))
+
+
+def partition_table(examples: Sequence[Example], parts: Sequence[Sequence[int]]) -> PartitionTable:
+    """Counts a partition of `examples` by client and label."""
+    held = [Counter(examples[index].label for index in part) for part in parts]
+    totals = sum(held, Counter[str]())
+    labels = tuple(sorted(totals, key=lambda label: (-totals[label], label)))
+    return PartitionTable(labels, tuple(tuple(counter[label] for label in labels) for counter in held))

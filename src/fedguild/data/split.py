@@ -1,0 +1,170 @@
+"""Each client's share cut into training, validation and test examples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from fedguild.data.example import Corpus, Example
+from fedguild.data.partition import apportion
+from fedguild.data.sampling import sample
+from fedguild.errors import DataError, nearest
+from fedguild.seeding import numpy_rng
+
+TestSource = Literal["client", "corpus"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientData:
+    """What one client trains on, validates on and is tested on."""
+
+    train: tuple[Example, ...]
+    validation: tuple[Example, ...]
+    test: tuple[Example, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRule:
+    """How every client's share is cut.
+
+    Attributes:
+        validation: Fraction of the share held out for validation; 0 for none.
+        test: Fraction held out for testing; unused with the test source `corpus`.
+        max_train: Cap on a client's training examples; None for no cap.
+        max_validation: Cap on its validation examples.
+        max_test: Cap on its test examples.
+        test_source: `client` tests on a part of the client's own share; `corpus` on the corpus's
+            own test examples, drawn for each client in the proportions of its labels (two clients
+            may be tested on the same example).
+
+    Raises:
+        DataError: a fraction or cap is out of range, or the test source is unknown.
+    """
+
+    validation: float = 0.1
+    test: float = 0.1
+    max_train: int | None = None
+    max_validation: int | None = None
+    max_test: int | None = None
+    test_source: TestSource = "client"
+
+    def __post_init__(self) -> None:
+        for name, value in (("validation", self.validation), ("test", self.test)):
+            if not 0 <= value < 1:
+                raise DataError(f"The {name} fraction must be at least 0 and below 1, but is {value}.")
+        if self.validation + self.test_fraction >= 1:
+            raise DataError(f"The validation and test fractions, {self.validation} and {self.test}, leave no training.")
+        for name in ("max_train", "max_validation", "max_test"):
+            cap = getattr(self, name)
+            if cap is not None and cap < 1:
+                raise DataError(f"{name} must be at least 1, but is {cap}.")
+        if self.test_source not in get_args(TestSource):
+            raise DataError(
+                f"There is no test source '{self.test_source}'.", nearest(self.test_source, get_args(TestSource))
+            )
+
+    @property
+    def test_fraction(self) -> float:
+        """Fraction of a client's own share that goes to testing."""
+        return self.test if self.test_source == "client" else 0.0
+
+
+def split_clients(
+    corpus: Corpus, parts: Sequence[Sequence[int]], rule: SplitRule | None = None, *, seed: int
+) -> list[ClientData]:
+    """Cuts every client's share into training, validation and test examples.
+
+    Where a fraction is positive, its split gets at least one example. A client's cut depends on its
+    own share, the seed and its index only.
+
+    Args:
+        corpus: The corpus that was partitioned.
+        parts: For each client the indices into `corpus.train`, as from `partition`.
+        rule: How to cut; None for the defaults.
+        seed: Seed of the cut.
+
+    Raises:
+        DataError: a client has too few examples, or the test source is the corpus and that has no
+            test examples for a client's labels.
+    """
+    rule = rule or SplitRule()
+    if rule.test_source == "corpus" and not corpus.test:
+        raise DataError(
+            f"The corpus '{corpus.name}' has no test examples of its own.",
+            "Name a test file or dataset, or set the test source to client.",
+        )
+    shares = [[corpus.train[index] for index in part] for part in parts]
+    return [_cut(corpus, share, rule, client, seed) for client, share in enumerate(shares)]
+
+
+def _cut(corpus: Corpus, share: Sequence[Example], rule: SplitRule, client: int, seed: int) -> ClientData:
+    _check_enough(share, rule, client)
+    rng = numpy_rng(seed, "split", client)
+    order = [share[index] for index in rng.permutation(len(share))]
+    validation = _held_out(len(share), rule.validation)
+    test = _held_out(len(share), rule.test_fraction)
+    if validation + test >= len(share):
+        validation, test = min(validation, 1), min(test, 1)
+    tests = order[validation : validation + test]
+    if rule.test_source == "corpus":
+        tests = _matching_test(corpus, share, client, rng)
+    return ClientData(
+        train=tuple(order[validation + test :][: rule.max_train]),
+        validation=tuple(order[:validation][: rule.max_validation]),
+        test=sample(tests, rule.max_test, rng),
+    )
+
+
+def _check_enough(share: Sequence[Example], rule: SplitRule, client: int) -> None:
+    uses = ["training"] + ["validation"] * (rule.validation > 0) + ["testing"] * (rule.test_fraction > 0)
+    if len(share) < len(uses):
+        raise DataError(
+            f"Client {client} has {len(share)} example(s), but needs at least {len(uses)} for {', '.join(uses)}.",
+            f"Raise the partition's minimum per client to {len(uses)}, use fewer clients or more data, "
+            "or set the validation or test fraction to 0.",
+        )
+
+
+def _held_out(count: int, fraction: float) -> int:
+    return max(1, round(count * fraction)) if fraction > 0 else 0
+
+
+def _matching_test(corpus: Corpus, share: Sequence[Example], client: int, rng: np.random.Generator) -> list[Example]:
+    """Draws the most of the corpus's test examples that keep the proportions of the share's labels."""
+    pool: dict[str, list[Example]] = {}
+    for example in corpus.test:
+        pool.setdefault(example.label, []).append(example)
+    held = Counter(example.label for example in share if example.label in pool)
+    if not held:
+        raise DataError(
+            f"None of client {client}'s labels is among the test examples of the corpus '{corpus.name}'.",
+            "Set the test source to client.",
+        )
+    weights = np.array([held[label] for label in sorted(held)], dtype=np.float64)
+    available = np.array([len(pool[label]) for label in sorted(held)])
+    total = int(weights.sum() * (available / weights).min())
+    counts = np.minimum(apportion(weights, max(total, 1)), available)
+    return [
+        example
+        for label, count in zip(sorted(held), counts.tolist(), strict=True)
+        for example in (sample(pool[label], count, rng) if count else ())
+    ]
+
+
+def pooled_test(
+    corpus: Corpus, clients: Sequence[ClientData], *, limit: int | None = None, seed: int
+) -> tuple[Example, ...]:
+    """Returns what a global model is tested on: the corpus's own test examples, else all clients'.
+
+    Args:
+        corpus: The corpus.
+        clients: Its clients' data.
+        limit: Keep so many, drawn at random; None keeps all.
+        seed: Seed of that draw.
+    """
+    pool = corpus.test or tuple(example for client in clients for example in client.test)
+    return sample(pool, limit, numpy_rng(seed, "pooled test"))

@@ -1,0 +1,1 @@
+"""The engines: where the clients of a round run. After the methods, which never see them."""

@@ -1,0 +1,43 @@
+"""The versions and the hardware behind a run's numbers; never a host name, a user or a path."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import psutil
+import torch
+
+from fedguild import __version__
+
+PACKAGES = ("torch", "transformers", "datasets", "safetensors", "numpy", "scipy", "peft", "flwr", "ray")
+
+
+def describe_environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns versions, device and cores as plain JSON values."""
+    return {
+        "fedguild": __version__,
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := installed(name)) is not None},
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Returns what the device is, in words."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def installed(package: str) -> str | None:
+    """Returns a package's version; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,56 @@
+"""The one error that FedGuild raises for anything its user can mend.
+
+Every message names the file or the setting, what was found, and what would be accepted. The
+command line prints it without a traceback; library users catch `FedGuildError`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedGuildError(Exception):
+    """Bad input, or a state of the machine, that the user can mend.
+
+    Args:
+        message: What is wrong, naming the file, key or client.
+        hint: What to do about it, as one sentence; printed on a line of its own.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message if not hint else f"{message}\n{hint}")
+        self.message = message
+        self.hint = hint
+
+
+class ConfigError(FedGuildError):
+    """A setting is unknown, out of range, or contradicts another."""
+
+
+class DataError(FedGuildError):
+    """A dataset is missing, has the wrong columns, or leaves a client without examples."""
+
+
+class ModelError(FedGuildError):
+    """A model cannot be loaded, or lacks what the method needs (experts, a layer)."""
+
+
+class UploadError(FedGuildError):
+    """A client's upload has the wrong names, shapes, dtypes or values."""
+
+
+class CheckpointError(FedGuildError):
+    """A checkpoint is damaged, missing, or belongs to another run."""
+
+
+class QuorumError(FedGuildError):
+    """Fewer clients than the quorum delivered a valid upload in a round."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns a hint that names the known word nearest to `name` and lists the choices."""
+    choices = sorted(known)
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    meant = f"Did you mean '{close[0]}'? " if close else ""
+    return f"{meant}Known: {', '.join(choices)}."

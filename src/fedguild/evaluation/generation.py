@@ -1,0 +1,62 @@
+"""Greedy generation for many prompts of several slots, in batches bounded by tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from fedguild.data.batches import encode_prompt
+from fedguild.data.example import Example
+from fedguild.errors import ConfigError
+from fedguild.evaluation.batching import Item, token_batches
+
+
+class GenerativeModel(Protocol):
+    """A model of several slots that continues prompts."""
+
+    def generate(self, prompts: Sequence[Sequence[Sequence[int]]], max_new_tokens: int) -> list[list[list[int]]]:
+        """Returns the greedy continuation of `prompts[slot][row]`, without the prompt, cut at its end."""
+        ...
+
+
+def generate_texts(
+    model: GenerativeModel,
+    examples: Sequence[Sequence[Example]],
+    tokenizer: Any,
+    *,
+    max_tokens: int,
+    max_new_tokens: int,
+    batch_tokens: int,
+) -> list[list[str]]:
+    """Returns the generated response of every example, by slot.
+
+    A prompt longer than `max_tokens - max_new_tokens` loses its beginning, as in training.
+
+    Raises:
+        ConfigError: something is to be generated, but `max_new_tokens` leaves no room for a prompt.
+    """
+    room = max_tokens - max_new_tokens
+    if room < 1 and any(examples):
+        raise ConfigError(
+            f"max_new_tokens is {max_new_tokens}, which leaves no room for a prompt within max_tokens {max_tokens}.",
+            "Lower max_new_tokens or raise max_tokens.",
+        )
+    prompts = [[encode_prompt(example.prompt, tokenizer)[-room:] for example in row] for row in examples]
+    items = [
+        Item(slot, index, len(prompt) + max_new_tokens)
+        for slot, slot_prompts in enumerate(prompts)
+        for index, prompt in enumerate(slot_prompts)
+    ]
+    texts = [[""] * len(slot_prompts) for slot_prompts in prompts]
+    for batch in token_batches(items, batch_tokens):
+        chosen: list[list[list[int]]] = [[] for _ in prompts]
+        for item in batch:
+            chosen[item.slot].append(prompts[item.slot][item.index])
+        with torch.no_grad():
+            generated = model.generate(chosen, max_new_tokens)
+        continuations = iter([tokens for slot_tokens in generated for tokens in slot_tokens])
+        for item in batch:
+            texts[item.slot][item.index] = tokenizer.decode(next(continuations), skip_special_tokens=True).strip()
+    return texts

@@ -1,0 +1,157 @@
+"""Likelihood of candidate responses, all candidates of an example in one row behind one prompt.
+
+A row is `[prompt | candidate 0 | candidate 1 | …]`. A candidate attends to the prompt and to
+itself, and its positions start where the prompt ends, so that it gets the likelihood it would get
+alone while the prompt runs once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedguild.data.batches import SlotBatch, encode
+from fedguild.data.example import Example
+from fedguild.errors import DataError
+from fedguild.evaluation.batching import Item, token_batches
+
+
+class LikelihoodModel(Protocol):
+    """A model of several slots that gives the likelihood of tokens."""
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        ...
+
+    def token_losses(self, batch: SlotBatch) -> Tensor:
+        """Returns [P], the negative log-likelihood in nats of each of the batch's targets."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """An example's prompt and its candidate responses as token ids."""
+
+    prompt: tuple[int, ...]
+    responses: tuple[tuple[int, ...], ...]
+
+    @property
+    def tokens(self) -> int:
+        """Length of the row that holds them all."""
+        return len(self.prompt) + sum(map(len, self.responses))
+
+
+def encode_candidates(example: Example, tokenizer: Any, max_tokens: int) -> Candidates:
+    """Returns the example's choices, or its response where it has none, encoded as in training.
+
+    Each candidate is closed by the end-of-sequence token. Where a candidate does not fit into
+    `max_tokens`, all of them get the prompt as it is shortened for the longest one.
+
+    Raises:
+        DataError: the prompt has no token, so that nothing predicts a candidate's first one.
+    """
+    encoded = [
+        encode(replace(example, response=candidate), tokenizer, max_tokens)
+        for candidate in example.choices or (example.response,)
+    ]
+    prompt = min((row.input_ids[: row.prompt_length] for row in encoded), key=len)
+    if not prompt:
+        raise DataError(
+            f"An example of task '{example.task}' has no prompt token within {max_tokens} tokens, "
+            "so its response has no likelihood.",
+            "Give it a prompt, or raise the limit on tokens.",
+        )
+    return Candidates(prompt, tuple(row.input_ids[row.prompt_length :] for row in encoded))
+
+
+def candidate_losses(
+    model: LikelihoodModel, rows: Sequence[Sequence[Candidates]], batch_tokens: int, pad_id: int
+) -> list[list[list[float]]]:
+    """Returns the summed negative log-likelihood in nats, by slot, row and candidate.
+
+    Args:
+        model: Runs `rows[s]` in its slot s.
+        rows: The rows of each slot; slots may have different numbers of rows, and none at all.
+        batch_tokens: Bound on the tokens of one forward pass, padding included.
+        pad_id: Token id to pad with.
+    """
+    items = [
+        Item(slot, index, row.tokens) for slot, slot_rows in enumerate(rows) for index, row in enumerate(slot_rows)
+    ]
+    losses: list[list[list[float]]] = [[[] for _ in slot_rows] for slot_rows in rows]
+    for items_of_batch in token_batches(items, batch_tokens):
+        chosen: list[list[Candidates]] = [[] for _ in rows]
+        for item in items_of_batch:
+            chosen[item.slot].append(rows[item.slot][item.index])
+        batch = collate_candidates(chosen, pad_id)
+        with torch.no_grad():
+            nll = model.token_losses(batch.to(model.device)).double().cpu().numpy()
+        sums = iter(np.bincount(batch.group.numpy(), weights=nll).tolist())
+        for item in items_of_batch:
+            losses[item.slot][item.index] = [next(sums) for _ in rows[item.slot][item.index].responses]
+    return losses
+
+
+def collate_candidates(rows: Sequence[Sequence[Candidates]], pad_id: int) -> SlotBatch:
+    """Returns the batch of several slots; the group of a target is its candidate, counted through.
+
+    Rows of one candidate each are plain causal rows and get neither `attention` nor `position_ids`.
+    """
+    flat = [row for slot_rows in rows for row in slot_rows]
+    width = max(row.tokens for row in flat)
+    input_ids = np.full((len(flat), width), pad_id, dtype=np.int64)
+    positions = np.zeros((len(flat), width), dtype=np.int64)
+    segments = np.full((len(flat), width), -1, dtype=np.int64)
+    predict_at: list[int] = []
+    targets: list[int] = []
+    group: list[int] = []
+    candidate = 0
+    for index, row in enumerate(flat):
+        prompt_length = len(row.prompt)
+        input_ids[index, : row.tokens] = [*row.prompt, *(token for response in row.responses for token in response)]
+        positions[index, :prompt_length] = np.arange(prompt_length)
+        segments[index, :prompt_length] = 0
+        starts = accumulate(map(len, row.responses), initial=prompt_length)
+        for segment, (start, response) in enumerate(zip(starts, row.responses, strict=False), start=1):
+            end = start + len(response)
+            positions[index, start:end] = prompt_length + np.arange(len(response))
+            segments[index, start:end] = segment
+            predict_at += [index * width + at for at in (prompt_length - 1, *range(start, end - 1))]
+            targets += response
+            group += [candidate] * len(response)
+            candidate += 1
+    packed = candidate > len(flat)
+    return SlotBatch(
+        input_ids=torch.from_numpy(input_ids),
+        mask=torch.from_numpy(segments >= 0),
+        rows_per_slot=tuple(len(slot_rows) for slot_rows in rows),
+        predict_at=torch.tensor(predict_at, dtype=torch.int64),
+        targets=torch.tensor(targets, dtype=torch.int64),
+        group=torch.tensor(group, dtype=torch.int64),
+        position_ids=torch.from_numpy(positions) if packed else None,
+        attention=_prefix_shared(torch.from_numpy(segments)) if packed else None,
+    )
+
+
+def _prefix_shared(segments: Tensor) -> Tensor:
+    """Returns [R, 1, T, T] bool: a token sees the prompt and its own segment up to itself.
+
+    Args:
+        segments: [R, T] 0 in the prompt, 1… in the candidates, -1 in padding. Padding sees itself
+            and the prompt, never nothing, for a softmax over nothing is not a number.
+    """
+    queries, keys = segments[:, :, None], segments[:, None, :]
+    causal = torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool).tril()
+    return (causal & ((keys == 0) | (keys == queries)))[:, None]

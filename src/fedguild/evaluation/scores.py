@@ -1,0 +1,107 @@
+"""What an evaluation returns: a score per example, and their summary over all and by task."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleScore:
+    """The score of one example. A measure that does not apply to its kind is None.
+
+    Attributes:
+        task: The example's task.
+        primary: The measure for the example's kind, from 0 to 1: right or wrong where it has
+            choices, else ROUGE-L or exact match of the generated text.
+        response_nll: Negative log-likelihood of the right response, in nats.
+        response_tokens: Tokens that `response_nll` sums over.
+        correct: 1.0 where the predicted choice is the right one, else 0.0.
+        exact_match: Of the generated text with the response, where there are no choices.
+        rouge_l: F-measure of the generated text with the response, where there are no choices.
+        predicted: Index of the predicted choice; None where the text names none.
+        generated: The generated text.
+    """
+
+    task: str
+    primary: float
+    response_nll: float
+    response_tokens: int
+    correct: float | None = None
+    exact_match: float | None = None
+    rouge_l: float | None = None
+    predicted: int | None = None
+    generated: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Means over examples. A measure that applies to none of them is None.
+
+    Attributes:
+        count: Number of examples.
+        score: Mean of the examples' primary measures, from 0 to 1.
+        accuracy: Over the examples with choices.
+        exact_match: Over the examples without choices.
+        rouge_l: Over the examples without choices.
+        perplexity: exp of the mean negative log-likelihood over all response tokens.
+    """
+
+    count: int
+    score: float | None
+    accuracy: float | None
+    exact_match: float | None
+    rouge_l: float | None
+    perplexity: float | None
+
+    @classmethod
+    def of(cls, examples: Sequence[ExampleScore]) -> Self:
+        """Returns the summary of some examples."""
+        tokens = sum(example.response_tokens for example in examples)
+        nll = math.fsum(example.response_nll for example in examples)
+        return cls(
+            count=len(examples),
+            score=_mean(example.primary for example in examples),
+            accuracy=_mean(example.correct for example in examples),
+            exact_match=_mean(example.exact_match for example in examples),
+            rouge_l=_mean(example.rouge_l for example in examples),
+            perplexity=_exp(nll / tokens) if tokens else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The scores of one slot.
+
+    Attributes:
+        overall: Summary of all examples.
+        by_task: Task -> summary, in alphabetical order.
+        examples: The examples' scores, in the order they were given.
+    """
+
+    overall: Summary
+    by_task: Mapping[str, Summary]
+    examples: tuple[ExampleScore, ...]
+
+    @classmethod
+    def of(cls, examples: Sequence[ExampleScore]) -> Self:
+        """Returns the scores of one slot's examples."""
+        tasks = sorted({example.task for example in examples})
+        by_task = {task: Summary.of([example for example in examples if example.task == task]) for task in tasks}
+        return cls(Summary.of(examples), by_task, tuple(examples))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _exp(value: float) -> float:
+    """Returns e^value, infinite where that is beyond a float (a model that has diverged)."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

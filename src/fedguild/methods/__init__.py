@@ -1,0 +1,47 @@
+"""The methods, one file per paper. After the server stage, before the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedguild.errors import ConfigError, nearest
+from fedguild.methods.fedit import FedIT
+from fedguild.methods.flame import Flame
+from fedguild.server.method import Method
+
+METHODS: dict[str, type[Method]] = {method.name: method for method in (FedIT, Flame)}
+
+__all__ = ["METHODS", "FedIT", "Flame", "build_method"]
+
+
+def build_method(name: str, options: Mapping[str, Any] | None = None) -> Method:
+    """Returns a method by its registered name, its options checked.
+
+    Raises:
+        ConfigError: the method or an option is unknown, or a value is out of range.
+    """
+    if name not in METHODS:
+        raise ConfigError(f"Unknown method '{name}'.", nearest(name, METHODS))
+    method = METHODS[name]
+    try:
+        settings = method.Settings(**(options or {}))
+    except ValidationError as error:
+        raise _explained(name, method, error) from error
+    return method(settings)
+
+
+def _explained(name: str, method: type[Method], error: ValidationError) -> ConfigError:
+    known = method.Settings.model_fields
+    for problem in error.errors():
+        key = str(problem["loc"][0]) if problem["loc"] else ""
+        if problem["type"] == "extra_forbidden":
+            return ConfigError(f"method.{key}: {name} has no such option.", nearest(key, known))
+    problem = error.errors()[0]
+    where = ".".join(str(part) for part in ("method", *problem["loc"]))
+    help_text = known[str(problem["loc"][0])].description if problem["loc"] else ""
+    return ConfigError(
+        f"{where}: {problem['msg']}, got {problem['input']!r}.", f"It is: {help_text}" if help_text else ""
+    )

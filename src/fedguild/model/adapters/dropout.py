@@ -1,0 +1,49 @@
+"""Dropout on the input of LoRA's product that does not depend on a client's company.
+
+Each slot draws for its own real tokens, in order, from a generator of its own step and layer;
+so a client in a cohort gets the masks that it gets alone, and a recomputed layer gets the same
+masks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedguild.model.runtime import Pass
+from fedguild.seeding import derive
+
+
+class Dropout:
+    """Per-slot dropout; does nothing until `seed` is called, and nothing at rate 0.
+
+    Args:
+        rates: Each slot's rate.
+    """
+
+    def __init__(self, rates: Sequence[float]) -> None:
+        self.rates = tuple(rates)
+        self._seeds: tuple[int, ...] | None = None
+
+    def seed(self, seeds: Sequence[int] | None) -> None:
+        """Sets each slot's seed for the coming step; None switches dropout off."""
+        self._seeds = None if seeds is None else tuple(seeds)
+
+    def __call__(self, hidden: Tensor, layer: str, current: Pass) -> Tensor:
+        """Returns `hidden` [R, T, H] with dropout on the slots' real tokens."""
+        if self._seeds is None or not any(self.rates):
+            return hidden
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        keep = current.keep(flat.shape[0])
+        slot = current.slot_of_token(flat.shape[0], flat.device)
+        factor = torch.ones_like(flat)
+        for index, rate in enumerate(self.rates):
+            mine = slot == index if keep is None else (slot == index) & keep
+            count = int(mine.sum())
+            if rate and count:
+                rng = torch.Generator().manual_seed(derive(self._seeds[index], layer))
+                drawn = torch.rand(count, flat.shape[1], generator=rng) >= rate
+                factor[mine] = (drawn / (1 - rate)).to(flat.device, flat.dtype)
+        return (flat * factor).view_as(hidden)

@@ -1,0 +1,61 @@
+"""A trainable with a slot axis, and each slot's slice of it as the world outside sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SlotTensor:
+    """One trainable of all slots.
+
+    A slot with a lower rank than the storage uses its first ranks; the rest stays zero, because
+    a zero column of B gives the row of A no gradient and a zero row of A gives the column of B
+    none.
+
+    Attributes:
+        name: The trainable's name, as `trainable_shapes` gives it.
+        stored: The tensor that is trained; its slot axis is `axis`.
+        axis: Position of the slot axis in `stored`.
+        swapped: Whether a slot's slice is stored with its last two axes exchanged.
+        shapes: Each slot's own shape; None for a slot that does not have this trainable.
+    """
+
+    name: str
+    stored: Tensor
+    axis: int
+    swapped: bool
+    shapes: tuple[tuple[int, ...] | None, ...]
+
+    def view(self, slot: int) -> Tensor:
+        """Returns a slot's slice, at the storage's rank, as a view."""
+        whole = self.stored.detach().select(self.axis, slot)
+        return whole.transpose(-1, -2) if self.swapped else whole
+
+    def own(self, slot: int, of: Tensor | None = None) -> Tensor:
+        """Returns a slot's slice at its own shape, as a view of the storage (or of `of`, like it)."""
+        shape = self.shapes[slot]
+        assert shape is not None, f"slot {slot} has no {self.name}"
+        whole = self.view(slot) if of is None else of.select(self.axis, slot)
+        whole = whole.transpose(-1, -2) if of is not None and self.swapped else whole
+        return whole[tuple(slice(0, size) for size in shape)]
+
+    def write(self, slot: int, value: Tensor) -> None:
+        """Sets a slot's slice; ranks beyond its own become zero."""
+        self.view(slot).zero_()
+        self.own(slot).copy_(value)
+
+    def slot_factor(self, values: Tensor) -> Tensor:
+        """Returns [S] values shaped to multiply the storage slot by slot."""
+        shape = [1] * self.stored.dim()
+        shape[self.axis] = values.shape[0]
+        return values.view(shape)
+
+
+def padded_rank(rank: int, dtype: torch.dtype) -> int:
+    """Returns the storage's rank: grouped products need rows of a multiple of 16 bytes."""
+    step = max(1, 16 // torch.empty(0, dtype=dtype).element_size())
+    return -(-rank // step) * step

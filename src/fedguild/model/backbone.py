@@ -1,0 +1,211 @@
+"""The frozen backbone: any causal language model of transformers, loaded once and never changed."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from fedguild.errors import ConfigError, ModelError
+from fedguild.model.moe.view import MoeLayer, attach, find_moe_layers
+from fedguild.model.plan import LinearInfo, ModelInfo
+from fedguild.model.runtime import Runtime
+from fedguild.model.tiny import CHECKPOINT
+
+EMBEDDED = "embedded"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass
+class Backbone:
+    """A frozen model with its tokenizer, its description and the hooks' runtime.
+
+    Attributes:
+        model: The transformers model, without gradients.
+        tokenizer: Its tokenizer, padding token set.
+        info: What the model looks like.
+        moe: Its mixture-of-experts layers; empty for a dense model.
+        runtime: What the hooks share.
+        device: Where it lies.
+        dtype: The dtype of its products.
+    """
+
+    model: Any
+    tokenizer: Any
+    info: ModelInfo
+    moe: list[MoeLayer]
+    runtime: Runtime
+    device: torch.device
+    dtype: torch.dtype
+
+    def fingerprint(self) -> str:
+        """Returns a digest of every weight, to prove that nothing changed one."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def load_backbone(
+    path: str = EMBEDDED,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    load_in_4bit: bool = False,
+    attention: str = "sdpa",
+    trust_remote_code: bool = False,
+    gradient_checkpointing: bool = False,
+) -> Backbone:
+    """Loads a backbone from a hub id, a folder, or `embedded` (the checkpoint in this package).
+
+    Args:
+        path: Hub id, folder, or `embedded`.
+        revision: Branch, tag or commit on the hub.
+        dtype: `auto` (bf16 on a GPU, fp32 on a CPU), float32, bfloat16 or float16.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        load_in_4bit: Whether to keep the frozen linear layers in 4 bit (needs a GPU and bitsandbytes).
+        attention: transformers' attention implementation.
+        trust_remote_code: Whether the hub's own model code may run.
+        gradient_checkpointing: Whether to recompute activations in the backward pass.
+
+    Raises:
+        ModelError: the model cannot be found or loaded, or its experts are not supported.
+        ConfigError: the device or dtype is not there.
+    """
+    where = pick_device(device)
+    kind = pick_dtype(dtype, where)
+    source = str(CHECKPOINT) if path == EMBEDDED else path
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if load_in_4bit:
+        options["quantization_config"] = _four_bit(kind, where)
+    try:
+        with _quiet():
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, attn_implementation=attention, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"Cannot load the model '{path}': {str(error).splitlines()[0]}",
+            "model.path takes a hub id, a folder with config.json and safetensors weights, or 'embedded'.",
+        ) from error
+    placed: Any = model
+    if not load_in_4bit:
+        placed = placed.to(where)
+    return make_backbone(placed, tokenizer, name=path, gradient_checkpointing=gradient_checkpointing)
+
+
+def make_backbone(model: Any, tokenizer: Any, *, name: str, gradient_checkpointing: bool = False) -> Backbone:
+    """Freezes a loaded model and attaches the view of its experts.
+
+    Args:
+        model: A causal language model of transformers, on its device.
+        tokenizer: Its tokenizer; may be None where no text is encoded.
+        name: What to call it in records and messages.
+        gradient_checkpointing: Whether to recompute activations in the backward pass.
+    """
+    model.requires_grad_(False)
+    model.eval()
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    if tokenizer is not None and tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    runtime = Runtime()
+    family = str(model.config.model_type)
+    layers = find_moe_layers(model, family, runtime)
+    attach(model, layers)
+    info = describe(model, name, layers)
+    parameter = next(model.parameters())
+    return Backbone(model, tokenizer, info, layers, runtime, parameter.device, model.dtype)
+
+
+def describe(model: Any, name: str, layers: list[MoeLayer]) -> ModelInfo:
+    """Returns what a model looks like; works on meta tensors too."""
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    linears = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            group = "attention" if ".self_attn." in f".{path}." or ".attn." in f".{path}." else "mlp"
+            linears.append(LinearInfo(path, group, module.in_features, module.out_features))  # type: ignore[arg-type]
+    return ModelInfo(
+        name=name,
+        family=str(model.config.model_type),
+        hidden=int(config.hidden_size),
+        layers=int(config.num_hidden_layers),
+        vocabulary=int(head.weight.shape[0]),
+        parameters=sum(p.numel() for p in model.parameters()),
+        linears=tuple(linears),
+        moe=tuple(layer.info for layer in layers),
+    )
+
+
+def describe_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelInfo:
+    """Returns what a model looks like from its config alone, without weights.
+
+    Raises:
+        ModelError: there is no such config.
+    """
+    source = str(CHECKPOINT) if path == EMBEDDED else path
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"Cannot read the config of '{path}': {str(error).splitlines()[0]}",
+            "Give a hub id, a folder with config.json, or 'embedded'.",
+        ) from error
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return describe(model, path, find_moe_layers(model, str(config.model_type), Runtime()))
+
+
+def pick_device(device: str) -> torch.device:
+    """Returns the device a setting means; `auto` is the first GPU if there is one.
+
+    Raises:
+        ConfigError: a GPU is asked for but there is none, or the name is unknown.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device: unknown device '{device}'.", "Known: auto, cpu, cuda, cuda:N.") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("model.device: cuda is asked for, but torch sees no GPU.", "Set model.device=cpu or auto.")
+    return chosen
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Returns the dtype a setting means; `auto` is bf16 on a GPU and fp32 on a CPU."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ConfigError(f"model.dtype: unknown dtype '{dtype}'.", f"Known: auto, {', '.join(DTYPES)}.")
+    return DTYPES[dtype]
+
+
+def _four_bit(dtype: torch.dtype, device: torch.device) -> Any:
+    if device.type != "cuda":
+        raise ConfigError("model.load_in_4bit needs a GPU.", "Set model.load_in_4bit=false.")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+
+
+class _quiet:  # noqa: N801 - reads as a statement: `with _quiet():`
+    """Keeps transformers' progress bars out of our own output."""
+
+    def __enter__(self) -> None:
+        self._level = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        transformers_logging.set_verbosity(self._level)

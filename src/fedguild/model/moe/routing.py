@@ -1,0 +1,108 @@
+"""How a family turns router logits into active experts and their weights.
+
+Transformers gives each family a router class of its own; what differs between them fits in the
+five facts of a `RoutingRule`. A test holds `route` equal to every family's own router.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """A family's routing.
+
+    Attributes:
+        score: `softmax` over all experts, or `sigmoid` of each (DeepSeek-V3).
+        renormalise: Whether the active experts' weights are made to sum to one.
+        scaling: Factor on the weights (DeepSeek).
+        groups: Number of expert groups, of which a token may use `groups_kept`; 1 means no limit.
+        groups_kept: Groups that a token may use.
+        group_score: A group's score is its best expert's (`max`) or its two best experts' sum.
+        fp32_logits: Whether the family computes its logits in fp32.
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = False
+    scaling: float = 1.0
+    groups: int = 1
+    groups_kept: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    fp32_logits: bool = False
+
+
+def routing_rule(family: str, router: nn.Module) -> RoutingRule:
+    """Returns the rule of a router module of this family (`model_type`)."""
+    if family == "deepseek_v3":
+        return RoutingRule(
+            score="sigmoid",
+            renormalise=bool(router.norm_topk_prob),
+            scaling=_number(router, "routed_scaling_factor"),
+            groups=int(_number(router, "num_group")),
+            groups_kept=int(_number(router, "topk_group")),
+            group_score="top2",
+            fp32_logits=True,
+        )
+    if family == "deepseek_v2":
+        limited = getattr(router, "topk_method", "greedy") == "group_limited_greedy"
+        return RoutingRule(
+            scaling=_number(router, "routed_scaling_factor"),
+            groups=int(_number(router, "num_group")) if limited else 1,
+            groups_kept=int(_number(router, "topk_group")) if limited else 1,
+            fp32_logits=True,
+        )
+    return RoutingRule(renormalise=family == "mixtral" or bool(getattr(router, "norm_topk_prob", False)))
+
+
+def route(
+    logits: Tensor,
+    rule: RoutingRule,
+    top_k: int,
+    active_experts: Tensor | None = None,
+    selection_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Chooses the active experts of every token.
+
+    Args:
+        logits: [N, M] router logits.
+        rule: The family's rule.
+        top_k: The most active experts that any token has.
+        active_experts: [N] active experts of each token, at most `top_k`; None means `top_k`.
+        selection_bias: [M] added to the scores for choosing, not for weighing (DeepSeek-V3).
+
+    Returns:
+        Weights [N, top_k], in fp32, and expert indices [N, top_k]; beyond a token's active
+        experts the weight is 0 and the index is M.
+    """
+    experts = logits.shape[-1]
+    scores = logits.float().softmax(dim=-1) if rule.score == "softmax" else logits.float().sigmoid()
+    choice = scores if selection_bias is None else scores + selection_bias
+    if rule.groups > 1:
+        choice = choice.masked_fill(~_allowed(choice, rule), float("-inf"))
+    indices = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(-1, indices)
+    if active_experts is not None:
+        beyond = torch.arange(top_k, device=logits.device) >= active_experts[:, None]
+        weights = weights.masked_fill(beyond, 0.0)
+        indices = indices.masked_fill(beyond, experts)
+    if rule.renormalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + (1e-20 if rule.score == "sigmoid" else 0.0))
+    return weights * rule.scaling, indices
+
+
+def _allowed(choice: Tensor, rule: RoutingRule) -> Tensor:
+    """Returns [N, M] bool: the experts of the groups that a token may use."""
+    grouped = choice.unflatten(-1, (rule.groups, -1))
+    score = grouped.amax(dim=-1) if rule.group_score == "max" else grouped.topk(2, dim=-1).values.sum(dim=-1)
+    kept = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, score.topk(rule.groups_kept, dim=-1).indices, True)
+    return kept.unsqueeze(-1).expand_as(grouped).flatten(-2)
+
+
+def _number(module: nn.Module, name: str) -> Any:
+    value = getattr(module, name, None)
+    return 1 if value is None else value

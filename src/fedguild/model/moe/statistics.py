@@ -1,0 +1,49 @@
+"""Counting which experts were activated, per layer and slot, padding excluded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class RoutingStatistics:
+    """How often each expert was activated.
+
+    Attributes:
+        counts: [L, S, M] tokens of slot s that activated expert m in MoE layer l.
+        tokens: [S] tokens seen.
+        step_hits: [L, S, M] optimizer steps in which expert m was activated at least once.
+        steps: [S] optimizer steps in which the slot had tokens.
+    """
+
+    counts: Tensor
+    tokens: Tensor
+    step_hits: Tensor
+    steps: Tensor
+
+    @classmethod
+    def empty(cls, layers: int, slots: int, experts: int, device: torch.device) -> RoutingStatistics:
+        """Returns statistics of nothing yet."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int64, device=device)
+
+        return cls(zeros(layers, slots, experts), zeros(slots), zeros(layers, slots, experts), zeros(slots))
+
+    def frequency(self, unit: str = "token") -> Tensor:
+        """Returns [L, S, M] activation frequencies in [0, 1]; 0 for a slot that saw nothing.
+
+        Args:
+            unit: `token`, the fraction of tokens that activated the expert, or `step`, the
+                fraction of optimizer steps in which any token did.
+        """
+        hits, total = (self.counts, self.tokens) if unit == "token" else (self.step_hits, self.steps)
+        return hits.double() / total.clamp(min=1)[None, :, None].double()
+
+    def close_step(self, before: Tensor, tokens_before: Tensor) -> None:
+        """Counts one optimizer step, given the counts and tokens from before it."""
+        self.step_hits += (self.counts > before).to(self.step_hits.dtype)
+        self.steps += (self.tokens > tokens_before).to(self.steps.dtype)

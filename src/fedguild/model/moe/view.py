@@ -1,0 +1,147 @@
+"""One view of the mixture-of-experts layers of every family.
+
+Transformers' own extension points are used: the experts run through an implementation
+registered in `ALL_EXPERTS_FUNCTIONS`, the router's result is rewritten by a forward hook. No
+class of the library is patched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from fedguild.errors import ModelError
+from fedguild.model.adapters.lora import slot_product
+from fedguild.model.moe.dispatch import dispatch
+from fedguild.model.moe.experts import Factors, FrozenExperts, run_experts
+from fedguild.model.moe.routing import RoutingRule, route, routing_rule
+from fedguild.model.plan import MoeInfo
+from fedguild.model.runtime import Runtime
+
+IMPLEMENTATION = "fedguild_slots"
+FAMILIES = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+
+
+@dataclass
+class MoeLayer:
+    """One mixture-of-experts layer and what is attached to it at run time.
+
+    Attributes:
+        index: Position among the model's MoE layers.
+        info: Its names and sizes.
+        router: The router module; `experts` the fused experts module.
+        rule: The family's routing.
+        runtime: The backbone's runtime.
+        router_lora: (A [S, r, H], B [S, M, r], scale [S]) or None.
+        expert_lora: (A, B) of gate, up and down, stored as `run_experts` takes them, or None.
+        expert_scale: [S, r] LoRA's scale of each slot's ranks, or None.
+        output_scale: [S] factor on the routed output, or None.
+    """
+
+    index: int
+    info: MoeInfo
+    router: nn.Module
+    experts: nn.Module
+    rule: RoutingRule
+    runtime: Runtime
+    router_lora: tuple[Tensor, Tensor, Tensor] | None = None
+    expert_lora: tuple[Factors, Factors, Factors] | None = None
+    expert_scale: Tensor | None = None
+    output_scale: Tensor | None = None
+
+    def detach(self) -> None:
+        """Takes away everything that was attached."""
+        self.router_lora = self.expert_lora = self.expert_scale = self.output_scale = None
+
+    def routed(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the router's (logits, weights [N, k], indices [N, k]) for the pass that runs."""
+        current = self.runtime.current
+        assert current is not None
+        tokens = logits.shape[0]
+        slot = current.slot_of_token(tokens, logits.device)
+        if self.router_lora is not None:
+            logits = logits + slot_product(hidden, *self.router_lora, current.rows_per_slot).to(logits.dtype)
+        active = None if current.active_experts is None else current.active_experts[slot]
+        bias = getattr(self.router, "e_score_correction_bias", None)
+        weights, indices = route(logits, self.rule, current.most_active or self.info.top_k, active, bias)
+        self.runtime.count(self.index, indices)
+        if self.output_scale is not None:
+            weights = weights * self.output_scale[slot][:, None]
+        return logits, weights, indices
+
+
+def find_moe_layers(model: nn.Module, family: str, runtime: Runtime) -> list[MoeLayer]:
+    """Returns the model's MoE layers, in module order; empty for a dense model.
+
+    Raises:
+        ModelError: the model has experts of a family that the view does not know.
+    """
+    found: list[MoeLayer] = []
+    for name, block in model.named_modules():
+        router = getattr(block, "gate", None)
+        experts = getattr(block, "experts", None)
+        if experts is None or not isinstance(router, nn.Module):
+            continue
+        if family not in FAMILIES or not hasattr(experts, "gate_up_proj"):
+            raise ModelError(
+                f"The experts of '{family}' models ({type(experts).__name__}) are not supported.",
+                f"Supported mixture-of-experts families: {', '.join(FAMILIES)}.",
+            )
+        info = MoeInfo(
+            name=name,
+            router=f"{name}.gate",
+            experts=f"{name}.experts",
+            num_experts=experts.gate_up_proj.shape[0],
+            top_k=_top_k(router),
+            hidden=experts.gate_up_proj.shape[2],
+            width=experts.down_proj.shape[2],
+        )
+        found.append(MoeLayer(len(found), info, router, experts, routing_rule(family, router), runtime))
+    return found
+
+
+def _top_k(router: Any) -> int:
+    return int(router.top_k)
+
+
+def attach(model: Any, layers: list[MoeLayer]) -> None:
+    """Routes the model's MoE layers through the view."""
+    if not layers:
+        return
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
+    model.set_experts_implementation(IMPLEMENTATION)
+    for layer in layers:
+        object.__setattr__(layer.experts, "fedguild_layer", layer)
+        layer.router.register_forward_hook(_router_hook(layer))
+
+
+def _router_hook(layer: MoeLayer) -> Any:
+    def hook(module: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        if layer.runtime.current is None:
+            return output
+        logits, native, _ = output
+        logits, weights, indices = layer.routed(args[0].reshape(-1, args[0].shape[-1]), logits)
+        return logits, weights.to(native.dtype), indices
+
+    return hook
+
+
+def _experts_forward(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The registered implementation: hidden [N, H], routing [N, k] -> [N, H]."""
+    layer: MoeLayer = module.fedguild_layer
+    current = layer.runtime.current
+    tokens = hidden.shape[0]
+    if current is None:
+        slots, keep = 1, None
+        slot = torch.zeros(tokens, dtype=torch.int64, device=hidden.device)
+    else:
+        slots, keep = len(current.rows_per_slot), current.keep(tokens)
+        slot = current.slot_of_token(tokens, hidden.device)
+    plan = dispatch(top_k_index, slot, keep, layer.info.num_experts, slots)
+    frozen = FrozenExperts(module.gate_up_proj, module.down_proj, module._apply_gate)
+    lora = layer.expert_lora if current is not None else None
+    return run_experts(hidden, top_k_weights, plan, frozen, lora, layer.expert_scale)

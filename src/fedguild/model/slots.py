@@ -1,0 +1,273 @@
+"""S slots on one frozen backbone: each with its own adapter, all in one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedguild.data.batches import SlotBatch
+from fedguild.errors import ConfigError, ModelError
+from fedguild.model.adapters.dropout import Dropout
+from fedguild.model.adapters.lora import slot_product
+from fedguild.model.adapters.storage import SlotTensor, padded_rank
+from fedguild.model.backbone import Backbone
+from fedguild.model.moe.statistics import RoutingStatistics
+from fedguild.model.plan import EXPERT_PROJECTIONS, AdapterPlan, trainable_shapes
+from fedguild.model.runtime import Pass
+
+
+class SlotModel:
+    """The adapters of S slots, attached to a backbone until `close`.
+
+    Slots may differ in rank, scale and active experts; they share targets and the kind of
+    output scale. Use as a context manager; one at a time on a backbone.
+
+    Args:
+        backbone: The frozen model.
+        plans: Each slot's plan.
+
+    Raises:
+        ConfigError: the plans do not fit together, a target names no layer, or more experts
+            are to be active than the model's top-k.
+        ModelError: another SlotModel is still attached.
+    """
+
+    def __init__(self, backbone: Backbone, plans: Sequence[AdapterPlan]) -> None:
+        if backbone.runtime.current is not None:
+            raise ModelError("Another SlotModel is attached to this backbone.", "Close it first.")
+        _check_plans(backbone, plans)
+        self.backbone = backbone
+        self.plans = tuple(plans)
+        self.slots = len(plans)
+        self.device = backbone.device
+        self.dropout = Dropout([plan.dropout for plan in plans])
+        self.trainables: dict[str, SlotTensor] = {}
+        self._handles: list[Any] = []
+        self._rank = padded_rank(max(plan.rank for plan in plans), backbone.dtype)
+        self._scale = torch.tensor([plan.scale for plan in plans], device=self.device, dtype=self._dtype)
+        self._allocate()
+        self._attach()
+        backbone.runtime.current = self._pass((1,) * self.slots, None)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float64 if self.backbone.dtype is torch.float64 else torch.float32
+
+    def __enter__(self) -> SlotModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Detaches the adapters; the backbone is as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for layer in self.backbone.moe:
+            layer.detach()
+        self.backbone.runtime.current = None
+        self.backbone.runtime.statistics = None
+
+    def load(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
+        """Sets a slot's trainables.
+
+        Args:
+            slot: Index of the slot.
+            tensors: Name -> tensor, at the slot's own shapes; a name left out keeps its value.
+
+        Raises:
+            ModelError: a name is unknown or a shape does not fit.
+        """
+        for name, value in tensors.items():
+            target = self.trainables.get(name)
+            shape = None if target is None else target.shapes[slot]
+            if target is None or shape != tuple(value.shape):
+                raise ModelError(f"{name} {tuple(value.shape)} does not fit slot {slot}, which expects {shape}.")
+            target.write(slot, value)
+
+    def read(self, slot: int) -> dict[str, Tensor]:
+        """Returns copies of a slot's trainables, in fp32 on the CPU, at its own shapes."""
+        dtype = self._dtype
+        return {
+            name: tensor.own(slot).to("cpu", dtype, copy=True).contiguous()
+            for name, tensor in self.trainables.items()
+            if tensor.shapes[slot] is not None
+        }
+
+    def token_losses(self, batch: SlotBatch) -> Tensor:
+        """Returns [P], the negative log-likelihood in nats of every target of the batch."""
+        batch = batch.to(self.device)
+        runtime = self.backbone.runtime
+        mask = None if bool(batch.mask.all()) else batch.mask
+        runtime.current = self._pass(batch.rows_per_slot, mask, batch.predict_at)
+        runtime.counting = True
+        try:
+            logits = self.backbone.model(
+                input_ids=batch.input_ids,
+                attention_mask=batch.attention,
+                position_ids=batch.position_ids,
+                use_cache=False,
+            ).logits
+        finally:
+            runtime.counting = False
+        kind = torch.float64 if logits.dtype is torch.float64 else torch.float32
+        logits = logits.reshape(-1, logits.shape[-1]).to(kind)
+        return nn.functional.cross_entropy(logits, batch.targets, reduction="none")
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[Sequence[int]]], max_new_tokens: int) -> list[list[list[int]]]:
+        """Returns the greedy continuations of every slot's prompts, cut before the end token.
+
+        Args:
+            prompts: `prompts[slot][row]`, token ids.
+            max_new_tokens: Longest continuation, in tokens.
+        """
+        rows = [row for slot_rows in prompts for row in slot_rows]
+        if not rows:
+            return [[] for _ in prompts]
+        tokenizer = self.backbone.tokenizer
+        width = max(len(row) for row in rows)
+        ids = torch.full((len(rows), width), tokenizer.pad_token_id)
+        mask = torch.zeros(len(rows), width, dtype=torch.bool)
+        for index, row in enumerate(rows):
+            ids[index, width - len(row) :] = torch.tensor(list(row))
+            mask[index, width - len(row) :] = True
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        runtime = self.backbone.runtime
+        runtime.current = self._pass(tuple(len(slot_rows) for slot_rows in prompts), mask)
+        runtime.counting = True
+        try:
+            out = self.backbone.model.generate(
+                input_ids=ids,
+                attention_mask=mask.long(),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+        finally:
+            runtime.counting = False
+        new = iter(_until(row, tokenizer.eos_token_id) for row in out[:, width:].tolist())
+        return [[next(new) for _ in slot_rows] for slot_rows in prompts]
+
+    @contextmanager
+    def collect_routing(self) -> Iterator[RoutingStatistics]:
+        """Counts the activated experts of the forward passes inside the block."""
+        moe = self.backbone.info.moe
+        experts = max((layer.num_experts for layer in moe), default=0)
+        statistics = RoutingStatistics.empty(len(moe), self.slots, experts, self.device)
+        self.backbone.runtime.statistics = statistics
+        try:
+            yield statistics
+        finally:
+            self.backbone.runtime.statistics = None
+
+    def _pass(self, rows: tuple[int, ...], mask: Tensor | None, select: Tensor | None = None) -> Pass:
+        own = self.backbone.info.top_k
+        active = [plan.active_experts or own for plan in self.plans]
+        present = [k for k, count in zip(active, rows, strict=True) if count] or [own]
+        mixed = len(set(present)) > 1
+        table = torch.tensor(active, device=self.device) if mixed else None
+        return Pass(rows, mask, table, max(present), select)
+
+    def _allocate(self) -> None:
+        """Creates the storage of every trainable that any slot has."""
+        per_slot = [trainable_shapes(self.backbone.info, plan) for plan in self.plans]
+        experts = {layer.experts for layer in self.backbone.info.moe}
+        for name in per_slot[0]:
+            shapes = tuple(shapes.get(name) for shapes in per_slot)
+            full = list(per_slot[0][name])
+            if name.endswith("lora_A"):
+                full[-2] = self._rank
+            elif name.endswith("lora_B"):
+                full[-1] = self._rank
+            in_experts = name.rsplit(".", 2)[0] in experts
+            axis = 1 if in_experts else 0
+            swapped = in_experts and name.endswith("lora_B")
+            if swapped:
+                full[-1], full[-2] = full[-2], full[-1]
+            full.insert(axis, self.slots)
+            stored = torch.zeros(full, dtype=self._dtype, device=self.device, requires_grad=True)
+            self.trainables[name] = SlotTensor(name, stored, axis, swapped, shapes)
+            if name.endswith("output_scale"):
+                stored.detach().fill_(1.0)
+
+    def _attach(self) -> None:
+        """Hooks the adapters into the backbone."""
+        model = self.backbone.model
+        for name in self.trainables:
+            module = name.removesuffix(".lora_A")
+            if module != name and not self._is_moe_part(module):
+                linear = model.get_submodule(module)
+                self._handles.append(linear.register_forward_hook(self._linear_hook(module)))
+        for layer in self.backbone.moe:
+            info = layer.info
+            if f"{info.router}.lora_A" in self.trainables:
+                layer.router_lora = (*self._factors(info.router), self._scale)
+            if f"{info.experts}.gate_proj.lora_A" in self.trainables:
+                gate, up, down = (self._factors(f"{info.experts}.{projection}") for projection in EXPERT_PROJECTIONS)
+                layer.expert_lora = (gate, up, down)
+                layer.expert_scale = self._scale[:, None].expand(self.slots, self._rank).contiguous()
+            layer.output_scale = self._output_scale(info.name)
+        head = model.get_output_embeddings()
+        self._handles.append(head.register_forward_pre_hook(self._select_hook()))
+
+    def _factors(self, module: str) -> tuple[Tensor, Tensor]:
+        return self.trainables[f"{module}.lora_A"].stored, self.trainables[f"{module}.lora_B"].stored
+
+    def _is_moe_part(self, module: str) -> bool:
+        return any(
+            module == layer.info.router or module.startswith(f"{layer.info.experts}.") for layer in self.backbone.moe
+        )
+
+    def _output_scale(self, block: str) -> Tensor | None:
+        kind = self.plans[0].output_scale
+        if kind == "none":
+            return None
+        if kind == "fixed":
+            return torch.tensor([plan.output_scale_start for plan in self.plans], device=self.device, dtype=self._dtype)
+        return self.trainables["output_scale" if kind == "shared" else f"{block}.output_scale"].stored
+
+    def _linear_hook(self, module: str) -> Callable[..., Tensor]:
+        down, up = self._factors(module)
+
+        def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            current = self.backbone.runtime.current
+            assert current is not None
+            hidden = self.dropout(args[0], module, current)
+            return output + slot_product(hidden, down, up, self._scale, current.rows_per_slot)
+
+        return hook
+
+    def _select_hook(self) -> Callable[..., Any]:
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> Any:
+            current = self.backbone.runtime.current
+            if current is None or current.select is None:
+                return None
+            hidden = args[0]
+            return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, current.select), *args[1:])
+
+        return hook
+
+
+def _check_plans(backbone: Backbone, plans: Sequence[AdapterPlan]) -> None:
+    first = plans[0]
+    if any((plan.targets, plan.output_scale) != (first.targets, first.output_scale) for plan in plans):
+        raise ConfigError("The clients of a cohort must share LoRA targets and the kind of output scale.")
+    top_k = backbone.info.top_k
+    for plan in plans:
+        if plan.active_experts is not None and plan.active_experts > top_k:
+            raise ConfigError(
+                f"{plan.active_experts} active experts are asked for, but {backbone.info.name} runs {top_k} of "
+                f"{backbone.info.moe[0].num_experts if backbone.info.moe else 0}.",
+                f"Choose active_experts from 1 to {top_k}.",
+            )
+
+
+def _until(row: list[int], end: int | None) -> list[int]:
+    return row[: row.index(end)] if end in row else row

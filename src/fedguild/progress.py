@@ -1,0 +1,49 @@
+"""What a long run tells whoever waits for it; the run itself never knows who listens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Callbacks of a run, in the order in which they come."""
+
+    def stage(self, text: str) -> None:
+        """The run begins something that takes a while, for example loading the model."""
+        ...
+
+    def round_started(self, number: int, total: int) -> None:
+        """Round `number` of `total` begins; rounds count from 1."""
+        ...
+
+    def step(self, done: int, total: int, loss: float) -> None:
+        """`done` of this round's `total` training steps are over; `loss` is the clients' mean."""
+        ...
+
+    def evaluated(self, scores: Mapping[str, float]) -> None:
+        """The global model was scored: budget name -> score in [0, 1]."""
+        ...
+
+    def message(self, text: str) -> None:
+        """Something worth a line of its own, for example a rejected upload."""
+        ...
+
+
+class Silent:
+    """A `Progress` that nobody watches."""
+
+    def stage(self, text: str) -> None:
+        """Ignores the news."""
+
+    def round_started(self, number: int, total: int) -> None:
+        """Ignores the news."""
+
+    def step(self, done: int, total: int, loss: float) -> None:
+        """Ignores the news."""
+
+    def evaluated(self, scores: Mapping[str, float]) -> None:
+        """Ignores the news."""
+
+    def message(self, text: str) -> None:
+        """Ignores the news."""

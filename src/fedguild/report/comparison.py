@@ -1,0 +1,276 @@
+"""Several methods over several seeds: a paper's table, with the costs beside the scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from fedguild.errors import ConfigError, nearest
+from fedguild.evaluation.metrics import Spread, paired_difference, spread
+from fedguild.report import units
+from fedguild.report.costs import Cost, client_totals, mean_cost
+from fedguild.report.grid import Cell, Grid
+from fedguild.report.record import BudgetFacts, Run
+from fedguild.report.tables import RunTable, run_table, size_of
+
+MEAN = "mean"
+MTAL = "mtal"
+_SAME_FLOPS = 0.01
+
+
+@dataclass(frozen=True)
+class MethodRow:
+    """A method over its seeds.
+
+    Attributes:
+        label: The row's name.
+        scores: Column -> seed -> score; a column is a budget's name, `mean` or `mtal`.
+        training_flops: Budget name -> training FLOPs of one of its clients over a run, mean over
+            clients and seeds; budgets without a client that trained are left out.
+        cost: Mean over clients, then seeds; None where no client trained.
+        run_seconds: Wall time of a run, mean over seeds.
+    """
+
+    label: str
+    scores: Mapping[str, Mapping[int, float]]
+    training_flops: Mapping[str, float]
+    cost: Cost | None
+    run_seconds: float
+
+    def spread(self, column: str) -> Spread | None:
+        """Returns mean and sample standard deviation over the seeds; None for an empty column."""
+        values = self.scores.get(column)
+        return spread(list(values.values())) if values else None
+
+
+@dataclass(frozen=True)
+class ComparisonTable:
+    """The table of a comparison.
+
+    Attributes:
+        budgets: The columns, largest first.
+        rows: The methods, in the order given.
+        reference: Label of the row that the others are compared with.
+        seeds: Every seed that occurs.
+        round: The last evaluated round.
+        split: What the scores were measured on.
+        equal_inference: Whether every budget was scored with the same active experts and inference
+            FLOPs in all runs, as far as they are recorded.
+        warnings: What makes the comparison less than fair, one sentence each.
+    """
+
+    budgets: tuple[BudgetFacts, ...]
+    rows: tuple[MethodRow, ...]
+    reference: str
+    seeds: tuple[int, ...]
+    round: int
+    split: str
+    equal_inference: bool
+    warnings: tuple[str, ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The budgets' names, then `mean` and `mtal` where some method has them."""
+        present = [column for column in (MEAN, MTAL) if any(row.scores.get(column) for row in self.rows)]
+        names = [budget.name for budget in self.budgets]
+        return tuple(names + [column for column in present if column != MEAN or len(names) != 1])
+
+    @property
+    def smallest(self) -> BudgetFacts | None:
+        """The smallest budget."""
+        return min(self.budgets, key=size_of, default=None)
+
+    def row(self, label: str) -> MethodRow:
+        """Returns the row of a method."""
+        return next(row for row in self.rows if row.label == label)
+
+    def difference(self, label: str, column: str) -> Spread | None:
+        """Returns mean and deviation of the seedwise differences to the reference.
+
+        Only seeds that both were run with count; None where there is none.
+        """
+        ours, theirs = self.row(label).scores.get(column, {}), self.row(self.reference).scores.get(column, {})
+        shared = ours.keys() & theirs.keys()
+        if not shared:
+            return None
+        return paired_difference({seed: ours[seed] for seed in shared}, {seed: theirs[seed] for seed in shared})
+
+    def best(self, column: str) -> str | None:
+        """Returns the label of the highest mean in a column; None where fewer than two methods have one."""
+        scored = {row.label: mean.mean for row in self.rows if (mean := row.spread(column))}
+        return max(scored, key=lambda label: scored[label]) if len(scored) > 1 else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns scores, spreads, differences and costs as plain JSON values."""
+        return {
+            "reference": self.reference,
+            "seeds": list(self.seeds),
+            "round": self.round,
+            "split": self.split,
+            "equal_inference": self.equal_inference,
+            "budgets": [asdict(budget) for budget in self.budgets],
+            "methods": [self._method_json(row) for row in self.rows],
+            "warnings": list(self.warnings),
+        }
+
+    def _method_json(self, row: MethodRow) -> dict[str, Any]:
+        spreads = {column: row.spread(column) for column in self.columns}
+        differences = {column: self.difference(row.label, column) for column in self.columns}
+        return {
+            "label": row.label,
+            "scores": {
+                column: {**asdict(value), "by_seed": {str(seed): score for seed, score in row.scores[column].items()}}
+                for column, value in spreads.items()
+                if value
+            },
+            "difference": {column: asdict(value) for column, value in differences.items() if value}
+            if row.label != self.reference
+            else {},
+            "training_flops": dict(row.training_flops),
+            "cost": asdict(row.cost) if row.cost else None,
+            "run_seconds": row.run_seconds,
+        }
+
+    def score_grid(self) -> Grid:
+        """Returns methods × budgets: mean ± std over seeds, then the paired differences to the reference."""
+        body = [self._score_row(row) for row in self.rows]
+        rules = {len(body)}
+        body += [self._difference_row(row) for row in self.rows if row.label != self.reference]
+        seeds = units.count_of(len(self.seeds), "seed")
+        title = (
+            f"{self.split.capitalize()} score after round {self.round}, mean ± sample deviation over {seeds}; "
+            "under each budget its active experts and inference FLOPs per token"
+        )
+        return Grid(title, (Cell("Method"), *map(self._heading, self.columns)), tuple(body), frozenset(rules))
+
+    def cost_grid(self) -> Grid:
+        """Returns methods × costs: a client's mean over the whole run."""
+        budgets = [budget.name for budget in self.budgets]
+        header = [Cell("Method"), *(Cell("Training FLOPs", name) for name in budgets if len(budgets) > 1)]
+        header += [Cell("Training FLOPs", "mean"), Cell("Upload"), Cell("Download"), Cell("Peak memory")]
+        header += [Cell("Training time"), Cell("Whole run")]
+        body = []
+        for row in self.rows:
+            per_budget = [units.si(row.training_flops.get(name)) for name in budgets if len(budgets) > 1]
+            cost = row.cost
+            entries = [row.label, *per_budget, units.si(cost.training_flops if cost else None)]
+            entries += [units.byte_count(cost.upload_bytes if cost else None)]
+            entries += [units.byte_count(cost.download_bytes if cost else None)]
+            entries += [units.byte_count(cost.peak_memory_bytes if cost else None)]
+            entries += [units.duration(cost.seconds if cost else None), units.duration(row.run_seconds)]
+            body.append(tuple(map(Cell, entries)))
+        return Grid("Costs of a client over the whole run, mean over clients and seeds", tuple(header), tuple(body))
+
+    def _heading(self, column: str) -> Cell:
+        if column == MEAN:
+            return Cell("Mean", "over budgets")
+        if column == MTAL:
+            return Cell("MTAL", "own data")
+        budget = next(budget for budget in self.budgets if budget.name == column)
+        facts = [units.count_of(budget.active_experts, "expert")] if budget.active_experts else []
+        if budget.inference_flops_per_token and self.equal_inference:
+            facts.append(units.flops(budget.inference_flops_per_token))
+        return Cell(column, ", ".join(facts))
+
+    def _score_row(self, row: MethodRow) -> tuple[Cell, ...]:
+        cells = [Cell(row.label, "reference" if row.label == self.reference else "")]
+        for column in self.columns:
+            paid = row.training_flops.get(column)
+            note = f"{units.flops(paid)} trained" if paid is not None else ""
+            cells.append(Cell(units.score_spread(row.spread(column)), note, strong=self.best(column) == row.label))
+        return tuple(cells)
+
+    def _difference_row(self, row: MethodRow) -> tuple[Cell, ...]:
+        texts = [units.score_spread(self.difference(row.label, column), difference=True) for column in self.columns]
+        return (Cell(f"{row.label} \u2212 {self.reference}", "paired by seed"), *map(Cell, texts))
+
+
+def compare(runs: Mapping[str, Sequence[Run]], reference: str | None = None) -> ComparisonTable:
+    """Returns the table of several methods over several seeds.
+
+    Args:
+        runs: Label -> the method's runs, one per seed.
+        reference: Label of the method that the others are compared with; by default the last.
+
+    Raises:
+        ConfigError: there is no run, a seed occurs twice under one label, or the reference is unknown.
+    """
+    if not runs or not all(runs.values()):
+        empty = [label for label, members in runs.items() if not members]
+        raise ConfigError(
+            f"A comparison needs at least one run per method; none given for {', '.join(empty) or 'any'}."
+        )
+    chosen = reference if reference is not None else list(runs)[-1]
+    if chosen not in runs:
+        raise ConfigError(f"The reference '{chosen}' is none of the compared methods.", nearest(chosen, runs))
+    tables = {label: [run_table(run) for run in members] for label, members in runs.items()}
+    every = [table for members in tables.values() for table in members]
+    found: dict[str, list[BudgetFacts]] = {}
+    for row in (row for table in every for row in table.rows):
+        found.setdefault(row.budget.name, []).append(row.budget)
+    unequal = [name for name, facts in found.items() if not _equal_inference(facts)]
+    warnings = _differing_runs(tables)
+    warnings += [f"Budget {name} was not scored at equal inference FLOPs in all runs." for name in unequal]
+    warnings += [f"Budget {name} was not scored in all runs." for name in found if len(found[name]) < len(every)]
+    return ComparisonTable(
+        budgets=tuple(facts[0] for facts in found.values()),
+        rows=tuple(_method_row(label, runs[label], tables[label]) for label in runs),
+        reference=chosen,
+        seeds=tuple(sorted({table.seed for table in every})),
+        round=max(table.round for table in every),
+        split=every[0].split,
+        equal_inference=not unequal,
+        warnings=tuple(warnings),
+    )
+
+
+def _method_row(label: str, runs: Sequence[Run], tables: Sequence[RunTable]) -> MethodRow:
+    seeds = [table.seed for table in tables]
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"{label} has two runs of one seed (seeds: {', '.join(map(str, seeds))}); give each once.")
+    scores: dict[str, dict[int, float]] = {}
+    flops: dict[str, list[float]] = {}
+    for table in tables:
+        summaries = {MEAN: table.mean, MTAL: table.mtal}
+        for column, value in [*((row.budget.name, row.score) for row in table.rows), *summaries.items()]:
+            if value is not None:
+                scores.setdefault(column, {})[table.seed] = value
+        for row in table.rows:
+            if row.cost:
+                flops.setdefault(row.budget.name, []).append(row.cost.training_flops)
+    per_run = [mean_cost(totals.cost for totals in client_totals(run)) for run in runs]
+    return MethodRow(
+        label=label,
+        scores=scores,
+        training_flops={name: fmean(values) for name, values in flops.items()},
+        cost=mean_cost(cost for cost in per_run if cost),
+        run_seconds=fmean(sum(record.seconds for record in run.rounds) for run in runs),
+    )
+
+
+def _equal_inference(facts: Sequence[BudgetFacts]) -> bool:
+    flops = [budget.inference_flops_per_token for budget in facts if budget.inference_flops_per_token]
+    same_flops = not flops or math.isclose(min(flops), max(flops), rel_tol=_SAME_FLOPS)
+    return same_flops and len({budget.active_experts for budget in facts}) == 1
+
+
+def _differing_runs(tables: Mapping[str, Sequence[RunTable]]) -> list[str]:
+    every = [table for members in tables.values() for table in members]
+    warnings = []
+    if len({table.round for table in every}) > 1:
+        warnings.append(f"The runs stopped after different rounds: {_by_label(tables, 'round')}.")
+    if len({table.split for table in every}) > 1:
+        warnings.append(f"The runs were scored on different splits: {_by_label(tables, 'split')}.")
+    if len({tuple(sorted(table.seed for table in members)) for members in tables.values()}) > 1:
+        warnings.append(f"The methods were run with different seeds: {_by_label(tables, 'seed')}.")
+    return warnings
+
+
+def _by_label(tables: Mapping[str, Sequence[RunTable]], field: str) -> str:
+    return "; ".join(
+        f"{label} {', '.join(str(value) for value in sorted({getattr(table, field) for table in members}))}"
+        for label, members in tables.items()
+    )

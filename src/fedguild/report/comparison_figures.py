@@ -1,0 +1,143 @@
+"""The figures of a comparison: scores per budget, scores against costs, scores over rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from fedguild.report import units
+from fedguild.report.comparison import ComparisonTable
+from fedguild.report.costs import client_totals, mean_cost
+from fedguild.report.record import Run
+from fedguild.report.style import FULL_WIDTH, INK, MUTED, RULE, gridlines, method_colours, styled, to_svg
+
+_MOST_METHODS_LABELLED = 4
+
+
+def score_bars(table: ComparisonTable) -> str:
+    """Returns grouped bars per column, with the seeds' sample deviation and a dot per seed."""
+    colours = method_colours(len(table.rows))
+    width = 0.8 / len(table.rows)
+    with styled("bars"):
+        figure = Figure(figsize=(FULL_WIDTH, 3.3), layout="constrained")
+        axes = figure.subplots()
+        for index, (row, colour) in enumerate(zip(table.rows, colours, strict=True)):
+            for place, column in enumerate(table.columns):
+                spread = row.spread(column)
+                if spread is None:
+                    continue
+                x = place + (index - (len(table.rows) - 1) / 2) * width
+                axes.bar(x, spread.mean, width * 0.9, color=colour, alpha=0.82, linewidth=0)
+                values = list(row.scores[column].values())
+                if spread.count > 1:
+                    axes.errorbar(x, spread.mean, spread.std, color=INK, linewidth=0.9, capsize=3)
+                    axes.scatter([x + 0.28 * width] * len(values), values, s=9, color="white", edgecolors=INK, lw=0.6)
+                if len(table.rows) > _MOST_METHODS_LABELLED:
+                    continue
+                above = max(*values, spread.mean + spread.std, spread.mean)
+                label = f"{spread.mean:.2f}"
+                axes.annotate(label, (x, above), (0, 4), textcoords="offset points", ha="center", size=8, color=INK)
+        axes.set_xticks(range(len(table.columns)), [_column_title(table, column) for column in table.columns])
+        axes.set(ylabel=f"{table.split} score", ylim=(0, None))
+        axes.tick_params(axis="x", length=0)
+        gridlines(axes)
+        _name_methods(figure, table)
+        methods = ", ".join(row.label for row in table.rows)
+        return to_svg(figure, "bars", f"Bar chart: {table.split} score per budget for {methods}.")
+
+
+def cost_against_score(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> str:
+    """Returns score against training FLOPs and against bytes sent, a point per method and budget.
+
+    Args:
+        table: The comparison.
+        runs: Label -> the method's runs, for each budget's bytes.
+    """
+    with styled("scatter"):
+        figure = Figure(figsize=(FULL_WIDTH, 3.1), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        for index, (row, colour) in enumerate(zip(table.rows, method_colours(len(table.rows)), strict=True)):
+            corner, side = ((5, 4), "left") if index % 2 else ((-5, 4), "right")
+            uploads = _upload_bytes(runs[row.label])
+            for axes, costs in ((left, row.training_flops), (right, uploads)):
+                points = [
+                    (costs[budget.name], spread.mean, budget.name)
+                    for budget in table.budgets
+                    if budget.name in costs and (spread := row.spread(budget.name))
+                ]
+                axes.plot([x for x, _, _ in points], [y for _, y, _ in points], color=colour, linewidth=0.9, alpha=0.6)
+                axes.scatter([x for x, _, _ in points], [y for _, y, _ in points], s=26, color=colour, zorder=3)
+                for x, y, name in points:
+                    axes.annotate(name, (x, y), corner, textcoords="offset points", ha=side, size=8, color=colour)
+        left.set(xlabel="training FLOPs per client", ylabel=f"{table.split} score")
+        right.set(xlabel="bytes sent per client")
+        for axes, unit in ((left, ""), (right, "B")):
+            axes.xaxis.set_major_formatter(EngFormatter(unit))
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
+            axes.set(xlim=(0, 1.1 * axes.dataLim.x1), ylim=(0, 1.1 * axes.dataLim.y1))
+            gridlines(axes, "both")
+        _name_methods(figure, table)
+        return to_svg(figure, "scatter", "Scatter charts: score against training FLOPs and against bytes sent.")
+
+
+def curves_by_budget(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> str:
+    """Returns the scores over the rounds, a panel per budget: mean and sample deviation over the seeds."""
+    across = min(4, len(table.budgets))
+    down = -(-len(table.budgets) // across)
+    with styled("rounds"):
+        figure = Figure(figsize=(FULL_WIDTH, 0.4 + 1.9 * down), layout="constrained")
+        grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+        for axes in list(grid.flat)[len(table.budgets) :]:
+            axes.set_axis_off()
+        for axes, budget in zip(grid.flat, table.budgets, strict=False):
+            for row, colour in zip(table.rows, method_colours(len(table.rows)), strict=True):
+                rounds, means, deviations = _mean_curve([run.curve("budget", budget.name) for run in runs[row.label]])
+                low = [mean - deviation for mean, deviation in zip(means, deviations, strict=True)]
+                high = [mean + deviation for mean, deviation in zip(means, deviations, strict=True)]
+                axes.fill_between(rounds, low, high, color=colour, alpha=0.18, linewidth=0)
+                axes.plot(rounds, means, color=colour, linewidth=1.6)
+            axes.set_title(_column_title(table, budget.name).replace("\n", ", "), fontweight="normal", fontsize=8.5)
+            axes.set(ylim=(0, None))
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+            gridlines(axes)
+        figure.supxlabel("round", fontsize=9, color=MUTED)
+        grid[0][0].set_ylabel(f"{table.split} score")
+        _name_methods(figure, table)
+        return to_svg(figure, "rounds", "Line charts: score over the rounds per budget, mean and deviation over seeds.")
+
+
+def _name_methods(figure: Figure, table: ComparisonTable) -> None:
+    """Names every method by its colour above the figure."""
+    keys = [
+        Line2D([], [], color=colour, marker="s", linestyle="", markersize=7)
+        for colour in method_colours(len(table.rows))
+    ]
+    labels = [row.label for row in table.rows]
+    figure.legend(keys, labels, loc="outside upper left", ncols=4, frameon=False, edgecolor=RULE, handletextpad=0.3)
+
+
+def _column_title(table: ComparisonTable, column: str) -> str:
+    for budget in table.budgets:
+        if budget.name == column and budget.active_experts:
+            return f"{column}\n{units.count_of(budget.active_experts, 'expert')}"
+    return "MTAL" if column == "mtal" else column
+
+
+def _upload_bytes(runs: Sequence[Run]) -> dict[str, float]:
+    """Returns budget name -> bytes that one of its clients sent over a run, mean over clients and seeds."""
+    totals = [row for run in runs for row in client_totals(run)]
+    names = {row.budget for row in totals}
+    costs = {name: mean_cost(row.cost for row in totals if row.budget == name) for name in names}
+    return {name: cost.upload_bytes for name, cost in costs.items() if cost}
+
+
+def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list[float], list[float]]:
+    """Returns rounds, means and sample deviations of the rounds that every curve has."""
+    by_round = [dict(curve) for curve in curves]
+    rounds = sorted(set.intersection(*(set(curve) for curve in by_round)))
+    values = [[curve[round] for curve in by_round] for round in rounds]
+    return rounds, [fmean(row) for row in values], [stdev(row) if len(row) > 1 else 0.0 for row in values]

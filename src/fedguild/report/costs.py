@@ -1,0 +1,116 @@
+"""What a run cost each client: FLOPs, bytes, memory and seconds, summed over its rounds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from fedguild.report.record import Run
+from fedguild.server.record import ClientRecord
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a client paid for a whole run, or the mean of that over clients.
+
+    Attributes:
+        training_flops: Floating-point operations of its local training.
+        upload_bytes: Bytes that it sent.
+        download_bytes: Bytes that it received.
+        peak_memory_bytes: Largest peak memory of any of its rounds; None where no device told.
+        seconds: Wall time of its local training.
+    """
+
+    training_flops: float
+    upload_bytes: float
+    download_bytes: float
+    peak_memory_bytes: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ClientTotals:
+    """A client over a whole run.
+
+    Attributes:
+        client: Index of the client.
+        budget: Name of its budget.
+        active_experts: Active experts per token in its last local training.
+        rank: LoRA rank in its last local training.
+        rounds: Rounds in which it trained.
+        examples: Number of its training examples.
+        steps: Optimizer steps.
+        tokens: Tokens of its batches, padding excluded.
+        train_loss: Mean loss of its last local training.
+        cost: What it paid.
+    """
+
+    client: int
+    budget: str
+    active_experts: int
+    rank: int
+    rounds: int
+    examples: int
+    steps: int
+    tokens: int
+    train_loss: float
+    cost: Cost
+
+
+def client_totals(run: Run) -> list[ClientTotals]:
+    """Returns every client that trained at least once, in client order."""
+    by_client: dict[int, list[ClientRecord]] = defaultdict(list)
+    for record in run.clients:
+        by_client[record.client].append(record)
+    return [_totals(by_client[client]) for client in sorted(by_client)]
+
+
+def mean_cost(costs: Iterable[Cost]) -> Cost | None:
+    """Returns the mean of each figure; None where there is no cost to take the mean of."""
+    every = list(costs)
+    if not every:
+        return None
+    memory = [cost.peak_memory_bytes for cost in every if cost.peak_memory_bytes is not None]
+    return Cost(
+        training_flops=fmean(cost.training_flops for cost in every),
+        upload_bytes=fmean(cost.upload_bytes for cost in every),
+        download_bytes=fmean(cost.download_bytes for cost in every),
+        peak_memory_bytes=fmean(memory) if memory else None,
+        seconds=fmean(cost.seconds for cost in every),
+    )
+
+
+def phase_seconds(run: Run) -> dict[str, float]:
+    """Returns the run's wall time by phase, longest first, with `other` for what no phase claims."""
+    totals: dict[str, float] = defaultdict(float)
+    for record in run.rounds:
+        for phase, seconds in record.phase_seconds.items():
+            totals[phase] += seconds
+    rest = sum(record.seconds for record in run.rounds) - sum(totals.values())
+    ordered = dict(sorted(totals.items(), key=lambda entry: -entry[1]))
+    return {**ordered, "other": max(rest, 0.0)} if ordered else {}
+
+
+def _totals(records: Sequence[ClientRecord]) -> ClientTotals:
+    last = records[-1]
+    memory = [record.peak_memory_bytes for record in records if record.peak_memory_bytes is not None]
+    return ClientTotals(
+        client=last.client,
+        budget=last.budget,
+        active_experts=last.active_experts,
+        rank=last.rank,
+        rounds=len(records),
+        examples=last.examples,
+        steps=sum(record.steps for record in records),
+        tokens=sum(record.tokens for record in records),
+        train_loss=last.train_loss,
+        cost=Cost(
+            training_flops=sum(record.training_flops for record in records),
+            upload_bytes=sum(record.upload_bytes for record in records),
+            download_bytes=sum(record.download_bytes for record in records),
+            peak_memory_bytes=max(memory, default=None),
+            seconds=sum(record.seconds for record in records),
+        ),
+    )

@@ -1,0 +1,189 @@
+"""The figures of one run, each from plain numbers to an `<svg>` element."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from numpy.typing import NDArray
+
+from fedguild.report import units
+from fedguild.report.costs import Cost
+from fedguild.report.style import FULL_WIDTH, HEAT, INK, MUTED, gridlines, ordered_colours, spread_apart, styled, to_svg
+
+Curve = Sequence[tuple[int, float]]
+_MOST_LABELS = 30
+_MOST_ROWS_NAMED = 40
+_CHARACTERS_IN_A_LINE = 110
+
+
+def score_curves(curves: Mapping[str, Curve], split: str) -> str:
+    """Returns the scores over the rounds, one line per budget, each named where it ends.
+
+    Args:
+        curves: Budget, as its line shall be named -> (round, score), in the order of the tables.
+        split: What the scores were measured on.
+    """
+    with styled("curves"):
+        figure = Figure(figsize=(FULL_WIDTH, 3.1), layout="constrained")
+        axes = figure.subplots()
+        colours = ordered_colours(len(curves))
+        highest = max(score for curve in curves.values() for _, score in curve)
+        top = min(1.0, highest * 1.08) or 1.0
+        ends = spread_apart([curve[-1][1] for curve in curves.values()], gap=0.07 * top)
+        for (name, curve), colour, end in zip(curves.items(), colours, ends, strict=True):
+            axes.plot(*zip(*curve, strict=True), color=colour, linewidth=1.8, marker="o", markersize=3.5)
+            text = f"{name}  {units.score(curve[-1][1])}"
+            axes.annotate(text, (curve[-1][0], end), (8, 0), textcoords="offset points", va="center", color=colour)
+        axes.set(xlabel="round", ylabel=f"{split} score", ylim=(0, top))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.margins(x=0.02)
+        gridlines(axes)
+        return to_svg(figure, "curves", f"Line chart: {split} score over the rounds for {', '.join(curves)}.")
+
+
+def expert_heat_map(frequency: NDArray[np.float64], clients: Sequence[str], layer: int | None = None) -> str:
+    """Returns clients × experts activation frequencies (FLAME, Figure 2).
+
+    Args:
+        frequency: [clients, L, M] share of a client's tokens that activated an expert.
+        clients: Row names.
+        layer: A layer's index; None takes the mean over the layers.
+    """
+    shown = frequency.mean(axis=1) if layer is None else frequency[:, layer]
+    rows, experts = shown.shape
+    key = "experts" if layer is None else f"experts-{layer}"
+    with styled(key):
+        figure = Figure(figsize=(FULL_WIDTH, 0.75 + min(0.26 * rows, 6.5)), layout="constrained")
+        axes = figure.subplots()
+        image = _draw_heat(axes, shown, top=float(shown.max()))
+        axes.set(xlabel="expert", ylabel="client")
+        step = 1 if rows <= _MOST_ROWS_NAMED else -(-rows // _MOST_ROWS_NAMED)
+        axes.set_yticks(range(0, rows, step), [clients[row] for row in range(0, rows, step)])
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
+        bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=14, format=FuncFormatter(_percent))
+        bar.outline.set_visible(False)
+        bar.set_label("tokens routed to it")
+        where = "mean over layers" if layer is None else f"layer {layer}"
+        return to_svg(figure, key, f"Heat map: activation frequency of {experts} experts for {rows} clients, {where}.")
+
+
+def expert_heat_maps_by_layer(frequency: NDArray[np.float64]) -> str:
+    """Returns one small clients × experts heat map per layer, all on one colour scale.
+
+    Args:
+        frequency: [clients, L, M] share of a client's tokens that activated an expert.
+    """
+    rows, layers, _ = frequency.shape
+    across = min(4, layers)
+    down = -(-layers // across)
+    with styled("layers"):
+        height = min(0.13 * rows + 0.3, 2.4)
+        figure = Figure(figsize=(FULL_WIDTH, down * height + 0.25), layout="constrained")
+        grid = figure.subplots(down, across, squeeze=False)
+        for layer, axes in enumerate(grid.flat):
+            if layer >= layers:
+                axes.set_axis_off()
+                continue
+            _draw_heat(axes, frequency[:, layer], top=float(frequency.max()))
+            axes.set_title(f"Layer {layer}", fontsize=8, fontweight="normal", color=MUTED, pad=3)
+            axes.set(xticks=[], yticks=[])
+        return to_svg(figure, "layers", f"Heat maps: expert activation by client in each of {layers} layers.")
+
+
+def partition_bubbles(labels: Sequence[str], counts: NDArray[np.int64], clients: Sequence[str]) -> str:
+    """Returns clients × labels, each circle's area the number of examples.
+
+    Beyond 30 labels the rarer ones are drawn together as `other`.
+
+    Args:
+        labels: Column names.
+        counts: [clients, labels] number of examples.
+        clients: Row names.
+    """
+    names, shown = _merge_rare(labels, counts)
+    rows, columns = shown.shape
+    with styled("partition"):
+        tilted = sum(map(len, names)) > _CHARACTERS_IN_A_LINE
+        depth = min(0.28 * rows, 9.0)
+        height = 0.7 + depth + (0.05 * max(map(len, names)) if tilted else 0)
+        figure = Figure(figsize=(FULL_WIDTH, height), layout="constrained")
+        axes = figure.subplots()
+        row, column = np.nonzero(shown)
+        widest_points = 0.92 * 72 * min(0.88 * FULL_WIDTH / columns, depth / rows)
+        areas = shown[row, column] / max(int(shown.max()), 1) * widest_points**2
+        axes.scatter(column, row, s=areas, color="#1f77a4", alpha=0.85, linewidths=0)
+        axes.set_xticks(range(columns), names)
+        if tilted:
+            for tick in axes.get_xticklabels():
+                tick.set(rotation=35, ha="right", rotation_mode="anchor")
+        step = 1 if rows <= _MOST_ROWS_NAMED else -(-rows // _MOST_ROWS_NAMED)
+        axes.set_yticks(range(0, rows, step), [clients[index] for index in range(0, rows, step)])
+        for index in range(0, rows, step):
+            total = f"{int(shown[index].sum())}"
+            axes.annotate(total, (1.01, index), xycoords=("axes fraction", "data"), va="center", color=MUTED, size=8.5)
+        axes.annotate("total", (1.01, -0.75), xycoords=("axes fraction", "data"), va="center", color=MUTED, size=8.5)
+        axes.set(ylabel="client", xlim=(-0.6, columns - 0.4), ylim=(rows - 0.4, -0.6))
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.tick_params(length=0)
+        gridlines(axes, "both")
+        return to_svg(figure, "partition", f"Bubble chart: examples of {columns} labels on {rows} clients.")
+
+
+def cost_bars(costs: Mapping[str, Cost]) -> str:
+    """Returns what a client of each budget pays over a run, a panel per kind of cost.
+
+    Args:
+        costs: Budget name -> mean cost of its clients, in the order of the tables.
+    """
+    panels = [
+        ("Training", [cost.training_flops for cost in costs.values()], "FLOP"),
+        ("Upload", [cost.upload_bytes for cost in costs.values()], "B"),
+        ("Download", [cost.download_bytes for cost in costs.values()], "B"),
+        ("Peak memory", [cost.peak_memory_bytes or 0.0 for cost in costs.values()], "B"),
+        ("Time", [cost.seconds for cost in costs.values()], "s"),
+    ]
+    with styled("costs"):
+        figure = Figure(figsize=(FULL_WIDTH, 0.5 + 0.24 * len(costs)), layout="constrained")
+        for axes, (title, values, unit) in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
+            axes.barh(range(len(costs)), values, height=0.62, color=ordered_colours(len(costs)))
+            for place, value in enumerate(values):
+                text = _amount(value, unit)
+                axes.annotate(text, (value, place), (4, 0), textcoords="offset points", va="center", size=8, color=INK)
+            axes.set_title(title)
+            axes.set(xticks=[], xlim=(0, max(*values, 1.0) * 1.9), ylim=(len(costs) - 0.45, -0.55))
+            axes.set_yticks(range(len(costs)), list(costs))
+            axes.spines["bottom"].set_visible(False)
+            axes.tick_params(length=0)
+        return to_svg(figure, "costs", f"Bar charts: training FLOPs, bytes, memory and time of {', '.join(costs)}.")
+
+
+def _amount(value: float, unit: str) -> str:
+    if not value:
+        return units.MISSING
+    return units.duration(value) if unit == "s" else units.si(value, unit)
+
+
+def _draw_heat(axes: Axes, values: NDArray[np.float64], top: float) -> AxesImage:
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    return axes.imshow(values, cmap=HEAT, vmin=0.0, vmax=top or 1.0, aspect="auto", interpolation="none")
+
+
+def _percent(value: float, _position: int | None = None) -> str:
+    return f"{value:.0%}"
+
+
+def _merge_rare(labels: Sequence[str], counts: NDArray[np.int64]) -> tuple[list[str], NDArray[np.int64]]:
+    """Returns at most 30 columns: all, or the 29 most frequent in their order and the sum of the others."""
+    if len(labels) <= _MOST_LABELS:
+        return list(labels), counts
+    ranked = np.argsort(-counts.sum(axis=0), kind="stable")
+    kept = np.sort(ranked[: _MOST_LABELS - 1])
+    rest = counts[:, ranked[_MOST_LABELS - 1 :]].sum(axis=1, keepdims=True)
+    names = [labels[index] for index in kept] + [f"{len(labels) - len(kept)} other"]
+    return names, np.concatenate([counts[:, kept], rest], axis=1)

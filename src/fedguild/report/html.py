@@ -1,0 +1,190 @@
+"""One self-contained HTML page for a run, and one for a comparison: no network, no script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from fedguild import __version__
+from fedguild.files import write_text
+from fedguild.report import comparison_figures, figures, units
+from fedguild.report.comparison import ComparisonTable, compare
+from fedguild.report.costs import client_totals, phase_seconds
+from fedguild.report.record import Run, load_run
+from fedguild.report.summary import budget_title, comparison_summary, run_summary
+from fedguild.report.tables import client_grid, routing_grid, run_table, task_grid
+
+REPORT_FILE = "report.html"
+COMPARISON_FILE = "comparison.html"
+
+
+def write_report(run_folder: Path) -> Path:
+    """Writes `report.html` into a run folder and returns its path.
+
+    Raises:
+        CheckpointError: the folder is none of a run, or damaged, or has no score yet.
+        FedGuildError: the page cannot be written.
+    """
+    return _write(run_folder / REPORT_FILE, "run.html.j2", _run_page(load_run(run_folder)))
+
+
+def write_comparison(
+    runs: Mapping[str, Sequence[Path]], output: Path, *, reference: str | None = None, title: str | None = None
+) -> Path:
+    """Writes `comparison.html` into a folder and returns its path.
+
+    Args:
+        runs: Label -> run folders of the method, one per seed.
+        output: The folder that receives the page.
+        reference: Label of the method that the others are compared with; by default the last.
+        title: The page's title; by default the labels.
+
+    Raises:
+        ConfigError: the runs cannot be compared, or the reference is unknown.
+        CheckpointError: a folder is none of a run, or damaged, or has no score yet.
+        FedGuildError: the page cannot be written.
+    """
+    loaded = {label: [load_run(folder) for folder in folders] for label, folders in runs.items()}
+    table = compare(loaded, reference)
+    page = _comparison_page(table, loaded)
+    return _write(output / COMPARISON_FILE, "comparison.html.j2", {**page, "title": title or page["title"]})
+
+
+def _run_page(run: Run) -> dict[str, Any]:
+    table, totals = run_table(run), client_totals(run)
+    own = {int(name.rpartition("-")[2]): entry.score for name, entry in run.scored("client", run.last_round).items()}
+    curves = {budget_title(row.budget): run.curve("budget", row.budget.name) for row in table.rows}
+    costs = {row.budget.name: row.cost for row in table.rows if row.cost}
+    routing = run.last_routing
+    phases = phase_seconds(run)
+    return {
+        "title": run.name,
+        "facts": _facts(run),
+        "summary": run_summary(table),
+        "grid": table.grid() if table.rows or table.mtal is not None else None,
+        "curves": _figure(figures.score_curves(curves, run.split)) if curves else None,
+        "tasks": task_grid(run),
+        "experts": _expert_figures(run),
+        "routing": routing_grid(routing) if routing else None,
+        "partition": _partition_figure(run),
+        "costs": _figure(figures.cost_bars(costs)) if costs else None,
+        "clients": client_grid(totals, own) if totals else None,
+        "phases": [(name, units.duration(spent), spent / sum(phases.values())) for name, spent in phases.items()],
+        "rejections": run.rejections(),
+        **_details(run),
+    }
+
+
+def _comparison_page(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+    first = next(iter(runs.values()))[0]
+    rejections = [
+        (f"{label}, seed {run.seed}, round {round}", client, reason)
+        for label, members in runs.items()
+        for run in members
+        for round, client, reason in run.rejections()
+    ]
+    with_budgets = bool(table.budgets)
+    return {
+        "title": " and ".join(runs) if len(runs) == 2 else ", ".join(runs),
+        "facts": [fact for fact in _facts(first, method=False) if not fact.startswith("seed")]
+        + [f"{units.count_of(len(table.seeds), 'seed')} ({', '.join(map(str, table.seeds))})"],
+        "summary": comparison_summary(table),
+        "scores": table.score_grid(),
+        "bars": _figure(comparison_figures.score_bars(table)),
+        "scatter": _figure(comparison_figures.cost_against_score(table, runs)) if with_budgets else None,
+        "rounds": _figure(comparison_figures.curves_by_budget(table, runs)) if with_budgets else None,
+        "costs": table.cost_grid(),
+        "partition": _partition_figure(first),
+        "partition_seed": first.seed,
+        "equal_inference": table.equal_inference and with_budgets,
+        "reference": table.reference,
+        "warnings": table.warnings,
+        "rejections": rejections,
+        "configs": [(label, _yaml(members[0].config)) for label, members in runs.items()],
+        "environment": list(_flat(first.environment)),
+    }
+
+
+def _facts(run: Run, *, method: bool = True) -> list[str]:
+    """Returns what the run is, in a few words each."""
+    facts = [f"method {run.method}"] if method else []
+    for path, word in ((("model", "path"), "model"), (("data", "corpus"), "data")):
+        value = run.setting(*path)
+        facts += [f"{word} {value}"] if value else []
+    scheme, alpha = run.setting("data", "partition", "scheme"), run.setting("data", "partition", "alpha")
+    if scheme:
+        facts.append(f"Dirichlet {alpha:g}" if scheme == "dirichlet" and alpha is not None else f"{scheme} partition")
+    clients = run.setting("federation", "clients")
+    facts += [units.count_of(clients, "client")] if clients else []
+    return [*facts, units.count_of(run.last_round, "round"), f"seed {run.seed}"]
+
+
+def _expert_figures(run: Run) -> dict[str, Any] | None:
+    """Returns the heat maps of the last recorded round, the clients of one budget side by side."""
+    routing = run.last_routing
+    if routing is None or not routing.clients:
+        return None
+    budgets = {record.client: record.budget for record in run.clients}
+    listed = [str(entry["name"]) for entry in run.setting("federation", "budgets", default=[])]
+    ranked = {name: place for place, name in enumerate(listed)}
+    places = range(len(routing.clients))
+    order = sorted(places, key=lambda i: (ranked.get(budgets.get(routing.clients[i], ""), 0), routing.clients[i]))
+    frequency = np.asarray(routing.frequency)[order]
+    names = [_client_name(routing.clients[i], budgets) for i in order]
+    return {
+        "round": routing.round,
+        "mean": _figure(figures.expert_heat_map(frequency, names)),
+        "layers": _figure(figures.expert_heat_maps_by_layer(frequency)) if routing.layers > 1 else None,
+    }
+
+
+def _partition_figure(run: Run) -> Markup | None:
+    if run.partition is None or not run.partition.counts or not run.partition.labels:
+        return None
+    budgets = {record.client: record.budget for record in run.clients}
+    names = [_client_name(client, budgets) for client in range(len(run.partition.counts))]
+    return _figure(figures.partition_bubbles(run.partition.labels, np.asarray(run.partition.counts), names))
+
+
+def _client_name(client: int, budgets: Mapping[int, str]) -> str:
+    return f"{budgets[client]} · {client}" if client in budgets else str(client)
+
+
+def _details(run: Run) -> dict[str, Any]:
+    return {"configs": [("Config", _yaml(run.config))], "environment": list(_flat(run.environment))}
+
+
+def _yaml(config: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, width=88)
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yields every leaf of nested mappings with its dotted name."""
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _flat(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", ", ".join(map(str, inner)) if isinstance(inner, list) else str(inner)
+
+
+def _figure(svg: str) -> Markup:
+    """Marks a figure of ours, whose text matplotlib has escaped, as safe to place in the page."""
+    return Markup(svg)
+
+
+def _write(path: Path, template: str, page: Mapping[str, Any]) -> Path:
+    environment = Environment(
+        loader=PackageLoader("fedguild.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    write_text(path, environment.get_template(template).render(version=__version__, **page))
+    return path

@@ -1,0 +1,196 @@
+"""A run folder, read: its config, environment, partition and metrics, and the questions asked of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import ValidationError
+
+from fedguild.errors import CheckpointError
+from fedguild.server.record import (
+    ClientRecord,
+    EvaluationRecord,
+    PartitionRecord,
+    RoundRecord,
+    RoutingRecord,
+    RunLog,
+)
+
+Scope = Literal["budget", "client", "summary"]
+
+
+@dataclass(frozen=True)
+class BudgetFacts:
+    """A column of the tables: a tier of compute as it was evaluated.
+
+    Attributes:
+        name: The tier's name.
+        active_experts: Active experts per token in the evaluation; None where nothing says it or
+            the model is dense.
+        rank: LoRA rank that the tier can train.
+        inference_flops_per_token: Forward FLOPs for a token, adapters merged.
+    """
+
+    name: str
+    active_experts: int | None = None
+    rank: int | None = None
+    inference_flops_per_token: float | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a run folder says.
+
+    Attributes:
+        folder: Where it was read from.
+        config: The resolved config, as plain YAML values.
+        environment: Versions and machine, as plain JSON values.
+        partition: How the data lies over the clients, where it was recorded.
+        rounds: Complete rounds, in order.
+        clients: Local trainings, in order of writing.
+        evaluations: Scores, in order of writing.
+        routing: Expert activations, in order of writing.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    partition: PartitionRecord | None
+    rounds: Sequence[RoundRecord]
+    clients: Sequence[ClientRecord]
+    evaluations: Sequence[EvaluationRecord]
+    routing: Sequence[RoutingRecord]
+
+    def setting(self, *path: str, default: Any = None) -> Any:
+        """Returns the config's value under nested keys, or `default` where one is absent."""
+        value: Any = self.config
+        for key in path:
+            if not isinstance(value, Mapping) or key not in value:
+                return default
+            value = value[key]
+        return value
+
+    @property
+    def name(self) -> str:
+        """The run's name in the config, else the folder's."""
+        return str(self.setting("name", default=self.folder.name))
+
+    @property
+    def method(self) -> str:
+        """The method's registered name."""
+        method = self.setting("method", default="unknown method")
+        return str(method.get("name", "unknown method") if isinstance(method, Mapping) else method)
+
+    @property
+    def seed(self) -> int:
+        """The seed that everything random derives from."""
+        return int(self.setting("seed", default=0))
+
+    @property
+    def split(self) -> str:
+        """The split that the tables show: `test` where it was scored, else `validation`."""
+        return "test" if any(record.split == "test" for record in self.evaluations) else "validation"
+
+    @property
+    def last_round(self) -> int:
+        """The last round with a score in the shown split; 0 is before training."""
+        return max(record.round for record in self.evaluations if record.split == self.split)
+
+    def scored(self, scope: Scope, round: int) -> dict[str, EvaluationRecord]:
+        """Returns the evaluations of a scope after a round, by name, in the shown split."""
+        return {
+            record.name: record
+            for record in self.evaluations
+            if (record.scope, record.round, record.split) == (scope, round, self.split)
+        }
+
+    def curve(self, scope: Scope, name: str) -> list[tuple[int, float]]:
+        """Returns (round, score) of one name over the rounds, in the shown split."""
+        points = {
+            record.round: record.score
+            for record in self.evaluations
+            if (record.scope, record.name, record.split) == (scope, name, self.split)
+        }
+        return sorted(points.items())
+
+    def budgets(self) -> tuple[BudgetFacts, ...]:
+        """Returns the evaluated budgets: in the config's order, then those that it does not list."""
+        scored = self.scored("budget", self.last_round)
+        listed = {str(entry["name"]): entry for entry in self.setting("federation", "budgets", default=[])}
+        order = [name for name in listed if name in scored] + [name for name in scored if name not in listed]
+        return tuple(
+            BudgetFacts(
+                name=name,
+                active_experts=scored[name].active_experts or listed.get(name, {}).get("active_experts") or None,
+                rank=listed.get(name, {}).get("rank"),
+                inference_flops_per_token=scored[name].inference_flops_per_token,
+            )
+            for name in order
+        )
+
+    @property
+    def last_routing(self) -> RoutingRecord | None:
+        """The expert activations of the last round that recorded them."""
+        return max(self.routing, key=lambda record: record.round, default=None)
+
+    def rejections(self) -> list[tuple[int, int, str]]:
+        """Returns (round, client, reason) of every upload that was not aggregated."""
+        return [(record.round, entry.client, entry.reason) for record in self.rounds for entry in record.rejected]
+
+
+def load_run(folder: Path) -> Run:
+    """Reads a run folder.
+
+    Raises:
+        CheckpointError: the folder is none of a run, a file of it is damaged, or it has no score yet.
+    """
+    config_file = folder / "config.yaml"
+    if not config_file.is_file():
+        raise CheckpointError(
+            f"{folder} is not the folder of a run: it has no config.yaml.",
+            "Give the folder that `fedguild run` wrote, for example runs/flame.",
+        )
+    records = RunLog(folder).read()
+    evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
+    if not evaluations:
+        raise CheckpointError(
+            f"{folder / RunLog.FILE} holds no score yet, so there is nothing to report.",
+            "Wait for the first round, or continue the run with `fedguild resume`.",
+        )
+    return Run(
+        folder=folder,
+        config=_read_mapping(config_file),
+        environment=_read_mapping(folder / "environment.json"),
+        partition=_read_partition(folder / "partition.json"),
+        rounds=[record for record in records if isinstance(record, RoundRecord)],
+        clients=[record for record in records if isinstance(record, ClientRecord)],
+        evaluations=evaluations,
+        routing=[record for record in records if isinstance(record, RoutingRecord)],
+    )
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        value = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold named values, but holds a {type(value).__name__}.")
+    return value
+
+
+def _read_partition(path: Path) -> PartitionRecord | None:
+    if not path.exists():
+        return None
+    try:
+        return PartitionRecord.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise CheckpointError(f"{path} is no partition of a run: {error.errors()[0]['msg']}.") from error

@@ -1,0 +1,111 @@
+"""How every figure looks, and how it becomes SVG inside a page.
+
+Methods take the colours of Okabe and Ito (2008), which stay apart for colour-blind readers; budgets
+are ordered, so they take one scale from dark to light. Text stays text: it follows the page's font
+and can be selected and searched.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, Literal
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_hex
+from matplotlib.figure import Figure
+
+FULL_WIDTH = 9.0
+"""Inches; at 96 pixels each the width of the page's text block."""
+INK = "#1d2733"
+MUTED = "#5c6773"
+RULE = "#d5dbe1"
+METHOD_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b4c9a", "#4d4d4d")
+HEAT = LinearSegmentedColormap.from_list("heat", ["#f6f8fa", "#bcd4e6", "#5b9dc9", "#1b5e93", "#0a2a4a"])
+_ORDERED = LinearSegmentedColormap.from_list("ordered", ["#12355b", "#1f77a4", "#3aa88f", "#c79a14"])
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.5,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9.5,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": 9.0,
+    "ytick.labelsize": 9.0,
+    "hatch.linewidth": 0.6,
+}
+_PAGE_FONT = "'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
+
+
+@contextmanager
+def styled(key: str) -> Iterator[None]:
+    """Draws everything inside the block in the house style; `key` makes the SVG's ids repeatable."""
+    with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": key}):
+        yield
+
+
+def ordered_colours(number: int) -> list[str]:
+    """Returns colours for `number` ordered things, from dark (large) to light (small)."""
+    return [to_hex(_ORDERED(place / max(number - 1, 1))) for place in range(number)]
+
+
+def method_colours(number: int) -> list[str]:
+    """Returns colours for `number` methods; beyond eight they repeat."""
+    return [METHOD_COLOURS[place % len(METHOD_COLOURS)] for place in range(number)]
+
+
+def gridlines(axes: Axes, axis: Literal["x", "y", "both"] = "y") -> None:
+    """Draws faint lines behind the data along one axis."""
+    axes.grid(axis=axis, color=RULE, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def spread_apart(places: Sequence[float], gap: float) -> list[float]:
+    """Returns the places moved as little as an upward sweep allows, so that neighbours are `gap` apart."""
+    moved = list(places)
+    order = sorted(range(len(places)), key=lambda index: places[index])
+    for below, above in pairwise(order):
+        moved[above] = max(moved[above], moved[below] + gap)
+    shift = sum(moved) - sum(places)
+    return [place - shift / len(places) for place in moved] if places else []
+
+
+def to_svg(figure: Figure, key: str, description: str) -> str:
+    """Returns the figure as an `<svg>` element to place inside a page.
+
+    Args:
+        figure: A figure drawn within `styled(key)`.
+        key: Prefix of every id, so that several figures share a page.
+        description: What a reader who cannot see it should know; becomes the accessible name.
+    """
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :].strip()
+    text = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r'\bid="([^"]+)"', rf'id="{key}-\1"', text)
+    text = re.sub(r'(href="|url\()#', rf"\1#{key}-", text)
+    text = re.sub(r"'DejaVu Sans'(?:, [^;\"]*)?", _PAGE_FONT, text)
+    width = float(re.search(r'viewBox="0 0 ([\d.]+)', text)[1])  # type: ignore[index]
+    label = html.escape(description, quote=True)
+    opening = f'<svg class="figure" role="img" aria-label="{label}" style="width: {width * 96 / 72:.0f}px"'
+    head, rest = text.split(">", 1)
+    attributes = re.sub(r'\s(?:width|height)="[^"]*"', "", head.removeprefix("<svg"))
+    return f"{opening}{attributes}>{rest}"

@@ -1,0 +1,104 @@
+"""The outcome in plain words, computed from the numbers of a table."""
+
+from __future__ import annotations
+
+from fedguild.report import units
+from fedguild.report.comparison import MEAN, MTAL, ComparisonTable
+from fedguild.report.record import BudgetFacts
+from fedguild.report.tables import RunTable
+
+
+def run_summary(table: RunTable) -> list[str]:
+    """Returns, a sentence each, what a run reached, on average and at the smallest budget."""
+    after = f"After {units.count_of(table.round, 'round')}" if table.round else "Before training"
+    if not table.rows or table.mean is None or table.smallest is None:
+        score = units.score(table.mtal)
+        return [f"{after}, {table.method} scores {score} on average over the clients, each on its own data."]
+    gained = ""
+    if table.mean_before is not None and table.round:
+        gained = f", up from {units.score(table.mean_before)} before training"
+    if len(table.rows) == 1:
+        return [f"{after}, {table.method} scores {units.score(table.mean)}{gained}."]
+    text = (
+        f"{after}, {table.method} scores {units.score(table.mean)} on average over {len(table.rows)} budgets{gained}."
+    )
+    largest = max(table.rows, key=lambda row: row.score)
+    smallest = table.smallest
+    reached = f"The smallest budget, {budget_title(smallest.budget)}, reaches {units.score(smallest.score)}"
+    if largest is smallest or not largest.score:
+        return [text, f"{reached}, the best of all."]
+    share = f"{smallest.score / largest.score:.0%}"
+    return [text, f"{reached}, {share} of the best one ({largest.budget.name}, {units.score(largest.score)})."]
+
+
+def comparison_summary(table: ComparisonTable) -> list[str]:
+    """Returns, a sentence each, who leads whom at the smallest budget, by how much against the seeds' spread, and at what cost."""
+    column = table.smallest.name if table.smallest else MTAL
+    rivals = [row.label for row in table.rows if row.label != table.reference and row.spread(column)]
+    reference = table.row(table.reference).spread(column)
+    if not rivals or reference is None:
+        return [f"{units.count_of(len(table.rows), 'method')} over {units.count_of(len(table.seeds), 'seed')}."]
+    leader = max(rivals, key=lambda label: _mean(table, label, column))
+    where = (
+        f"At the smallest budget, {budget_title(table.smallest)}," if table.smallest else "On the clients' own data,"
+    )
+    text = f"{where}, {leader} scores {_mean(table, leader, column):.3f} and {table.reference} {reference.mean:.3f}"
+    return [f"{text}{_lead(table, leader, column)}.", *_elsewhere(table, leader), *_costs(table, leader, column)]
+
+
+def _lead(table: ComparisonTable, leader: str, column: str) -> str:
+    """Returns the paired difference, and whether it exceeds what the seeds do to either method."""
+    difference = table.difference(leader, column)
+    if difference is None:
+        return ""
+    text = f": {units.score_spread(difference, difference=True)}"
+    if difference.count < 2:
+        return f"{text}, from one seed, so chance is not ruled out"
+    spreads = [table.row(label).spread(column) for label in (leader, table.reference)]
+    widest = max([difference.std, *(spread.std for spread in spreads if spread)])
+    verdict = "larger than" if abs(difference.mean) > widest else "within"
+    return f"{text} over {difference.count} seeds, {verdict} the spread between seeds"
+
+
+def _elsewhere(table: ComparisonTable, leader: str) -> list[str]:
+    """Returns the sentence about the mean over budgets, where there are several."""
+    difference = table.difference(leader, MEAN) if MEAN in table.columns else None
+    if difference is None:
+        return []
+    text = units.score_spread(difference, difference=True)
+    return [f"Averaged over the {len(table.budgets)} budgets the difference is {text}."]
+
+
+def _costs(table: ComparisonTable, leader: str, column: str) -> list[str]:
+    """Returns the sentence about what a client of the smallest budget pays for training and sends."""
+    ours, theirs = table.row(leader), table.row(table.reference)
+    facts = []
+    if column in ours.training_flops and theirs.training_flops.get(column):
+        share = _share(ours.training_flops[column], theirs.training_flops[column], "FLOPs")
+        facts.append(f"a client of that budget spends {share} in training")
+    if ours.cost and theirs.cost and theirs.cost.upload_bytes:
+        share = _share(ours.cost.upload_bytes, theirs.cost.upload_bytes, "bytes")
+        facts.append(f"the average client sends {share}")
+    if not facts:
+        return []
+    same = "A token costs the same to infer under both. " if table.equal_inference and table.smallest else ""
+    return [f"{same}With {leader}, {' and '.join(facts)}."]
+
+
+def _share(ours: float, theirs: float, what: str) -> str:
+    """Returns `49% of the bytes`, `1.7 times the bytes` or `as many bytes`."""
+    if 0.995 <= ours / theirs < 1.05:
+        return f"as many {what}"
+    return f"{ours / theirs:.0%} of the {what}" if ours < theirs else f"{units.ratio(ours, theirs)} times the {what}"
+
+
+def _mean(table: ComparisonTable, label: str, column: str) -> float:
+    spread = table.row(label).spread(column)
+    return spread.mean if spread else float("-inf")
+
+
+def budget_title(budget: BudgetFacts) -> str:
+    """Returns `b4 (1 active expert)`, or the name alone where the experts are unknown."""
+    if not budget.active_experts:
+        return budget.name
+    return f"{budget.name} ({units.count_of(budget.active_experts, 'active expert')})"

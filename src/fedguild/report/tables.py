@@ -1,0 +1,208 @@
+"""One run in numbers: what every budget gets from the global model, and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from fedguild.report import units
+from fedguild.report.costs import ClientTotals, Cost, client_totals, mean_cost
+from fedguild.report.grid import Cell, Grid
+from fedguild.report.record import BudgetFacts, Run
+from fedguild.server.record import RoutingRecord
+
+
+@dataclass(frozen=True)
+class BudgetRow:
+    """A budget at the last evaluated round.
+
+    Attributes:
+        budget: The tier of compute.
+        before: Score before training; None where it was not evaluated.
+        score: Score of the global model as this budget runs it.
+        metrics: Every metric by name.
+        clients: Clients of this budget that trained.
+        cost: Mean over those clients; None where none trained.
+    """
+
+    budget: BudgetFacts
+    before: float | None
+    score: float
+    metrics: Mapping[str, float]
+    clients: int
+    cost: Cost | None
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """The table of one run.
+
+    Attributes:
+        name: The run's name.
+        method: The method's registered name.
+        seed: The run's seed.
+        round: The last evaluated round.
+        split: What the scores were measured on, `test` or `validation`.
+        rows: One per evaluated budget; empty where only clients' own models were scored.
+        mean: Mean over budgets; None without budgets.
+        mean_before: The same before training.
+        mtal: Mean over clients of each client's score on its own data; None where not evaluated.
+    """
+
+    name: str
+    method: str
+    seed: int
+    round: int
+    split: str
+    rows: tuple[BudgetRow, ...]
+    mean: float | None
+    mean_before: float | None
+    mtal: float | None
+
+    @property
+    def smallest(self) -> BudgetRow | None:
+        """The row of the smallest budget."""
+        return min(self.rows, key=lambda row: size_of(row.budget), default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the table as plain JSON values."""
+        return asdict(self)
+
+    def grid(self) -> Grid:
+        """Returns the printable form."""
+        metric_names = _metrics_beside_the_score(self.rows)
+        header = ["Budget", "Active experts", "Before", "Score", *map(metric_title, metric_names)]
+        header += ["FLOPs per token", "Training FLOPs", "Upload", "Download"]
+        body = [tuple(map(Cell, self._entries(row, metric_names))) for row in self.rows]
+        rules = set()
+        if self.mean is not None and len(self.rows) > 1:
+            rules.add(len(body))
+            body.append(_summary_row("Mean over budgets", self.mean_before, self.mean, len(header)))
+        if self.mtal is not None:
+            rules.add(len(self.rows))
+            body.append(_summary_row("Mean over clients, own data", None, self.mtal, len(header)))
+        title = f"{self.name}: {self.split} scores after round {self.round}; costs per client over the run"
+        return Grid(title, tuple(map(Cell, header)), tuple(body), frozenset(rules))
+
+    def _entries(self, row: BudgetRow, metric_names: Iterable[str]) -> list[str]:
+        cost = row.cost
+        return [
+            row.budget.name,
+            str(row.budget.active_experts or units.MISSING),
+            units.score(row.before),
+            units.score(row.score),
+            *(_metric(name, row.metrics.get(name)) for name in metric_names),
+            units.si(row.budget.inference_flops_per_token),
+            units.si(cost.training_flops if cost else None),
+            units.byte_count(cost.upload_bytes if cost else None),
+            units.byte_count(cost.download_bytes if cost else None),
+        ]
+
+
+def run_table(run: Run) -> RunTable:
+    """Returns the table of a run, at its last evaluated round."""
+    last, first = run.scored("budget", run.last_round), run.scored("budget", 0)
+    totals = client_totals(run)
+    rows = tuple(_budget_row(budget, first, last, totals) for budget in run.budgets())
+    before = [row.before for row in rows if row.before is not None]
+    return RunTable(
+        name=run.name,
+        method=run.method,
+        seed=run.seed,
+        round=run.last_round,
+        split=run.split,
+        rows=rows,
+        mean=fmean(row.score for row in rows) if rows else None,
+        mean_before=fmean(before) if before and len(before) == len(rows) else None,
+        mtal=mean_over_clients(run),
+    )
+
+
+def mean_over_clients(run: Run) -> float | None:
+    """Returns the mean of the clients' scores on their own data (MTAL); None where none was scored."""
+    recorded = run.scored("summary", run.last_round).get("mtal")
+    if recorded:
+        return recorded.score
+    scores = [record.score for record in run.scored("client", run.last_round).values()]
+    return fmean(scores) if scores else None
+
+
+def size_of(budget: BudgetFacts) -> tuple[float, float]:
+    """Returns what orders budgets by size: active experts, then rank; unknown counts as largest."""
+    return (budget.active_experts or float("inf"), budget.rank or float("inf"))
+
+
+def client_grid(totals: Iterable[ClientTotals], own_scores: Mapping[int, float]) -> Grid:
+    """Returns the table of clients: what each trained on, its score on its own data, what it paid."""
+    header = ["Client", "Budget", "Experts", "Rank", "Examples", "Steps", "Tokens", "Train loss"]
+    header += ["Own score"] if own_scores else []
+    header += ["Training FLOPs", "Upload", "Download", "Peak memory", "Time"]
+    body = []
+    for row in totals:
+        entries = [str(row.client), row.budget, str(row.active_experts or units.MISSING), str(row.rank)]
+        entries += [*map(units.count, (row.examples, row.steps, row.tokens)), f"{row.train_loss:.3f}"]
+        entries += [units.score(own_scores.get(row.client))] if own_scores else []
+        entries += [units.si(row.cost.training_flops), *map(units.byte_count, _bytes(row.cost))]
+        entries += [units.duration(row.cost.seconds)]
+        body.append(tuple(map(Cell, entries)))
+    return Grid("Clients, over the whole run", tuple(map(Cell, header)), tuple(body))
+
+
+def task_grid(run: Run) -> Grid | None:
+    """Returns task × budget scores at the last evaluated round; None where there is one task."""
+    scored = run.scored("budget", run.last_round)
+    names = [budget.name for budget in run.budgets()]
+    tasks = sorted({task for name in names for task in scored[name].by_task})
+    if len(tasks) < 2:
+        return None
+    body = [(Cell(task), *(Cell(units.score(scored[name].by_task.get(task))) for name in names)) for task in tasks]
+    return Grid(f"Score by task after round {run.last_round}", (Cell("Task"), *map(Cell, names)), tuple(body))
+
+
+def routing_grid(routing: RoutingRecord) -> Grid:
+    """Returns how evenly each layer used its experts in a round."""
+    columns = zip(routing.entropy, routing.normalised_entropy, routing.gini, strict=True)
+    body = [(Cell(str(layer)), *(Cell(f"{value:.3f}") for value in values)) for layer, values in enumerate(columns)]
+    header = (Cell("Layer"), Cell("Entropy", "nats"), Cell("Normalised", "1 = even"), Cell("Gini", "0 = even"))
+    return Grid(f"How evenly experts are used, round {routing.round}", header, tuple(body))
+
+
+def metric_title(name: str) -> str:
+    """Returns a metric's name as a column title, `Exact match` for `exact_match`."""
+    return {"rouge_l": "ROUGE\u2011L"}.get(name, name.replace("_", " ").capitalize())
+
+
+def _budget_row(
+    budget: BudgetFacts, first: Mapping[str, Any], last: Mapping[str, Any], totals: Iterable[ClientTotals]
+) -> BudgetRow:
+    members = [row.cost for row in totals if row.budget == budget.name]
+    return BudgetRow(
+        budget=budget,
+        before=first[budget.name].score if budget.name in first else None,
+        score=last[budget.name].score,
+        metrics=last[budget.name].metrics,
+        clients=len(members),
+        cost=mean_cost(members),
+    )
+
+
+def _metrics_beside_the_score(rows: Iterable[BudgetRow]) -> list[str]:
+    """Returns the metrics that some row has and that are not the score itself in every row."""
+    every = list(rows)
+    names = sorted({name for row in every for name in row.metrics})
+    return [name for name in names if any(row.metrics.get(name) != row.score for row in every)]
+
+
+def _metric(name: str, value: float | None) -> str:
+    return f"{value:.2f}" if name == "perplexity" and value is not None else units.score(value)
+
+
+def _summary_row(title: str, before: float | None, score: float, width: int) -> tuple[Cell, ...]:
+    cells = [Cell(title), Cell(""), Cell(units.score(before)), Cell(units.score(score), strong=True)]
+    return tuple(cells + [Cell("")] * (width - len(cells)))
+
+
+def _bytes(cost: Cost) -> tuple[float, float, float | None]:
+    return cost.upload_bytes, cost.download_bytes, cost.peak_memory_bytes

@@ -1,0 +1,84 @@
+"""Numbers as people read them: three digits and a unit."""
+
+from __future__ import annotations
+
+import math
+
+from fedguild.evaluation.metrics import Spread
+
+MISSING = "–"
+_SI_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+
+
+def si(value: float | None, unit: str = "") -> str:
+    """Returns a value with three significant digits and an SI prefix, `1.24 GB`; `–` for None."""
+    if value is None:
+        return MISSING
+    if not math.isfinite(value):
+        return str(value)
+    size, step = float(f"{value:.3g}"), 0
+    while abs(size) >= 1000 and step < len(_SI_PREFIXES) - 1:
+        size, step = size / 1000, step + 1
+    whole = step == 0 and size == int(size)
+    digits = 0 if whole else max(0, 2 - math.floor(math.log10(abs(size))))
+    return f"{size:.{digits}f} {_SI_PREFIXES[step]}{unit}".rstrip()
+
+
+def byte_count(value: float | None) -> str:
+    """Returns a number of bytes in decimal units, `3.07 MB`."""
+    return si(value, "B")
+
+
+def flops(value: float | None) -> str:
+    """Returns a number of floating-point operations, `2.91 TFLOP`."""
+    return si(value, "FLOP")
+
+
+def duration(seconds: float | None) -> str:
+    """Returns a time: `0.42 s`, `7.3 s`, `3 min 05 s`, `2 h 07 min`."""
+    if seconds is None:
+        return MISSING
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    if seconds < 3599.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest:02d} s"
+    hours, rest = divmod(round(seconds / 60), 60)
+    return f"{hours} h {rest:02d} min"
+
+
+def score(value: float | None) -> str:
+    """Returns a score from 0 to 1 with three decimals."""
+    return MISSING if value is None else f"{value:.3f}"
+
+
+def signed(value: float) -> str:
+    """Returns a difference of scores with its sign, `+0.203`, and a true minus."""
+    text = f"{value:+.3f}".replace("-", "\u2212")
+    return "0.000" if text[1:] == "0.000" else text
+
+
+def score_spread(spread: Spread | None, *, difference: bool = False) -> str:
+    """Returns `0.612 ± 0.013`, or the mean alone where there is one seed."""
+    if spread is None:
+        return MISSING
+    mean = signed(spread.mean) if difference else score(spread.mean)
+    return mean if spread.count < 2 else f"{mean} ± {spread.std:.3f}"
+
+
+def ratio(numerator: float, denominator: float) -> str:
+    """Returns how many times as large one number is, `4.8` or `12`; `–` over nothing."""
+    if not denominator:
+        return MISSING
+    times = numerator / denominator
+    return f"{times:.0f}" if times >= 10 else f"{times:.1f}"
+
+
+def count(number: int) -> str:
+    """Returns a whole number, its thousands apart by a thin space."""
+    return f"{number:,}".replace(",", "\u2009")
+
+
+def count_of(number: int, singular: str) -> str:
+    """Returns `1 client`, `8 clients`."""
+    return f"{count(number)} {singular}{'' if number == 1 else 's'}"

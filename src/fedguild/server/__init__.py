@@ -1,0 +1,1 @@
+"""Stage 6 of 8: server. Rounds: sampling, validation, aggregation, checkpoints and records."""

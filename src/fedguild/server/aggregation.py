@@ -1,0 +1,155 @@
+"""Aggregation as pure arithmetic: a running weighted mean, and ranks that differ by client.
+
+The mean holds one fp32 tensor per name, whatever the number of clients. Weights may differ by
+client, by expert (FLAME Eq. 7) and by rank row, because they broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fedguild.errors import UploadError
+
+Weight = float | Tensor
+
+
+class WeightedMean:
+    """The running mean sum_c(w_c x_c) / sum_c(w_c) of each named tensor x over clients c.
+
+    After each client the mean moves by w_c / sum(w) of its distance to x_c, which equals the
+    quotient of the two sums but neither overflows nor underflows with the weights, and returns a
+    single client's tensors, or those that all clients agree on, bit by bit.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[str, Tensor] = {}
+        self._totals: dict[str, Tensor] = {}
+
+    def add(self, tensors: Mapping[str, Tensor], weight: Weight | Mapping[str, Weight]) -> None:
+        """Adds one client's tensors; the names may differ from other clients'.
+
+        Args:
+            tensors: Name -> x of any floating dtype.
+            weight: w >= 0 for all names or by name: a number, or a tensor whose dimensions are
+                the leading ones of x (of the same size, or 1). [M] weighs each expert of an
+                [M, r, in].
+
+        Raises:
+            UploadError: a weight is negative, NaN or infinite.
+            ValueError: a weight does not fit its tensor, or a tensor those of earlier clients.
+        """
+        for name, tensor in tensors.items():
+            self._add(name, tensor, weight[name] if isinstance(weight, Mapping) else weight)
+
+    def result(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the fp32 mean of every name in `fallback`, and `fallback` where no weight fell.
+
+        Args:
+            fallback: Name -> tensor for every name added; the values that stay where the total
+                weight is zero, element by element of the weights' shape.
+
+        Raises:
+            ValueError: a name was added that `fallback` lacks, or in another shape.
+        """
+        unknown = sorted(self._means.keys() - fallback.keys())
+        if unknown:
+            raise ValueError(f"No fallback for the added tensors {', '.join(unknown)}.")
+        return {name: self._result(name, kept.to(torch.float32)) for name, kept in fallback.items()}
+
+    def _add(self, name: str, tensor: Tensor, weight: Weight) -> None:
+        broadcast = _over_leading(name, tensor, weight)
+        value = tensor.detach().to(torch.float32)
+        mean = self._means.setdefault(name, torch.zeros_like(value))
+        _require_shape(name, mean, value)
+        total = self._totals.get(name, torch.zeros_like(broadcast)) + broadcast
+        share = torch.where(total > 0, broadcast / total, 0.0)
+        self._means[name] = mean.lerp_(value, share.to(torch.float32))
+        self._totals[name] = total
+
+    def _result(self, name: str, fallback: Tensor) -> Tensor:
+        if name not in self._means:
+            return fallback.clone()
+        _require_shape(name, fallback, self._means[name])
+        return torch.where(self._totals[name] > 0, self._means[name], fallback)
+
+
+def rank_axis(name: str) -> int | None:
+    """Returns the axis along which a tensor holds its rank: lora_A [.., r, in], lora_B [.., out, r].
+
+    None for a tensor that has no rank, for example an output scale.
+    """
+    return {"lora_A": -2, "lora_B": -1}.get(name.rsplit(".", 1)[-1])
+
+
+def truncate_rank(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Returns views of the first `rank` rows of every lora_A and columns of every lora_B.
+
+    Tensors without a rank pass unchanged (HetLoRA's download, METHODS B9).
+
+    Raises:
+        ValueError: a tensor has a lower rank already.
+    """
+    truncated = {}
+    for name, tensor in tensors.items():
+        axis = rank_axis(name)
+        if axis is not None and tensor.shape[axis] < rank:
+            raise ValueError(f"'{name}' has the rank {tensor.shape[axis]}; it cannot be truncated to {rank}.")
+        truncated[name] = tensor if axis is None else tensor.narrow(axis, 0, rank)
+    return truncated
+
+
+def pad_rank(tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns a client's tensors zero-padded to `rank`, and which of their rank rows it holds.
+
+    The second mapping goes into the weights of `WeightedMean.add`, so that each rank row is
+    averaged over its holders only: `{name: examples * held[name] for name in padded}`. Weighing
+    without it averages the zeros in.
+
+    Args:
+        tensors: Name -> lora_A [.., r_c, in], lora_B [.., out, r_c], or a tensor without a rank.
+        rank: The highest rank r of all clients.
+
+    Returns:
+        padded: Name -> [.., r, in], [.., out, r], or the tensor itself.
+        held: Name -> fp32 ones for the first r_c and zeros up to r, as [1, .., r, 1] for lora_A and
+            [1, .., 1, r] for lora_B; one 1 for a tensor without a rank.
+
+    Raises:
+        ValueError: a tensor has a higher rank already.
+    """
+    padded, held = {}, {}
+    for name, tensor in tensors.items():
+        axis = rank_axis(name)
+        shape = [1] * tensor.dim()
+        if axis is None:
+            padded[name], held[name] = tensor, torch.ones(shape, device=tensor.device)
+            continue
+        own_rank = tensor.shape[axis]
+        if own_rank > rank:
+            raise ValueError(f"'{name}' has the rank {own_rank}; it cannot be padded to {rank}.")
+        padded[name] = pad(tensor, (0, 0) * (-axis - 1) + (0, rank - own_rank))
+        shape[axis] = rank
+        held[name] = (torch.arange(rank, device=tensor.device) < own_rank).to(torch.float32).reshape(shape)
+    return padded, held
+
+
+def _over_leading(name: str, tensor: Tensor, weight: Weight) -> Tensor:
+    """Returns the weight in fp64 with as many dimensions as the tensor, to broadcast over it."""
+    values = torch.as_tensor(weight, dtype=torch.float64, device=tensor.device).detach()
+    if not bool((torch.isfinite(values) & (values >= 0)).all()):
+        raise UploadError(f"A weight of '{name}' is negative, NaN or infinite.")
+    sizes = tensor.shape[: values.dim()]
+    if values.dim() > tensor.dim() or any(w not in (1, x) for w, x in zip(values.shape, sizes, strict=True)):
+        raise ValueError(
+            f"Weights {list(values.shape)} do not fit the leading dimensions of '{name}' {list(tensor.shape)}."
+        )
+    return values.reshape([*values.shape, *[1] * (tensor.dim() - values.dim())])
+
+
+def _require_shape(name: str, known: Tensor, found: Tensor) -> None:
+    if known.shape != found.shape:
+        raise ValueError(f"'{name}' has the shape {list(found.shape)}, but {list(known.shape)} before.")

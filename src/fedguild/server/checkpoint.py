@@ -1,0 +1,139 @@
+"""The server's state after each complete round, on disk: `FOLDER/round-00003.checkpoint`.
+
+A checkpoint is whole or absent, knows whose run it belongs to, and notices damage. A process
+that is killed at any moment resumes from the newest one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedguild.errors import CheckpointError, FedGuildError
+from fedguild.packing import Scalar, pack, unpack
+from fedguild.sealed import read_sealed, remove_leftovers, write_sealed
+from fedguild.server.method import State
+
+_SUFFIX = ".checkpoint"
+_FILE_NAME = re.compile(r"round-(\d+)" + re.escape(_SUFFIX))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run after a complete round.
+
+    Attributes:
+        round: The round that is complete.
+        state: The method's state after it.
+        extra: What the round loop keeps beside it, as JSON.
+    """
+
+    round: int
+    state: State
+    extra: Mapping[str, Any]
+
+
+def save(
+    folder: Path,
+    round: int,
+    state: State,
+    *,
+    fingerprint: str,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 2,
+) -> None:
+    """Writes the checkpoint of a complete round and removes all but the last `keep`.
+
+    Checkpoints of later rounds, left by a run that was resumed from an earlier one, go too.
+
+    Args:
+        folder: Where the run's checkpoints are; made if absent.
+        round: The round that is complete.
+        state: The method's state after it.
+        fingerprint: Identifies the run, for example a hash of its config.
+        extra: Anything else to resume from, as JSON values.
+        keep: How many checkpoints stay, at least 1.
+
+    Raises:
+        FedGuildError: the file cannot be written; the earlier checkpoints stay.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, but is {keep}.")
+    remove_leftovers(folder)
+    scalars: dict[str, Scalar] = {
+        "round": round,
+        "fingerprint": fingerprint,
+        "state": json.dumps(dict(state.scalars)),
+        "extra": json.dumps(dict(extra or {})),
+    }
+    write_sealed(_path(folder, round), pack(state.tensors, scalars))
+    kept = [known for known in rounds(folder) if known <= round][-keep:]
+    for known in rounds(folder):
+        if known not in kept:
+            _path(folder, known).unlink()
+
+
+def rounds(folder: Path) -> list[int]:
+    """Returns the rounds of which `folder` holds a checkpoint, oldest first."""
+    matches = (_FILE_NAME.fullmatch(path.name) for path in folder.glob(f"*{_SUFFIX}"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def latest(folder: Path) -> int | None:
+    """Returns the newest round of which `folder` holds a checkpoint; None if there is none."""
+    return max(rounds(folder), default=None)
+
+
+def load(folder: Path, round: int, *, fingerprint: str) -> Checkpoint:
+    """Returns the checkpoint of a complete round.
+
+    Raises:
+        CheckpointError: there is none, it is damaged (the hint names the round before it that is
+            whole), or it belongs to a run with another fingerprint.
+    """
+    path = _path(folder, round)
+    if not path.exists():
+        held = ", ".join(map(str, rounds(folder))) or "none"
+        raise CheckpointError(f"{folder} holds no checkpoint of round {round}.", f"Rounds it holds: {held}.")
+    try:
+        tensors, header = _read(path)
+    except CheckpointError as error:
+        raise CheckpointError(error.message, _way_back(folder, round)) from error
+    if header["fingerprint"] != fingerprint:
+        raise CheckpointError(
+            f"{path} is a checkpoint of another run: its fingerprint is {header['fingerprint']}, "
+            f"this run's is {fingerprint}.",
+            "Resume with the config that the run began with, or start a new run in another folder.",
+        )
+    return Checkpoint(header["round"], State(tensors, header["state"]), header["extra"])
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    content = read_sealed(path)
+    try:
+        tensors, scalars = unpack(content)
+        header: dict[str, Any] = {"round": scalars["round"], "fingerprint": scalars["fingerprint"]}
+        header |= {key: json.loads(str(scalars[key])) for key in ("state", "extra")}
+    except FedGuildError as error:
+        raise CheckpointError(f"{path} is not a checkpoint: {error.message}.") from error
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint: it lacks a readable {error}.") from error
+    return tensors, header
+
+
+def _way_back(folder: Path, damaged: int) -> str:
+    for earlier in reversed([round for round in rounds(folder) if round < damaged]):
+        try:
+            _read(_path(folder, earlier))
+        except CheckpointError:
+            continue
+        return f"Round {earlier} is complete: remove the checkpoint of round {damaged} to resume from it."
+    return "No earlier round has a complete checkpoint: start the run again."
+
+
+def _path(folder: Path, round: int) -> Path:
+    return folder / f"round-{round:05d}{_SUFFIX}"

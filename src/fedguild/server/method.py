@@ -1,0 +1,105 @@
+"""The protocol that every method implements: both halves of a paper's algorithm, no base class.
+
+State goes in and comes out; the round loop never names a method. `plan`, `start`, `download`,
+`aggregate` and `deploy` run on the server; `local_update` runs where the client's data is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.cohort import Cohort
+from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.payload import Payload, Scalar
+
+
+@dataclass(frozen=True)
+class State:
+    """A method's server state between two rounds: named tensors and scalars, nothing else.
+
+    Methods read and write it through typed accessors of their own; the checkpoint stores it as
+    it is, so that a resumed run continues from the same bits.
+    """
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A client's payload as it reached the server in a round."""
+
+    round: int
+    client: ClientInfo
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model ready to run: what adapter to build and the tensors to load into it.
+
+    Attributes:
+        plan: Rank, targets, active experts and output scale.
+        tensors: Name -> tensor for every name of `trainable_shapes(model, plan)`.
+    """
+
+    plan: AdapterPlan
+    tensors: Mapping[str, Tensor]
+
+
+class Method(Protocol):
+    """One federated method. `Settings` declares its options once, with help and range."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    needs_experts: ClassVar[bool]
+    Settings: ClassVar[type[BaseModel]]
+
+    def __init__(self, settings: Any) -> None: ...
+
+    def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
+        """Returns what a client of this budget trains and how it runs.
+
+        Raises:
+            ConfigError: the budget asks for more than the model has.
+        """
+        ...
+
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+        """Returns the state before the first round."""
+        ...
+
+    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+        """Returns what the server sends to this client at the start of a round."""
+        ...
+
+    def local_update(self, cohort: Cohort) -> list[Payload]:
+        """Trains the cohort's clients on their own data; returns their uploads, in slot order."""
+        ...
+
+    def expected_upload(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, tuple[int, ...]]:
+        """Returns name -> shape of the tensors that an upload of this client must have."""
+        ...
+
+    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+        """Consumes the round's valid uploads, in client order, and returns the next state."""
+        ...
+
+    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+        """Returns the global model as a client of this budget runs it."""
+        ...
+
+    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Returns the model that this client itself uses after the round.
+
+        Args:
+            memory: What the client kept from its last participation; empty if it never took part.
+        """
+        ...

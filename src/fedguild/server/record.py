@@ -1,0 +1,289 @@
+"""What a run writes down: typed records, one JSON object per line of `metrics.jsonl`.
+
+A record belongs to a round (0 is before training), so that a resumed run can cut the file back to
+its last complete round and continue with the same lines as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from fedguild.errors import CheckpointError, FedGuildError
+from fedguild.files import write_bytes
+
+MEASURED_FIELDS = frozenset({"seconds", "phase_seconds", "peak_memory_bytes"})
+"""The fields that depend on the machine and the moment; all others are the same in every repetition."""
+
+
+class _Row(BaseModel):
+    """A JSON object without surplus fields; not-a-number and infinity travel as strings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", protected_namespaces=())
+
+
+class Rejection(_Row):
+    """An upload that was not aggregated.
+
+    Attributes:
+        client: Index of the client that sent it.
+        reason: What was wrong with it, in one sentence.
+    """
+
+    client: int
+    reason: str
+
+
+class RoundRecord(_Row):
+    """A complete round.
+
+    Attributes:
+        round: Number of the round, from 1.
+        seconds: Wall time of the whole round.
+        phase_seconds: Wall time by phase, for example `train`, `evaluate`, `aggregate`.
+        participants: Indices of the clients that were asked.
+        rejected: Uploads that were not aggregated.
+    """
+
+    kind: Literal["round"] = "round"
+    round: int = Field(ge=1)
+    seconds: float
+    phase_seconds: dict[str, float] = Field(default_factory=dict)
+    participants: list[int]
+    rejected: list[Rejection] = Field(default_factory=list)
+
+
+class ClientRecord(_Row):
+    """One client's local training in one round.
+
+    Attributes:
+        round: Number of the round, from 1.
+        client: Index of the client.
+        budget: Name of the client's budget.
+        active_experts: Active experts per token while training; 0 for a dense model.
+        rank: LoRA rank while training.
+        examples: Number of the client's training examples.
+        steps: Optimizer steps.
+        tokens: Tokens of the batches, padding excluded.
+        train_loss: Mean loss over the steps, nats per response token.
+        upload_bytes: Size of the encoded upload.
+        download_bytes: Size of the encoded download.
+        upload_parts: Bytes of the upload's tensors by part, for example `adapter`.
+        training_flops: Floating-point operations of the local training.
+        peak_memory_bytes: Peak memory of the client's cohort, where the device tells.
+        seconds: Wall time of the local training of the client's cohort.
+    """
+
+    kind: Literal["client"] = "client"
+    round: int = Field(ge=1)
+    client: int
+    budget: str
+    active_experts: int
+    rank: int
+    examples: int
+    steps: int
+    tokens: int
+    train_loss: float
+    upload_bytes: int
+    download_bytes: int
+    upload_parts: dict[str, int] = Field(default_factory=dict)
+    training_flops: float
+    peak_memory_bytes: int | None = None
+    seconds: float
+
+
+class EvaluationRecord(_Row):
+    """A score after a round.
+
+    Attributes:
+        round: Number of the round; 0 is before training.
+        scope: `budget` for the global model as a client of a budget runs it, `client` for a
+            client's own model on its own data, `summary` for a mean over either.
+        name: Name of the budget, name of the client (`client-000`), or `mean` (over budgets) and
+            `mtal` (over clients) for a summary.
+        split: `test` or `validation`.
+        score: The primary score, 0 to 1.
+        metrics: Every metric by name, for example `accuracy`, `rouge_l`, `perplexity`.
+        by_task: The primary score by task.
+        examples: Number of examples scored.
+        active_experts: Active experts per token in this evaluation.
+        inference_flops_per_token: Forward FLOPs of the evaluated model for a token, adapters merged.
+    """
+
+    kind: Literal["evaluation"] = "evaluation"
+    round: int = Field(ge=0)
+    scope: Literal["budget", "client", "summary"]
+    name: str
+    split: Literal["test", "validation"]
+    score: float
+    metrics: dict[str, float] = Field(default_factory=dict)
+    by_task: dict[str, float] = Field(default_factory=dict)
+    examples: int | None = None
+    active_experts: int | None = None
+    inference_flops_per_token: float | None = None
+
+
+class RoutingRecord(_Row):
+    """Which experts the clients' tokens reached in a round.
+
+    Attributes:
+        round: Number of the round, from 1.
+        layers: L, mixture-of-experts layers.
+        experts: M, experts per layer.
+        clients: Indices of the clients, in the order of `frequency`.
+        frequency: [clients, L, M] share of a client's tokens that activated an expert; a row sums to
+            the client's active experts.
+        entropy: [L] entropy of the pooled activations, nats.
+        normalised_entropy: [L] the same divided by ln M.
+        gini: [L] Gini coefficient of the pooled activations.
+    """
+
+    kind: Literal["routing"] = "routing"
+    round: int = Field(ge=0)
+    layers: int
+    experts: int
+    clients: list[int]
+    frequency: list[list[list[float]]]
+    entropy: list[float]
+    normalised_entropy: list[float]
+    gini: list[float]
+
+    @model_validator(mode="after")
+    def _shapes_agree(self) -> Self:
+        """Raises ValueError where an array has not the shape that `clients`, `layers`, `experts` say."""
+        if len(self.frequency) != len(self.clients):
+            raise ValueError(f"frequency has {len(self.frequency)} rows for {len(self.clients)} clients")
+        for client in self.frequency:
+            if len(client) != self.layers or any(len(layer) != self.experts for layer in client):
+                raise ValueError(f"frequency of a client is not {self.layers} layers × {self.experts} experts")
+        if {len(self.entropy), len(self.normalised_entropy), len(self.gini)} != {self.layers}:
+            raise ValueError(f"entropy, normalised_entropy and gini must have {self.layers} values each")
+        return self
+
+
+class PartitionRecord(_Row):
+    """How the data lies over the clients; the content of `partition.json`.
+
+    Attributes:
+        labels: What the partition drew over: classes, categories or tasks.
+        counts: [clients, labels] examples of a label that a client holds.
+        split: Split name -> [clients] examples of that split.
+    """
+
+    labels: list[str]
+    counts: list[list[int]]
+    split: dict[str, list[int]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _shapes_agree(self) -> Self:
+        """Raises ValueError where a client's row has not one count per label."""
+        for client, row in enumerate(self.counts):
+            if len(row) != len(self.labels):
+                raise ValueError(f"client {client} has {len(row)} counts for {len(self.labels)} labels")
+        return self
+
+
+Record = RoundRecord | ClientRecord | EvaluationRecord | RoutingRecord
+_ANY_RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
+
+
+def comparable(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Returns the records as plain objects without what the clock and the memory meter say.
+
+    Two runs of one config and seed, interrupted or not, agree in it.
+    """
+    return [record.model_dump(mode="json", exclude=set(MEASURED_FIELDS)) for record in records]
+
+
+class RunLog:
+    """The append-only `metrics.jsonl` of a run folder.
+
+    A line that a killed process left incomplete is never read, and is dropped by the next append.
+
+    Args:
+        folder: The run folder; made by the first append.
+    """
+
+    FILE: ClassVar[str] = "metrics.jsonl"
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / self.FILE
+
+    def append(self, *records: Record) -> None:
+        """Writes the records and waits until they are on the disk.
+
+        Raises:
+            FedGuildError: they cannot be written (disk full, no permission); the lines before stay.
+        """
+        content = "".join(record.model_dump_json() + "\n" for record in records).encode()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a+b", buffering=0) as stream:
+                end = _drop_incomplete_line(stream)
+                try:
+                    if stream.write(content) != len(content):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    os.fsync(stream.fileno())
+                except OSError:
+                    stream.truncate(end)
+                    raise
+        except OSError as error:
+            raise FedGuildError(
+                f"Cannot write {self.path}: {error.strerror or error}.",
+                "The records before it are untouched; free some space or check the permissions, then resume.",
+            ) from error
+
+    def read(self) -> list[Record]:
+        """Returns every complete record, in the order of writing; none where there is no file.
+
+        Raises:
+            CheckpointError: a complete line is damaged.
+        """
+        return [record for record, _ in self._lines()]
+
+    def truncate_after(self, round: int) -> None:
+        """Drops the records of every round after `round`, atomically.
+
+        Raises:
+            CheckpointError: a complete line is damaged.
+            FedGuildError: the file cannot be written; it keeps what it held.
+        """
+        if self.path.exists():
+            write_bytes(self.path, b"".join(line for record, line in self._lines() if record.round <= round))
+
+    def _lines(self) -> list[tuple[Record, bytes]]:
+        content = self.path.read_bytes() if self.path.exists() else b""
+        lines = content[: _complete_length(content)].split(b"\n")[:-1]
+        return [(self._parse(line, number), line + b"\n") for number, line in enumerate(lines, start=1)]
+
+    def _parse(self, line: bytes, number: int) -> Record:
+        try:
+            return _ANY_RECORD.validate_json(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise CheckpointError(
+                f"{self.path}, line {number} is no record of a run: {f'{where}: ' if where else ''}{first['msg']}.",
+                "The file was damaged or edited; restore it, or remove that line.",
+            ) from error
+
+
+def _drop_incomplete_line(stream: IO[bytes]) -> int:
+    """Cuts off what follows the last newline; returns the length of what stays."""
+    end = stream.seek(0, os.SEEK_END)
+    if end > 0:
+        stream.seek(end - 1)
+        if stream.read(1) != b"\n":
+            stream.seek(0)
+            end = stream.truncate(_complete_length(stream.read()))
+    return end
+
+
+def _complete_length(content: bytes) -> int:
+    """Returns the length of the lines that end with a newline."""
+    return content.rfind(b"\n") + 1

@@ -1,0 +1,82 @@
+"""Which clients take part in a round, and whether enough of them delivered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from fedguild.client.budget import ClientInfo
+from fedguild.errors import ConfigError, QuorumError
+from fedguild.seeding import numpy_rng
+
+
+def sample(
+    round: int, clients: Sequence[ClientInfo], participation: float, seed: int, minimum: int = 1
+) -> list[ClientInfo]:
+    """Returns the clients of a round, drawn uniformly without replacement, sorted by index.
+
+    Their number is participation * len(clients), a half rounded up, but at least `minimum` and
+    at least 1. The draw depends on (seed, round) and the set of clients, not on their order.
+
+    Args:
+        round: The round.
+        clients: Everybody who could take part.
+        participation: Share of the clients that takes part, above 0 and at most 1.
+        seed: The run's seed.
+        minimum: The fewest clients that a round asks.
+
+    Raises:
+        ConfigError: participation is out of range, or there are fewer clients than `minimum`.
+    """
+    if not 0.0 < participation <= 1.0:
+        raise ConfigError(f"participation must be above 0 and at most 1, but is {participation}.")
+    fewest = max(minimum, 1)
+    if len(clients) < fewest:
+        raise ConfigError(
+            f"A round needs at least {fewest} client(s), but the federation has {len(clients)}.",
+            "Add clients or lower the minimum per round.",
+        )
+    ordered = sorted(clients, key=lambda client: client.index)
+    count = max(math.floor(participation * len(ordered) + 0.5), fewest)
+    drawn = numpy_rng(seed, "sample", round).choice(len(ordered), size=count, replace=False)
+    return [ordered[position] for position in sorted(drawn.tolist())]
+
+
+def quorum_count(asked: int, quorum: float | int) -> int:
+    """Returns how many of the `asked` clients must deliver, at least 1.
+
+    Args:
+        asked: Clients that the round asked.
+        quorum: An int counts clients; a float is their share, from 0.0 to 1.0, rounded up.
+
+    Raises:
+        ConfigError: the quorum is negative, or a share above 1.0.
+    """
+    is_share = isinstance(quorum, float)
+    if quorum < 0 or (is_share and quorum > 1.0):
+        raise ConfigError(f"quorum must be a number of clients or a share from 0.0 to 1.0, but is {quorum}.")
+    rounding_slack = 1e-9
+    needed = math.ceil(quorum * asked - rounding_slack) if is_share else int(quorum)
+    return max(needed, 1)
+
+
+def require_quorum(valid: int, asked: int, quorum: float | int, reasons: Mapping[str, str] | None = None) -> None:
+    """Raises unless enough clients delivered a valid upload.
+
+    Args:
+        valid: Clients that did.
+        asked: Clients that the round asked.
+        quorum: As in `quorum_count`.
+        reasons: Client name -> why its upload is missing or was rejected.
+
+    Raises:
+        QuorumError: fewer than the quorum did; the message lists the reasons.
+    """
+    needed = quorum_count(asked, quorum)
+    if valid >= needed:
+        return
+    listed = "".join(f"\n  {client}: {reason}" for client, reason in sorted((reasons or {}).items()))
+    raise QuorumError(
+        f"{valid} of {asked} clients delivered a valid upload, but the quorum is {needed}.{listed}",
+        "The last complete round is untouched: mend the clients, or lower the quorum, and resume.",
+    )

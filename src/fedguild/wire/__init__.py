@@ -1,0 +1,1 @@
+"""Stage 5 of 8: wire. What crosses a client's boundary: payloads, their bytes, and the count of them."""

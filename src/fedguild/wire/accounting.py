@@ -1,0 +1,63 @@
+"""What a payload costs on the wire, counted by the same code on every engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fedguild.packing import packed_bytes, tensor_bytes
+from fedguild.payload import Payload
+
+HEADER = "header"
+"""The part under which names, shapes and scalars are counted."""
+
+
+def size_bytes(payload: Payload) -> int:
+    """Returns `len(encode(payload))` without serialising a tensor."""
+    return packed_bytes(payload.tensors, payload.scalars)
+
+
+def bytes_by_part(payload: Payload) -> dict[str, int]:
+    """Returns part -> bytes, summing to `size_bytes(payload)`.
+
+    A tensor's part is its name before the first `/`; names, shapes and scalars are the part
+    `header`.
+    """
+    parts: Counter[str] = Counter()
+    for name, tensor in payload.tensors.items():
+        parts[name.partition("/")[0]] += tensor_bytes(tensor)
+    parts[HEADER] += size_bytes(payload) - parts.total()
+    return dict(sorted(parts.items()))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one client received and sent in one round.
+
+    Attributes:
+        round: The round.
+        client: The client's index.
+        download_by_part: Part -> bytes from the server to the client.
+        upload_by_part: Part -> bytes from the client to the server; empty where none arrived.
+    """
+
+    round: int
+    client: int
+    download_by_part: Mapping[str, int] = field(default_factory=dict)
+    upload_by_part: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def download_bytes(self) -> int:
+        """Bytes from the server to the client."""
+        return sum(self.download_by_part.values())
+
+    @property
+    def upload_bytes(self) -> int:
+        """Bytes from the client to the server."""
+        return sum(self.upload_by_part.values())
+
+
+def count_traffic(round: int, client: int, download: Payload, upload: Payload | None) -> Traffic:
+    """Returns the traffic of a client's download and of its upload, where one arrived."""
+    return Traffic(round, client, bytes_by_part(download), bytes_by_part(upload) if upload is not None else {})

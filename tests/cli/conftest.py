@@ -1,0 +1,82 @@
+"""The command in-process, and an `experiment` that writes its runs without training anything."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import fedguild
+from fedguild.cli import app
+from fedguild.config import Config, load_config
+from fedguild.progress import Progress
+from fedguild.report.html import write_report
+from fedguild.server import checkpoint
+from fedguild.server.method import State
+from fedguild.server.record import RunLog
+from tests.report.runs import FLAME_FINAL, RANKS_FINAL, write_run
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
+    """Calls `fedguild ARGUMENTS...` in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
+
+
+class FakeExperiment:
+    """Stands in for `fedguild.experiment`; `calls` tells what was asked of it."""
+
+    CHECKPOINTS = "checkpoints"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Path]] = []
+
+    def run(self, config: Config, output: Path, *, progress: Progress) -> SimpleNamespace:
+        self.calls.append(("run", output))
+        progress.stage("loading the model")
+        progress.round_started(1, config.federation.rounds)
+        progress.step(5, 25, 1.5)
+        progress.evaluated({"b1": 0.5})
+        self._write(config, output)
+        return SimpleNamespace(folder=output)
+
+    def resume(self, output: Path, *, progress: Progress) -> SimpleNamespace:
+        self.calls.append(("resume", output))
+        config = load_config(str(output / "config.yaml"))
+        RunLog(output).path.unlink()
+        self._write(config, output)
+        return SimpleNamespace(folder=output)
+
+    def evaluate(self, folder: Path, *, round: int | None = None, split: str = "test") -> SimpleNamespace:
+        self.calls.append(("evaluate", folder))
+        return SimpleNamespace(scores={"b1": 0.75, "b4": 0.25}, mean=0.5)
+
+    @staticmethod
+    def _write(config: Config, output: Path) -> None:
+        final = FLAME_FINAL if config.method.name == "flame" else RANKS_FINAL
+        write_run(
+            output,
+            name=config.name,
+            method=config.method.name,
+            seed=config.seed,
+            final=final,
+            rounds=config.federation.rounds,
+        )
+        (output / "config.yaml").write_text(config.resolved_yaml())
+        checkpoint.save(output / "checkpoints", config.federation.rounds, State(), fingerprint=config.fingerprint())
+        write_report(output)
+
+
+@pytest.fixture
+def experiment(monkeypatch: pytest.MonkeyPatch) -> FakeExperiment:
+    """Puts a FakeExperiment where the commands look for `fedguild.experiment`."""
+    fake = FakeExperiment()
+    monkeypatch.setitem(sys.modules, "fedguild.experiment", fake)  # type: ignore[arg-type]
+    monkeypatch.setattr(fedguild, "experiment", fake, raising=False)
+    return fake

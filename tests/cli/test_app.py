@@ -1,0 +1,106 @@
+"""Help, version, and what becomes of errors and of Ctrl-C."""
+
+import subprocess
+import sys
+
+import pytest
+
+import fedguild
+from fedguild.errors import DataError
+from tests.cli.conftest import FakeExperiment, Invoke
+
+COMMANDS = ["run", "resume", "compare", "partition", "evaluate", "export", "report", "methods", "presets", "doctor"]
+
+
+def test_help_lists_every_command_in_the_order_of_use(invoke: Invoke) -> None:
+    shown = invoke("--help").stdout
+    places = [shown.index(f"│ {command} ") for command in COMMANDS]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_has_an_example(invoke: Invoke, command: str) -> None:
+    result = invoke(command, "--help")
+    assert result.exit_code == 0
+    assert f"fedguild {command}" in result.stdout.partition("Examples:")[2]
+
+
+def test_version(invoke: Invoke) -> None:
+    assert invoke("--version").stdout == f"fedguild {fedguild.__version__}\n"
+
+
+def test_help_needs_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from fedguild.cli import app\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_a_mendable_error_is_a_message_and_exit_code_2(invoke: Invoke) -> None:
+    result = invoke("run", "flame/tiny-tasks", "training.stepz=3")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: override 'training.stepz=3': unknown key 'training.stepz'\n")
+    assert "Did you mean 'training.steps'?" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_debug_shows_the_traceback(invoke: Invoke) -> None:
+    result = invoke("--debug", "run", "nowhere.yaml")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert "Error: There is no config file nowhere.yaml." in result.stderr
+
+
+def test_an_error_of_a_later_stage_is_told_the_same_way(
+    invoke: Invoke, experiment: FakeExperiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise DataError("There is no file train.csv.", "Give another one.")
+
+    monkeypatch.setattr(experiment, "run", fail)
+    result = invoke("run", "flame/tiny-tasks")
+    assert (result.exit_code, result.stderr) == (2, "Error: There is no file train.csv.\nGive another one.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "resume_with"),
+    [
+        (["run", "flame/tiny-tasks"], "fedguild resume runs/flame-tiny-tasks"),
+        (["run", "flame/tiny-tasks", "--output", "here"], "fedguild resume here"),
+        (["resume", "there"], "fedguild resume there"),
+        (["compare", "flame/tiny-tasks"], "the same command again"),
+    ],
+)
+def test_ctrl_c_says_how_to_go_on(
+    invoke: Invoke,
+    experiment: FakeExperiment,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    resume_with: str,
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiment, "run", interrupt)
+    monkeypatch.setattr(experiment, "resume", interrupt)
+    result = invoke(*arguments)
+    assert result.exit_code == 130
+    assert result.stderr == f"Interrupted.\nGo on from the last complete round with: {resume_with}\n"
+
+
+def test_ctrl_c_where_there_is_nothing_to_resume(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedguild.cli.doctor.diagnose", interrupt)
+    result = invoke("doctor")
+    assert (result.exit_code, result.stderr) == (130, "Interrupted.\n")
+
+
+def test_python_dash_m() -> None:
+    shown = subprocess.run([sys.executable, "-m", "fedguild", "presets"], capture_output=True, text=True, check=True)
+    assert "flame/tiny-tasks" in shown.stdout

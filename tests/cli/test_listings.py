@@ -1,0 +1,148 @@
+"""presets, methods, doctor and partition."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from fedguild.cli import doctor
+from fedguild.config import Config, load_config, presets
+from fedguild.config.data import PartitionSettings
+from fedguild.data import ClientData, Example, PartitionTable, partition
+from fedguild.data.partition import SCHEMES
+from fedguild.methods import METHODS
+from tests.cli.conftest import FakeExperiment, Invoke
+
+
+def test_presets_are_listed(invoke: Invoke) -> None:
+    shown = invoke("presets").stdout
+    assert all(preset.name in shown for preset in presets())
+    listed = json.loads(invoke("presets", "--json").stdout)
+    assert [entry["name"] for entry in listed] == [preset.name for preset in presets()]
+
+
+def test_a_preset_written_out_is_the_same_config(invoke: Invoke) -> None:
+    shown = invoke("presets", "flame/tiny-tasks", "seed=5")
+    assert Config.model_validate(yaml.safe_load(shown.stdout)) == load_config("flame/tiny-tasks", ["seed=5"])
+    as_json = json.loads(invoke("presets", "flame/tiny-tasks", "seed=5", "--json").stdout)
+    assert as_json["seed"] == 5
+
+
+def test_settings_are_listed_with_their_ranges(invoke: Invoke) -> None:
+    listed = {entry["key"]: entry for entry in json.loads(invoke("presets", "--settings", "--json").stdout)}
+    assert listed["training.learning_rate"]["accepts"] == "number > 0"
+    assert "training.learning_rate" in invoke("presets", "--settings").stdout
+
+
+def test_methods_are_listed_with_their_options(invoke: Invoke) -> None:
+    listed = {entry["name"]: entry for entry in json.loads(invoke("methods", "--json").stdout)}
+    assert set(listed) == set(METHODS)
+    assert listed["flame"]["needs_experts"] is True
+    one = json.loads(invoke("methods", "flame", "--json").stdout)
+    assert one == listed["flame"]
+    temperature = next(option for option in one["options"] if option["key"] == "temperature")
+    assert temperature["accepts"] == "number ≥ 0"
+    assert "method.temperature" in invoke("methods", "flame").stdout
+    assert "fedit" in invoke("methods").stdout
+
+
+def test_an_unknown_method_lists_the_known(invoke: Invoke) -> None:
+    result = invoke("methods", "flam")
+    assert result.exit_code == 2
+    assert "Did you mean 'flame'?" in result.stderr
+
+
+@pytest.mark.parametrize("preset", [preset.name for preset in presets()])
+def test_the_method_of_every_preset_takes_its_options(preset: str) -> None:
+    from fedguild.methods import build_method
+
+    method = load_config(preset).method
+    assert build_method(method.name, method.options).name == method.name
+
+
+def test_the_config_accepts_the_schemes_that_there_are() -> None:
+    assert set(PartitionSettings.model_json_schema()["properties"]["scheme"]["enum"]) == set(SCHEMES)
+    assert callable(partition)
+
+
+def test_doctor_reports_versions_extras_and_the_machine(invoke: Invoke) -> None:
+    found = {entry["subject"]: entry for entry in json.loads(invoke("doctor", "--json").stdout)}
+    assert {"python", "torch", "extra ray", "memory", "processor", "current folder"} <= set(found)
+    assert found["torch"]["verdict"] == "ok"
+    assert found["current folder"]["found"] == "writable"
+    assert "transformers" in invoke("doctor").stdout
+
+
+def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.util, "find_spec", lambda name: None)
+    missing = doctor._extra("eval", ("peft", "accelerate"), "no check")
+    assert (missing.verdict, missing.found) == ("missing", "without peft, accelerate")
+    assert missing.consequence == "no check: pip install 'fedguild[eval]'"
+    assert doctor._package("no-such-package").verdict == "problem"
+
+
+def test_doctor_warns_of_little_memory_threads_and_a_folder_that_takes_no_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**29, total=2**33))
+    assert doctor._memory().verdict == "problem"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr("torch.get_num_threads", lambda: 64)
+    assert "export OMP_NUM_THREADS=1" in doctor._cores().consequence
+
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", refuse)
+    assert doctor._write_access().found == "not writable (Permission denied)"
+
+
+def test_doctor_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: False)
+    facts = SimpleNamespace(name="A card", total_memory=16 * 2**30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: facts)
+    card, bits = doctor._device()
+    assert (card.subject, card.found) == ("device cuda:0", "A card, 16 GiB")
+    assert "no bfloat16" in card.consequence
+    assert "model.load_in_4bit" in bits.consequence
+
+
+@pytest.fixture
+def prepared(experiment: FakeExperiment) -> None:
+    one = (Example("p", "r", "x", "t"),)
+    experiment.prepare_data = lambda config: SimpleNamespace(  # type: ignore[attr-defined]
+        partition_table=PartitionTable(
+            tuple(f"label {index}" for index in range(12)), ((40, 20, *[1] * 10), (0, 5, *[2] * 10))
+        ),
+        clients=[ClientData(one * 60, one * 6, one * 4), ClientData(one * 20, one * 3, one * 2)],
+    )
+
+
+def test_partition_shows_clients_and_labels(invoke: Invoke, prepared: None) -> None:
+    result = invoke("partition", "flame/tiny-tasks", "federation.clients=2")
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert rows[-2][:6] == ["0", "b1", "40", "█", "20", "▄"]
+    assert rows[-1][:5] == ["1", "b2", "·", "5", "▁"]
+    assert rows[-2][-4:] == ["70", "60", "6", "4"]
+    assert "2 more" in " ".join(result.stdout.split())
+
+
+def test_partition_as_json_and_plot(invoke: Invoke, prepared: None) -> None:
+    result = invoke("partition", "flame/tiny-tasks", "federation.clients=2", "--json", "--plot", "p.svg")
+    shown = json.loads(result.stdout)
+    assert shown["clients"][1] == {
+        "client": 1,
+        "budget": "b2",
+        "counts": [0, 5, *[2] * 10],
+        "train": 20,
+        "validation": 3,
+        "test": 2,
+    }
+    assert Path("p.svg").read_text().startswith("<svg")
+    assert "does not end in .svg" in invoke("partition", "flame/tiny-tasks", "--plot", "p.pdf").stderr

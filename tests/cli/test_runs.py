@@ -1,0 +1,156 @@
+"""run, resume, compare, evaluate and report: what they ask for and what they print."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedguild.cli.compare import plan_cells
+from fedguild.cli.progress import TerminalProgress
+from fedguild.errors import ConfigError
+from tests.cli.conftest import FakeExperiment, Invoke
+from tests.report.runs import write_run
+
+PAIR = ("flame/tiny-tasks", "fedit/tiny-tasks-ranks")
+
+
+def test_run_prints_the_table_on_stdout_and_progress_on_stderr(invoke: Invoke, experiment: FakeExperiment) -> None:
+    result = invoke("run", "flame/tiny-tasks", "seed=3", "--output", "out")
+    assert result.exit_code == 0, result.output
+    assert experiment.calls == [("run", Path("out"))]
+    assert all(budget in result.stdout for budget in ("b1", "b2", "b3", "b4"))
+    assert "loading the model" in result.stderr
+    assert "round 1/6" in result.stderr
+    assert "b1 0.500" in result.stderr
+    assert result.stderr.endswith("Report: out/report.html\n")
+
+
+def test_run_json_is_json_and_nothing_else(invoke: Invoke, experiment: FakeExperiment) -> None:
+    result = invoke("run", "flame/tiny-tasks", "--json")
+    shown = json.loads(result.stdout)
+    assert shown["folder"] == "runs/flame-tiny-tasks"
+    assert shown["method"] == "flame"
+    assert [row["budget"]["name"] for row in shown["rows"]] == ["b1", "b2", "b3", "b4"]
+
+
+def test_resume_prints_the_table_too(invoke: Invoke, experiment: FakeExperiment) -> None:
+    invoke("run", "flame/tiny-tasks")
+    result = invoke("resume", "runs/flame-tiny-tasks")
+    assert experiment.calls[-1] == ("resume", Path("runs/flame-tiny-tasks"))
+    assert "b4" in result.stdout
+
+
+def test_compare_runs_every_cell_and_prints_scores_and_costs(invoke: Invoke, experiment: FakeExperiment) -> None:
+    result = invoke("compare", *PAIR, "--seeds", "0,1", "--output", "grid")
+    assert result.exit_code == 0, result.output
+    assert [str(folder) for _, folder in experiment.calls] == [
+        "grid/flame-tiny-tasks/seed-0",
+        "grid/flame-tiny-tasks/seed-1",
+        "grid/fedit-tiny-tasks-ranks/seed-0",
+        "grid/fedit-tiny-tasks-ranks/seed-1",
+    ]
+    assert "±" in result.stdout
+    assert "flame-tiny-tasks − fedit-tiny-tasks-ranks" in result.stdout
+    assert Path("grid/comparison.html").is_file()
+
+
+def test_compare_keeps_finished_cells_and_resumes_half_finished_ones(
+    invoke: Invoke, experiment: FakeExperiment
+) -> None:
+    arguments = ("compare", *PAIR, "--seeds", "0,1", "--output", "grid", "--json")
+    first = invoke(*arguments).stdout
+    (checkpoint,) = Path("grid/fedit-tiny-tasks-ranks/seed-1/checkpoints").iterdir()
+    checkpoint.rename(str(checkpoint).replace("00006", "00003"))
+    Path("grid/flame-tiny-tasks/seed-1/report.html").unlink()
+    experiment.calls.clear()
+    second = invoke(*arguments)
+    assert [(call, str(folder)) for call, folder in experiment.calls] == [
+        ("resume", "grid/flame-tiny-tasks/seed-1"),
+        ("resume", "grid/fedit-tiny-tasks-ranks/seed-1"),
+    ]
+    assert json.loads(second.stdout) == json.loads(first)
+    assert "flame-tiny-tasks seed 0: finished already" in second.stderr
+
+
+def test_compare_does_not_mix_runs_of_other_settings(invoke: Invoke, experiment: FakeExperiment) -> None:
+    invoke("compare", "flame/tiny-tasks", "--seeds", "0", "--output", "grid")
+    result = invoke("compare", "flame/tiny-tasks", "training.steps=3", "--seeds", "0", "--output", "grid")
+    assert result.exit_code == 2
+    assert "grid/flame-tiny-tasks/seed-0 holds a run of other settings" in result.stderr
+
+
+@pytest.mark.parametrize("reference", ["flame/tiny-tasks", "flame-tiny-tasks"])
+def test_the_reference_may_be_given_as_config_or_as_run(
+    invoke: Invoke, experiment: FakeExperiment, reference: str
+) -> None:
+    result = invoke("compare", *PAIR, "--seeds", "0", "--reference", reference, "--json")
+    assert json.loads(result.stdout)["reference"] == "flame-tiny-tasks"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--seeds", "0,x"], "--seeds takes whole numbers separated by commas, got '0,x'"),
+        (["--seeds", "1,1"], "--seeds names a seed twice"),
+        (["--reference", "flame"], "Known: fedit-tiny-tasks-ranks, fedit/tiny-tasks-ranks, flame-tiny-tasks"),
+    ],
+)
+def test_compare_refuses_nonsense_before_anything_runs(
+    invoke: Invoke, experiment: FakeExperiment, arguments: list[str], told: str
+) -> None:
+    result = invoke("compare", *PAIR, *arguments)
+    assert (result.exit_code, experiment.calls) == (2, [])
+    assert told in result.stderr
+
+
+def test_cells_of_a_comparison(tmp_path: Path) -> None:
+    cells = plan_cells([*PAIR, "training.steps=7"], [4, 5], tmp_path)
+    assert [(cell.config.method.name, cell.config.seed) for cell in cells] == [
+        ("flame", 4),
+        ("flame", 5),
+        ("fedit", 4),
+        ("fedit", 5),
+    ]
+    assert {cell.config.training.steps for cell in cells} == {7}
+    with pytest.raises(ConfigError, match="no config to compare"):
+        plan_cells(["seed=3"], [0], tmp_path)
+    with pytest.raises(ConfigError, match="Two of the configs are named 'flame-tiny-tasks'"):
+        plan_cells(["flame/tiny-tasks", "flame/tiny-tasks"], [0], tmp_path)
+
+
+def test_evaluate(invoke: Invoke, experiment: FakeExperiment) -> None:
+    result = invoke("evaluate", "runs/a", "--split", "validation", "--json")
+    assert json.loads(result.stdout) == {
+        "folder": "runs/a",
+        "split": "validation",
+        "scores": {"b1": 0.75, "b4": 0.25},
+        "mean": 0.5,
+    }
+    lines = [line.split() for line in invoke("evaluate", "runs/a").stdout.splitlines()]
+    assert ["b4", "0.250"] in lines
+    assert ["mean", "0.500"] in lines
+    assert "--split must be 'test' or 'validation', got 'train'" in invoke("evaluate", "x", "--split", "train").stderr
+
+
+def test_report_prints_the_path_of_the_page(invoke: Invoke, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    result = invoke("report", folder)
+    assert result.stdout == f"{folder / 'report.html'}\n"
+    assert (folder / "report.html").read_text().startswith("<!")
+    assert "is not the folder of a run" in invoke("report", tmp_path).stderr
+
+
+def test_progress_on_a_terminal_leaves_only_the_scores() -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    screen = StringIO()
+    with TerminalProgress(Console(file=screen, width=100)) as progress:
+        progress.round_started(2, 6)
+        progress.step(1, 25, 0.5)
+        progress.evaluated({"b1": 0.61, "b4": 0.4})
+        progress.message("client 3 was rejected")
+    first, second = [line for line in screen.getvalue().splitlines() if line.strip()][:2]
+    assert first.startswith("round 2/6    b1 0.610  b4 0.400")
+    assert second == "client 3 was rejected"

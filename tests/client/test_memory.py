@@ -1,0 +1,93 @@
+import pytest
+import torch
+
+from fedguild.client.memory import ClientMemory
+from fedguild.errors import CheckpointError
+from fedguild.payload import Payload
+
+
+def kept(value: float) -> Payload:
+    return Payload({"scale": torch.tensor(value)}, {"rank": 4})
+
+
+def values(memory: ClientMemory, client: str, rounds: range) -> list[float | None]:
+    loaded = [memory.load(client, before_round=round) for round in rounds]
+    return [found.tensors["scale"].item() if found.tensors else None for found in loaded]
+
+
+def test_a_round_reads_only_what_earlier_rounds_left(tmp_path):
+    memory = ClientMemory(tmp_path)
+    for round in (1, 4):
+        memory.save("client-000", round, kept(round))
+    assert values(memory, "client-000", range(1, 7)) == [None, 1, 1, 1, 4, 4]
+    assert memory.load("client-000", before_round=5).scalars == {"rank": 4}
+
+
+def test_a_client_without_memory_has_an_empty_one(tmp_path):
+    memory = ClientMemory(tmp_path / "absent")
+    assert memory.load("client-000", before_round=9) == Payload()
+    memory.forget(3)
+
+
+def test_clients_do_not_see_each_other(tmp_path):
+    memory = ClientMemory(tmp_path)
+    memory.save("client-001", 1, kept(1))
+    memory.save("client-0011", 1, kept(11))
+    assert values(memory, "client-001", range(2, 3)) == [1]
+    assert values(memory, "client-000", range(2, 3)) == [None]
+
+
+def test_a_repeated_round_replaces_its_memory(tmp_path):
+    memory = ClientMemory(tmp_path)
+    memory.save("client-000", 1, kept(1))
+    memory.save("client-000", 1, kept(8))
+    assert values(memory, "client-000", range(2, 3)) == [8]
+
+
+def test_rounds_sort_as_numbers(tmp_path):
+    memory = ClientMemory(tmp_path)
+    for round in (99_999, 100_000, 2):
+        memory.save("client-000", round, kept(round))
+    assert values(memory, "client-000", range(100_001, 100_002)) == [100_000]
+
+
+def test_forgetting_leaves_every_kept_checkpoint_resumable(tmp_path):
+    memory = ClientMemory(tmp_path)
+    for round in (1, 2, 3, 5, 6):
+        memory.save("client-000", round, kept(round))
+    memory.save("client-001", 2, kept(20))
+    before = {client: values(memory, client, range(5, 9)) for client in ("client-000", "client-001")}
+    memory.forget(older_than_round=4)
+    assert {client: values(memory, client, range(5, 9)) for client in before} == before
+    assert before == {"client-000": [3, 5, 6, 6], "client-001": [20, 20, 20, 20]}
+    assert sorted(path.name for path in (tmp_path / "client-000").iterdir()) == [
+        "round-00003.memory",
+        "round-00005.memory",
+        "round-00006.memory",
+    ]
+
+
+def test_forgetting_removes_what_a_killed_process_left(tmp_path):
+    memory = ClientMemory(tmp_path)
+    memory.save("client-000", 1, kept(1))
+    (tmp_path / "client-000" / ".round-00002.memory.x.part").write_bytes(b"half")
+    assert values(memory, "client-000", range(3, 4)) == [1]
+    memory.forget(1)
+    assert [path.name for path in (tmp_path / "client-000").iterdir()] == ["round-00001.memory"]
+
+
+def test_a_damaged_memory_is_named(tmp_path):
+    memory = ClientMemory(tmp_path)
+    memory.save("client-000", 3, kept(1))
+    path = tmp_path / "client-000" / "round-00003.memory"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(CheckpointError, match=r"client-000/round-00003\.memory is damaged"):
+        memory.load("client-000", before_round=4)
+
+
+def test_a_sealed_file_of_something_else_is_named(tmp_path):
+    from fedguild.sealed import write_sealed
+
+    write_sealed(tmp_path / "client-000" / "round-00001.memory", b"hello")
+    with pytest.raises(CheckpointError, match=r"round-00001\.memory is not a client's memory: header too small"):
+        ClientMemory(tmp_path).load("client-000", before_round=2)

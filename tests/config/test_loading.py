@@ -1,0 +1,143 @@
+"""Files, presets, `extends` and overrides become one config, or an error that names the culprit."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedguild.config import load_config, presets
+from fedguild.errors import ConfigError
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+def message(*arguments: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(*arguments)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("preset", [preset.name for preset in presets()])
+def test_every_preset_loads_and_resolves_to_itself(preset: str, tmp_path: Path) -> None:
+    config = load_config(preset)
+    again = load_config(write(tmp_path, "resolved.yaml", config.resolved_yaml()))
+    assert again == config
+    assert config.name == preset.replace("/", "-")
+    assert config.method.name == preset.split("/")[0]
+
+
+def test_presets_are_listed_with_a_description() -> None:
+    listed = {preset.name: preset.description for preset in presets()}
+    assert {"flame/tiny-tasks", "fedit/tiny-tasks-ranks", "flame/olmoe-dolly", "fedit/llama-dolly"} <= set(listed)
+    assert all(len(description) > 20 for description in listed.values())
+    assert len(set(listed.values())) == len(listed)
+
+
+def test_the_published_settings_of_flame() -> None:
+    config = load_config("flame/olmoe-dolly-40")
+    assert config.model.path == "allenai/OLMoE-1B-7B-0924"
+    assert (config.data.corpus, config.data.partition.alpha) == ("dolly", 0.5)
+    assert (config.federation.clients, config.federation.participation, config.federation.rounds) == (40, 0.5, 2)
+    assert [(tier.active_experts, tier.rank) for tier in config.federation.budgets] == [
+        (8, 20),
+        (4, 12),
+        (2, 8),
+        (1, 6),
+    ]
+    training = config.training
+    assert (training.optimizer, training.learning_rate, training.batch_size) == ("adam", 1.5e-4, 16)
+    assert (training.epochs, training.steps) == (1.0, None)
+
+
+def test_a_file_is_named_after_itself_unless_it_says_otherwise(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "my run.yaml", "method: flame")).name == "my-run"
+    assert load_config(write(tmp_path, "other.yaml", "{name: mine, method: flame}")).name == "mine"
+    assert load_config("flame/tiny-tasks", ["name=x", "seed=3"]).run_folder == Path("runs/x")
+    assert load_config("flame/tiny-tasks", ["output=/data/run"]).run_folder == Path("/data/run")
+
+
+def test_overrides_are_yaml_and_the_later_wins() -> None:
+    config = load_config(
+        "flame/tiny-tasks",
+        [
+            "training.learning_rate=1e-4",
+            "federation.clients=3",
+            "federation.clients=5",
+            "federation.budgets=[{name: only, rank: 2}]",
+            "training.clip_norm=null",
+            "data.test=a=b.csv",
+            "method.temperature=4",
+        ],
+    )
+    assert config.training.learning_rate == 1e-4
+    assert config.federation.clients == 5
+    assert [tier.name for tier in config.federation.budgets] == ["only"]
+    assert config.training.clip_norm is None
+    assert config.data.test == "a=b.csv"
+    assert config.method.options["temperature"] == 4
+
+
+def test_a_number_with_an_exponent_is_a_number_also_in_the_options_of_a_method(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "a.yaml", "method: {name: flame, temperature: 2e0, mark: -1.e+3, word: 1ex}"))
+    assert config.method.options == {"temperature": 2.0, "mark": -1000.0, "word": "1ex"}
+
+
+def test_another_method_drops_the_options_of_the_first(tmp_path: Path) -> None:
+    parent = write(tmp_path, "parent.yaml", "method: {name: flame, temperature: 2, rank: 4}")
+    assert load_config(parent, ["method=fedit"]).method.options == {}
+    assert load_config(parent, ["method.name=fedit", "method.rank=3"]).method.options == {"rank": 3}
+    assert load_config(parent, ["method=flame", "method.rank=3"]).method.options == {"temperature": 2, "rank": 3}
+
+
+def test_extends_merges_sections_and_replaces_lists(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "base.yaml",
+        "extends: flame/tiny-tasks\ntraining: {batch_size: 3}\nfederation: {budgets: [{name: a}, {name: b}]}",
+    )
+    child = write(tmp_path, "child.yaml", "extends: base.yaml\nfederation: {budgets: [{name: c, active_experts: 2}]}")
+    config = load_config(child)
+    assert config.name == "child"
+    assert config.training.batch_size == 3
+    assert config.training.steps == load_config("flame/tiny-tasks").training.steps
+    assert [(tier.name, tier.active_experts) for tier in config.federation.budgets] == [("c", 2)]
+
+
+def test_extends_in_a_circle_or_of_nonsense(tmp_path: Path) -> None:
+    write(tmp_path, "a.yaml", "extends: b.yaml")
+    write(tmp_path, "b.yaml", "extends: a.yaml")
+    assert "extends itself" in message(str(tmp_path / "a.yaml"))
+    assert "must name one preset or file, got 3" in message(write(tmp_path, "c.yaml", "extends: 3"))
+    assert "missing.yaml" in message(write(tmp_path, "d.yaml", "extends: missing.yaml"))
+
+
+def test_unknown_names_list_what_there_is() -> None:
+    text = message("flame/tiny-task")
+    assert "neither a preset nor a config file" in text
+    assert "Did you mean 'flame/tiny-tasks'?" in text
+    assert "There is no config file nowhere.yaml" in message("nowhere.yaml")
+
+
+def test_what_is_no_yaml_or_no_mapping(tmp_path: Path) -> None:
+    assert "broken.yaml, line 3" in message(write(tmp_path, "broken.yaml", "seed: 1\nmethod: [\n"))
+    assert "a config is a mapping" in message(write(tmp_path, "list.yaml", "- 1"))
+    twice = message(write(tmp_path, "twice.yaml", "method: flame\ntraining:\n  steps: 1\n  steps: 2\n"))
+    assert "'steps' stands here twice" in twice
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
+    assert "Cannot read the config" in message(str(tmp_path / "latin.yaml"))
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", "training..steps=3", "a b=3"])
+def test_what_is_no_override(override: str) -> None:
+    assert f"'{override}' is not an override." in message("flame/tiny-tasks", [override])
+
+
+def test_resolved_yaml_shows_every_setting() -> None:
+    shown = yaml.safe_load(load_config("flame/tiny-tasks").resolved_yaml())
+    assert shown["method"]["name"] == "flame"
+    assert shown["training"]["betas"] == [0.9, 0.999]
+    assert shown["evaluation"]["active_experts"] == "budget"

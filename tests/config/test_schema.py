@@ -1,0 +1,194 @@
+"""Ranges, contradictions, and the messages they get; the fingerprint; clients per budget."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from fedguild.config import Config, load_config
+from fedguild.config.federation import FederationSettings
+from fedguild.config.reference import as_markdown, settings_of
+from fedguild.config.schema import MethodSettings
+from fedguild.config.training import TrainingSettings
+from fedguild.errors import ConfigError
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/settings.md"
+
+
+def lines_for(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config("flame/tiny-tasks", overrides)
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("training.learning_rate=-1", "training.learning_rate: must be greater than 0, got -1"),
+        ("training.learning_rate=fast", "training.learning_rate: must be a number, got 'fast'"),
+        ("data.partition.alpha=.inf", "data.partition.alpha: must be a finite number, got inf"),
+        ("federation.participation=1.5", "federation.participation: must be at most 1, got 1.5"),
+        ("federation.clients=0.5", "federation.clients: must be a whole number, got 0.5"),
+        ("federation.cohort_size=0", "federation.cohort_size: must be 'auto' or at least 1, got 0"),
+        ("federation.cohort_size=many", "federation.cohort_size: must be 'auto' or a whole number, got 'many'"),
+        ("federation.budgets=[]", "federation.budgets: must have at least 1 item(s), got []"),
+        ("federation.budgets=[{name: a, rank: 0}]", "federation.budgets[0].rank: must be at least 1, got 0"),
+        ("federation.budgets=[{rank: 3}]", "federation.budgets[0].name: is required"),
+        ("training.warmup=1", "training.warmup: must be less than 1, got 1"),
+        ("training.optimizer=lion", "training.optimizer: must be 'adamw', 'adam' or 'sgd', got 'lion'"),
+        ("training=3", "training: must be a mapping of keys to values, got 3"),
+        ("model.load_in_4bit=perhaps", "model.load_in_4bit: must be true or false, got 'perhaps'"),
+        ("model.path=null", "model.path: must be text, got null"),
+        ("data.corpus=''", "data.corpus: must not be empty, got ''"),
+        ("training.betas=[0.9, 1]", "training: betas must be at least 0 and less than 1, got [0.9, 1.0]"),
+        ("training.epochs=1", "training: set either epochs or steps, not both (null switches one off)"),
+        ("data.split={validation: 0.5, test: 0.5}", "data.split: validation and test together must be below 1, got 1"),
+        (
+            "federation.budgets=[{name: a}, {name: a}]",
+            "federation: budgets must have names of their own, got a more than once",
+        ),
+    ],
+)
+def test_one_plain_line_per_setting(override: str, told: str) -> None:
+    assert lines_for(override) == [f"override '{override}': {told}"]
+
+
+def test_a_pattern_is_explained_in_words() -> None:
+    (line,) = lines_for("model.device=tpu")
+    assert "model.device: is not of the accepted form (auto, cpu, cuda or cuda:N" in line
+    assert line.endswith("got 'tpu'")
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    lines = lines_for("seed=-1", "evaluation.by=x", "federation.budgets=[{name: a, rnk: 3}, {name: b, rank: 0}]")
+    assert len([line for line in lines if line.startswith("override")]) == 4
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("training.learnign_rate", "training.learning_rate"),
+        ("federation.client", "federation.clients"),
+        ("data.partition.alfa", "data.partition.alpha"),
+        ("sed", "seed"),
+        ("learning_rate", "training.learning_rate"),
+        ("federation.alpha", "data.partition.alpha"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(key: str, meant: str) -> None:
+    told, hint = lines_for(f"{key}=1")
+    assert told == f"override '{key}=1': unknown key '{key}'"
+    assert hint.startswith(f"Did you mean '{meant}'?")
+
+
+def test_an_unknown_key_in_a_list_and_the_keys_there() -> None:
+    told, hint = lines_for("federation.budgets=[{name: a, experts: 3}]")
+    assert "unknown key 'federation.budgets[0].experts'" in told
+    assert "federation.budgets[0].active_experts" in hint
+
+
+def test_the_message_names_the_file_that_holds_the_key(tmp_path: Path) -> None:
+    parent, child = tmp_path / "parent.yaml", tmp_path / "child.yaml"
+    parent.write_text("method: flame\ntraining: {stepz: 3}\nseed: 1\n")
+    child.write_text("extends: parent.yaml\nseed: -1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(child))
+    assert f"{parent}: unknown key 'training.stepz'" in str(caught.value)
+    assert f"{child}: seed: must be at least 0, got -1" in str(caught.value)
+
+
+def test_a_config_without_a_method(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("seed: 1")
+    with pytest.raises(ConfigError, match=r"a\.yaml: method: is required"):
+        load_config(str(path))
+
+
+def test_the_config_is_frozen() -> None:
+    config = load_config("flame/tiny-tasks")
+    with pytest.raises(ValidationError):
+        config.seed = 3  # type: ignore[misc]
+
+
+def test_one_epoch_unless_steps_are_given() -> None:
+    assert (TrainingSettings().epochs, TrainingSettings().steps) == (1.0, None)
+    assert (TrainingSettings(steps=3).epochs, TrainingSettings(steps=3).steps) == (None, 3)
+    assert TrainingSettings(epochs=0.4).epochs == 0.4
+
+
+def test_method_settings_in_python_and_from_yaml_are_the_same() -> None:
+    in_python = MethodSettings(name="flame", options={"rank": 3})
+    assert MethodSettings.model_validate({"name": "flame", "rank": 3}) == in_python
+    assert MethodSettings.model_validate(in_python.model_dump()) == in_python
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "name=other",
+        "output=elsewhere",
+        "model.device=cpu",
+        "federation.cohort_size=2",
+        "federation.keep_checkpoints=9",
+        "evaluation.batch_tokens=512",
+        "tracking.tensorboard=true",
+        "training.learning_rate=0.003",
+    ],
+)
+def test_the_fingerprint_ignores_what_changes_no_result(override: str) -> None:
+    plain = load_config("flame/tiny-tasks")
+    assert plain.training.learning_rate == 0.003
+    assert load_config("flame/tiny-tasks", [override]).fingerprint() == plain.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "override", ["seed=1", "method.temperature=3", "model.dtype=float16", "data.limit=5", "evaluation.split=validation"]
+)
+def test_the_fingerprint_sees_what_changes_results(override: str) -> None:
+    plain = load_config("flame/tiny-tasks").fingerprint()
+    assert len(plain) == 64
+    assert load_config("flame/tiny-tasks", [override]).fingerprint() != plain
+
+
+def tiers(clients: int, **shares: float) -> list[str]:
+    budgets = [{"name": name, "share": share} for name, share in shares.items()]
+    settings = FederationSettings.model_validate({"clients": clients, "budgets": budgets})
+    return [tier.name for tier in settings.budget_per_client()]
+
+
+def test_equal_shares_deal_the_tiers_in_turn() -> None:
+    assert tiers(6, a=1, b=1, c=1, d=1) == ["a", "b", "c", "d", "a", "b"]
+    assert tiers(3, a=0.1, b=0.1, c=0.1) == ["a", "b", "c"]
+
+
+def test_unequal_shares_are_met_exactly_and_spread_out() -> None:
+    assert Counter(tiers(32, a=75, b=12.5, c=6.25, d=6.25)) == {"a": 24, "b": 4, "c": 2, "d": 2}
+    assert tiers(4, a=3, b=1) == ["a", "a", "b", "a"]
+
+
+def test_every_setting_has_help_and_stands_in_the_guide() -> None:
+    settings = settings_of(Config)
+    assert all(setting.help for setting in settings)
+    by_key = {setting.key: setting for setting in settings}
+    assert by_key["federation.budgets[].rank"].accepts == "whole number ≥ 1"
+    assert by_key["federation.cohort_size"].accepts == "`auto`, or whole number ≥ 1"
+    assert by_key["federation.participation"].accepts == "number > 0 and ≤ 1"
+    assert by_key["method.name"].default == "required"
+    assert by_key["data.limit"].default == "null"
+    assert as_markdown(settings) in GUIDE.read_text("utf-8"), (
+        "docs/guides/settings.md is out of date: replace its table by "
+        "`python -c 'from fedguild.config import Config; from fedguild.config.reference import *; "
+        "print(as_markdown(settings_of(Config)))'`"
+    )
+
+
+def test_settings_of_a_schema_without_sections() -> None:
+    class Options(BaseModel):
+        size: int = 3
+        anything: object = None
+
+    assert [(one.key, one.accepts, one.default) for one in settings_of(Options)] == [
+        ("size", "whole number", "3"),
+        ("anything", "any value", "null"),
+    ]

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedguild.errors import ConfigError
+from fedguild.evaluation.profile import cost, memory
+from fedguild.model.plan import AdapterPlan, LinearInfo, ModelInfo, MoeInfo
+
+HIDDEN, WIDTH, EXPERTS, LAYERS, VOCABULARY = 2048, 1024, 64, 16, 50304
+NORMS = LAYERS * 4 * HIDDEN + HIDDEN
+OLMOE = ModelInfo(
+    name="OLMoE-1B-7B",
+    family="olmoe",
+    hidden=HIDDEN,
+    layers=LAYERS,
+    vocabulary=VOCABULARY,
+    parameters=LAYERS * (4 * HIDDEN**2 + EXPERTS * HIDDEN + EXPERTS * 3 * HIDDEN * WIDTH)
+    + 2 * VOCABULARY * HIDDEN
+    + NORMS,
+    linears=tuple(
+        LinearInfo(f"model.layers.{layer}.self_attn.{name}_proj", "attention", HIDDEN, HIDDEN)
+        for layer in range(LAYERS)
+        for name in "qkvo"
+    ),
+    moe=tuple(
+        MoeInfo(f"l{layer}.mlp", f"l{layer}.mlp.gate", f"l{layer}.mlp.experts", EXPERTS, 8, HIDDEN, WIDTH)
+        for layer in range(LAYERS)
+    ),
+)
+FLAME = AdapterPlan(rank=20, scale=0.8, targets=("attention", "router", "experts"))
+BUDGETS = {1: (46.1, 8.87e6, 0.6), 2: (53.8, 11.8e6, 0.7), 4: (69.2, 17.7e6, 0.9), 8: (100.0, 29.5e6, 1.3)}
+
+
+@pytest.mark.parametrize("experts", BUDGETS)
+def test_flame_table_1(experts):
+    percent, trainables, billions = BUDGETS[experts]
+    budget, full = cost(OLMOE, replace(FLAME, active_experts=experts)), cost(OLMOE, FLAME)
+    assert 100 * budget.table_flops(128) / full.table_flops(128) == pytest.approx(percent, abs=2)
+    assert budget.active_trainable == pytest.approx(trainables, rel=0.003)
+    assert round(budget.active_parameters / 1e9, 1) == billions
+    assert budget.parameters / 1e9 == pytest.approx(6.9, abs=0.05)
+    assert budget.trainable / 1e6 == pytest.approx(194.7, abs=0.1)
+
+
+@pytest.mark.parametrize(("experts", "billions"), [(1, 153.6), (2, 179.2), (4, 230.4), (8, 332.8)])
+def test_flame_table_2(experts, billions):
+    """The table is 256 times P_a rounded to 0.1 billion, hence the tolerance."""
+    flops = cost(OLMOE, replace(FLAME, active_experts=experts)).table_flops(128, adapters=False)
+    assert flops / 1e9 == pytest.approx(billions, abs=256 * 0.05)
+
+
+def test_ub_smoe_table_13_without_router_adapters():
+    plan = replace(FLAME, targets=("attention", "experts"))
+    actives = [cost(OLMOE, replace(plan, active_experts=experts)).active_trainable for experts in (1, 2, 4)]
+    assert [round(active / 1e6, 2) for active in actives] == [8.19, 11.14, 17.04]
+
+
+def test_adapters_of_experts_and_scales_count_exactly():
+    plan = AdapterPlan(rank=3, scale=1.0, targets=("q_proj", "experts"), active_experts=2, output_scale="per_layer")
+    counted = cost(OLMOE, plan)
+    fixed = LAYERS * (3 * 2 * HIDDEN + 1)
+    assert counted.trainable == fixed + LAYERS * EXPERTS * 3 * 3 * (HIDDEN + WIDTH)
+    assert counted.active_trainable == fixed + LAYERS * 2 * 3 * 3 * (HIDDEN + WIDTH)
+
+
+def test_forward_leaves_out_what_is_looked_up_and_adds_attention():
+    counted = cost(OLMOE, FLAME)
+    assert counted.product_parameters == counted.active_parameters - VOCABULARY * HIDDEN - NORMS
+    per_token = 2 * (counted.product_parameters + counted.active_trainable) + 4 * 128 * LAYERS * HIDDEN
+    assert counted.forward_flops(256, context_tokens=128) == 256 * per_token
+
+
+def test_a_training_step_forms_no_frozen_weight_gradient():
+    counted = cost(OLMOE, FLAME)
+    frozen, trained, attention = counted.product_parameters, counted.active_trainable, 2 * 64 * LAYERS * HIDDEN
+    step = counted.training_flops(64, context_tokens=64)
+    assert step == 64 * 2 * (2 * frozen + 3 * trained + 3 * attention)
+    again = counted.training_flops(64, context_tokens=64, checkpointing=True)
+    assert again - step == counted.forward_flops(64, context_tokens=64)
+
+
+def test_a_dense_model_counts_without_experts():
+    dense = replace(OLMOE, moe=(), parameters=10**9)
+    counted = cost(dense, AdapterPlan(rank=2, scale=1.0, targets=("attention",)))
+    assert counted.active_parameters == counted.parameters == 10**9
+    assert counted.active_trainable == counted.trainable == LAYERS * 4 * 2 * 2 * HIDDEN
+
+
+def test_memory_of_weights_and_optimizer():
+    held = memory(OLMOE, FLAME, 512, dtype=torch.bfloat16)
+    trainable = cost(OLMOE, FLAME).trainable
+    assert held.weights_bytes == 2 * OLMOE.parameters
+    assert (held.adapters_bytes, held.gradients_bytes, held.optimizer_bytes) == (
+        4 * trainable,
+        4 * trainable,
+        8 * trainable,
+    )
+    assert held.total_bytes == 2 * OLMOE.parameters + 16 * trainable + held.activations_bytes
+    assert memory(OLMOE, FLAME, 512, dtype=torch.float32, moments=0).optimizer_bytes == 0
+
+
+def test_activations_grow_with_tokens_and_experts_and_shrink_with_checkpointing():
+    full = memory(OLMOE, FLAME, 512, dtype=torch.bfloat16).activations_bytes
+    assert memory(OLMOE, FLAME, 1024, dtype=torch.bfloat16).activations_bytes == 2 * full
+    small = memory(OLMOE, replace(FLAME, active_experts=1), 512, dtype=torch.bfloat16).activations_bytes
+    assert full - small == 512 * 2 * 7 * (LAYERS * 2 * WIDTH + 3 * HIDDEN + 4 * WIDTH)
+    assert memory(OLMOE, FLAME, 512, dtype=torch.bfloat16, checkpointing=True).activations_bytes < full / 2
+
+
+def test_more_active_experts_than_there_are_is_an_error():
+    with pytest.raises(ConfigError, match=r"active_experts is 65, but l0\.mlp has 64 experts"):
+        cost(OLMOE, replace(FLAME, active_experts=65))

@@ -1,0 +1,164 @@
+import errno
+import os
+
+import pytest
+import torch
+
+from fedguild.errors import CheckpointError, FedGuildError
+from fedguild.server import checkpoint
+from fedguild.server.method import State
+
+
+def state(value: float) -> State:
+    tensors = {"q.lora_A": torch.full((2, 3), value), "q.lora_B": torch.full((3, 2), value, dtype=torch.bfloat16)}
+    return State(tensors, {"round_seen": int(value), "temperature": 1 / 3, "note": "é"})
+
+
+def save(folder, round, **options):
+    checkpoint.save(folder, round, state(round), fingerprint="run-a", extra={"lines": [round, None]}, **options)
+
+
+def load(folder, round):
+    return checkpoint.load(folder, round, fingerprint="run-a")
+
+
+def path(folder, round):
+    return folder / f"round-{round:05d}.checkpoint"
+
+
+def test_a_checkpoint_gives_back_the_same_bits(tmp_path):
+    save(tmp_path, 3)
+    found = load(tmp_path, 3)
+    assert found.round == 3
+    assert found.extra == {"lines": [3, None]}
+    assert found.state.scalars == state(3).scalars
+    for name, tensor in state(3).tensors.items():
+        assert found.state.tensors[name].dtype == tensor.dtype
+        assert torch.equal(found.state.tensors[name], tensor)
+
+
+def test_an_empty_state_without_extra_is_one_too(tmp_path):
+    checkpoint.save(tmp_path, 0, State(), fingerprint="x")
+    assert checkpoint.load(tmp_path, 0, fingerprint="x") == checkpoint.Checkpoint(0, State(), {})
+
+
+def test_the_last_ones_stay(tmp_path):
+    assert checkpoint.latest(tmp_path / "absent") is None
+    for round in range(5):
+        save(tmp_path, round)
+    assert checkpoint.rounds(tmp_path) == [3, 4]
+    assert checkpoint.latest(tmp_path) == 4
+    for round in range(5, 9):
+        save(tmp_path, round, keep=3)
+    assert checkpoint.rounds(tmp_path) == [6, 7, 8]
+
+
+def test_keeping_none_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="keep must be at least 1"):
+        save(tmp_path, 1, keep=0)
+    assert checkpoint.rounds(tmp_path) == []
+
+
+def test_a_run_resumed_from_an_earlier_round_abandons_the_later_ones(tmp_path):
+    for round in (7, 8, 9):
+        save(tmp_path, round, keep=3)
+    save(tmp_path, 8)
+    assert checkpoint.rounds(tmp_path) == [7, 8]
+
+
+def test_another_runs_checkpoint_is_refused_naming_both(tmp_path):
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"another run: its fingerprint is run-a, this run's is run-b"):
+        checkpoint.load(tmp_path, 1, fingerprint="run-b")
+
+
+def test_a_missing_round_lists_those_held(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of round 5") as caught:
+        load(tmp_path, 5)
+    assert caught.value.hint == "Rounds it holds: 1, 2."
+
+
+def flip_a_bit(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, lambda content: content[:-7], lambda content: b""])
+def test_damage_is_named_with_the_way_back(tmp_path, damage):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    path(tmp_path, 2).write_bytes(damage(path(tmp_path, 2).read_bytes()))
+    with pytest.raises(CheckpointError, match=r"round-00002\.checkpoint is damaged") as caught:
+        load(tmp_path, 2)
+    assert caught.value.hint == "Round 1 is complete: remove the checkpoint of round 2 to resume from it."
+    path(tmp_path, 2).unlink()
+    assert checkpoint.latest(tmp_path) == 1
+    assert torch.equal(load(tmp_path, 1).state.tensors["q.lora_A"], state(1).tensors["q.lora_A"])
+
+
+def test_where_all_are_damaged_there_is_no_way_back(tmp_path):
+    for round in (1, 2):
+        save(tmp_path, round)
+        path(tmp_path, round).write_bytes(b"\0" * 500)
+    with pytest.raises(CheckpointError, match="No earlier round"):
+        load(tmp_path, 2)
+
+
+def test_a_sealed_file_of_something_else_is_no_checkpoint(tmp_path):
+    from fedguild.packing import pack
+    from fedguild.sealed import write_sealed
+
+    for content in (
+        b"hello",
+        pack({}, {}),
+        pack({}, {"round": 1, "fingerprint": "run-a", "state": "{", "extra": "{}"}),
+    ):
+        write_sealed(path(tmp_path, 1), content)
+        with pytest.raises(CheckpointError, match=r"round-00001\.checkpoint is not a checkpoint"):
+            load(tmp_path, 1)
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_previous_round(tmp_path, monkeypatch, call):
+    save(tmp_path, 1)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(FedGuildError, match=r"round-00002\.checkpoint: No space left on device"):
+            save(tmp_path, 2)
+    assert [file.name for file in tmp_path.iterdir()] == ["round-00001.checkpoint"]
+    assert torch.equal(load(tmp_path, 1).state.tensors["q.lora_A"], state(1).tensors["q.lora_A"])
+    save(tmp_path, 2)
+    assert checkpoint.latest(tmp_path) == 2
+
+
+def test_a_disk_that_fills_up_while_the_file_grows_leaves_the_previous_round(tmp_path):
+    resource = pytest.importorskip("resource")
+    import signal
+
+    save(tmp_path, 1)
+    large = State({"x": torch.zeros(100_000)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        with pytest.raises(FedGuildError, match=r"Cannot write .*round-00002\.checkpoint"):
+            checkpoint.save(tmp_path, 2, large, fingerprint="run-a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [file.name for file in tmp_path.iterdir()] == ["round-00001.checkpoint"]
+    assert load(tmp_path, 1).round == 1
+
+
+def test_what_a_killed_process_left_is_ignored_and_removed(tmp_path):
+    save(tmp_path, 1)
+    leftover = tmp_path / ".round-00002.checkpoint.x.part"
+    leftover.write_bytes(b"half")
+    assert checkpoint.latest(tmp_path) == 1
+    save(tmp_path, 2)
+    assert not leftover.exists()

@@ -1,0 +1,95 @@
+from collections import Counter
+
+import pytest
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.errors import ConfigError, QuorumError
+from fedguild.server.sampling import quorum_count, require_quorum, sample
+
+
+def clients(count: int) -> list[ClientInfo]:
+    return [ClientInfo(index, Budget("b", 8, 20), 10) for index in range(count)]
+
+
+def indices(drawn) -> list[int]:
+    return [client.index for client in drawn]
+
+
+def test_everybody_takes_part_at_one():
+    assert indices(sample(1, clients(7), 1.0, seed=0)) == list(range(7))
+
+
+@pytest.mark.parametrize(
+    ("total", "participation", "minimum", "expected"),
+    [
+        (4, 0.25, 1, 1),
+        (40, 0.25, 1, 10),
+        (5, 0.5, 1, 3),
+        (5, 0.49, 1, 2),
+        (10, 0.01, 1, 1),
+        (10, 0.01, 4, 4),
+        (3, 0.1, 0, 1),
+    ],
+)
+def test_the_number_is_rounded_half_up_and_never_below_the_minimum(total, participation, minimum, expected):
+    drawn = indices(sample(1, clients(total), participation, seed=3, minimum=minimum))
+    assert len(drawn) == len(set(drawn)) == expected
+    assert drawn == sorted(drawn)
+
+
+def test_the_draw_repeats_whatever_the_order_and_differs_by_round_and_seed():
+    drawn = indices(sample(3, clients(40), 0.25, seed=5))
+    assert indices(sample(3, clients(40)[::-1], 0.25, seed=5)) == drawn
+    assert indices(sample(4, clients(40), 0.25, seed=5)) != drawn
+    assert indices(sample(3, clients(40), 0.25, seed=6)) != drawn
+
+
+def test_every_client_is_drawn_about_equally_often():
+    counts = Counter(index for round in range(800) for index in indices(sample(round, clients(8), 0.25, seed=1)))
+    assert sorted(counts) == list(range(8))
+    assert max(abs(count - 200) for count in counts.values()) < 50
+
+
+@pytest.mark.parametrize("participation", [0.0, -0.1, 1.01, float("nan")])
+def test_a_participation_out_of_range_is_refused(participation):
+    with pytest.raises(ConfigError, match="participation must be above 0 and at most 1"):
+        sample(1, clients(4), participation, seed=0)
+
+
+@pytest.mark.parametrize(("count", "minimum"), [(0, 1), (3, 4)])
+def test_too_small_a_federation_is_refused(count, minimum):
+    with pytest.raises(ConfigError, match=rf"at least {minimum} client\(s\), but the federation has {count}"):
+        sample(1, clients(count), 1.0, seed=0, minimum=minimum)
+
+
+@pytest.mark.parametrize(
+    ("asked", "quorum", "expected"),
+    [(10, 0.5, 5), (9, 0.5, 5), (100, 0.07, 7), (10, 1.0, 10), (10, 1, 1), (10, 3, 3), (10, 0, 1), (10, 0.0, 1)],
+)
+def test_a_quorum_counts_clients_or_is_a_share_rounded_up(asked, quorum, expected):
+    assert quorum_count(asked, quorum) == expected
+
+
+@pytest.mark.parametrize("quorum", [-1, -0.5, 1.5])
+def test_an_impossible_quorum_is_refused(quorum):
+    with pytest.raises(ConfigError, match=rf"quorum must be .* but is {quorum}"):
+        quorum_count(4, quorum)
+
+
+def test_enough_is_enough():
+    require_quorum(2, 4, 0.5)
+    require_quorum(2, 4, 2, {"client-003": "no reply"})
+
+
+def test_too_few_valid_uploads_raise_with_counts_and_reasons():
+    with pytest.raises(QuorumError) as caught:
+        require_quorum(1, 4, 0.5, {"client-003": "no reply", "client-001": "NaN in 'adapter/x'"})
+    assert caught.value.message == (
+        "1 of 4 clients delivered a valid upload, but the quorum is 2."
+        "\n  client-001: NaN in 'adapter/x'\n  client-003: no reply"
+    )
+
+
+def test_no_valid_upload_is_never_enough():
+    with pytest.raises(QuorumError, match="0 of 4 clients"):
+        require_quorum(0, 4, 0)

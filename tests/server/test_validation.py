@@ -1,0 +1,81 @@
+import pytest
+import torch
+
+from fedguild.errors import UploadError
+from fedguild.server.validation import check_upload
+from fedguild.payload import Payload
+
+EXPECTED = {"adapter/a": (2, 3), "adapter/b": (4,), "adapter/scale": ()}
+
+
+def upload(**changes) -> Payload:
+    tensors = {name: torch.ones(shape) for name, shape in EXPECTED.items()}
+    tensors |= {f"adapter/{name}": value for name, value in changes.items()}
+    return Payload({name: value for name, value in tensors.items() if value is not None}, {"examples": 3})
+
+
+def refusal(payload: Payload, **options) -> str:
+    with pytest.raises(UploadError) as caught:
+        check_upload(payload, EXPECTED, client="client-007", **options)
+    assert caught.value.message.startswith("client-007: ")
+    return caught.value.message.removeprefix("client-007: ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_what_was_asked_for_passes_in_any_floating_dtype(dtype):
+    check_upload(upload(a=torch.ones(2, 3, dtype=dtype)), EXPECTED, client="client-007", norm_limit=3.4)
+
+
+def test_an_empty_tensor_and_an_empty_upload_pass():
+    check_upload(Payload({"x": torch.zeros(0, 3)}), {"x": (0, 3)}, client="client-007", norm_limit=0.0)
+    check_upload(Payload(), {}, client="client-007", norm_limit=0.0)
+
+
+def test_missing_and_unknown_names_are_both_listed():
+    assert refusal(upload(b=None, c=torch.ones(1))) == (
+        "the upload lacks 'adapter/b' and has unknown 'adapter/c'; expected 3 tensors."
+    )
+
+
+def test_many_wrong_names_are_counted():
+    surplus = {f"x{i}": torch.ones(1) for i in range(9)}
+    assert "has unknown 'adapter/x0', 'adapter/x1', 'adapter/x2' and 6 more;" in refusal(upload(**surplus))
+
+
+def test_a_wrong_shape_is_named():
+    assert refusal(upload(a=torch.ones(3, 2))) == "'adapter/a' has the shape [3, 2], but [2, 3] is expected."
+    assert "'adapter/scale' has the shape [1], but [] is expected." in refusal(upload(scale=torch.ones(1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_a_wrong_dtype_is_named(dtype):
+    message = refusal(upload(b=torch.ones(4, dtype=dtype)))
+    assert message.startswith(f"'adapter/b' is {str(dtype)[6:]}, but one of float32,")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_not_a_number_and_infinity_are_counted(bad, dtype):
+    values = torch.tensor([1.0, bad, 2.0, bad], dtype=dtype)
+    assert refusal(upload(b=values)) == "'adapter/b' has NaN or infinity in 2 of its 4 values."
+
+
+def test_a_value_beyond_fp32_is_infinite_to_the_server():
+    values = torch.tensor([1.0, 1e200, 2.0, 3.0], dtype=torch.float64)
+    assert refusal(upload(b=values)) == "'adapter/b' has NaN or infinity in 1 of its 4 values."
+
+
+def test_large_finite_values_are_not_taken_for_infinity():
+    check_upload(upload(b=torch.full((4,), 3e38)), EXPECTED, client="client-007")
+    assert "norm is 6e+38, beyond the limit of 1e+30" in refusal(upload(b=torch.full((4,), 3e38)), norm_limit=1e30)
+
+
+def test_the_norm_limit_is_on_all_tensors_together():
+    check_upload(upload(), EXPECTED, client="client-007", norm_limit=11**0.5 + 1e-6)
+    message = refusal(upload(), norm_limit=3.3)
+    assert message == "the upload's norm is 3.31662, beyond the limit of 3.3; most of it is in 'adapter/a' (2.44949)."
+
+
+def test_a_scalar_that_is_not_finite_is_named():
+    payload = Payload(upload().tensors, {"examples": 3, "loss": float("nan")})
+    assert refusal(payload) == "the scalar 'loss' is nan, but a finite number is expected."

@@ -1,0 +1,53 @@
+import hashlib
+
+import pytest
+
+from fedguild.errors import CheckpointError
+from fedguild.sealed import read_sealed, remove_leftovers, write_sealed
+
+CONTENT = bytes(range(256)) * 3
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", CONTENT])
+def test_content_comes_back(tmp_path, content):
+    write_sealed(tmp_path / "deep" / "file", content)
+    assert read_sealed(tmp_path / "deep" / "file") == content
+
+
+def test_the_first_line_is_the_checksum_of_the_rest(tmp_path):
+    write_sealed(tmp_path / "file", CONTENT)
+    line, _, rest = (tmp_path / "file").read_bytes().partition(b"\n")
+    assert line.decode() == hashlib.sha256(rest).hexdigest()
+    assert rest == CONTENT
+
+
+@pytest.mark.parametrize("position", [0, 64, 65, 400, -1])
+def test_one_flipped_bit_is_noticed(tmp_path, position):
+    path = tmp_path / "file"
+    write_sealed(path, CONTENT)
+    damaged = bytearray(path.read_bytes())
+    damaged[position] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="file is damaged"):
+        read_sealed(path)
+
+
+@pytest.mark.parametrize("length", [0, 10, 65, 800])
+def test_a_cut_off_file_is_noticed(tmp_path, length):
+    path = tmp_path / "file"
+    write_sealed(path, CONTENT)
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match="file is damaged"):
+        read_sealed(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"Cannot read .*absent: No such file"):
+        read_sealed(tmp_path / "absent")
+
+
+def test_leftovers_go_and_files_stay(tmp_path):
+    write_sealed(tmp_path / "file", CONTENT)
+    (tmp_path / ".file.abc.part").write_bytes(b"half")
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
