@@ -5,21 +5,29 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := runs/demo
+PYTEST_ARGS ?=
 
-.PHONY: demo test check bench clean
+.PHONY: demo test lint types check bench clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks \
 		--seeds 0,1,2 --reference fedit/tiny-tasks-ranks --output $(DEMO)
 
 test: $(VENV)/.developer
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
-check: $(VENV)/.developer
-	PATH="$(CURDIR)/$(BIN):$$PATH" .ci/run
+lint: $(VENV)/.developer
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.developer
+	$(BIN)/mypy
+
+check: lint types
+	$(MAKE) test PYTEST_ARGS="--cov --cov-report=term:skip-covered --cov-fail-under=90"
 
 bench: $(VENV)/.developer
-	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+	for script in $$(grep -l __main__ benchmarks/*.py); do $(BIN)/python $$script || exit 1; done
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .coverage

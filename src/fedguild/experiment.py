@@ -4,75 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-import torch
-
-from fedguild.client.budget import Budget, ClientInfo
-from fedguild.client.memory import ClientMemory
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
 from fedguild.config import Config, load_config
-from fedguild.data import (
-    ClientData,
-    Corpus,
-    Example,
-    PartitionTable,
-    SplitRule,
-    load_corpus,
-    partition,
-    partition_table,
-    pooled_test,
-    split_clients,
-)
-from fedguild.data.batches import encode
-from fedguild.engines.local import LocalEngine
 from fedguild.environment import describe_environment
-from fedguild.errors import CheckpointError, ConfigError
-from fedguild.evaluation.profile import cost
-from fedguild.evaluation.records import client_records, evaluation_record, routing_record, summary_record
-from fedguild.evaluation.tasks import Scoring
-from fedguild.evaluation.tasks import evaluate as score
+from fedguild.errors import CheckpointError
+from fedguild.evaluation.records import client_records, routing_record
 from fedguild.files import write_json, write_text
-from fedguild.methods import build_method
-from fedguild.model.backbone import Backbone, load_backbone
-from fedguild.model.plan import AdapterPlan
-from fedguild.model.slots import SlotModel
-from fedguild.progress import Progress, Silent
+from fedguild.progress import Progress
 from fedguild.report.html import write_report
 from fedguild.report.tracking import Tracker
-from fedguild.seeding import numpy_rng, torch_rng
+from fedguild.scoring import evaluate_state
+from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
-from fedguild.server.method import Deployment, Method, State
+from fedguild.server.method import State
 from fedguild.server.record import EvaluationRecord, PartitionRecord, Record, Rejection, RoundRecord, RunLog
 from fedguild.server.rounds import Outcome, RoundRules, frequencies, run_round
+from fedguild.setup import Experiment, PreparedData, Split, make_engine, prepare, prepare_data
 
-Split = Literal["test", "validation"]
+__all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
+
 CHECKPOINTS = "checkpoints"
-MEMORY = "clients"
-
-
-@dataclass(frozen=True)
-class PreparedData:
-    """The data of a run, before any model is loaded.
-
-    Attributes:
-        corpus: The corpus.
-        clients: Each client's training, validation and test examples.
-        partition_table: Clients × labels.
-    """
-
-    corpus: Corpus
-    clients: list[ClientData]
-    partition_table: PartitionTable
-
-    def pooled(self, split: Split) -> tuple[Example, ...]:
-        """Returns the held-out examples that the global model is scored on."""
-        if split == "test":
-            return pooled_test(self.corpus, self.clients)
-        return tuple(example for client in self.clients for example in client.validation)
 
 
 @dataclass(frozen=True)
@@ -94,21 +47,6 @@ class RunResult:
     report: Path
 
 
-@dataclass
-class Experiment:
-    """Everything that a run holds while it runs."""
-
-    config: Config
-    folder: Path
-    method: Method
-    data: PreparedData
-    backbone: Backbone
-    budgets: list[Budget]
-    clients: list[ClientInfo]
-    memory: ClientMemory
-    progress: Progress
-
-
 def run(config: Config, output: Path, *, progress: Progress | None = None) -> RunResult:
     """Runs a config in a new folder.
 
@@ -120,14 +58,7 @@ def run(config: Config, output: Path, *, progress: Progress | None = None) -> Ru
         raise CheckpointError(
             f"{output} holds a run already.", f"Go on with `fedguild resume {output}`, or choose another folder."
         )
-    experiment = prepare(config, output, progress)
-    _write_facts(experiment)
-    state = experiment.method.start(
-        experiment.backbone.info, experiment.budgets, torch_rng(config.seed, "start", config.method.name)
-    )
-    RunLog(output).append(*evaluate_state(experiment, state, 0))
-    _save(experiment, 0, state)
-    return _rounds(experiment, state, first=1)
+    return _begin(config, output, progress)
 
 
 def resume(output: Path, *, progress: Progress | None = None) -> RunResult:
@@ -139,9 +70,8 @@ def resume(output: Path, *, progress: Progress | None = None) -> RunResult:
     config = _written_config(output)
     last = checkpoint.latest(output / CHECKPOINTS)
     if last is None:
-        for name in ("config.yaml", RunLog.FILE):
-            (output / name).unlink(missing_ok=True)
-        return run(config, output, progress=progress)
+        (output / RunLog.FILE).unlink(missing_ok=True)
+        return _begin(config, output, progress)
     saved = checkpoint.load(output / CHECKPOINTS, last, fingerprint=config.fingerprint())
     RunLog(output).truncate_after(last)
     return _rounds(prepare(config, output, progress), saved.state, first=last + 1)
@@ -174,70 +104,16 @@ def restore(
     return prepare(config, output, progress), saved.state, number
 
 
-def prepare_data(config: Config) -> PreparedData:
-    """Loads the corpus, deals it to the clients and splits every client's share.
-
-    Raises:
-        DataError: the data is missing, has other columns, or leaves a client empty.
-    """
-    data, split = config.data, config.data.split
-    corpus = load_corpus(
-        data.corpus,
-        train=data.train,
-        test=data.test,
-        limit=data.limit,
-        seed=config.seed,
-        template=data.template,
-        **data.options,
+def _begin(config: Config, output: Path, progress: Progress | None) -> RunResult:
+    """Runs a config from its start."""
+    experiment = prepare(config, output, progress)
+    _write_facts(experiment)
+    state = experiment.method.start(
+        experiment.backbone.info, experiment.budgets, torch_rng(config.seed, "start", config.method.name)
     )
-    rng = numpy_rng(config.seed, "partition")
-    rule = data.partition
-    parts = partition(
-        rule.scheme, corpus.train, config.federation.clients, rng=rng, alpha=rule.alpha, minimum=rule.minimum
-    )
-    cut = SplitRule(
-        validation=split.validation,
-        test=split.test,
-        max_train=split.caps.train,
-        max_validation=split.caps.validation,
-        max_test=split.caps.test,
-        test_source=split.test_source,
-    )
-    clients = split_clients(corpus, parts, cut, seed=config.seed)
-    return PreparedData(corpus, clients, partition_table(corpus.train, parts))
-
-
-def prepare(config: Config, output: Path, progress: Progress | None = None) -> Experiment:
-    """Builds the method, the data and the backbone of a run, in the order of what fails fastest."""
-    progress = progress or Silent()
-    method = build_method(config.method.name, config.method.options)
-    progress.stage("Reading the data")
-    data = prepare_data(config)
-    progress.stage(f"Loading the model {config.model.path}")
-    model = config.model
-    backbone = load_backbone(
-        model.path,
-        revision=model.revision,
-        dtype=model.dtype,
-        device=model.device,
-        load_in_4bit=model.load_in_4bit,
-        attention=model.attention,
-        trust_remote_code=model.trust_remote_code,
-        gradient_checkpointing=model.gradient_checkpointing,
-    )
-    if method.needs_experts:
-        backbone.info.require_experts(method.title)
-    top_k = backbone.info.top_k
-    tiers = {
-        tier.name: Budget(tier.name, tier.active_experts or top_k, tier.rank) for tier in config.federation.budgets
-    }
-    _check_budgets(list(tiers.values()), backbone)
-    clients = [
-        ClientInfo(index, tiers[tier.name], len(data.clients[index].train))
-        for index, tier in enumerate(config.federation.budget_per_client())
-    ]
-    memory = ClientMemory(output / MEMORY)
-    return Experiment(config, output, method, data, backbone, list(tiers.values()), clients, memory, progress)
+    RunLog(output).append(*evaluate_state(experiment, state, 0))
+    _save(experiment, 0, state)
+    return _rounds(experiment, state, first=1)
 
 
 def _rounds(experiment: Experiment, state: State, first: int) -> RunResult:
@@ -248,7 +124,7 @@ def _rounds(experiment: Experiment, state: State, first: int) -> RunResult:
     )
     engine = make_engine(experiment)
     total, saving_seconds = config.federation.rounds, 0.0
-    with Tracker(experiment.folder, enabled=config.tracking.tensorboard) as tracker:
+    with Tracker(experiment.folder, enabled=config.tracking.tensorboard, first_round=first) as tracker:
         for number in range(first, total + 1):
             experiment.progress.round_started(number, total)
             started = time.perf_counter()
@@ -264,7 +140,7 @@ def _rounds(experiment: Experiment, state: State, first: int) -> RunResult:
                 if number % config.evaluation.every == 0 or number == total:
                     records += evaluate_state(experiment, state, number)
             outcome.phase_seconds["checkpoint"] = saving_seconds
-            records.append(_round_record(outcome, time.perf_counter() - started))
+            records.append(_round_record(outcome, time.perf_counter() - started + saving_seconds))
             log.append(*records)
             tracker.add(records)
             started = time.perf_counter()
@@ -273,137 +149,6 @@ def _rounds(experiment: Experiment, state: State, first: int) -> RunResult:
     experiment.progress.stage("Writing the report")
     last = [record for record in log.read() if isinstance(record, EvaluationRecord) and record.round == total]
     return _result(experiment, total, last, write_report(experiment.folder))
-
-
-def evaluate_state(experiment: Experiment, state: State, number: int, split: Split | None = None) -> list[Record]:
-    """Scores the global model as every budget runs it and, where asked, every client's own model."""
-    settings, method, model = experiment.config.evaluation, experiment.method, experiment.backbone.info
-    split = split or settings.split
-    pooled = experiment.data.pooled(split)[: settings.max_examples]
-    budgets = [method.deploy(state, model, budget) for budget in experiment.budgets]
-    records = _scored(
-        experiment,
-        [(budget.name, budget, deployment) for budget, deployment in zip(experiment.budgets, budgets, strict=True)],
-        [pooled] * len(budgets),
-        ("budget", number, split),
-    )
-    experiment.progress.evaluated({record.name: record.score for record in records})
-    summary: list[Record] = [summary_record("mean", records)]
-    if settings.clients:
-        own = [
-            (client.name, client.budget, _personal(experiment, state, client, number)) for client in experiment.clients
-        ]
-        held_out = [getattr(data, split)[: settings.max_examples] for data in experiment.data.clients]
-        scored = _scored(experiment, own, held_out, ("client", number, split))
-        records += scored
-        summary.append(summary_record("mtal", scored))
-    return [*records, *summary]
-
-
-def make_engine(experiment: Experiment) -> LocalEngine:
-    """Returns the engine that trains the run's clients."""
-    config, tokenizer = experiment.config, experiment.backbone.tokenizer
-    encoded = {
-        index: [encode(example, tokenizer, config.data.max_tokens) for example in data.train]
-        for index, data in enumerate(experiment.data.clients)
-    }
-    return LocalEngine(
-        experiment.backbone,
-        encoded,
-        training_settings(config),
-        experiment.memory,
-        cohort_size=config.federation.cohort_size,
-        seed=config.seed,
-        on_step=experiment.progress.step,
-    )
-
-
-def training_settings(config: Config) -> TrainingSettings:
-    """Returns the config's training section as the client takes it."""
-    training = config.training
-    return TrainingSettings(
-        optimizer=OptimizerSettings(
-            kind=training.optimizer,
-            betas=training.betas,
-            eps=training.eps,
-            weight_decay=training.weight_decay,
-            momentum=training.momentum,
-        ),
-        learning_rate=training.learning_rate,
-        batch_size=training.batch_size,
-        accumulation=training.accumulation,
-        epochs=training.epochs,
-        steps=training.steps,
-        schedule=training.schedule,
-        warmup=training.warmup,
-        round_decay=training.round_decay,
-        clip_norm=training.clip_norm,
-    )
-
-
-def _scored(
-    experiment: Experiment,
-    models: Sequence[tuple[str, Budget, Deployment]],
-    examples: Sequence[Sequence[Example]],
-    where: tuple[Literal["budget", "client"], int, Split],
-) -> list[EvaluationRecord]:
-    """Scores several models, as many at once as a cohort holds."""
-    config, backbone = experiment.config, experiment.backbone
-    settings = config.evaluation
-    records: list[EvaluationRecord] = []
-    width = len(models) if config.federation.cohort_size == "auto" else config.federation.cohort_size
-    for start in range(0, len(models), width):
-        part = models[start : start + width]
-        plans = [_evaluated_plan(experiment, budget, deployment) for _, budget, deployment in part]
-        with SlotModel(backbone, plans) as model:
-            for slot, (_, _, deployment) in enumerate(part):
-                model.load(slot, deployment.tensors)
-            with torch.inference_mode():
-                scores = score(
-                    model,
-                    examples[start : start + width],
-                    backbone.tokenizer,
-                    max_tokens=config.data.max_tokens,
-                    max_new_tokens=settings.max_new_tokens,
-                    batch_tokens=settings.batch_tokens,
-                    scoring=_scoring(config),
-                )
-        for (name, _, _), plan, result in zip(part, plans, scores, strict=True):
-            flops = cost(backbone.info, plan).table_flops(1, adapters=False)
-            records.append(evaluation_record(name, where, result, plan, flops, perplexity=settings.perplexity))
-    return records
-
-
-def _evaluated_plan(experiment: Experiment, budget: Budget, deployment: Deployment) -> AdapterPlan:
-    """Returns a deployment's plan, with the budget's active experts unless the method's are wanted."""
-    if not experiment.backbone.info.moe or experiment.config.evaluation.active_experts == "method":
-        return deployment.plan
-    return replace(deployment.plan, active_experts=budget.active_experts)
-
-
-def _scoring(config: Config) -> Scoring:
-    settings = config.evaluation
-    return Scoring(
-        choices="generation" if settings.by == "generation" else "likelihood",
-        normalise=settings.normalise,
-        responses="exact_match" if config.data.corpus == "tasks" else "rouge_l",
-    )
-
-
-def _personal(experiment: Experiment, state: State, client: ClientInfo, number: int) -> Deployment:
-    kept = experiment.memory.load(client.name, number + 1)
-    return experiment.method.personalize(state, experiment.backbone.info, client, kept)
-
-
-def _check_budgets(budgets: Sequence[Budget], backbone: Backbone) -> None:
-    top_k = backbone.info.top_k
-    for budget in budgets:
-        if top_k and budget.active_experts > top_k:
-            raise ConfigError(
-                f"federation.budgets: '{budget.name}' has active_experts {budget.active_experts}, but "
-                f"{backbone.info.name} runs {top_k} of {backbone.info.moe[0].num_experts} experts per token.",
-                f"Choose active_experts from 1 to {top_k}.",
-            )
 
 
 def _round_record(outcome: Outcome, seconds: float) -> RoundRecord:

@@ -8,6 +8,7 @@ import pytest
 from fedguild.cli.compare import plan_cells
 from fedguild.cli.progress import TerminalProgress
 from fedguild.errors import ConfigError
+from fedguild.export import Exported
 from tests.cli.conftest import FakeExperiment, Invoke
 from tests.report.runs import write_run
 
@@ -129,7 +130,24 @@ def test_evaluate(invoke: Invoke, experiment: FakeExperiment) -> None:
     lines = [line.split() for line in invoke("evaluate", "runs/a").stdout.splitlines()]
     assert ["b4", "0.250"] in lines
     assert ["mean", "0.500"] in lines
-    assert "--split must be 'test' or 'validation', got 'train'" in invoke("evaluate", "x", "--split", "train").stderr
+    assert invoke("evaluate", "x", "--split", "train").exit_code == 2
+
+
+@pytest.mark.parametrize(("flags", "called"), [([], "export_adapter"), (["--merged"], "export_merged")])
+def test_export_prints_the_folder_and_why_it_is_merged(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, flags: list[str], called: str
+) -> None:
+    asked: list[object] = []
+
+    def write(*arguments: object) -> Exported:
+        asked.extend(arguments)
+        return Exported(Path("out"), "merged", "the merged form, as an adapter cannot carry it")
+
+    monkeypatch.setattr(f"fedguild.export.{called}", write)
+    result = invoke("export", "run", "--budget", "b4", "--output", "out", "--round", "3", *flags)
+    assert asked == [Path("run"), "b4", Path("out"), 3]
+    assert result.stdout == "out\n"
+    assert result.stderr == "This is the merged form, as an adapter cannot carry it.\n"
 
 
 def test_report_prints_the_path_of_the_page(invoke: Invoke, tmp_path: Path) -> None:

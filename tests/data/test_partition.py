@@ -67,12 +67,21 @@ def test_dirichlet_gives_a_label_in_the_proportions_of_a_dirichlet_draw():
 
 def test_dirichlet_lifts_every_client_to_the_minimum_from_the_largest():
     examples = make("a" * 60 + "b" * 40)
-    free = deal("dirichlet", examples, 10, seed=2, alpha=0.05)
-    lifted = deal("dirichlet", examples, 10, seed=2, alpha=0.05, minimum=5)
-    assert min(map(len, free)) < 5
-    assert sorted(map(len, lifted))[0] == 5
-    for before, after in zip(free, lifted, strict=True):
-        assert len(after) == 5 or len(after) <= len(before)
+    for seed in range(5):
+        free = [len(part) for part in deal("dirichlet", examples, 10, seed, alpha=0.3)]
+        lifted = [len(part) for part in deal("dirichlet", examples, 10, seed, alpha=0.3, minimum=5)]
+        assert min(free) < 5
+        assert min(lifted) == 5
+        assert [after for before, after in zip(free, lifted, strict=True) if before < 5] == [5] * sum(
+            n < 5 for n in free
+        )
+        shrunk = [after for before, after in zip(free, lifted, strict=True) if after < before]
+        assert min(shrunk) >= max(lifted) - 1
+
+
+def test_dirichlet_shuffles_within_a_label():
+    parts = deal("dirichlet", make("a" * 100), 4, alpha=100.0)
+    assert all(part != list(range(part[0], part[0] + len(part))) for part in parts)
 
 
 def test_the_tightest_minimum_is_met_exactly():

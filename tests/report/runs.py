@@ -95,7 +95,7 @@ def _client(number: int, index: int, rank_budget: bool, examples: int, rng: np.r
         download_bytes=size + 1_409,
         upload_parts={"adapter": size, "routing": 2_048},
         training_flops=(2.6e6 + 0.45e6 * trained_active) * 9_600 * 2 * 1.1,
-        peak_memory_bytes=400_000_000 + 1_000_000 * trained_active,
+        peak_memory_bytes=400_000_000 + 1_000_000 * trained_active - 1_000 * number,
         seconds=3.1 * (0.5 + trained_active / 16),
     )
 
@@ -126,9 +126,7 @@ def _routing(
     )
 
 
-def _evaluations(
-    number: int, final: dict[str, float], noise: dict[str, float], clients: int
-) -> list[EvaluationRecord]:
+def _evaluations(number: int, final: dict[str, float], noise: dict[str, float], clients: int) -> list[EvaluationRecord]:
     active = {name: k for name, k, _ in BUDGETS}
     records = []
     for name, goal in final.items():

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from fedguild.errors import UploadError
-from fedguild.server.validation import check_upload
 from fedguild.payload import Payload
+from fedguild.server.validation import check_upload
 
 EXPECTED = {"adapter/a": (2, 3), "adapter/b": (4,), "adapter/scale": ()}
 

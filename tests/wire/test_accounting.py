@@ -1,8 +1,8 @@
 import torch
 
+from fedguild.payload import Payload
 from fedguild.wire.accounting import Traffic, bytes_by_part, count_traffic, size_bytes
 from fedguild.wire.codec import encode
-from fedguild.payload import Payload
 
 UPLOAD = Payload(
     {

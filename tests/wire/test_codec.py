@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from fedguild.errors import UploadError
-from fedguild.wire.codec import decode, encode
 from fedguild.payload import Payload, with_part
+from fedguild.wire.codec import decode, encode
 
 
 def payload() -> Payload:

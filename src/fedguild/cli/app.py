@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -72,6 +73,8 @@ def _options(
     Try it, on two CPU cores and offline: fedguild run flame/tiny-tasks
     """
     context.obj = Invocation(debug=debug)
+    if not debug:
+        warnings.simplefilter("ignore", FutureWarning)
 
 
 for module in (run, resume, compare, partition, evaluate, export, report, methods, presets, doctor):

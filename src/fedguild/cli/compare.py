@@ -36,6 +36,7 @@ class Cell:
             ConfigError: the folder holds a run of other settings.
         """
         from fedguild.experiment import CHECKPOINTS
+        from fedguild.report.html import REPORT_FILE
         from fedguild.server import checkpoint
 
         written = self.folder / "config.yaml"
@@ -47,7 +48,7 @@ class Cell:
                 "Give another --output, or remove that folder.",
             )
         last = checkpoint.latest(self.folder / CHECKPOINTS)
-        finished = last == self.config.federation.rounds and (self.folder / "report.html").is_file()
+        finished = last == self.config.federation.rounds and (self.folder / REPORT_FILE).is_file()
         return "finished" if finished else "partial"
 
 

@@ -71,9 +71,10 @@ def diagnose() -> Iterator[Finding]:
         yield _package(package)
     for extra, (packages, loss) in EXTRAS.items():
         yield _extra(extra, packages, loss)
-    yield from _device()
+    if util.find_spec("torch"):
+        yield from _device()
+        yield _cores()
     yield _memory()
-    yield _cores()
     yield _write_access()
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
 
 from fedguild.cli.options import JsonOption, RunFolderArgument
 from fedguild.cli.output import show, show_json
-from fedguild.errors import ConfigError
 
 EXAMPLES = ("fedguild evaluate runs/flame-tiny-tasks --split validation",)
 
@@ -17,13 +16,12 @@ EXAMPLES = ("fedguild evaluate runs/flame-tiny-tasks --split validation",)
 def command(
     folder: RunFolderArgument,
     round: Annotated[int | None, typer.Option("--round", help="The round to score; the last by default.")] = None,
-    split: Annotated[str, typer.Option("--split", help="test or validation.")] = "test",
+    split: Annotated[
+        Literal["test", "validation"], typer.Option("--split", help="Which held-out examples to score.")
+    ] = "test",
     as_json: JsonOption = False,
 ) -> None:
     """Score the global model of a run, as every budget runs it."""
-    if split not in ("test", "validation"):
-        raise ConfigError(f"--split must be 'test' or 'validation', got '{split}'.")
-
     from fedguild import experiment
 
     result = experiment.evaluate(folder, round=round, split=split)

@@ -23,13 +23,16 @@ def command(
     merged: Annotated[
         bool, typer.Option("--merged", help="Write a whole Hugging Face checkpoint with the adapter merged in.")
     ] = False,
+    round: Annotated[int | None, typer.Option("--round", help="The round to export; the last by default.")] = None,
 ) -> None:
     """Write a run's model for one budget as a PEFT adapter, or merged into a checkpoint.
 
     A merged checkpoint has the budget's active experts in its config. Where an adapter alone
-    cannot carry what a method trains (FLAME's output scale), the merged form is written.
+    cannot carry the model (FLAME's output scale, fewer active experts), the merged form is written.
     """
     from fedguild.export import export_adapter, export_merged
 
-    written = (export_merged if merged else export_adapter)(folder, budget, output)
-    note(f"Written: {written}")
+    exported = (export_merged if merged else export_adapter)(folder, budget, output, round)
+    if exported.reason:
+        note(f"This is {exported.reason}.")
+    typer.echo(exported.folder)

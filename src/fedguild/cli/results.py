@@ -9,6 +9,7 @@ from fedguild.cli.output import note, show, show_json
 
 def show_run(folder: Path, as_json: bool) -> None:
     """Prints a run's table, or the same as JSON, and says where its report lies."""
+    from fedguild.report.html import REPORT_FILE
     from fedguild.report.record import load_run
     from fedguild.report.tables import run_table
 
@@ -17,4 +18,4 @@ def show_run(folder: Path, as_json: bool) -> None:
         show_json({"folder": str(folder), **table.to_json()})
     else:
         show(table.grid().to_rich())
-        note(f"Report: {folder / 'report.html'}")
+        note(f"Report: {folder / REPORT_FILE}")

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedguild.client.optimizer import OptimizerSettings
 from fedguild.data.batches import epoch_order
-from fedguild.errors import ConfigError
+from fedguild.errors import ConfigError, DataError
 
 ScheduleKind = Literal["constant", "linear", "cosine"]
 
@@ -56,7 +56,12 @@ def plan_steps(examples: int, settings: TrainingSettings, rng: np.random.Generat
         examples: Number of the client's training examples.
         settings: How it trains.
         rng: Shuffles each epoch.
+
+    Raises:
+        DataError: there are no examples.
     """
+    if examples < 1:
+        raise DataError("A client without training examples cannot train.", "Give every client at least one example.")
     per_epoch = math.ceil(math.ceil(examples / settings.batch_size) / settings.accumulation)
     total = settings.steps if settings.steps is not None else max(1, round((settings.epochs or 0) * per_epoch))
     steps: list[list[list[int]]] = []

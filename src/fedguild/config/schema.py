@@ -95,8 +95,10 @@ class EvaluationSettings(Section):
     clients: bool = Field(
         default=False, description="Also score every client's own model on its own held-out examples."
     )
-    by: Literal["auto", "likelihood", "generation"] = Field(
-        default="auto", description="auto: by likelihood where an example has choices, by generation elsewhere."
+    by: Literal["likelihood", "generation"] = Field(
+        default="likelihood",
+        description="How an example with choices is answered: by the likeliest one, or by generating a text that names "
+        "one. Other responses are always generated.",
     )
     normalise: Literal["mean", "sum"] = Field(
         default="mean", description="A choice's likelihood: mean over its tokens, or their sum."

@@ -156,7 +156,7 @@ def _matching_test(corpus: Corpus, share: Sequence[Example], client: int, rng: n
 
 
 def pooled_test(
-    corpus: Corpus, clients: Sequence[ClientData], *, limit: int | None = None, seed: int
+    corpus: Corpus, clients: Sequence[ClientData], *, limit: int | None = None, seed: int = 0
 ) -> tuple[Example, ...]:
     """Returns what a global model is tested on: the corpus's own test examples, else all clients'.
 

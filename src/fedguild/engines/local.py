@@ -38,8 +38,8 @@ class LocalEngine:
         memory: What clients keep between rounds.
         cohort_size: Clients in one forward and backward pass; `auto` as many as memory holds.
         seed: The run's seed.
-        on_step: Called after each optimizer step with (steps done, steps in all, mean loss), over
-            the cohorts of the round.
+        on_step: Called after each optimizer step with the cohort's (steps done, steps in all, mean
+            loss).
     """
 
     def __init__(
@@ -62,7 +62,13 @@ class LocalEngine:
         self.on_step = on_step
 
     def train(self, method: Method, model: ModelInfo, tasks: Sequence[Task]) -> Iterator[Delivery]:
-        """Yields every task's delivery, in client order; each client's memory is kept before."""
+        """Yields every task's delivery, in client order; each client's memory is kept before.
+
+        A client whose training diverged keeps the memory that it had.
+
+        Raises:
+            FedGuildError: the device does not hold one client, or the memory cannot be written.
+        """
         planned = [(task, method.plan(model, task.client.budget)) for task in tasks]
         for _, group in groupby(planned, key=lambda pair: (pair[1].targets, pair[1].output_scale)):
             members = list(group)
@@ -72,12 +78,12 @@ class LocalEngine:
                 try:
                     deliveries = self._train_cohort(method, cohort)
                 except torch.OutOfMemoryError as error:
-                    if size == 1:
+                    if len(cohort) == 1:
                         raise FedGuildError(
                             f"The memory of {self.backbone.device} does not hold one client's training.",
                             "Lower training.batch_size or data.max_tokens, or set model.gradient_checkpointing=true.",
                         ) from error
-                    members, size = cohort + members, max(1, size // 2)
+                    members, size = cohort + members, len(cohort) // 2
                     torch.cuda.empty_cache()
                     continue
                 yield from deliveries
@@ -100,7 +106,7 @@ class LocalEngine:
             uploads = method.local_update(cohort)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         for task, kept in zip(tasks, cohort.kept, strict=True):
-            if kept:
+            if kept and all(bool(tensor.isfinite().all()) for tensor in kept.values()):
                 self.memory.save(task.client.name, task.round, Payload(kept))
         frequency = None
         if model.backbone.info.moe and cohort.routing is not None:
@@ -146,7 +152,7 @@ def auto_cohort_size(backbone: Backbone, plan: AdapterPlan, tokens: int, clients
         plan,
         tokens,
         dtype=backbone.dtype,
-        checkpointing=bool(getattr(backbone.model, "is_gradient_checkpointing", False)),
+        checkpointing=any(getattr(module, "gradient_checkpointing", False) for module in backbone.model.modules()),
     )
     per_client = need.total_bytes - need.weights_bytes
     return max(1, min(clients, int(MEMORY_SHARE * free / per_client)))

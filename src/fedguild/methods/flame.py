@@ -47,7 +47,8 @@ from fedguild.server.aggregation import WeightedMean
 from fedguild.server.method import Deployment, State, Upload
 
 RESCALER = "rescaler"
-FREQUENCY = "routing/frequency"
+ROUTING = "routing"
+"""The payload part with a_i^j / S_i: for each layer's experts one tensor [M]."""
 OUTPUT_SCALE: Mapping[str, OutputScaleKind] = {
     "per_layer": "per_layer",
     "shared": "shared",
@@ -129,22 +130,20 @@ class Flame:
         """Returns the names and shapes of A_i, B_i, s_i and a_i."""
         shapes = trainable_shapes(model, self.plan(model, client.budget))
         scales = {name: shapes.pop(name) for name in list(shapes) if _is_scale(name)}
-        experts = max(layer.num_experts for layer in model.moe)
         return {
             **in_part(ADAPTER, shapes),
             **in_part(RESCALER, scales),
-            FREQUENCY: (len(model.moe), experts),
+            **in_part(ROUTING, {layer.experts: (layer.num_experts,) for layer in model.moe}),
         }
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
         """Lines 6 to 8, as running means over the uploads."""
         adapter, rescaler = WeightedMean(), WeightedMean()
-        layers: list[str] | None = None
         for upload in uploads:
             tensors = upload.payload.part(ADAPTER)
-            layers = layers or _expert_layers(tensors)
             gamma = self.gamma(upload)
-            adapter.add(tensors, {name: _weight(name, layers, gamma, upload.client.examples) for name in tensors})
+            examples = float(upload.client.examples)
+            adapter.add(tensors, {name: gamma.get(_module(name), examples) for name in tensors})
             own = upload.payload.part(RESCALER)
             rescaler.add({f"{upload.client.budget.name}/{name}": value for name, value in own.items()}, 1.0)
         before = Payload(state.tensors)
@@ -155,10 +154,12 @@ class Flame:
             }
         )
 
-    def gamma(self, upload: Upload) -> Tensor:
-        """Returns gamma_i [L, M] = (a_i^j / S_i)^t |D_i| (Eq. 6)."""
-        frequency = upload.payload.tensors[FREQUENCY].double()
-        return frequency.pow(self.settings.temperature) * upload.client.examples
+    def gamma(self, upload: Upload) -> dict[str, Tensor]:
+        """Returns each layer's gamma_i [M] = (a_i^j / S_i)^t |D_i|, by the path of its experts (Eq. 6)."""
+        return {
+            experts: frequency.double().pow(self.settings.temperature) * upload.client.examples
+            for experts, frequency in upload.payload.part(ROUTING).items()
+        }
 
     def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global LoRA with the budget's k and the mean s of its clients."""
@@ -180,12 +181,13 @@ class Flame:
         scales = {name: tensors.pop(name) for name in list(tensors) if _is_scale(name)}
         cohort.keep(slot, scales)
         assert cohort.routing is not None
-        frequency = cohort.routing.frequency(self.settings.frequency)[:, slot]
+        frequency = cohort.routing.frequency(self.settings.frequency)[:, slot].float().cpu()
+        layers = [layer.experts for layer in cohort.model.backbone.info.moe]
         return Payload(
             {
                 **with_part(ADAPTER, tensors),
                 **with_part(RESCALER, scales),
-                FREQUENCY: frequency.float().cpu(),
+                **with_part(ROUTING, dict(zip(layers, frequency, strict=True))),
             }
         )
 
@@ -194,13 +196,6 @@ def _is_scale(name: str) -> bool:
     return name.endswith("output_scale")
 
 
-def _expert_layers(names: Iterable[str]) -> list[str]:
-    """Returns the module paths of the experts with LoRA, in layer order."""
-    paths = (name.rsplit(".", 2)[0] for name in names if ".experts." in name)
-    return list(dict.fromkeys(paths))
-
-
-def _weight(name: str, layers: Sequence[str], gamma: Tensor, examples: int) -> float | Tensor:
-    """Returns a tensor's weight: gamma_i^j [M] for an expert's LoRA, |D_i| for any other."""
-    path = name.rsplit(".", 2)[0]
-    return gamma[layers.index(path)] if path in layers else float(examples)
+def _module(name: str) -> str:
+    """Returns the path of the experts that an expert's LoRA belongs to: `….experts` of `….experts.up_proj.lora_A`."""
+    return name.rsplit(".", 2)[0]

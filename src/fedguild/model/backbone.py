@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from fedguild.errors import ConfigError, ModelError
@@ -50,6 +53,18 @@ class Backbone:
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+    @contextmanager
+    def caching(self) -> Iterator[None]:
+        """Lets the layers keep what they computed for past tokens; a layer that checkpoints drops it."""
+        checkpointed = [layer for layer in _checkpointed_layers(self.model) if layer.training]
+        try:
+            for layer in checkpointed:
+                layer.training = False
+            yield
+        finally:
+            for layer in checkpointed:
+                layer.training = True
 
 
 def load_backbone(
@@ -108,12 +123,14 @@ def make_backbone(model: Any, tokenizer: Any, *, name: str, gradient_checkpointi
         tokenizer: Its tokenizer; may be None where no text is encoded.
         name: What to call it in records and messages.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
+
+    Raises:
+        ModelError: its experts are not supported, or it cannot recompute activations.
     """
     model.requires_grad_(False)
     model.eval()
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
+        _checkpoint_layers(model, name)
     if tokenizer is not None and tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     runtime = Runtime()
@@ -123,6 +140,20 @@ def make_backbone(model: Any, tokenizer: Any, *, name: str, gradient_checkpointi
     info = describe(model, name, layers)
     parameter = next(model.parameters())
     return Backbone(model, tokenizer, info, layers, runtime, parameter.device, model.dtype)
+
+
+def _checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _checkpoint_layers(model: Any, name: str) -> None:
+    """Switches checkpointing on: only the layers are told that they train, so no dropout of the model's own acts."""
+    layers = _checkpointed_layers(model)
+    if not layers:
+        raise ModelError(f"{name} cannot recompute activations.", "Set model.gradient_checkpointing=false.")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in layers:
+        layer.training = True
 
 
 def describe(model: Any, name: str, layers: list[MoeLayer]) -> ModelInfo:

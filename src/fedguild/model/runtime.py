@@ -36,11 +36,6 @@ class Pass:
     _slots: dict[int, Tensor] = field(default_factory=dict)
     _keep: Tensor | None = None
 
-    @property
-    def even(self) -> bool:
-        """Whether every slot has the same number of rows."""
-        return len(set(self.rows_per_slot)) == 1
-
     def slot_of_token(self, tokens: int, device: torch.device) -> Tensor:
         """Returns [tokens] the slot of each token of the flattened rows."""
         if tokens not in self._slots:

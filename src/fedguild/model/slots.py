@@ -33,7 +33,7 @@ class SlotModel:
     Raises:
         ConfigError: the plans do not fit together, a target names no layer, or more experts
             are to be active than the model's top-k.
-        ModelError: another SlotModel is still attached.
+        ModelError: another SlotModel is still attached, or active experts are asked of a dense model.
     """
 
     def __init__(self, backbone: Backbone, plans: Sequence[AdapterPlan]) -> None:
@@ -109,7 +109,7 @@ class SlotModel:
         try:
             logits = self.backbone.model(
                 input_ids=batch.input_ids,
-                attention_mask=batch.attention,
+                attention_mask=self._attention(batch.attention),
                 position_ids=batch.position_ids,
                 use_cache=False,
             ).logits
@@ -142,14 +142,15 @@ class SlotModel:
         runtime.current = self._pass(tuple(len(slot_rows) for slot_rows in prompts), mask)
         runtime.counting = True
         try:
-            out = self.backbone.model.generate(
-                input_ids=ids,
-                attention_mask=mask.long(),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-            )
+            with self.backbone.caching():
+                out = self.backbone.model.generate(
+                    input_ids=ids,
+                    attention_mask=mask.long(),
+                    max_new_tokens=max_new_tokens,
+                    do_sample=False,
+                    pad_token_id=tokenizer.pad_token_id,
+                    eos_token_id=tokenizer.eos_token_id,
+                )
         finally:
             runtime.counting = False
         new = iter(_until(row, tokenizer.eos_token_id) for row in out[:, width:].tolist())
@@ -166,6 +167,22 @@ class SlotModel:
             yield statistics
         finally:
             self.backbone.runtime.statistics = None
+
+    def _attention(self, allowed: Tensor | None) -> Tensor | None:
+        """Returns a batch's own attention as the model takes it; eager attention adds it to its scores."""
+        if allowed is None:
+            return None
+        kind = self.backbone.model.config._attn_implementation
+        if kind == "sdpa":
+            return allowed
+        if kind == "eager":
+            dtype = self.backbone.dtype
+            blocked = torch.finfo(dtype).min
+            return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, blocked)
+        raise ModelError(
+            f"The attention implementation {kind} cannot run rows that hold several candidate answers.",
+            "Set model.attention to sdpa or eager.",
+        )
 
     def _pass(self, rows: tuple[int, ...], mask: Tensor | None, select: Tensor | None = None) -> Pass:
         own = self.backbone.info.top_k
@@ -260,11 +277,13 @@ def _check_plans(backbone: Backbone, plans: Sequence[AdapterPlan]) -> None:
     if any((plan.targets, plan.output_scale) != (first.targets, first.output_scale) for plan in plans):
         raise ConfigError("The clients of a cohort must share LoRA targets and the kind of output scale.")
     top_k = backbone.info.top_k
+    if any(plan.active_experts is not None for plan in plans):
+        backbone.info.require_experts("A number of active experts")
     for plan in plans:
         if plan.active_experts is not None and plan.active_experts > top_k:
             raise ConfigError(
                 f"{plan.active_experts} active experts are asked for, but {backbone.info.name} runs {top_k} of "
-                f"{backbone.info.moe[0].num_experts if backbone.info.moe else 0}.",
+                f"{backbone.info.moe[0].num_experts}.",
                 f"Choose active_experts from 1 to {top_k}.",
             )
 

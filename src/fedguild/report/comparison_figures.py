@@ -71,7 +71,7 @@ def cost_against_score(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]
                 ]
                 axes.plot([x for x, _, _ in points], [y for _, y, _ in points], color=colour, linewidth=0.9, alpha=0.6)
                 axes.scatter([x for x, _, _ in points], [y for _, y, _ in points], s=26, color=colour, zorder=3)
-                for x, y, name in points:
+                for x, y, name in points if len(table.rows) <= _MOST_METHODS_LABELLED else []:
                     axes.annotate(name, (x, y), corner, textcoords="offset points", ha=side, size=8, color=colour)
         left.set(xlabel="training FLOPs per client", ylabel=f"{table.split} score")
         right.set(xlabel="bytes sent per client")

@@ -16,7 +16,7 @@ from fedguild.report.costs import Cost
 from fedguild.report.style import FULL_WIDTH, HEAT, INK, MUTED, gridlines, ordered_colours, spread_apart, styled, to_svg
 
 Curve = Sequence[tuple[int, float]]
-_MOST_LABELS = 30
+_MOST_LABELS = 60
 _MOST_ROWS_NAMED = 40
 _CHARACTERS_IN_A_LINE = 110
 
@@ -98,7 +98,7 @@ def expert_heat_maps_by_layer(frequency: NDArray[np.float64]) -> str:
 def partition_bubbles(labels: Sequence[str], counts: NDArray[np.int64], clients: Sequence[str]) -> str:
     """Returns clients × labels, each circle's area the number of examples.
 
-    Beyond 30 labels the rarer ones are drawn together as `other`.
+    Beyond 60 labels the rarer ones are drawn together as `other`.
 
     Args:
         labels: Column names.
@@ -120,7 +120,7 @@ def partition_bubbles(labels: Sequence[str], counts: NDArray[np.int64], clients:
         axes.set_xticks(range(columns), names)
         if tilted:
             for tick in axes.get_xticklabels():
-                tick.set(rotation=35, ha="right", rotation_mode="anchor")
+                tick.set(rotation=60 if columns > 30 else 35, ha="right", rotation_mode="anchor")
         step = 1 if rows <= _MOST_ROWS_NAMED else -(-rows // _MOST_ROWS_NAMED)
         axes.set_yticks(range(0, rows, step), [clients[index] for index in range(0, rows, step)])
         for index in range(0, rows, step):
@@ -179,7 +179,7 @@ def _percent(value: float, _position: int | None = None) -> str:
 
 
 def _merge_rare(labels: Sequence[str], counts: NDArray[np.int64]) -> tuple[list[str], NDArray[np.int64]]:
-    """Returns at most 30 columns: all, or the 29 most frequent in their order and the sum of the others."""
+    """Returns at most 60 columns: all, or the 59 most frequent in their order and the sum of the others."""
     if len(labels) <= _MOST_LABELS:
         return list(labels), counts
     ranked = np.argsort(-counts.sum(axis=0), kind="stable")

@@ -18,7 +18,7 @@ from fedguild.report.comparison import ComparisonTable, compare
 from fedguild.report.costs import client_totals, phase_seconds
 from fedguild.report.record import Run, load_run
 from fedguild.report.summary import budget_title, comparison_summary, run_summary
-from fedguild.report.tables import client_grid, routing_grid, run_table, task_grid
+from fedguild.report.tables import client_grid, own_scores, routing_grid, run_table, task_grid
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
@@ -58,7 +58,6 @@ def write_comparison(
 
 def _run_page(run: Run) -> dict[str, Any]:
     table, totals = run_table(run), client_totals(run)
-    own = {int(name.rpartition("-")[2]): entry.score for name, entry in run.scored("client", run.last_round).items()}
     curves = {budget_title(row.budget): run.curve("budget", row.budget.name) for row in table.rows}
     costs = {row.budget.name: row.cost for row in table.rows if row.cost}
     routing = run.last_routing
@@ -74,7 +73,7 @@ def _run_page(run: Run) -> dict[str, Any]:
         "routing": routing_grid(routing) if routing else None,
         "partition": _partition_figure(run),
         "costs": _figure(figures.cost_bars(costs)) if costs else None,
-        "clients": client_grid(totals, own) if totals else None,
+        "clients": client_grid(totals, own_scores(run)) if totals else None,
         "phases": [(name, units.duration(spent), spent / sum(phases.values())) for name, spent in phases.items()],
         "rejections": run.rejections(),
         **_details(run),

@@ -122,11 +122,14 @@ class Run:
         """Returns the evaluated budgets: in the config's order, then those that it does not list."""
         scored = self.scored("budget", self.last_round)
         listed = {str(entry["name"]): entry for entry in self.setting("federation", "budgets", default=[])}
+        as_budgeted = self.setting("evaluation", "active_experts", default="budget") == "budget"
         order = [name for name in listed if name in scored] + [name for name in scored if name not in listed]
         return tuple(
             BudgetFacts(
                 name=name,
-                active_experts=scored[name].active_experts or listed.get(name, {}).get("active_experts") or None,
+                active_experts=scored[name].active_experts
+                or (listed.get(name, {}).get("active_experts") if as_budgeted else None)
+                or None,
                 rank=listed.get(name, {}).get("rank"),
                 inference_flops_per_token=scored[name].inference_flops_per_token,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fedguild.evaluation.metrics import Spread
 from fedguild.report import units
 from fedguild.report.comparison import MEAN, MTAL, ComparisonTable
 from fedguild.report.record import BudgetFacts
@@ -32,16 +33,17 @@ def run_summary(table: RunTable) -> list[str]:
 
 
 def comparison_summary(table: ComparisonTable) -> list[str]:
-    """Returns, a sentence each, who leads whom at the smallest budget, by how much against the seeds' spread, and at what cost."""
+    """Returns, a sentence each, who leads whom at the smallest budget and at what cost.
+
+    The lead is the paired difference over the seeds, held against the spread between them.
+    """
     column = table.smallest.name if table.smallest else MTAL
     rivals = [row.label for row in table.rows if row.label != table.reference and row.spread(column)]
     reference = table.row(table.reference).spread(column)
     if not rivals or reference is None:
         return [f"{units.count_of(len(table.rows), 'method')} over {units.count_of(len(table.seeds), 'seed')}."]
     leader = max(rivals, key=lambda label: _mean(table, label, column))
-    where = (
-        f"At the smallest budget, {budget_title(table.smallest)}," if table.smallest else "On the clients' own data,"
-    )
+    where = f"At the smallest budget, {budget_title(table.smallest)}" if table.smallest else "On the clients' own data"
     text = f"{where}, {leader} scores {_mean(table, leader, column):.3f} and {table.reference} {reference.mean:.3f}"
     return [f"{text}{_lead(table, leader, column)}.", *_elsewhere(table, leader), *_costs(table, leader, column)]
 
@@ -51,7 +53,7 @@ def _lead(table: ComparisonTable, leader: str, column: str) -> str:
     difference = table.difference(leader, column)
     if difference is None:
         return ""
-    text = f": {units.score_spread(difference, difference=True)}"
+    text = f": {_signed(difference)}"
     if difference.count < 2:
         return f"{text}, from one seed, so chance is not ruled out"
     spreads = [table.row(label).spread(column) for label in (leader, table.reference)]
@@ -65,7 +67,7 @@ def _elsewhere(table: ComparisonTable, leader: str) -> list[str]:
     difference = table.difference(leader, MEAN) if MEAN in table.columns else None
     if difference is None:
         return []
-    text = units.score_spread(difference, difference=True)
+    text = _signed(difference)
     return [f"Averaged over the {len(table.budgets)} budgets the difference is {text}."]
 
 
@@ -83,6 +85,11 @@ def _costs(table: ComparisonTable, leader: str, column: str) -> list[str]:
         return []
     same = "A token costs the same to infer under both. " if table.equal_inference and table.smallest else ""
     return [f"{same}With {leader}, {' and '.join(facts)}."]
+
+
+def _signed(difference: Spread) -> str:
+    """Returns `+0.206 ± 0.023`, kept on one line."""
+    return units.score_spread(difference, difference=True).replace(" ", "\u00a0")
 
 
 def _share(ours: float, theirs: float, what: str) -> str:

@@ -125,8 +125,14 @@ def mean_over_clients(run: Run) -> float | None:
     recorded = run.scored("summary", run.last_round).get("mtal")
     if recorded:
         return recorded.score
-    scores = [record.score for record in run.scored("client", run.last_round).values()]
-    return fmean(scores) if scores else None
+    scores = own_scores(run)
+    return fmean(scores.values()) if scores else None
+
+
+def own_scores(run: Run) -> dict[int, float]:
+    """Returns client index -> score of its own model on its own data; clients without examples have none."""
+    scored = run.scored("client", run.last_round)
+    return {int(name.rpartition("-")[2]): entry.score for name, entry in scored.items() if entry.examples != 0}
 
 
 def size_of(budget: BudgetFacts) -> tuple[float, float]:
@@ -134,16 +140,16 @@ def size_of(budget: BudgetFacts) -> tuple[float, float]:
     return (budget.active_experts or float("inf"), budget.rank or float("inf"))
 
 
-def client_grid(totals: Iterable[ClientTotals], own_scores: Mapping[int, float]) -> Grid:
+def client_grid(totals: Iterable[ClientTotals], own: Mapping[int, float]) -> Grid:
     """Returns the table of clients: what each trained on, its score on its own data, what it paid."""
     header = ["Client", "Budget", "Experts", "Rank", "Examples", "Steps", "Tokens", "Train loss"]
-    header += ["Own score"] if own_scores else []
+    header += ["Own score"] if own else []
     header += ["Training FLOPs", "Upload", "Download", "Peak memory", "Time"]
     body = []
     for row in totals:
         entries = [str(row.client), row.budget, str(row.active_experts or units.MISSING), str(row.rank)]
         entries += [*map(units.count, (row.examples, row.steps, row.tokens)), f"{row.train_loss:.3f}"]
-        entries += [units.score(own_scores.get(row.client))] if own_scores else []
+        entries += [units.score(own.get(row.client))] if own else []
         entries += [units.si(row.cost.training_flops), *map(units.byte_count, _bytes(row.cost))]
         entries += [units.duration(row.cost.seconds)]
         body.append(tuple(map(Cell, entries)))

@@ -16,12 +16,13 @@ class Tracker:
     Args:
         folder: The run folder.
         enabled: Whether anything is written.
+        first_round: TensorBoard drops what a run that was stopped wrote from this round on.
 
     Raises:
         ConfigError: it is enabled, but TensorBoard is not installed.
     """
 
-    def __init__(self, folder: Path, *, enabled: bool) -> None:
+    def __init__(self, folder: Path, *, enabled: bool, first_round: int = 0) -> None:
         self._writer: Any = None
         if enabled:
             try:
@@ -31,7 +32,7 @@ class Tracker:
                     "tracking.tensorboard needs TensorBoard, which is not installed.",
                     "pip install 'fedguild[track]', or set tracking.tensorboard=false.",
                 ) from error
-            self._writer = SummaryWriter(str(folder / "tensorboard"))
+            self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_round)
 
     def __enter__(self) -> Tracker:
         return self

@@ -100,6 +100,9 @@ class Method(Protocol):
         """Returns the model that this client itself uses after the round.
 
         Args:
+            state: The method's state after the round.
+            model: The backbone's description.
+            client: Whose model it is.
             memory: What the client kept from its last participation; empty if it never took part.
         """
         ...

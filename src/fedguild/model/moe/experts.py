@@ -92,7 +92,7 @@ def run_experts(
         inner = frozen.down.shape[-1]
         concatenated = prefers_concatenation(plan.token.shape[0], experts, slots, rank, inner)
         layout = LowRankLayout.choose(plan, rank, scale.to(tokens.dtype), concatenated)
-    output: Tensor = _Experts.apply(tokens, weights, plan, frozen, layout, *flat)
+    output: Tensor = _Experts.apply(tokens, weights, plan, frozen, layout, *flat)  # type: ignore[no-untyped-call]
     return output
 
 

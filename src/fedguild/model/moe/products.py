@@ -1,17 +1,24 @@
 """Grouped matrix products: rows sorted by group, one matrix for each group.
 
-torch's `grouped_mm` does them in one call for fp32, bf16 and fp16; a plain loop does them in
-fp64, which makes it the reference path of the tests.
+On a GPU, torch's `grouped_mm` does them in one kernel. On a CPU it runs the groups one after the
+other, each on all cores, which wastes most of them on small groups; there, threads of our own
+take whole groups, each on one core (measured in benchmarks/grouped_products.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 _GROUP_LIMIT_CUDA = 1023
+"""Most groups that a CUDA kernel of `grouped_mm` takes."""
+_THREADED_WORK = 250_000
+"""Multiplications per group from which own threads pay for themselves on a CPU."""
 
 
 def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -22,11 +29,18 @@ def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         matrices: [G, in, out].
         ends: [G] int32, where each group's rows end; the last equals n.
     """
-    if rows.dtype is torch.float64:
-        return _loop_rows(rows, matrices, ends)
-    if rows.is_cuda and matrices.shape[0] > _GROUP_LIMIT_CUDA:
+    groups, inner, outer = matrices.shape
+    if rows.is_cuda:
         return _in_chunks(rows, matrices, ends)
-    return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
+    if not _threaded(rows, rows.shape[0] * inner * outer, groups):
+        return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
+    out = rows.new_empty(rows.shape[0], outer)
+
+    def multiply(group: int, start: int, end: int) -> None:
+        torch.mm(rows[start:end], matrices[group], out=out[start:end])
+
+    _for_each_group(multiply, ends)
+    return out
 
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
@@ -34,38 +48,71 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
     A group without rows gives zeros.
     """
-    if left.dtype is torch.float64:
-        return _loop_outer(left, right, ends)
-    if left.is_cuda and ends.shape[0] > _GROUP_LIMIT_CUDA:
-        return _loop_outer(left, right, ends)
-    return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
+    groups = ends.shape[0]
+    if left.is_cuda and groups <= _GROUP_LIMIT_CUDA:
+        return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
+    if not left.is_cuda and not _threaded(left, left.shape[0] * left.shape[1] * right.shape[1], groups):
+        return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
+    out = left.new_zeros(groups, left.shape[1], right.shape[1])
 
+    def multiply(group: int, start: int, end: int) -> None:
+        torch.mm(left[start:end].t(), right[start:end], out=out[group])
 
-def _bounds(ends: Tensor) -> list[tuple[int, int]]:
-    return list(pairwise([0, *ends.tolist()]))
-
-
-def _loop_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    out = rows.new_zeros(rows.shape[0], matrices.shape[2])
-    for group, (start, end) in enumerate(_bounds(ends)):
-        if end > start:
-            out[start:end] = rows[start:end] @ matrices[group]
+    _for_each_group(multiply, ends)
     return out
 
 
-def _loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    out = left.new_zeros(ends.shape[0], left.shape[1], right.shape[1])
-    for group, (start, end) in enumerate(_bounds(ends)):
-        if end > start:
-            out[group] = left[start:end].t() @ right[start:end]
-    return out
+def _threaded(rows: Tensor, work: int, groups: int) -> bool:
+    """Whether to take the groups one by one; `grouped_mm` has no fp64."""
+    return rows.dtype is torch.float64 or work >= _THREADED_WORK * groups
+
+
+def _for_each_group(multiply: Callable[[int, int, int], None], ends: Tensor) -> None:
+    """Calls `multiply(group, start, end)` for every group with rows, on all cores."""
+    bounds = enumerate(pairwise([0, *ends.tolist()]))
+    jobs = iter([(group, start, end) for group, (start, end) in bounds if end > start])
+    threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
+    if threads == 1 or ends.is_cuda:
+        _work(multiply, jobs, inference)
+        return
+    helpers = [_pool(threads - 1).submit(_work, multiply, jobs, inference) for _ in range(threads - 1)]
+    with _one_core():
+        _work(multiply, jobs, inference)
+        for helper in helpers:
+            helper.result()
+
+
+def _work(multiply: Callable[[int, int, int], None], jobs: Iterator[tuple[int, int, int]], inference: bool) -> None:
+    """Takes jobs until there are none; several threads may share `jobs`. Torch's modes are each thread's own."""
+    with torch.inference_mode(inference), torch.no_grad():
+        for job in jobs:
+            multiply(*job)
+
+
+@lru_cache(maxsize=1)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "grouped-products", initializer=torch.set_num_threads, initargs=(1,))
+
+
+class _one_core:  # noqa: N801 - reads as a statement: `with _one_core():`
+    """Keeps torch's products in this thread on one core; the other threads have theirs."""
+
+    def __enter__(self) -> None:
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._threads)
 
 
 def _in_chunks(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Splits a product of more groups than a CUDA kernel takes into several calls."""
+    """One product; in several calls where there are more groups than a CUDA kernel takes."""
+    groups = matrices.shape[0]
+    if groups <= _GROUP_LIMIT_CUDA:
+        return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
     parts, start = [], 0
-    for first in range(0, matrices.shape[0], _GROUP_LIMIT_CUDA):
-        last = min(first + _GROUP_LIMIT_CUDA, matrices.shape[0])
+    for first in range(0, groups, _GROUP_LIMIT_CUDA):
+        last = min(first + _GROUP_LIMIT_CUDA, groups)
         stop = int(ends[last - 1])
         parts.append(
             torch.nn.functional.grouped_mm(rows[start:stop], matrices[first:last], offs=ends[first:last] - start)

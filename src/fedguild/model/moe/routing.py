@@ -1,7 +1,7 @@
 """How a family turns router logits into active experts and their weights.
 
 Transformers gives each family a router class of its own; what differs between them fits in the
-five facts of a `RoutingRule`. A test holds `route` equal to every family's own router.
+six facts of a `RoutingRule`. A test holds `route` equal to every family's own router.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class RoutingRule:
         groups: Number of expert groups, of which a token may use `groups_kept`; 1 means no limit.
         groups_kept: Groups that a token may use.
         group_score: A group's score is its best expert's (`max`) or its two best experts' sum.
-        fp32_logits: Whether the family computes its logits in fp32.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -33,7 +32,6 @@ class RoutingRule:
     groups: int = 1
     groups_kept: int = 1
     group_score: Literal["max", "top2"] = "max"
-    fp32_logits: bool = False
 
 
 def routing_rule(family: str, router: nn.Module) -> RoutingRule:
@@ -46,7 +44,6 @@ def routing_rule(family: str, router: nn.Module) -> RoutingRule:
             groups=int(_number(router, "num_group")),
             groups_kept=int(_number(router, "topk_group")),
             group_score="top2",
-            fp32_logits=True,
         )
     if family == "deepseek_v2":
         limited = getattr(router, "topk_method", "greedy") == "group_limited_greedy"
@@ -54,7 +51,6 @@ def routing_rule(family: str, router: nn.Module) -> RoutingRule:
             scaling=_number(router, "routed_scaling_factor"),
             groups=int(_number(router, "num_group")) if limited else 1,
             groups_kept=int(_number(router, "topk_group")) if limited else 1,
-            fp32_logits=True,
         )
     return RoutingRule(renormalise=family == "mixtral" or bool(getattr(router, "norm_topk_prob", False)))
 

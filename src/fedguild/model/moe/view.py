@@ -82,30 +82,30 @@ def find_moe_layers(model: nn.Module, family: str, runtime: Runtime) -> list[Moe
     """
     found: list[MoeLayer] = []
     for name, block in model.named_modules():
-        router = getattr(block, "gate", None)
         experts = getattr(block, "experts", None)
-        if experts is None or not isinstance(router, nn.Module):
+        if not isinstance(experts, nn.Module):
             continue
-        if family not in FAMILIES or not hasattr(experts, "gate_up_proj"):
+        router = getattr(block, "gate", None)
+        if family not in FAMILIES or router is None or not hasattr(experts, "gate_up_proj"):
             raise ModelError(
                 f"The experts of '{family}' models ({type(experts).__name__}) are not supported.",
                 f"Supported mixture-of-experts families: {', '.join(FAMILIES)}.",
             )
-        info = MoeInfo(
-            name=name,
-            router=f"{name}.gate",
-            experts=f"{name}.experts",
-            num_experts=experts.gate_up_proj.shape[0],
-            top_k=_top_k(router),
-            hidden=experts.gate_up_proj.shape[2],
-            width=experts.down_proj.shape[2],
-        )
+        info = _describe(name, router, experts)
         found.append(MoeLayer(len(found), info, router, experts, routing_rule(family, router), runtime))
     return found
 
 
-def _top_k(router: Any) -> int:
-    return int(router.top_k)
+def _describe(name: str, router: Any, experts: Any) -> MoeInfo:
+    return MoeInfo(
+        name=name,
+        router=f"{name}.gate",
+        experts=f"{name}.experts",
+        num_experts=experts.gate_up_proj.shape[0],
+        top_k=int(router.top_k),
+        hidden=experts.gate_up_proj.shape[2],
+        width=experts.down_proj.shape[2],
+    )
 
 
 def attach(model: Any, layers: list[MoeLayer]) -> None:

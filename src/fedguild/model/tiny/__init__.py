@@ -1,4 +1,4 @@
-"""The embedded checkpoint: a 3.7 M-parameter OLMoE that ships with the package.
+"""The embedded checkpoint: an OLMoE of 3.6 M parameters that ships with the package.
 
 It loads as any other model does, `AutoModelForCausalLM.from_pretrained(CHECKPOINT)`, so that
 examples, tests and the demo need no download. `python -m fedguild.model.tiny.build` rebuilds it.

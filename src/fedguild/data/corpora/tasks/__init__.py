@@ -1,4 +1,4 @@
-"""The embedded corpus: an endless supply of small instruction tasks in ten families.
+"""The embedded corpus: small instruction tasks in ten families, thousands of questions in each.
 
 No download and no licence: everything is drawn from a seed. One prompt in eight is held out by a
 hash of its text, whatever the seed, so that a test question was never in any training set, that

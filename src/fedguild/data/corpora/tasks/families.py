@@ -58,16 +58,6 @@ def _mixed_words(rng: Generator, least: int, most: int) -> list[str]:
     return _sample(rng, pool, int(rng.integers(least, most + 1)))
 
 
-def _numbers(rng: Generator) -> tuple[str, ...]:
-    """Returns three different two-digit numbers."""
-    drawn: list[str] = []
-    while len(drawn) < 3:
-        number = str(rng.integers(10, 100))
-        if number not in drawn:
-            drawn.append(number)
-    return tuple(drawn)
-
-
 def _reverse(rng: Generator) -> Question:
     drawn = _mixed_words(rng, 3, 4)
     return Question(_listed(drawn), " ".join(reversed(drawn)))
@@ -116,28 +106,19 @@ def _repeated(rng: Generator) -> Question:
     return Question(_listed(shuffled), twice, tuple(drawn))
 
 
-def _largest(rng: Generator) -> Question:
-    drawn = _numbers(rng)
-    return Question(_listed(drawn, "Numbers"), max(drawn), drawn)
+def _digits(rng: Generator) -> list[int]:
+    return [int(digit) for digit in rng.integers(1, 10, size=4)]
 
 
 def _sum(rng: Generator) -> Question:
-    digits = rng.integers(1, 10, size=4)
-    return Question(_listed([str(digit) for digit in digits], "Numbers"), str(digits.sum()))
+    digits = _digits(rng)
+    return Question(_listed([str(digit) for digit in digits], "Numbers"), str(sum(digits)))
 
 
-def _smallest(rng: Generator) -> Question:
-    drawn = _numbers(rng)
-    return Question(_listed(drawn, "Numbers"), min(drawn), drawn)
-
-
-def _has_color(rng: Generator) -> Question:
-    drawn = _mixed_words(rng, 3, 3)
-    if rng.random() < 0.4:
-        others = [word for topic, pool in words.CATEGORIES.items() if topic != "color" for word in pool]
-        drawn = _sample(rng, others, 3)
-    found = any(word in words.CATEGORIES["color"] for word in drawn)
-    return Question(_listed(drawn), "yes" if found else "no", ("yes", "no"))
+def _above_twenty(rng: Generator) -> Question:
+    digits = _digits(rng)
+    answer = "yes" if sum(digits) > 20 else "no"
+    return Question(_listed([str(digit) for digit in digits], "Numbers"), answer, ("yes", "no"))
 
 
 FAMILIES: dict[str, Family] = {
@@ -145,13 +126,11 @@ FAMILIES: dict[str, Family] = {
     "translate": Family("generated", True, "Translate the words to Lumo.", _translate),
     "sentiment": Family("classified", True, "Is the review positive or negative?", _sentiment),
     "odd_one_out": Family("multiple_choice", True, "Which word does not belong?", _odd_one_out),
-    "largest": Family("multiple_choice", True, "Which number is the largest?", _largest),
     "sum": Family("generated", True, "Add the numbers.", _sum),
     "rotate": Family("generated", False, "Move the first word to the end.", _rotate),
     "translate_back": Family("generated", False, "Translate the words to English.", _translate_back),
     "topic": Family("classified", False, "Are these animal, color, food or tool?", _topic),
-    "has_color": Family("classified", False, "Is there a color?", _has_color),
+    "above_twenty": Family("classified", False, "Is the sum more than 20?", _above_twenty),
     "repeated": Family("multiple_choice", False, "Which word is written twice?", _repeated),
-    "smallest": Family("multiple_choice", False, "Which number is the smallest?", _smallest),
 }
 """Family name -> family; the names are also the corpus's labels."""

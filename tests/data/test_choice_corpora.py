@@ -1,7 +1,6 @@
-"""Every layout of every corpus, on small files written here."""
+"""Every layout of the corpora whose answers are chosen, on small files written here."""
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +8,7 @@ import pytest
 
 from fedguild.data import load_corpus
 from fedguild.errors import DataError
-
-
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def write_json(path: Path, value: Any) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value))
-    return str(path)
-
-
-def write_csv(path: Path, rows: list[list[Any]], **options: Any) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        csv.writer(file, **options).writerows(rows)
-    return str(path)
+from tests.data.writing import write_csv, write_json, write_jsonl
 
 
 class TestAgNews:
@@ -94,81 +75,6 @@ class TestSnli:
         path = write_jsonl(tmp_path / "a.jsonl", [{"premise": "a", "hypothesis": "b", "label": "perhaps"}])
         with pytest.raises(DataError, match="label 'perhaps'"):
             load_corpus("snli", train=path)
-
-
-class TestDolly:
-    hub = ({"instruction": "Name it.", "context": "A cat.", "response": " Cat ", "category": "closed_qa"},)
-    alpagasus = ({"instruction": "Name it.", "input": "A cat.", "output": "Cat", "category": "closed_qa"},)
-
-    @pytest.mark.parametrize("rows", [hub, alpagasus])
-    @pytest.mark.parametrize("write", [write_jsonl, write_json])
-    def test_both_spellings_in_both_forms(self, tmp_path: Path, rows: Any, write: Any):
-        (example,) = load_corpus("dolly", train=write(tmp_path / "train.json", list(rows))).train
-        assert "### Instruction:\nName it.\n\n### Input:\nA cat.\n\n### Response:" in example.prompt
-        assert (example.response, example.label, example.task) == ("Cat", "closed_qa", "closed_qa")
-        assert (example.choices, example.answer) == ((), None)
-
-    def test_a_record_without_a_response_is_dropped(self, tmp_path: Path):
-        rows = [dict(self.hub[0]), dict(self.hub[0], response="")]
-        assert len(load_corpus("dolly", train=write_json(tmp_path / "train.json", rows)).train) == 1
-
-
-class TestAlpaca:
-    def test_the_opening_word_is_the_label_and_the_tail_is_other(self, tmp_path: Path):
-        words = ["Write", "write", "List", "list", "Sing"]
-        rows = [{"instruction": f"{word} it.", "input": "", "output": "ok"} for word in words]
-        train = write_json(tmp_path / "train.json", rows)
-        test = write_json(tmp_path / "test.json", [*rows[:1], *rows[4:]])
-        corpus = load_corpus("alpaca", train=train, test=test, top_labels=2)
-        assert [example.label for example in corpus.train] == ["write", "write", "list", "list", "other"]
-        assert [example.label for example in corpus.test] == ["write", "other"]
-
-
-class TestNaturalInstructions:
-    def folder(self, path: Path, sizes: dict[str, int]) -> str:
-        for name, size in sizes.items():
-            instances = [{"id": f"{name}-{i}", "input": f"{name} {i}", "output": ["yes", "si"]} for i in range(size)]
-            task = {"Categories": ["Questions"], "Definition": [f"Do {name}."], "Instances": instances}
-            write_json(path / f"{name}.json", task)
-        return str(path)
-
-    def test_new_form(self, tmp_path: Path):
-        example = load_corpus("natural_instructions", train=self.folder(tmp_path / "tasks", {"task1": 2})).train[1]
-        assert "### Instruction:\nDo task1.\n\n### Input:\ntask1 1\n\n" in example.prompt
-        assert (example.response, example.label, example.task) == ("yes", "task1", "task1")
-
-    def test_old_form_and_category(self, tmp_path: Path):
-        task = {"Definition": "Do it.", "Categories": "Logic", "Instances": [{"input": "a", "output": "b"}]}
-        path = write_json(tmp_path / "task7.json", task)
-        (example,) = load_corpus("natural_instructions", train=path, label="category").train
-        assert (example.response, example.label, example.task) == ("b", "Logic", "task7")
-        assert "### Instruction:\nDo it." in example.prompt
-
-    def test_the_largest_tasks_are_kept_and_the_test_follows(self, tmp_path: Path):
-        train = self.folder(tmp_path / "train", {"a": 1, "b": 3, "c": 2})
-        test = self.folder(tmp_path / "test", {"a": 9, "b": 1, "c": 1})
-        corpus = load_corpus("natural_instructions", train=train, test=test, max_tasks=2)
-        assert [example.task for example in corpus.train] == ["b", "b", "b", "c", "c"]
-        assert [example.task for example in corpus.test] == ["b", "c"]
-
-    def test_bad_tasks(self, tmp_path: Path):
-        path = write_json(tmp_path / "a.json", {"Definition": "x", "Examples": []})
-        with pytest.raises(DataError, match=r"a\.json lacks: Instances\.\nFound: Definition, Examples\. Expected"):
-            load_corpus("natural_instructions", train=path)
-        path = write_json(tmp_path / "b.json", {"Definition": "x", "Instances": [{"input": "a"}]})
-        with pytest.raises(DataError, match="Instance 1"):
-            load_corpus("natural_instructions", train=path)
-        with pytest.raises(DataError, match="Known: task, category"):
-            load_corpus("natural_instructions", train=path, label="domain")
-        (tmp_path / "d.json").write_text("{")
-        with pytest.raises(DataError, match=r"d\.json cannot be read as JSON"):
-            load_corpus("natural_instructions", train=str(tmp_path / "d.json"))
-        path = write_json(tmp_path / "c.json", [1])
-        with pytest.raises(DataError, match="holds a JSON list"):
-            load_corpus("natural_instructions", train=path)
-        (tmp_path / "empty").mkdir()
-        with pytest.raises(DataError, match="no task files"):
-            load_corpus("natural_instructions", train=str(tmp_path / "empty"))
 
 
 def commonsense_row(instruction: str, accepted: str, answer: str) -> dict[str, str]:
@@ -343,60 +249,3 @@ class TestMmlu:
         row = {"question": "What?", "subject": "virology", "choices": ["a"], "answer": 1}
         with pytest.raises(DataError, match="a list of four texts"):
             load_corpus("mmlu", train=write_jsonl(tmp_path / "a.jsonl", [row]))
-
-
-class TestTeleQuad:
-    def qa(self, question: str, *answers: str, **more: Any) -> dict[str, Any]:
-        return {"question": question, "answers": [{"text": text, "answer_start": 0} for text in answers], **more}
-
-    def squad(self, *qas: dict[str, Any]) -> dict[str, Any]:
-        return {"version": "1", "data": [{"docid": "36.300", "paragraphs": [{"context": "X2.", "qas": list(qas)}]}]}
-
-    def test_squad_format(self, tmp_path: Path):
-        content = self.squad(
-            self.qa("What?", "an interface", "X2"), self.qa("Who?"), self.qa("No?", "x", is_impossible=True)
-        )
-        path = write_json(tmp_path / "a.json", content)
-        (example,) = load_corpus("telequad", train=path).train
-        assert example.prompt.endswith("### Instruction:\nWhat?\n\n### Context:\nX2.\n\n### Response:")
-        assert (example.response, example.task) == ("an interface", "telequad")
-        assert (example.label, example.document) == ("36.300", "36.300")
-        kept = load_corpus("telequad", train=path, impossible=True).train
-        assert [example.response for example in kept] == ["an interface", "x"]
-
-    def test_bad_documents(self, tmp_path: Path):
-        with pytest.raises(DataError, match=r"lacks: data\.\nFound: rows\."):
-            load_corpus("telequad", train=write_json(tmp_path / "a.json", {"rows": []}))
-        with pytest.raises(DataError, match=r"'36' of .* has no paragraphs"):
-            load_corpus("telequad", train=write_json(tmp_path / "b.json", {"data": [{"docid": "36"}]}))
-        broken = {"data": [{"title": "t", "paragraphs": [{"context": "c"}]}]}
-        with pytest.raises(DataError, match=r"A paragraph of 't' .* lacks qas"):
-            load_corpus("telequad", train=write_json(tmp_path / "c.json", broken))
-
-
-class TestInstructions:
-    def test_usual_names(self, tmp_path: Path):
-        rows = [{"prompt": "Say hi.", "completion": "hi", "choices": ["ho", "hi"]}]
-        (example,) = load_corpus("instructions", train=write_jsonl(tmp_path / "a.jsonl", rows), template="plain").train
-        assert (example.prompt, example.response) == ("Say hi.\nAnswer:", "hi")
-        assert (example.choices, example.answer) == (("ho", "hi"), 1)
-        assert (example.label, example.task, example.document) == ("instructions", "instructions", "")
-
-    def test_own_names(self, tmp_path: Path):
-        rows = [["ask", "given", "tell", "kind", "set", "page"], ["Say hi.", "loud", "HI", "greet", "talk", "p1"]]
-        path = write_csv(tmp_path / "a.csv", rows)
-        columns = {"instruction": "ask", "input": "given", "response": "tell", "label": "kind", "task": "set"}
-        options = {f"{name}_column": column for name, column in columns.items()}
-        (example,) = load_corpus("instructions", train=path, template="plain", document_column="page", **options).train
-        assert (example.prompt, example.response) == ("Say hi.\nloud\nAnswer:", "HI")
-        assert (example.label, example.task, example.document) == ("greet", "talk", "p1")
-
-    def test_a_named_column_must_exist(self, tmp_path: Path):
-        path = write_jsonl(tmp_path / "a.jsonl", [{"instruction": "a", "response": "b"}])
-        with pytest.raises(DataError, match=r"lacks a column for: label\.\nFound: instruction, response\. .*kind"):
-            load_corpus("instructions", train=path, label_column="kind")
-
-    def test_the_response_must_be_a_choice(self, tmp_path: Path):
-        path = write_jsonl(tmp_path / "a.jsonl", [{"instruction": "a", "response": "b", "choices": ["c"]}])
-        with pytest.raises(DataError, match=r"Row 1 .*'c'"):
-            load_corpus("instructions", train=path)

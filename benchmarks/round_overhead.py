@@ -1,0 +1,57 @@
+"""What a round spends outside forward, backward, optimizer and evaluation; the aim is at most 10 %.
+
+Run: python benchmarks/round_overhead.py
+Runs FLAME on the embedded model for a few rounds and adds up the time inside the three.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from timing import machine
+
+from fedguild import experiment
+from fedguild.client.cohort import Step
+from fedguild.config import load_config
+from fedguild.server.record import RoundRecord, RunLog
+
+inside = 0.0
+
+
+def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method that adds its wall time to `inside`."""
+
+    def wrapper(*args: Any) -> Any:
+        global inside
+        started = time.perf_counter()
+        try:
+            return method(*args)
+        finally:
+            inside += time.perf_counter() - started
+
+    return wrapper
+
+
+def main() -> None:
+    """Measures three rounds."""
+    for name in ("forward", "backward", "apply"):
+        setattr(Step, name, timed(getattr(Step, name)))
+    print(machine())
+    config = load_config("flame/tiny-tasks", ["federation.rounds=3", "evaluation.every=3"])
+    with tempfile.TemporaryDirectory() as folder:
+        experiment.run(config, Path(folder) / "run")
+        rounds = [record for record in RunLog(Path(folder) / "run").read() if isinstance(record, RoundRecord)]
+    whole = sum(record.seconds - record.phase_seconds["evaluate"] for record in rounds)
+    whole += sum(record.phase_seconds["checkpoint"] for record in rounds)
+    print(
+        f"rounds without evaluation {whole:.2f} s, forward, backward and optimizer {inside:.2f} s: "
+        f"{100 * (1 - inside / whole):.1f} % outside"
+    )
+
+
+if __name__ == "__main__":
+    main()

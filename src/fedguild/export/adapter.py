@@ -1,0 +1,125 @@
+"""A deployment as a PEFT adapter folder, which plain peft and transformers load.
+
+LoRA on linear layers goes into `target_modules`. What transformers holds as bare parameters
+(routers, and experts fused into `gate_up_proj` and `down_proj`) goes into `target_parameters`.
+An expert's gate and up projection have an A and B of their own here but are one parameter there,
+so they become one adapter of twice the rank, B block-diagonal, with twice the alpha to keep the
+scale. Source: peft 0.21, `tuners/lora/layer.py`, `ParamWrapper.get_delta_factors`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedguild.export.weights import adapted_weights, output_scales, stacked_factors
+from fedguild.files import write_json
+from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.server.method import Deployment
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+def obstacle(model: ModelInfo, deployment: Deployment) -> str:
+    """Returns what an adapter alone cannot carry of this deployment; empty if it carries all."""
+    active = deployment.plan.active_experts or model.top_k
+    if active != model.top_k:
+        return f"it runs {active} of the model's {model.top_k} active experts"
+    scales = [scale for scale in output_scales(model, deployment).values() if scale != 1.0]
+    if scales:
+        return f"it scales the output of the experts, by {min(scales):.3g} to {max(scales):.3g}"
+    return ""
+
+
+def write_adapter(
+    folder: Path, model: ModelInfo, deployment: Deployment, *, base: str, revision: str | None = None
+) -> None:
+    """Writes `adapter_config.json` and `adapter_model.safetensors` into a folder.
+
+    Args:
+        folder: Where to write; it must exist.
+        model: The backbone.
+        deployment: What to write; one without an `obstacle`.
+        base: Where peft finds the base model: a hub id or a folder.
+        revision: The base model's branch, tag or commit on the hub.
+    """
+    write_json(folder / CONFIG_FILE, peft_config(model, deployment.plan, base=base, revision=revision))
+    save_file(peft_tensors(model, deployment), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def peft_config(model: ModelInfo, plan: AdapterPlan, *, base: str, revision: str | None = None) -> dict[str, Any]:
+    """Returns the content of `adapter_config.json`."""
+    weights = adapted_weights(model, plan)
+    modules = [_in_layer(name).removesuffix(".weight") for name in weights if not _is_parameter(model, name)]
+    parameters = [_in_layer(name) for name in weights if _is_parameter(model, name)]
+    alpha = plan.scale * plan.rank
+    fused = {_leaf(name): len(parts) for name, parts in weights.items() if len(parts) > 1}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "inference_mode": True,
+        "r": plan.rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {leaf: parts * plan.rank for leaf, parts in fused.items()},
+        "alpha_pattern": {leaf: parts * alpha for leaf, parts in fused.items()},
+        "target_modules": sorted(set(modules)),
+        "target_parameters": sorted(set(parameters)) or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
+
+
+def peft_tensors(model: ModelInfo, deployment: Deployment) -> dict[str, Tensor]:
+    """Returns the content of `adapter_model.safetensors`, fp32.
+
+    Experts' factors are two-dimensional in peft: A [M·R, in] with the expert slowest, B [out, R·M]
+    with the expert fastest.
+    """
+    tensors: dict[str, Tensor] = {}
+    for weight, modules in adapted_weights(model, deployment.plan).items():
+        down, up = stacked_factors(deployment.tensors, modules)
+        if down.dim() == 3:
+            down = down.flatten(0, 1)
+            up = up.permute(1, 2, 0).flatten(1)
+        where = _PREFIX + _wrapper(weight)
+        tensors[f"{where}.lora_A.weight"] = down.float().cpu().contiguous()
+        tensors[f"{where}.lora_B.weight"] = up.float().cpu().contiguous()
+    return tensors
+
+
+def _is_parameter(model: ModelInfo, weight: str) -> bool:
+    """Whether peft must reach a weight through `target_parameters`.
+
+    Routers and experts are no linear layers in transformers. The MLPs beside them (shared
+    experts, dense layers) are, but peft takes the names of their projections for the experts'
+    (`utils/transformers_weight_conversion.py`, `_MOE_TARGET_MODULE_MAPPING`).
+    """
+    attention = {f"{linear.name}.weight" for linear in model.linears if linear.group == "attention"}
+    return bool(model.moe) and weight not in attention
+
+
+def _wrapper(weight: str) -> str:
+    """Returns the path of peft's wrapper around a weight.
+
+    The wrappers of a module's parameters are nested in the order of the parameters, so that of
+    `gate_up_proj` lies inside that of `down_proj`.
+    """
+    module, leaf = weight.rsplit(".", 1)
+    return f"{module}.base_layer" if leaf == "gate_up_proj" else module
+
+
+def _in_layer(weight: str) -> str:
+    """Returns a weight's name from its layer on, by which peft finds it in every layer."""
+    return re.sub(r"^.*?\.\d+\.", "", weight)
+
+
+def _leaf(weight: str) -> str:
+    return weight.rsplit(".", 1)[-1]

@@ -1,0 +1,124 @@
+"""The README of an exported folder: what it holds, where it comes from, how to load it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedguild import __version__
+from fedguild.export.weights import output_scales
+from fedguild.model.plan import ModelInfo
+from fedguild.server.method import Deployment
+
+FILE = "README.md"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an exported model comes from.
+
+    Attributes:
+        run: The run's name.
+        method: The method's title.
+        round: The round after which the model was taken.
+        budget: The budget's name.
+        base: The base model as the config names it.
+        base_code: The base model as a Python expression that `from_pretrained` takes; `folder`
+            is the exported folder.
+        hub_id: The base model on the hub; empty where it is a folder.
+    """
+
+    run: str
+    method: str
+    round: int
+    budget: str
+    base: str
+    base_code: str
+    hub_id: str = ""
+
+
+def adapter_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str:
+    """Returns the README of a PEFT adapter folder."""
+    load = (
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM",
+        f"base = AutoModelForCausalLM.from_pretrained({origin.base_code})",
+        "model = PeftModel.from_pretrained(base, folder)",
+    )
+    remark = _PATTERN_REMARK if "experts" in deployment.plan.targets else ""
+    return _card("peft", "A LoRA adapter", origin, _facts(origin, model, deployment), load, remark)
+
+
+def merged_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str:
+    """Returns the README of a merged checkpoint."""
+    facts = _facts(origin, model, deployment)
+    scales = output_scales(model, deployment).values()
+    if any(scale != 1.0 for scale in scales):
+        facts["output scale"] = f"{min(scales):.4g} to {max(scales):.4g}, folded into the experts' down projections"
+    load = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        "model = AutoModelForCausalLM.from_pretrained(folder)",
+    )
+    return _card("transformers", "A language model with a LoRA adapter merged in", origin, facts, load)
+
+
+def _facts(origin: Origin, model: ModelInfo, deployment: Deployment) -> dict[str, str]:
+    plan = deployment.plan
+    facts = {
+        "base model": f"{origin.base} ({model.family})",
+        "method": origin.method,
+        "run": origin.run,
+        "round": str(origin.round),
+        "budget": origin.budget,
+        "LoRA": f"rank {plan.rank}, scale {plan.scale:g}, on {', '.join(plan.targets)}",
+    }
+    if model.moe:
+        experts = model.moe[0].num_experts
+        facts["active experts"] = f"{plan.active_experts or model.top_k} of {experts} per token"
+    return facts
+
+
+def _card(
+    library: str, what: str, origin: Origin, facts: dict[str, str], load: tuple[str, ...], remark: str = ""
+) -> str:
+    rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
+    return _CARD.format(
+        base=f"base_model: {origin.hub_id}\n" if origin.hub_id else "",
+        library=library,
+        run=origin.run,
+        budget=origin.budget,
+        what=what,
+        version=__version__,
+        rows=rows,
+        load="\n".join(load),
+        remark=remark,
+    )
+
+
+_PATTERN_REMARK = """
+peft 0.21 warns that `rank_pattern` and `alpha_pattern` match no module. It compares them with modules only; they do
+apply to the experts, which are parameters.
+"""
+
+_CARD = """\
+---
+{base}library_name: {library}
+tags: [federated-learning, lora, fedguild]
+---
+
+# {run}, budget {budget}
+
+{what}, trained by clients that kept their data, with FedGuild {version}.
+
+| | |
+| --- | --- |
+{rows}
+
+## How to load it
+
+`folder` is the path of this folder.
+
+```python
+{load}
+```
+{remark}"""

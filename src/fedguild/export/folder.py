@@ -1,0 +1,46 @@
+"""A folder that appears complete or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from fedguild.errors import FedGuildError
+
+
+def require_new(path: Path) -> None:
+    """Raises FedGuildError where `path` is a file or a folder that holds something."""
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise FedGuildError(f"{path} exists already.", "Choose a folder that is new or empty.")
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yields a temporary folder beside `path`; on success it is renamed to `path`, else removed.
+
+    Raises:
+        FedGuildError: `path` holds something already, or cannot be written (disk full, no
+            permission).
+    """
+    require_new(path)
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
+        yield temporary
+        temporary.chmod(0o755)
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        raise FedGuildError(
+            f"Cannot write {path}: {getattr(error, 'strerror', None) or error}.",
+            "Nothing was left behind; free some space or check the permissions, then export again.",
+        ) from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)

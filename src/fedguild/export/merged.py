@@ -1,0 +1,124 @@
+"""A deployment merged into its backbone: a whole Hugging Face checkpoint that needs nothing of ours.
+
+Every adapted weight becomes s (W + scale · BA), computed in fp32 and cast to the backbone's dtype,
+where s, the output scale of the layer, falls on the experts' down projection alone. The weights
+are merged, converted to the names of the model's hub repository and written one after the other;
+the backbone itself stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from fedguild.errors import ModelError
+from fedguild.export.weights import adapted_weights, output_scales, stacked_factors
+from fedguild.files import write_json
+from fedguild.model.backbone import Backbone
+from fedguild.server.method import Deployment
+
+SHARD_BYTES = 5_000_000_000
+
+
+def write_merged(folder: Path, backbone: Backbone, deployment: Deployment, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes weights, config and tokenizer into a folder.
+
+    Args:
+        folder: Where to write; it must exist.
+        backbone: The model to merge into; not changed.
+        deployment: The adapter, and the active experts for the config.
+        shard_bytes: Size from which a file of weights is closed and a new one begun.
+
+    Raises:
+        ModelError: the backbone's weights are quantised.
+    """
+    require_mergeable(backbone)
+    model = backbone.model
+    _write_config(folder, backbone, deployment.plan.active_experts)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    if backbone.tokenizer is not None:
+        backbone.tokenizer.save_pretrained(folder)
+    weights = (
+        pair
+        for name, weight in merged_weights(backbone, deployment)
+        for pair in revert_weight_conversion(model, {name: weight}).items()
+    )
+    _write_shards(folder, weights, shard_bytes)
+
+
+def require_mergeable(backbone: Backbone) -> None:
+    """Raises ModelError where the backbone's weights are quantised."""
+    if getattr(backbone.model, "hf_quantizer", None) is not None:
+        raise ModelError(
+            f"{backbone.info.name} was loaded in 4 bit, and an adapter cannot be merged into 4-bit weights.",
+            "Export the adapter alone, or run the config again with model.load_in_4bit=false and merge that.",
+        )
+
+
+def merged_weights(backbone: Backbone, deployment: Deployment) -> Iterator[tuple[str, Tensor]]:
+    """Yields every weight of the backbone by its name, merged, in the backbone's dtype and on its device."""
+    info = backbone.info
+    adapted = adapted_weights(info, deployment.plan)
+    scales = output_scales(info, deployment)
+    factors = {f"{moe.experts}.down_proj": scales[moe.name] for moe in info.moe}
+    for name, weight in backbone.model.state_dict().items():
+        if name not in backbone.model.all_tied_weights_keys:
+            yield name, _merged(weight, adapted.get(name, ()), factors.get(name, 1.0), deployment)
+
+
+def _merged(weight: Tensor, modules: Sequence[str], factor: float, deployment: Deployment) -> Tensor:
+    """Returns factor · (W + scale · BA) in the weight's dtype; the weight itself where that is the same."""
+    if not modules and factor == 1.0:
+        return weight
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    if modules:
+        down, up = (part.to(wide) for part in stacked_factors(deployment.tensors, modules))
+        wide = wide + deployment.plan.scale * (up @ down)
+    return (wide * factor).to(weight.dtype)
+
+
+def _write_config(folder: Path, backbone: Backbone, active_experts: int | None) -> None:
+    config = copy.deepcopy(backbone.model.config)
+    config.architectures = [type(backbone.model).__name__]
+    config.dtype = str(backbone.dtype).removeprefix("torch.")
+    if active_experts is not None:
+        config.get_text_config().num_experts_per_tok = active_experts
+    config.save_pretrained(folder)
+
+
+def _write_shards(folder: Path, weights: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
+    """Writes weights to `model.safetensors`, or to numbered shards with an index where there are several."""
+    shards: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+    held_bytes = total_bytes = 0
+
+    def close_shard() -> None:
+        save_file(shard, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
+    for name, weight in weights:
+        if shard and held_bytes + weight.nbytes > shard_bytes:
+            close_shard()
+            held_bytes = 0
+        shard[name] = weight.detach().cpu().contiguous()
+        held_bytes += weight.nbytes
+        total_bytes += weight.nbytes
+    close_shard()
+    if len(shards) == 1:
+        (folder / "0.part").rename(folder / "model.safetensors")
+        return
+    places = {}
+    for index, names in enumerate(shards):
+        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"{index}.part").rename(folder / file)
+        places.update(dict.fromkeys(names, file))
+    index_content = {"metadata": {"total_size": total_bytes}, "weight_map": places}
+    write_json(folder / "model.safetensors.index.json", index_content)

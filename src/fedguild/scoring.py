@@ -1,0 +1,104 @@
+"""Scoring a run's models: the global one as every budget runs it, and each client's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.config import Config
+from fedguild.data import Example
+from fedguild.evaluation.profile import cost
+from fedguild.evaluation.records import evaluation_record, summary_record
+from fedguild.evaluation.tasks import Scoring
+from fedguild.evaluation.tasks import evaluate as score
+from fedguild.model.plan import AdapterPlan
+from fedguild.model.slots import SlotModel
+from fedguild.server.method import Deployment, State
+from fedguild.server.record import EvaluationRecord, Record
+from fedguild.setup import Experiment, Split
+
+MODELS_AT_ONCE = 8
+"""How many models share a forward pass where the cohort size is `auto`."""
+
+
+def evaluate_state(experiment: Experiment, state: State, number: int, split: Split | None = None) -> list[Record]:
+    """Scores the global model as every budget runs it and, where asked, every client's own model."""
+    settings, method, model = experiment.config.evaluation, experiment.method, experiment.backbone.info
+    split = split or settings.split
+    pooled = experiment.data.pooled(split, settings.max_examples, experiment.config.seed)
+    budgets = [method.deploy(state, model, budget) for budget in experiment.budgets]
+    records = _scored(
+        experiment,
+        [(budget.name, budget, deployment) for budget, deployment in zip(experiment.budgets, budgets, strict=True)],
+        [pooled] * len(budgets),
+        ("budget", number, split),
+    )
+    experiment.progress.evaluated({record.name: record.score for record in records})
+    summary: list[Record] = [summary_record("mean", records)]
+    if settings.clients:
+        own = [
+            (client.name, client.budget, _personal(experiment, state, client, number)) for client in experiment.clients
+        ]
+        held_out = [getattr(data, split)[: settings.max_examples] for data in experiment.data.clients]
+        scored = _scored(experiment, own, held_out, ("client", number, split))
+        records += scored
+        summary.append(summary_record("mtal", scored))
+    return [*records, *summary]
+
+
+def _scored(
+    experiment: Experiment,
+    models: Sequence[tuple[str, Budget, Deployment]],
+    examples: Sequence[Sequence[Example]],
+    where: tuple[Literal["budget", "client"], int, Split],
+) -> list[EvaluationRecord]:
+    """Scores several models, as many at once as a cohort holds."""
+    config, backbone = experiment.config, experiment.backbone
+    settings = config.evaluation
+    records: list[EvaluationRecord] = []
+    width = MODELS_AT_ONCE if config.federation.cohort_size == "auto" else config.federation.cohort_size
+    for start in range(0, len(models), width):
+        part = models[start : start + width]
+        plans = [evaluated_plan(experiment, budget, deployment) for _, budget, deployment in part]
+        with SlotModel(backbone, plans) as model:
+            for slot, (_, _, deployment) in enumerate(part):
+                model.load(slot, deployment.tensors)
+            with torch.inference_mode():
+                scores = score(
+                    model,
+                    examples[start : start + width],
+                    backbone.tokenizer,
+                    max_tokens=config.data.max_tokens,
+                    max_new_tokens=settings.max_new_tokens,
+                    batch_tokens=settings.batch_tokens,
+                    scoring=_scoring(config),
+                )
+        for (name, _, _), plan, result in zip(part, plans, scores, strict=True):
+            flops = cost(backbone.info, plan).table_flops(1, adapters=False)
+            records.append(evaluation_record(name, where, result, plan, flops, perplexity=settings.perplexity))
+    return records
+
+
+def evaluated_plan(experiment: Experiment, budget: Budget, deployment: Deployment) -> AdapterPlan:
+    """Returns a deployment's plan, with the budget's active experts unless the method's are wanted."""
+    if not experiment.backbone.info.moe or experiment.config.evaluation.active_experts == "method":
+        return deployment.plan
+    return replace(deployment.plan, active_experts=budget.active_experts)
+
+
+def _scoring(config: Config) -> Scoring:
+    settings = config.evaluation
+    return Scoring(
+        choices="generation" if settings.by == "generation" else "likelihood",
+        normalise=settings.normalise,
+        responses="exact_match" if config.data.corpus == "tasks" else "rouge_l",
+    )
+
+
+def _personal(experiment: Experiment, state: State, client: ClientInfo, number: int) -> Deployment:
+    kept = experiment.memory.load(client.name, number + 1)
+    return experiment.method.personalize(state, experiment.backbone.info, client, kept)

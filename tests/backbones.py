@@ -1,0 +1,111 @@
+"""Small random models of every supported family, for tests that need a backbone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    MixtralConfig,
+    OlmoConfig,
+    OlmoeConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+from fedguild.model.backbone import Backbone, make_backbone
+from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.seeding import torch_rng
+
+VOCABULARY = 32
+PAD, END = 0, 2
+EXPERTS, TOP_K = 8, 4
+
+_SHARED: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.4,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": END,
+}
+_SOME_DENSE = {"first_k_dense_replace": 1, "n_shared_experts": 1, "moe_intermediate_size": 8}
+_LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+_ROUTED = {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+_QWEN = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 8}
+_GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+
+MOE_FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
+    "olmoe": (OlmoeConfig, {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K}),
+    "mixtral": (MixtralConfig, {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "num_key_value_heads": 1}),
+    "qwen2_moe": (Qwen2MoeConfig, {**_QWEN, "shared_expert_intermediate_size": 8}),
+    "qwen3_moe": (Qwen3MoeConfig, {**_QWEN, "norm_topk_prob": True, "head_dim": 8}),
+    "deepseek_v2 greedy": (DeepseekV2Config, {**_SOME_DENSE, **_LATENT, **_ROUTED, "topk_method": "greedy"}),
+    "deepseek_v2 grouped": (
+        DeepseekV2Config,
+        {**_SOME_DENSE, **_LATENT, **_ROUTED, **_GROUPS, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3": (DeepseekV3Config, {**_SOME_DENSE, **_LATENT, **_ROUTED, **_GROUPS}),
+}
+DENSE_FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {"num_key_value_heads": 1}),
+    "qwen2": (Qwen2Config, {}),
+    "olmo": (OlmoConfig, {}),
+}
+FAMILIES = MOE_FAMILIES | DENSE_FAMILIES
+
+
+def tiny_model(family: str = "olmoe", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+    """Returns a random model of a family, on transformers' own (eager) experts."""
+    kind, own = FAMILIES[family]
+    config = kind(**{**_SHARED, **own, "attn_implementation": "sdpa", **changes})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.rand(buffer.shape))
+    if family in MOE_FAMILIES:
+        model.set_experts_implementation("eager")
+    return model
+
+
+def tiny_backbone(
+    family: str = "olmoe",
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    gradient_checkpointing: bool = False,
+    **changes: Any,
+) -> Backbone:
+    """Returns the same random model as `tiny_model`, as a frozen backbone."""
+    model = tiny_model(family, dtype=dtype, seed=seed, **changes)
+    tokenizer = SimpleNamespace(pad_token_id=PAD, eos_token_id=END)
+    return make_backbone(model, tokenizer, name=f"tiny {family}", gradient_checkpointing=gradient_checkpointing)
+
+
+def random_adapter(info: ModelInfo, plan: AdapterPlan, seed: int, size: float = 0.3) -> dict[str, Tensor]:
+    """Returns trainables far from zero: factors of normal values, output scales around 1."""
+    rng = torch_rng(seed, "adapter")
+    return {
+        name: torch.randn(shape, generator=rng, dtype=torch.float64) * size + name.endswith("output_scale")
+        for name, shape in trainable_shapes(info, plan).items()
+    }
+
+
+def random_rows(lengths: list[int], seed: int) -> list[list[int]]:
+    """Returns token ids of the given lengths, none of them special."""
+    rng = torch_rng(seed, "rows")
+    return [torch.randint(3, VOCABULARY, (length,), generator=rng).tolist() for length in lengths]

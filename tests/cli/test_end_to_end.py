@@ -1,0 +1,50 @@
+"""The commands on the real experiment: the embedded model, two clients, one round of two steps."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Invoke
+
+SMALL = [
+    "federation.clients=2",
+    "federation.rounds=1",
+    "federation.budgets=[{name: large, active_experts: 8, rank: 4}, {name: small, active_experts: 1, rank: 2}]",
+    "training.steps=2",
+    "method.rank=4",
+    "data.options={train_examples: 120, test_examples: 12}",
+]
+
+
+def test_run_evaluate_partition_and_report_agree(invoke: Invoke, tmp_path: Path) -> None:
+    ran = invoke("run", "flame/tiny-tasks", *SMALL, "--output", "run", "--json")
+    assert ran.exit_code == 0, ran.output
+    scores = {row["budget"]["name"]: row["score"] for row in json.loads(ran.stdout)["rows"]}
+    assert set(scores) == {"large", "small"}
+    again = json.loads(invoke("evaluate", "run", "--json").stdout)
+    assert again["scores"] == pytest.approx(scores)
+    shown = json.loads(invoke("partition", "flame/tiny-tasks", *SMALL, "--json").stdout)
+    recorded = json.loads(Path("run/partition.json").read_text())
+    assert shown["labels"] == recorded["labels"]
+    assert [client["counts"] for client in shown["clients"]] == recorded["counts"]
+    assert [client["budget"] for client in shown["clients"]] == ["large", "small"]
+    assert Path(invoke("report", "run").stdout.strip()).stat().st_size > 10_000
+    exported = invoke("export", "run", "--budget", "small", "--output", "model")
+    assert exported.stdout == "model\n", exported.output
+    assert json.loads(Path("model/config.json").read_text())["num_experts_per_tok"] == 1
+    twice = invoke("run", "run/config.yaml", "--output", "run")
+    assert twice.exit_code == 2
+    assert "run holds a run already" in twice.stderr
+
+
+def test_compare_trains_both_methods(invoke: Invoke) -> None:
+    arguments = ["flame/tiny-tasks", "fedit/tiny-tasks-ranks", *SMALL, "--seeds", "0", "--output", "grid", "--json"]
+    first = invoke("compare", *arguments)
+    assert first.exit_code == 0, first.output
+    table = json.loads(first.stdout)
+    assert [method["label"] for method in table["methods"]] == ["flame-tiny-tasks", "fedit-tiny-tasks-ranks"]
+    flops = {method["label"]: method["training_flops"]["small"] for method in table["methods"]}
+    assert flops["flame-tiny-tasks"] < 0.7 * flops["fedit-tiny-tasks-ranks"]
+    assert table["equal_inference"]
+    assert json.loads(invoke("compare", *arguments).stdout) == table

@@ -1,0 +1,223 @@
+"""The proof of the slot axis: a client in a cohort gets the update that it would get alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedguild.client.optimizer import OptimizerSettings
+from fedguild.client.schedule import learning_rate, plan_steps
+from fedguild.model.slots import SlotModel
+from fedguild.seeding import numpy_rng
+from tests.backbones import tiny_backbone, tiny_model
+from tests.client.clients import (
+    ROUND,
+    SEED,
+    SETTINGS,
+    STEPS,
+    distance,
+    first_gradients,
+    flat,
+    make_clients,
+    make_cohort,
+    moments,
+    train,
+)
+from tests.oracles.lora import MergedModel
+from tests.oracles.optimizer import ClientOptimizer
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return tiny_backbone("olmoe", dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def together(exact):
+    """All eight clients trained in one cohort, in fp64."""
+    return train(exact, make_clients(exact))
+
+
+def test_gradients_in_a_cohort_of_eight_equal_those_alone(olmoe_backbone):
+    """fp32, relative 1e-5 of a client's gradient; dropout, accumulation, padding, other clients' rows.
+
+    A single tensor may be off by a few times more of its own size, where its sum over tokens cancels.
+    """
+    clients = make_clients(olmoe_backbone)
+    for client, found in zip(clients, first_gradients(olmoe_backbone, clients, SETTINGS), strict=True):
+        (alone,) = first_gradients(olmoe_backbone, [client], SETTINGS)
+        assert distance(flat(found), flat(alone)) < 1e-5, client.info.name
+        for name, grad in alone.items():
+            assert distance(found[name], grad) < 1e-4, (client.info.name, name)
+            assert grad.any(), (client.info.name, name)
+
+
+def test_gradients_in_fp64_are_equal_tensor_by_tensor(exact):
+    clients = make_clients(exact)
+    for client, found in zip(clients, first_gradients(exact, clients, SETTINGS), strict=True):
+        (alone,) = first_gradients(exact, [client], SETTINGS)
+        assert all(distance(found[name], grad) < 1e-10 for name, grad in alone.items()), client.info.name
+
+
+def test_gradients_are_equal_under_checkpointing():
+    plain, checkpointing = (tiny_backbone("olmoe", gradient_checkpointing=on) for on in (False, True))
+    clients = make_clients(plain)
+    for found, expected in zip(
+        first_gradients(checkpointing, clients, SETTINGS), first_gradients(plain, clients, SETTINGS), strict=True
+    ):
+        assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+
+
+def test_state_after_ten_steps_equals_the_state_alone(exact, together):
+    """fp64, relative 1e-8, weights and moments, for clients of 2 to 10 steps."""
+    assert tuple(trained.report.steps for trained in together) == STEPS
+    for client, found in zip(make_clients(exact), together, strict=True):
+        (alone,) = train(exact, [client])
+        for name, value in alone.weights.items():
+            assert distance(found.weights[name], value) < 1e-8, (client.info.name, name)
+            assert not torch.equal(value, client.start[name])
+        for name, value in alone.moments.items():
+            assert distance(found.moments[name], value) < 1e-8, (client.info.name, name)
+
+
+def test_reports_and_routing_equal_those_alone(exact, together):
+    for client, found in zip(make_clients(exact), together, strict=True):
+        (alone,) = train(exact, [client])
+        for field in ("steps", "tokens", "examples"):
+            assert getattr(found.report, field) == getattr(alone.report, field)
+        assert found.report.loss == pytest.approx(alone.report.loss, rel=1e-8)
+        assert torch.equal(found.counts, alone.counts)
+        assert torch.equal(found.hits, alone.hits)
+        assert found.report.examples == 2 * client.info.examples
+        assert found.report.tokens == 2 * sum(len(row.input_ids) for row in client.examples)
+        active = client.plan.active_experts or 4
+        assert found.counts.sum(dim=1).tolist() == [found.report.tokens * active] * 2
+        assert int(found.hits.max()) <= found.report.steps
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [OptimizerSettings("adam", weight_decay=0.1), OptimizerSettings("sgd", weight_decay=0.1, momentum=0.9)],
+    ids=lambda settings: settings.kind,
+)
+def test_other_optimizers_do_too(exact, optimizer):
+    settings = replace(SETTINGS, optimizer=optimizer, epochs=None, steps=3, schedule="linear")
+    clients = make_clients(exact, output_scale="shared")[:4]
+    for client, found in zip(clients, train(exact, clients, settings), strict=True):
+        (alone,) = train(exact, [client], settings)
+        assert all(distance(found.weights[name], value) < 1e-8 for name, value in alone.weights.items())
+
+
+def test_a_client_that_finished_is_left_alone(olmoe_backbone):
+    """From its last step on, not a bit of its weights and moments changes, while others train on."""
+    clients = make_clients(olmoe_backbone)
+    finished: dict[int, tuple[int, dict[str, torch.Tensor]]] = {}
+    changed = []
+
+    def watch(cohort, step):
+        if not step.is_update:
+            return
+        for slot, steps in enumerate(STEPS):
+            state = cohort.read(slot) | moments(cohort, slot)
+            if step.index == steps - 1:
+                finished[slot] = (step.index, state)
+            elif step.index >= steps:
+                changed.extend(name for name, value in finished[slot][1].items() if not torch.equal(value, state[name]))
+
+    train(olmoe_backbone, clients, after=watch)
+    assert sorted(finished) == list(range(8))
+    assert {index for index, _ in finished.values()} == {1, 3, 5, 7, 9}
+    assert not changed
+
+
+def test_ranks_beyond_a_clients_own_stay_zero_through_training(olmoe_backbone):
+    clients = make_clients(olmoe_backbone)
+
+    def check(cohort, step):
+        optimizer = cohort.optimizer
+        for trainable, *moments_of_all in zip(optimizer.trainables, optimizer.first, optimizer.second, strict=True):
+            for whole in (trainable.stored.detach(), *moments_of_all):
+                beyond = whole.clone()
+                for slot in range(len(clients)):
+                    trainable.own(slot, of=beyond).zero_()
+                assert not beyond.any()
+
+    train(olmoe_backbone, clients, after=check)
+
+
+def test_the_backbone_is_bit_identical_after_training():
+    for checkpointing in (False, True):
+        backbone = tiny_backbone("olmoe", gradient_checkpointing=checkpointing)
+        before = backbone.fingerprint()
+        train(backbone, make_clients(backbone)[:3])
+        assert backbone.fingerprint() == before
+        assert all(parameter.grad is None for parameter in backbone.model.parameters())
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_training_equals_a_plain_loop_over_merged_weights(exact, number):
+    """transformers' own model with W + s·BA, torch's own optimizer and clipping, row by row."""
+    client = make_clients(exact, dropout=False)[number]
+    settings = SETTINGS
+    (found,) = train(exact, [client])
+
+    plain = tiny_model("olmoe", dtype=torch.float64)
+    leaves = {name: value.clone().requires_grad_() for name, value in client.start.items()}
+    optimizer = ClientOptimizer(leaves, settings.optimizer)
+    plan = plan_steps(len(client.examples), settings, numpy_rng(SEED, "batches", ROUND, client.info.index))
+    loss_sum = target_count = 0.0
+    for index, step in enumerate(plan):
+        model = MergedModel(plain, exact.info, client.plan, leaves)
+        rows = [client.examples[i] for batch in step for i in batch]
+        losses = torch.cat([model.losses(row.input_ids, row.prompt_length) for row in rows])
+        grads = torch.autograd.grad(losses.mean(), list(leaves.values()))
+        rate = learning_rate(settings, index, len(plan), ROUND)
+        optimizer.step(dict(zip(leaves, grads, strict=True)), rate, settings.clip_norm)
+        loss_sum, target_count = loss_sum + losses.sum().item(), target_count + len(losses)
+    assert found.report.loss == pytest.approx(loss_sum / target_count, rel=1e-6)
+    for name, value in found.weights.items():
+        assert distance(value - client.start[name], leaves[name].detach() - client.start[name]) < 1e-4, name
+
+
+def test_losses_of_accumulated_passes_add_up_to_the_mean(olmoe_backbone):
+    """At rate 0 each client's parts of a step sum to the mean over all its response tokens."""
+    clients = make_clients(olmoe_backbone, dropout=False)[:3]
+    settings = replace(SETTINGS, learning_rate=0.0, epochs=1, batch_size=2, accumulation=10)
+    with SlotModel(olmoe_backbone, [client.plan for client in clients]) as model, torch.no_grad():
+        cohort = make_cohort(model, clients, settings)
+        parts = []
+        for step in cohort.steps():
+            assert step.index == 0
+            assert step.is_update == (len(parts) == 9)
+            parts.append(step.forward())
+    assert len(parts) == 10
+    assert not torch.stack(parts[2:])[:, 0].any()
+    assert torch.stack(parts).sum(dim=0).tolist() == pytest.approx([report.loss for report in cohort.reports], rel=1e-5)
+
+
+def test_progress_and_time_are_shared_out(olmoe_backbone):
+    clients = make_clients(olmoe_backbone)[:3]
+    calls = []
+    with SlotModel(olmoe_backbone, [client.plan for client in clients]) as model:
+        cohort = make_cohort(model, clients, SETTINGS, on_step=lambda *call: calls.append(call))
+        for step in cohort.steps():
+            step.backward(step.forward())
+            step.apply()
+        assert [call[:2] for call in calls] == [(done, 10) for done in range(1, 11)]
+        assert calls[-1][2] == cohort.mean_loss()
+    seconds = [report.seconds / report.tokens for report in cohort.reports]
+    assert seconds == pytest.approx([seconds[0]] * 3)
+    assert seconds[0] > 0
+    assert cohort.routing.steps.tolist() == list(STEPS[:3])
+
+
+def test_what_a_client_keeps_is_its_own(olmoe_backbone):
+    clients = make_clients(olmoe_backbone)[:2]
+    with SlotModel(olmoe_backbone, [client.plan for client in clients]) as model:
+        cohort = make_cohort(model, clients, SETTINGS)
+        cohort.keep(1, {"scale": torch.ones(1)})
+        cohort.keep(1, {"gate": torch.zeros(1)})
+    assert [sorted(kept) for kept in cohort.kept] == [[], ["gate", "scale"]]
+    assert [client.index for client in cohort.clients] == [0, 1]

@@ -1,0 +1,147 @@
+"""The optimizer of all slots against one torch optimizer per client, in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
+from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.slots import SlotModel
+from tests.backbones import random_adapter, tiny_backbone
+from tests.oracles.optimizer import ClientOptimizer
+
+PLAN = AdapterPlan(4, 1.0, ("q_proj", "router", "experts"), output_scale="per_layer")
+PLANS = [PLAN, replace(PLAN, rank=1), replace(PLAN, rank=3)]
+RATES = [  # of three slots: equal, unequal, resting in the middle, finished early
+    (0.1, 0.1, 0.1),
+    (0.1, 0.02, 0.1),
+    (0.1, None, 0.05),
+    (None, 0.1, 0.05),
+    (0.01, 0.1, None),
+    (0.01, 0.01, None),
+]
+KINDS = {
+    "adamw": OptimizerSettings("adamw", weight_decay=0.1),
+    "adamw, other constants": OptimizerSettings("adamw", betas=(0.5, 0.9), eps=1e-3),
+    "adam with decay": OptimizerSettings("adam", weight_decay=0.1),
+    "sgd": OptimizerSettings("sgd"),
+    "sgd with momentum and decay": OptimizerSettings("sgd", weight_decay=0.1, momentum=0.9),
+}
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return tiny_backbone("olmoe", dtype=torch.float64)
+
+
+def put_gradients(model: SlotModel, step: int) -> list[dict[str, torch.Tensor]]:
+    """Gives every slot random gradients, of very different sizes; returns them by slot."""
+    grads = [random_adapter(model.backbone.info, plan, 100 + step, size=3.0**slot) for slot, plan in enumerate(PLANS)]
+    for name, trainable in model.trainables.items():
+        trainable.stored.grad = torch.zeros_like(trainable.stored)
+        for slot, own in enumerate(grads):
+            trainable.own(slot, of=trainable.stored.grad).copy_(own[name])
+    return grads
+
+
+@pytest.mark.parametrize("clip", [None, 5.0], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS.keys())
+def test_every_slot_is_updated_as_by_its_own_torch_optimizer(backbone, settings, clip):
+    starts = [random_adapter(backbone.info, plan, slot) for slot, plan in enumerate(PLANS)]
+    alone = [ClientOptimizer({name: value.clone() for name, value in start.items()}, settings) for start in starts]
+    with SlotModel(backbone, PLANS) as model:
+        for slot, start in enumerate(starts):
+            model.load(slot, start)
+        optimizer = SlotOptimizer(model.trainables, settings)
+        for step, rates in enumerate(RATES):
+            grads = put_gradients(model, step)
+            norms = optimizer.clip(float("inf") if clip is None else clip)
+            optimizer.step(rates)
+            for slot, rate in enumerate(rates):
+                if rate is not None:
+                    assert alone[slot].step(grads[slot], rate, clip) == pytest.approx(norms[slot].item(), rel=1e-12)
+        for slot, client in enumerate(alone):
+            for name, value in model.read(slot).items():
+                assert torch.allclose(value, client.tensors[name].detach(), rtol=1e-12, atol=1e-13), name
+                assert not torch.equal(value, starts[slot][name])
+
+
+@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS.keys())
+def test_a_slot_that_does_not_step_keeps_weights_and_moments(backbone, settings):
+    with SlotModel(backbone, PLANS) as model:
+        for slot, plan in enumerate(PLANS):
+            model.load(slot, random_adapter(backbone.info, plan, slot))
+        optimizer = SlotOptimizer(model.trainables, settings)
+        put_gradients(model, 0)
+        optimizer.step((0.1, 0.1, 0.1))
+        tensors = [[t.stored.detach() for t in optimizer.trainables], optimizer.first, optimizer.second]
+
+        def of_slot(slot: int) -> list[torch.Tensor]:
+            return [
+                whole.select(trainable.axis, slot).clone()
+                for kind in tensors
+                for whole, trainable in zip(kind, optimizer.trainables, strict=False)
+            ]
+
+        before, moving = of_slot(1), of_slot(0)
+        put_gradients(model, 1)
+        optimizer.step((0.1, None, 0.1))
+        assert all(torch.equal(left, right) for left, right in zip(before, of_slot(1), strict=True))
+        assert not any(torch.equal(left, right) for left, right in zip(moving, of_slot(0), strict=True))
+        assert optimizer.steps == [2, 1, 2]
+
+
+@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS.keys())
+def test_ranks_beyond_a_slots_own_stay_exactly_zero(backbone, settings):
+    with SlotModel(backbone, PLANS) as model:
+        for slot, plan in enumerate(PLANS):
+            model.load(slot, random_adapter(backbone.info, plan, slot))
+        optimizer = SlotOptimizer(model.trainables, settings)
+        for step in range(3):
+            put_gradients(model, step)
+            optimizer.step((0.1, 0.1, 0.1))
+        for trainable in model.trainables.values():
+            beyond = trainable.stored.detach().clone()
+            for slot in range(3):
+                trainable.own(slot, of=beyond).zero_()
+            assert not beyond.any()
+
+
+def test_output_scales_do_not_decay(backbone):
+    settings = OptimizerSettings("sgd", weight_decay=0.5)
+    with SlotModel(backbone, PLANS) as model:
+        model.load(0, {name: torch.ones(shape) for name, shape in trainable_shapes(backbone.info, PLAN).items()})
+        optimizer = SlotOptimizer(model.trainables, settings)
+        for trainable in model.trainables.values():
+            trainable.stored.grad = torch.zeros_like(trainable.stored)
+        optimizer.step((1.0, 1.0, 1.0))
+        for name, value in model.read(0).items():
+            assert torch.equal(value, torch.full_like(value, 1.0 if name.endswith("output_scale") else 0.5))
+
+
+def test_clipping_reaches_only_the_slots_above_the_limit(backbone):
+    with SlotModel(backbone, PLANS) as model:
+        optimizer = SlotOptimizer(model.trainables, OptimizerSettings())
+        grads = put_gradients(model, 0)
+        expected = [torch.cat([value.reshape(-1) for value in own.values()]).norm().item() for own in grads]
+        limit = (expected[0] + expected[1]) / 2
+        assert expected[0] < limit < expected[1]
+        assert optimizer.clip(limit).tolist() == pytest.approx(expected, rel=1e-12)
+        for name, trainable in model.trainables.items():
+            for slot, norm in enumerate(expected):
+                factor = min(1.0, limit / (norm + 1e-6))
+                clipped = trainable.own(slot, of=trainable.stored.grad)
+                assert torch.allclose(clipped, grads[slot][name] * factor, rtol=1e-12, atol=0)
+
+
+def test_forgetting_the_gradients(backbone):
+    with SlotModel(backbone, PLANS) as model:
+        optimizer = SlotOptimizer(model.trainables, OptimizerSettings())
+        put_gradients(model, 0)
+        optimizer.zero_grad()
+        before = model.read(0)
+        optimizer.step((0.1, 0.1, 0.1))
+        assert all(torch.equal(before[name], value) for name, value in model.read(0).items())

@@ -1,0 +1,58 @@
+"""A random model on disk, the command, and runs that end without drawing their report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fedguild.cli import app
+from tests.experiment.runs import save_model
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture(scope="session")
+def olmoe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random OLMoE of two layers with 8 experts, of which 4 are active."""
+    return save_model(tmp_path_factory.mktemp("models") / "olmoe")
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random dense Llama of two layers."""
+    return save_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+@pytest.fixture(autouse=True)
+def _plain_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes an empty page instead of the figures, which tests/report and tests/cli look at."""
+
+    def write(folder: Path) -> Path:
+        (folder / "report.html").touch()
+        return folder / "report.html"
+
+    monkeypatch.setattr("fedguild.experiment.write_report", write)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    """Calls `fedguild ARGUMENTS...` in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def complaint(command: Command) -> Callable[..., str]:
+    """Calls a command that must fail as a mendable error does; returns what it says."""
+
+    def call(*arguments: object) -> str:
+        result = command(*arguments)
+        assert result.exit_code == 2, result.output
+        assert result.stdout == ""
+        assert "Traceback" not in result.stderr
+        return result.stderr
+
+    return call

@@ -1,0 +1,316 @@
+"""Bad input at the level where a user meets it: a message that says what to do, and nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedguild import experiment
+from fedguild.errors import FedGuildError, QuorumError
+from fedguild.experiment import CHECKPOINTS
+from fedguild.methods import Flame
+from fedguild.payload import Payload
+from fedguild.server import checkpoint
+from fedguild.server.record import ClientRecord, RoundRecord, RunLog, comparable
+from tests.data.writing import write_jsonl
+from tests.experiment.conftest import Command
+from tests.experiment.runs import Ended, assert_same, ended, small_config, small_settings
+
+Complaint = Callable[..., str]
+TASKS, DOLLY, NEWS = "flame/tiny-tasks", "fedit/tiny-dolly", "fedit/tiny-ag_news"
+TWO = "federation.rounds=2"
+
+
+def says(text: str, *parts: str) -> None:
+    """Asserts that every part is in a message, which names them all or tells nobody what to do."""
+    missing = [part for part in parts if part not in text]
+    assert not missing, text
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("training.stepz=3", ["unknown key 'training.stepz'", "Did you mean 'training.steps'?"]),
+        ("federaton.rounds=3", ["unknown key 'federaton'", "Did you mean 'federation'?"]),
+        ("federation.rounds=many", ["federation.rounds: must be a whole number, got 'many'"]),
+        ("federation.budgets=[{name: a, rank: 0}]", ["federation.budgets[0].rank: must be at least 1, got 0"]),
+        ("method=flam", ["Unknown method 'flam'", "Did you mean 'flame'?", "Known: fedit, flame"]),
+        ("method.rnak=8", ["method.rnak: flame has no such option", "Did you mean 'rank'?"]),
+        ("method.rank=0", ["method.rank", "greater than or equal to 1", "got 0", "LoRA rank r"]),
+        ("method.rescaler=learned", ["method.rescaler", "'per_layer', 'shared', 'static' or 'none'", "got 'learned'"]),
+        ("data.corpus=dollie", ["There is no corpus 'dollie'", "Did you mean 'dolly'?"]),
+        ("data.options={families: [sums]}", ["Unknown task family 'sums'", "Did you mean 'sum'?"]),
+        ("data.train=mine.jsonl", ["'tasks' is made, not read", "train_examples"]),
+        ("model.device=cuda:7", ["model.device: cuda is asked for", "Set model.device=cpu or auto"]),
+    ],
+)
+def test_a_setting_that_is_wrong(complaint: Complaint, olmoe_folder: Path, override: str, told: list[str]) -> None:
+    if "cuda" in override and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    says(complaint("run", TASKS, *small_settings(olmoe_folder), override, "--output", "out"), *told)
+    assert not Path("out").exists()
+
+
+def test_a_data_file_that_is_not_there(complaint: Complaint) -> None:
+    told = complaint("run", NEWS, "data.train=data/train.csv", "data.test=data/test.csv")
+    says(told, "The data file or folder data/train.csv does not exist", "Give a local file or folder", "owner/name")
+
+
+def test_a_data_file_with_other_columns_lists_those_it_has(complaint: Complaint, tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "mine.jsonl", [{"question": "a?", "reply": "b", "category": "c"}] * 9)
+    told = complaint("run", DOLLY, f"data.train={file}", "--output", "out")
+    says(told, f"{file} lacks a column for: instruction, context, response.")
+    says(told, "Found: question, reply, category. Expected: instruction, context or input, response or output")
+    assert not Path("out").exists()
+
+
+def test_a_partition_that_leaves_a_client_short(complaint: Complaint, olmoe_folder: Path) -> None:
+    settings = small_settings(olmoe_folder, "data.partition.minimum=30")
+    for command in ("run", "partition"):
+        told = complaint(command, TASKS, *settings)
+        says(told, "96", "4 client", "30", "minimum")
+
+
+def test_a_client_without_a_label_of_its_own(complaint: Complaint, olmoe_folder: Path) -> None:
+    told = complaint("run", TASKS, *small_settings(olmoe_folder, "data.partition.scheme=label"))
+    says(told, "3 label", "4 client")
+
+
+def test_a_client_too_small_for_its_splits(complaint: Complaint, tmp_path: Path) -> None:
+    rows = [{"instruction": f"Say {i}.", "context": "", "response": "x", "category": "a"} for i in range(4)]
+    file = write_jsonl(tmp_path / "mine.jsonl", rows)
+    few = ["federation.clients=2", "data.partition={scheme: iid, minimum: 1}"]
+    told = complaint("run", DOLLY, f"data.train={file}", *few)
+    says(told, "Client 0 has 2 example(s), but needs at least 3", "minimum per client")
+
+
+def test_a_budget_above_the_models_top_k(complaint: Complaint, olmoe_folder: Path) -> None:
+    settings = small_settings(olmoe_folder, "federation.budgets=[{name: huge, active_experts: 6}]")
+    for method in ("flame", "fedit"):
+        told = complaint("run", TASKS, *settings, f"method={{name: {method}}}")
+        says(told, "federation.budgets", "'huge' has active_experts 6", "runs 4 of 8 experts per token")
+        says(told, "Choose active_experts from 1 to 4")
+
+
+def test_a_budgets_rank_above_the_global_one(complaint: Complaint, olmoe_folder: Path) -> None:
+    settings = small_settings(olmoe_folder, "federation.budgets=[{name: wide, active_experts: 4, rank: 9}]")
+    told = complaint("run", TASKS, *settings, "method={name: fedit, rank: 4, rank_by_budget: true}")
+    says(told, "Budget 'wide' has rank 9", "has rank 4", "Set federation.budgets[].rank from 1 to 4")
+
+
+def test_a_dense_model_for_a_method_that_needs_experts(complaint: Complaint, llama_folder: Path) -> None:
+    told = complaint("run", TASKS, *small_settings(llama_folder), "--output", "out")
+    says(told, "FLAME", f"needs a mixture-of-experts model, but {llama_folder} (llama) has no experts", "fedit")
+    assert not Path("out").exists()
+
+
+def test_a_target_that_the_model_does_not_have(complaint: Complaint, llama_folder: Path) -> None:
+    settings = small_settings(llama_folder, "method={name: fedit, rank: 2, targets: [q_proj, experts]}")
+    told = complaint("run", TASKS, *settings)
+    says(told, "LoRA target(s) experts name no layer", "Known: attention, mlp, down_proj")
+
+
+def test_a_model_that_is_not_there(complaint: Complaint, tmp_path: Path) -> None:
+    told = complaint("run", TASKS, *small_settings(tmp_path / "nowhere"))
+    says(told, f"Cannot load the model '{tmp_path / 'nowhere'}'", "model.path takes a hub id, a folder", "'embedded'")
+
+
+def test_a_folder_that_holds_a_run(command: Command, complaint: Complaint, olmoe_folder: Path) -> None:
+    settings = small_settings(olmoe_folder, "federation.rounds=1")
+    assert command("run", TASKS, *settings, "--output", "out").exit_code == 0
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    told = complaint("run", TASKS, *settings, "--output", "out")
+    says(told, "out holds a run already", "Go on with `fedguild resume out`, or choose another folder")
+    assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("command_name", ["resume", "evaluate", "export", "report"])
+def test_a_folder_that_holds_no_run(complaint: Complaint, command_name: str) -> None:
+    options = ["--budget", "b1", "--output", "model"] if command_name == "export" else []
+    says(complaint(command_name, "nowhere", *options), "nowhere is not the folder of a run", "`fedguild run`")
+
+
+# --- uploads -------------------------------------------------------------------------------------
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, how: Callable[[Payload], Payload], round: int, *clients: int) -> None:
+    """Changes the uploads of some clients in a round."""
+    original = Flame.local_update
+
+    def update(self, cohort):
+        uploads = original(self, cohort)
+        bad = {who.index for who in cohort.clients if cohort.round == round} & set(clients)
+        return [
+            how(upload) if who.index in bad else upload for who, upload in zip(cohort.clients, uploads, strict=True)
+        ]
+
+    monkeypatch.setattr(Flame, "local_update", update)
+
+
+ROUTER = "adapter/model.layers.1.mlp.gate.lora_A"
+
+
+def with_nan(upload: Payload) -> Payload:
+    broken = upload.tensors[ROUTER].clone()
+    broken[0, :2] = float("nan")
+    return Payload({**upload.tensors, ROUTER: broken})
+
+
+def with_another_rank(upload: Payload) -> Payload:
+    return Payload({**upload.tensors, ROUTER: upload.tensors[ROUTER][:2]})
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        (with_nan, f"client-002: '{ROUTER}' has NaN or infinity in 2 of its 48 values."),
+        (with_another_rank, f"client-002: '{ROUTER}' has the shape [2, 16], but [3, 16] is expected."),
+    ],
+)
+def test_a_bad_upload_is_left_out_told_and_recorded(
+    command: Command, olmoe_folder: Path, monkeypatch: pytest.MonkeyPatch, how: Callable[..., Payload], reason: str
+) -> None:
+    spoil(monkeypatch, how, 1, 2)
+    result = command("run", TASKS, *small_settings(olmoe_folder, TWO), "--output", "out")
+    assert result.exit_code == 0, result.output
+    assert f"Round 1: the upload of client 2 was rejected: {reason}" in result.stderr
+    records = RunLog(Path("out")).read()
+    first, second = [record for record in records if isinstance(record, RoundRecord)]
+    assert [(rejection.client, rejection.reason) for rejection in first.rejected] == [(2, reason)]
+    assert second.rejected == []
+    assert first.participants == second.participants == [0, 1, 2, 3]
+    trained = [record.client for record in records if isinstance(record, ClientRecord) and record.round == 1]
+    assert trained == [0, 1, 2, 3]
+    assert all(tensor.isfinite().all() for tensor in ended(Path("out")).state.tensors.values())
+
+
+def test_below_the_quorum_the_run_stops_and_goes_on_when_the_clients_are_mended(
+    command: Command, complaint: Complaint, olmoe_folder: Path
+) -> None:
+    settings = small_settings(olmoe_folder, "federation.rounds=3")
+    with pytest.MonkeyPatch.context() as patch:
+        spoil(patch, with_nan, 2, 0, 1, 3)
+        told = complaint("run", TASKS, *settings, "--output", "out")
+        says(told, "1 of 4 clients delivered a valid upload, but the quorum is 2.")
+        says(told, "client-000: ", "client-001: ", "client-003: ", "NaN or infinity")
+        says(told, "The last complete round is untouched", "lower the quorum, and resume")
+        assert "client-002" not in told
+        with pytest.raises(QuorumError):
+            experiment.resume(Path("out"))
+    assert checkpoint.latest(Path("out") / CHECKPOINTS) == 1
+    assert max(record.round for record in RunLog(Path("out")).read()) == 1
+    assert command("resume", "out").exit_code == 0
+    assert command("run", TASKS, *settings, "--output", "whole").exit_code == 0
+    assert_same(ended(Path("out")), ended(Path("whole")))
+
+
+def test_training_that_diverges_everywhere_stops_the_run(complaint: Complaint, olmoe_folder: Path) -> None:
+    told = complaint("run", TASKS, *small_settings(olmoe_folder, "training.learning_rate=1e38"))
+    says(told, "0 of 4 clients delivered a valid upload", "NaN or infinity")
+
+
+# --- the disk ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(olmoe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """The run that the following ones shall end as."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
+        experiment.run(small_config(olmoe_folder), folder)
+    return ended(folder)
+
+
+def fill_up(patch: pytest.MonkeyPatch, folder: Path, name: str, after_round: int = -1) -> None:
+    """Makes the disk full for files with a name, once a round's checkpoint is there."""
+    sync = os.fsync
+
+    def full(descriptor: int) -> None:
+        written = os.fstat(descriptor).st_ino
+        names = [path.name for path in folder.rglob("*") if path.lstat().st_ino == written]
+        latest = checkpoint.latest(folder / CHECKPOINTS)
+        if any(name in found for found in names) and (-1 if latest is None else latest) >= after_round:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    patch.setattr(os, "fsync", full)
+
+
+@pytest.mark.parametrize(
+    ("file", "after_round"),
+    [
+        ("metrics.jsonl", -1),
+        ("round-00000.checkpoint", -1),
+        ("round-00001.memory", 0),
+        ("metrics.jsonl", 1),
+        ("round-00002.checkpoint", 1),
+        ("round-00003.memory", 2),
+    ],
+)
+def test_a_full_disk_costs_nothing_that_was_written(
+    complaint: Complaint, olmoe_folder: Path, whole: Ended, file: str, after_round: int
+) -> None:
+    folder = Path("out")
+    with pytest.MonkeyPatch.context() as patch:
+        fill_up(patch, folder, file, after_round)
+        told = complaint("run", TASKS, *small_settings(olmoe_folder), "--output", folder)
+        says(told, "Cannot write out/", file, "No space left on device", "free some space", "then resume")
+        if after_round > 0:
+            says(complaint("resume", folder), "No space left on device")
+    assert checkpoint.latest(folder / CHECKPOINTS) == (None if after_round < 0 else after_round)
+    assert not list(folder.rglob("*.part"))
+    complete = [record for record in whole.records if record["round"] <= after_round]
+    assert comparable(RunLog(folder).read())[: len(complete)] == complete
+    experiment.resume(folder)
+    assert_same(ended(folder), whole)
+
+
+@pytest.mark.parametrize("file", ["environment.json", "partition.json", "config.yaml"])
+def test_a_disk_that_is_full_from_the_start_takes_the_same_command_again(
+    complaint: Complaint, olmoe_folder: Path, whole: Ended, file: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fill_up(patch, Path("out"), file)
+        says(complaint("run", TASKS, *small_settings(olmoe_folder), "--output", "out"), f"Cannot write out/{file}")
+    experiment.run(small_config(olmoe_folder), Path("out"))
+    assert_same(ended(Path("out")), whole)
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: b"\0" * len(content)])
+def test_a_damaged_checkpoint_points_to_the_round_before(
+    command: Command, complaint: Complaint, olmoe_folder: Path, whole: Ended, damage: Callable[[bytes], bytes]
+) -> None:
+    assert command("run", TASKS, *small_settings(olmoe_folder), "--output", "out").exit_code == 0
+    file = Path("out") / CHECKPOINTS / "round-00003.checkpoint"
+    file.write_bytes(damage(file.read_bytes()))
+    lines = RunLog(Path("out")).path.read_bytes()
+    told = complaint("resume", "out")
+    says(told, f"{file} is damaged", "Round 2 is complete: remove the checkpoint of round 3 to resume from it")
+    assert RunLog(Path("out")).path.read_bytes() == lines
+    file.unlink()
+    resumed = command("resume", "out", "--json")
+    assert resumed.exit_code == 0, resumed.output
+    assert json.loads(resumed.stdout)["folder"] == "out"
+    assert_same(ended(Path("out")), whole)
+
+
+def test_a_damaged_memory_is_named(command: Command, complaint: Complaint, olmoe_folder: Path) -> None:
+    assert command("run", TASKS, *small_settings(olmoe_folder), "--output", "out").exit_code == 0
+    (Path("out") / CHECKPOINTS / "round-00003.checkpoint").unlink()
+    file = Path("out/clients/client-001/round-00002.memory")
+    file.write_bytes(file.read_bytes()[:-1])
+    says(complaint("resume", "out"), f"{file} is damaged")
+
+
+def test_an_error_of_the_library_is_the_same_as_that_of_the_command(olmoe_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FedGuildError) as caught:
+        experiment.run(small_config(olmoe_folder, "data.partition.minimum=30"), tmp_path / "out")
+    assert caught.value.message
+    assert caught.value.hint

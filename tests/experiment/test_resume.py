@@ -1,0 +1,187 @@
+"""Kill a run at any moment: `resume` gives the numbers of a run that was never stopped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedguild import experiment
+from fedguild.config import Config, load_config
+from fedguild.errors import CheckpointError
+from fedguild.experiment import CHECKPOINTS
+from fedguild.server import checkpoint
+from fedguild.server.record import RunLog
+from fedguild.setup import MEMORY
+from tests.experiment.runs import Ended, Killed, assert_same, ended, kill_at, small_config, small_settings
+
+ALL, HALF = "all clients", "half of the clients"
+OVERRIDES = {
+    ALL: ["federation.cohort_size=2", "federation.norm_limit=1e9"],
+    HALF: ["federation.participation=0.5", "federation.rounds=4", "federation.cohort_size=1"],
+}
+STEPS_A_ROUND = 4
+"""Two cohorts, two steps each, in either case."""
+MOMENTS = {
+    "while round 0 is scored": ("fedguild.experiment.evaluate_state", 1, False),
+    "before the first record": ("fedguild.server.record.RunLog.append", 1, False),
+    "before the first checkpoint": ("fedguild.server.checkpoint.save", 1, False),
+    "in the middle of the training of round 1": ("fedguild.client.optimizer.SlotOptimizer.step", 2, False),
+    "in the middle of the training of round 2": ("fedguild.client.optimizer.SlotOptimizer.step", 7, False),
+    "after a memory of round 2": ("fedguild.client.memory.ClientMemory.save", {ALL: 5, HALF: 3}, True),
+    "while round 2 is scored": ("fedguild.experiment.evaluate_state", 3, False),
+    "before the records of round 2": ("fedguild.server.record.RunLog.append", 3, False),
+    "after the records of round 2": ("fedguild.server.checkpoint.save", 3, False),
+    "after the checkpoint of round 2": ("fedguild.client.memory.ClientMemory.forget", 3, False),
+    "before the report": ("fedguild.experiment.write_report", 1, False),
+}
+
+
+@pytest.fixture(scope="module", params=[ALL, HALF])
+def config(request: pytest.FixtureRequest, olmoe_folder: Path) -> Config:
+    return small_config(olmoe_folder, f"name={request.param.split()[0]}", *OVERRIDES[request.param])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
+        experiment.run(config, folder)
+    return ended(folder)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(
+    config: Config, uninterrupted: Ended, moment: str, tmp_path: Path
+) -> None:
+    target, call, after = MOMENTS[moment]
+    number = call if isinstance(call, int) else call[HALF if config.federation.participation < 1 else ALL]
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, target, number, after=after)
+        with pytest.raises(Killed):
+            experiment.run(config, tmp_path)
+    experiment.resume(tmp_path)
+    assert_same(ended(tmp_path), uninterrupted)
+
+
+def test_a_run_killed_again_and_again_resumes_to_the_same_bits(
+    config: Config, uninterrupted: Ended, tmp_path: Path
+) -> None:
+    """Every process gets through one round's training and dies in the next."""
+    start: Callable[..., object] = experiment.run
+    arguments: tuple[object, ...] = (config, tmp_path)
+    for number in range(1, config.federation.rounds + 1):
+        with pytest.MonkeyPatch.context() as patch:
+            kill_at(patch, "fedguild.client.optimizer.SlotOptimizer.step", STEPS_A_ROUND + 2)
+            try:
+                start(*arguments)
+            except Killed:
+                assert checkpoint.latest(tmp_path / CHECKPOINTS) == number
+        start, arguments = experiment.resume, (tmp_path,)
+    assert_same(ended(tmp_path), uninterrupted)
+
+
+def test_a_line_that_was_cut_off_does_not_matter(config: Config, uninterrupted: Ended, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, "fedguild.server.checkpoint.save", 2)
+        with pytest.raises(Killed):
+            experiment.run(config, tmp_path)
+    log = RunLog(tmp_path).path
+    log.write_bytes(log.read_bytes()[:-20])
+    experiment.resume(tmp_path)
+    assert_same(ended(tmp_path), uninterrupted)
+
+
+def test_what_the_clients_kept_is_part_of_the_run(config: Config, uninterrupted: Ended, tmp_path: Path) -> None:
+    """Without the clients' rescalers a resumed run ends elsewhere: the tests above look at something."""
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, "fedguild.server.checkpoint.save", 3, after=True)
+        with pytest.raises(Killed):
+            experiment.run(config, tmp_path)
+    shutil.rmtree(tmp_path / MEMORY)
+    experiment.resume(tmp_path)
+    found = ended(tmp_path)
+    differing = [n for n, t in uninterrupted.state.tensors.items() if not torch.equal(found.state.tensors[n], t)]
+    assert any(name.startswith("rescaler/") for name in differing)
+
+
+def test_resuming_a_finished_run_changes_nothing(config: Config, tmp_path: Path) -> None:
+    first = experiment.run(config, tmp_path)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, "fedguild.client.cohort.Cohort.steps", 1)
+        second = experiment.resume(tmp_path)
+    assert second == first
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+
+
+def test_the_config_survives_a_resume_that_fails_at_once(config: Config, uninterrupted: Ended, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, "fedguild.server.checkpoint.save", 1)
+        with pytest.raises(Killed):
+            experiment.run(config, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, "fedguild.experiment.prepare", 1)
+        with pytest.raises(Killed):
+            experiment.resume(tmp_path)
+    experiment.resume(tmp_path)
+    assert_same(ended(tmp_path), uninterrupted)
+
+
+def test_a_checkpoint_of_other_settings_is_refused(config: Config, tmp_path: Path) -> None:
+    experiment.run(config, tmp_path)
+    other = config.model_copy(update={"seed": config.seed + 1})
+    (tmp_path / "config.yaml").write_text(other.resolved_yaml())
+    with pytest.raises(CheckpointError, match="is a checkpoint of another run") as caught:
+        experiment.resume(tmp_path)
+    assert config.fingerprint() in caught.value.message
+    assert other.fingerprint() in caught.value.message
+    assert "Resume with the config that the run began with" in caught.value.hint
+
+
+@pytest.mark.slow
+def test_sigkill_before_the_first_checkpoint_and_in_the_middle_of_a_round(olmoe_folder: Path, tmp_path: Path) -> None:
+    settings = small_settings(
+        olmoe_folder,
+        "federation.cohort_size=1",
+        "federation.rounds=3",
+        "training.steps=20",
+        "evaluation.every=3",
+        "evaluation.max_new_tokens=60",
+    )
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    _kill_when(cut / "config.yaml", "run", "flame/tiny-tasks", *settings, "--output", str(cut))
+    assert checkpoint.latest(cut / CHECKPOINTS) is None
+    first_memory = cut / MEMORY / "client-000" / "round-00002.memory"
+    _kill_when(first_memory, "resume", str(cut))
+    assert checkpoint.latest(cut / CHECKPOINTS) == 1
+    assert not (cut / MEMORY / "client-003" / "round-00002.memory").exists()
+    experiment.resume(cut)
+    experiment.run(load_config("flame/tiny-tasks", settings), whole)
+    assert_same(ended(cut), ended(whole))
+
+
+def _kill_when(path: Path, *arguments: str) -> None:
+    """Runs `fedguild ARGUMENTS...` in a process of its own, and kills it as soon as a file is there."""
+    command = [sys.executable, "-m", "fedguild", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        while not path.exists():
+            if process.poll() is not None:
+                assert process.stderr is not None
+                pytest.fail(f"It ended before it wrote {path}:\n{process.stderr.read().decode()}")
+            time.sleep(0.002)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL

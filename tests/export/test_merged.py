@@ -1,0 +1,138 @@
+"""Merged checkpoints in the hands of plain transformers, against our own logits."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from fedguild.errors import ModelError
+from fedguild.export.merged import merged_weights, write_merged
+from fedguild.model.backbone import Backbone, make_backbone
+from fedguild.model.plan import AdapterPlan
+from tests.backbones import DENSE_FAMILIES, MOE_FAMILIES, tiny_backbone, tiny_model
+from tests.export.conftest import assert_same_logits, backbone_of, deployment_of, plain_logits, slot_logits
+
+BaseFolder = Callable[..., Path]
+EVERYTHING = ("attention", "router", "experts")
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("active", [4, 1])
+def test_transformers_gives_our_logits_at_the_budgets_active_experts(
+    family: str, active: int, base_folder: BaseFolder, tmp_path: Path
+) -> None:
+    backbone = backbone_of(base_folder(family))
+    before = backbone.fingerprint()
+    plan = AdapterPlan(rank=3, scale=0.7, targets=EVERYTHING, active_experts=active, output_scale="per_layer")
+    deployment = deployment_of(backbone, plan)
+    write_merged(tmp_path, backbone, deployment)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert merged.config.num_experts_per_tok == active
+    assert_same_logits(plain_logits(merged), slot_logits(backbone, deployment))
+    assert backbone.fingerprint() == before
+    assert backbone.model.config.num_experts_per_tok == 4
+
+
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_dense_models(family: str, tied: bool, base_folder: BaseFolder, tmp_path: Path) -> None:
+    backbone = backbone_of(base_folder(family, tie_word_embeddings=tied))
+    deployment = deployment_of(backbone, AdapterPlan(rank=3, scale=0.7, targets=("attention", "mlp")))
+    write_merged(tmp_path, backbone, deployment)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same_logits(plain_logits(merged), slot_logits(backbone, deployment))
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
+
+
+@pytest.mark.parametrize("kind", ["shared", "fixed"])
+def test_every_kind_of_output_scale(kind: str, base_folder: BaseFolder, tmp_path: Path) -> None:
+    backbone = backbone_of(base_folder("olmoe"))
+    plan = AdapterPlan(rank=2, scale=1.0, targets=("q_proj",), output_scale=kind, output_scale_start=2.5)
+    deployment = deployment_of(backbone, plan)
+    write_merged(tmp_path, backbone, deployment)
+    assert_same_logits(plain_logits(AutoModelForCausalLM.from_pretrained(tmp_path)), slot_logits(backbone, deployment))
+
+
+def test_the_scale_falls_on_the_experts_down_projection_alone() -> None:
+    backbone = tiny_backbone("qwen2_moe")
+    plan = AdapterPlan(rank=2, scale=1.0, targets=("q_proj",), output_scale="fixed", output_scale_start=3.0)
+    before = backbone.model.state_dict()
+    after = dict(merged_weights(backbone, deployment_of(backbone, plan)))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    down = {f"{moe.experts}.down_proj" for moe in backbone.info.moe}
+    assert changed == down | {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)}
+    for name in down:
+        torch.testing.assert_close(after[name], 3.0 * before[name])
+
+
+def test_the_names_are_those_of_the_hub(base_folder: BaseFolder, tmp_path: Path) -> None:
+    base = base_folder("mixtral")
+    backbone = backbone_of(base)
+    write_merged(tmp_path, backbone, deployment_of(backbone, AdapterPlan(2, 1.0, ("experts",))))
+    with (
+        safe_open(base / "model.safetensors", "pt") as plain,
+        safe_open(tmp_path / "model.safetensors", "pt") as merged,
+    ):
+        assert set(merged.keys()) == set(plain.keys())
+        assert "model.layers.0.block_sparse_moe.experts.7.w3.weight" in merged.keys()  # noqa: SIM118
+        assert merged.metadata() == {"format": "pt"}
+
+
+def test_bf16_is_merged_in_fp32_and_rounded_once(base_folder: BaseFolder) -> None:
+    model = tiny_model("olmoe", dtype=torch.bfloat16)
+    backbone = make_backbone(model, None, name="bf16")
+    deployment = deployment_of(backbone, AdapterPlan(rank=2, scale=0.7, targets=("router",)))
+    router = backbone.info.moe[0].router
+    weight = model.state_dict()[f"{router}.weight"]
+    down, up = (deployment.tensors[f"{router}.lora_{part}"].double() for part in "AB")
+    exact = weight.double() + 0.7 * up @ down
+    found = dict(merged_weights(backbone, deployment))[f"{router}.weight"]
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - exact).abs().max() <= 2**-9 * exact.abs().max() * 1.001
+
+
+def test_many_shards_load_as_one(base_folder: BaseFolder, tmp_path: Path) -> None:
+    backbone = backbone_of(base_folder("olmoe"))
+    deployment = deployment_of(backbone, AdapterPlan(rank=2, scale=1.0, targets=EVERYTHING))
+    write_merged(tmp_path, backbone, deployment, shard_bytes=8_000)
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert max(sum(t.nbytes for t in load_file(tmp_path / name).values()) for name in files) <= 8_000
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    assert not list(tmp_path.glob("*.part"))
+    assert_same_logits(plain_logits(AutoModelForCausalLM.from_pretrained(tmp_path)), slot_logits(backbone, deployment))
+
+
+def test_a_weight_larger_than_a_shard_gets_one_of_its_own(base_folder: BaseFolder, tmp_path: Path) -> None:
+    backbone = backbone_of(base_folder("llama"))
+    deployment = deployment_of(backbone, AdapterPlan(rank=2, scale=1.0, targets=("q_proj",)))
+    write_merged(tmp_path, backbone, deployment, shard_bytes=1)
+    weights = dict(merged_weights(backbone, deployment))
+    assert len(list(tmp_path.glob("*.safetensors"))) == len(weights)
+
+
+def test_the_config_says_nothing_of_us(base_folder: BaseFolder, tmp_path: Path) -> None:
+    backbone = backbone_of(base_folder("olmoe"))
+    plan = AdapterPlan(rank=2, scale=1.0, targets=("q_proj",), active_experts=2)
+    write_merged(tmp_path, backbone, deployment_of(backbone, plan))
+    text = (tmp_path / "config.json").read_text()
+    found = json.loads(text)
+    assert (found["architectures"], found["dtype"]) == (["OlmoeForCausalLM"], "float32")
+    assert found["num_experts_per_tok"] == 2
+    assert "fedguild" not in text
+
+
+def test_four_bit_weights_are_refused(tmp_path: Path) -> None:
+    backbone: Backbone = tiny_backbone("olmoe")
+    backbone.model.hf_quantizer = SimpleNamespace()
+    with pytest.raises(ModelError, match=r"tiny olmoe was loaded in 4 bit(.|\n)*model\.load_in_4bit=false"):
+        write_merged(tmp_path, backbone, deployment_of(backbone, AdapterPlan(2, 1.0, ("q_proj",))))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,77 @@
+"""A federation of small clients on a random backbone, without files or a round loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.memory import ClientMemory
+from fedguild.client.optimizer import OptimizerSettings
+from fedguild.client.schedule import TrainingSettings
+from fedguild.data.batches import Encoded
+from fedguild.engines.local import LocalEngine
+from fedguild.methods.common import initial_adapter
+from fedguild.model.backbone import Backbone
+from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.payload import Payload, with_part
+from fedguild.seeding import torch_rng
+from fedguild.server.method import Method, State, Upload
+from fedguild.server.rounds import Task
+from tests.backbones import random_rows
+
+LARGE, MIDDLE, SMALL = Budget("large", 4, 3), Budget("middle", 2, 2), Budget("small", 1, 1)
+SETTINGS = TrainingSettings(optimizer=OptimizerSettings("adam"), learning_rate=0.05, batch_size=2, steps=2)
+
+
+def client(index: int, budget: Budget, examples: int = 4) -> ClientInfo:
+    return ClientInfo(index, budget, examples)
+
+
+class Federation:
+    """Clients with data of their own (a row of 4 to 8 tokens each), a method, and the clients' memory."""
+
+    def __init__(self, backbone: Backbone, method: Method, clients: Sequence[ClientInfo], folder: Path) -> None:
+        self.backbone, self.method, self.clients = backbone, method, list(clients)
+        self.model: ModelInfo = backbone.info
+        self.memory = ClientMemory(folder / "clients")
+        self.examples = {
+            who.index: [
+                Encoded(tuple(row), 2)
+                for row in random_rows([4 + (who.index + i) % 5 for i in range(who.examples)], who.index)
+            ]
+            for who in clients
+        }
+
+    def start(self) -> State:
+        return self.method.start(self.model, [who.budget for who in self.clients], torch_rng(0, "start"))
+
+    def train(
+        self, state: State, round: int = 1, who: Sequence[int] | None = None, learning_rate: float = 0.05
+    ) -> list[Upload]:
+        """Returns the uploads of some clients (by index; all by default), their memory kept."""
+        engine = LocalEngine(
+            self.backbone, self.examples, replace(SETTINGS, learning_rate=learning_rate), self.memory, seed=1
+        )
+        asked = [known for known in self.clients if who is None or known.index in who]
+        tasks = [Task(round, known, self.method.download(state, self.model, known)) for known in asked]
+        uploads = []
+        for delivery in engine.train(self.method, self.model, tasks):
+            assert delivery.upload is not None
+            uploads.append(Upload(round, delivery.task.client, delivery.upload))
+        return uploads
+
+
+def random_tensors(model: ModelInfo, plan: AdapterPlan, seed: int) -> dict[str, torch.Tensor]:
+    """Every trainable of a plan, normal."""
+    rng = torch_rng(seed, "tensors")
+    return {name: torch.randn(value.shape, generator=rng) for name, value in initial_adapter(model, plan, rng).items()}
+
+
+def upload(who: ClientInfo, **parts: dict[str, torch.Tensor]) -> Upload:
+    """An upload of these parts."""
+    tensors = {name: value for part, held in parts.items() for name, value in with_part(part, held).items()}
+    return Upload(1, who, Payload(tensors))

@@ -1,0 +1,350 @@
+"""FLAME against its equations: Eq. 5's rescaler, Eq. 6-7's aggregation, and who keeps what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedguild.client.budget import Budget
+from fedguild.errors import ConfigError, ModelError
+from fedguild.methods import FedIT, Flame, build_method
+from fedguild.methods.flame import ROUTING, FlameSettings
+from fedguild.model.backbone import Backbone
+from fedguild.payload import Payload
+from fedguild.server.method import State, Upload
+from fedguild.server.validation import check_upload
+from fedguild.wire.codec import decode, encode
+from tests.backbones import tiny_backbone
+from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
+from tests.oracles import flame as oracle
+from tests.oracles.aggregation import weighted_mean
+
+TEMPERATURES = (0.0, 1.0, 2.0, 8.0)
+RESCALERS = ("per_layer", "shared", "static", "none")
+
+
+def flame(**options: object) -> Flame:
+    return Flame(FlameSettings(**{"rank": 2, **options}))
+
+
+def experts_of(layer: int) -> str:
+    return f"model.layers.{layer}.mlp.experts"
+
+
+def with_frequency(sent: Upload, frequency: Tensor) -> Upload:
+    """The upload with a_i / S_i [L, M] in place of its own."""
+    routing = {f"{ROUTING}/{experts_of(layer)}": row for layer, row in enumerate(frequency)}
+    return Upload(sent.round, sent.client, Payload({**sent.payload.tensors, **routing}))
+
+
+def frequency_of(sent: Upload) -> Tensor:
+    """The upload's a_i / S_i, [L, M]."""
+    return in_layer_order(sent.payload.part(ROUTING))
+
+
+def in_layer_order(by_experts: dict[str, Tensor]) -> Tensor:
+    return torch.stack([by_experts[experts_of(layer)] for layer in range(len(by_experts))])
+
+
+def random_round(method: Flame, backbone: Backbone, clients: int) -> tuple[State, list[Upload]]:
+    """A random global state and random uploads of clients with 3, 8, 13, … examples."""
+    model = backbone.info
+    plan = method.plan(model, LARGE)
+    state = State(upload(client(0, LARGE), adapter=random_tensors(model, plan, 99)).payload.tensors)
+    uploads = [
+        with_frequency(
+            upload(client(i, LARGE, 3 + 5 * i), adapter=random_tensors(model, plan, i)),
+            oracle.random_frequency(len(model.moe), 8, seed=i),
+        )
+        for i in range(clients)
+    ]
+    return state, uploads
+
+
+# Eq. 6 and 7
+
+
+def test_two_clients_by_hand() -> None:
+    """t = 2, |D_1| = 10, |D_2| = 30, a/S = (1/2, 1, 0) and (1/2, 1/2, 0).
+
+    Eq. 6: gamma_1 = (2.5, 10, 0), gamma_2 = (7.5, 7.5, 0). Eq. 7, A_1 = (4, 8, 1), A_2 = (8, 1, 2):
+    expert 0 (2.5 · 4 + 7.5 · 8) / 10 = 7, expert 1 (10 · 8 + 7.5 · 1) / 17.5 = 5, expert 2 as before.
+    Eq. 4 for the attention, 2 and 6: (10 · 2 + 30 · 6) / 40 = 5.
+    """
+    method = flame(temperature=2.0, rescaler="none")
+    expert, query = "model.layers.0.mlp.experts.up_proj.lora_A", "model.layers.0.self_attn.q_proj.lora_A"
+
+    def sent(index: int, examples: int, experts: list[float], attention: float, frequency: list[float]) -> Upload:
+        tensors = {expert: torch.tensor(experts).view(3, 1, 1), query: torch.tensor([[attention]])}
+        return with_frequency(upload(client(index, LARGE, examples), adapter=tensors), torch.tensor([frequency]))
+
+    first = sent(0, 10, [4.0, 8.0, 1.0], 2.0, [0.5, 1.0, 0.0])
+    second = sent(1, 30, [8.0, 1.0, 2.0], 6.0, [0.5, 0.5, 0.0])
+    assert in_layer_order(method.gamma(first)).tolist() == [[2.5, 10.0, 0.0]]
+    assert in_layer_order(method.gamma(second)).tolist() == [[7.5, 7.5, 0.0]]
+    state = State({f"adapter/{expert}": torch.full((3, 1, 1), -3.0), f"adapter/{query}": torch.zeros(1, 1)})
+    found = method.aggregate(state, iter([first, second])).tensors
+    torch.testing.assert_close(found[f"adapter/{expert}"].flatten(), torch.tensor([7.0, 5.0, -3.0]))
+    torch.testing.assert_close(found[f"adapter/{query}"], torch.tensor([[5.0]]))
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("frequency", [[[0.0, 0.0]], [[1.0, 0.0]], [[0.25, 0.5], [0.75, 1.0]], [[0.3]]])
+def test_gamma(temperature: float, frequency: list[list[float]]) -> None:
+    sent = with_frequency(upload(client(0, LARGE, 7)), torch.tensor(frequency))
+    expected = [[oracle.gamma(value, temperature, 7) for value in layer] for layer in frequency]
+    found = in_layer_order(flame(temperature=temperature).gamma(sent))
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("clients", [1, 2, 5])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_aggregation(clients: int, temperature: float, olmoe_backbone: Backbone) -> None:
+    method = flame(temperature=temperature, rescaler="none")
+    state, uploads = random_round(method, olmoe_backbone, clients)
+    found = method.aggregate(state, iter(uploads)).tensors
+    assert found.keys() == state.tensors.keys()
+    for name, before in state.tensors.items():
+        layer = int(name.split(".")[2])
+        values = [sent.payload.tensors[name] for sent in uploads]
+        examples = [sent.client.examples for sent in uploads]
+        if ".experts." in name:
+            weights = [
+                [oracle.gamma(f, temperature, n) for f in frequency_of(sent)[layer].tolist()]
+                for sent, n in zip(uploads, examples, strict=True)
+            ]
+            expected = oracle.mean_of_experts(values, weights, before)
+        else:
+            expected = weighted_mean(values, [torch.tensor(float(n)) for n in examples], before)
+        torch.testing.assert_close(found[name].double(), expected.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_temperature_zero_is_averaging_by_size(olmoe_backbone: Backbone) -> None:
+    """Also where nobody activated an expert, as 0^0 = 1."""
+    method = flame(temperature=0.0, rescaler="none")
+    state, uploads = random_round(method, olmoe_backbone, 4)
+    uploads = [with_frequency(sent, frequency_of(sent).index_fill(1, torch.tensor([5]), 0.0)) for sent in uploads]
+    fedit = FedIT(FedIT.Settings(rank=2, targets=method.settings.targets))
+    global_adapter = Payload(state.tensors).part("adapter")
+    plain = [
+        Upload(1, sent.client, Payload({n: v for n, v in sent.payload.tensors.items() if not n.startswith(ROUTING)}))
+        for sent in uploads
+    ]
+    expected = fedit.aggregate(State(global_adapter), plain).tensors
+    found = Payload(method.aggregate(state, uploads).tensors).part("adapter")
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_an_expert_that_nobody_activated_keeps_its_global_value(olmoe_backbone: Backbone) -> None:
+    method = flame(temperature=2.0, rescaler="none")
+    state, uploads = random_round(method, olmoe_backbone, 3)
+    quiet = torch.ones(2, 8)
+    quiet[1, 6] = 0.0
+    uploads = [with_frequency(sent, quiet) for sent in uploads]
+    found = method.aggregate(state, uploads).tensors
+    for name, before in state.tensors.items():
+        if ".experts." not in name:
+            continue
+        same = [expert for expert in range(8) if torch.equal(found[name][expert], before[expert])]
+        assert same == ([6] if name.startswith("adapter/model.layers.1.") else [])
+
+
+def test_layers_keep_their_frequencies_on_the_wire(tmp_path: Path) -> None:
+    """The codec sorts by name, layer 10 before layer 2; a layer's experts still get their own weights."""
+    backbone = tiny_backbone("olmoe", num_hidden_layers=12)
+    method = flame(temperature=2.0, rescaler="none", targets=("experts",), rank=1)
+    state, uploads = random_round(method, backbone, 2)
+    travelled = [Upload(sent.round, sent.client, decode(encode(sent.payload))) for sent in uploads]
+    expected = method.aggregate(state, uploads).tensors
+    for name, value in method.aggregate(state, travelled).tensors.items():
+        torch.testing.assert_close(value, expected[name])
+
+
+# a_i^j and S_i
+
+
+@contextmanager
+def recorded_routing(backbone: Backbone) -> Iterator[list[tuple[int, Tensor, Tensor, list[bool]]]]:
+    """Yields a list that fills with each router pass: layer, logits [N, M], slot of each token, which are real."""
+    passes: list[tuple[int, Tensor, Tensor, list[bool]]] = []
+
+    def recorder(layer: int):
+        def record(_, __, output) -> None:
+            current, tokens = backbone.runtime.current, output[0].shape[0]
+            keep = current.keep(tokens)
+            real = [True] * tokens if keep is None else keep.tolist()
+            passes.append((layer, output[0].detach().clone(), current.slot_of_token(tokens, output[0].device), real))
+
+        return record
+
+    handles = [part.router.register_forward_hook(recorder(index)) for index, part in enumerate(backbone.moe)]
+    yield passes
+    for handle in handles:
+        handle.remove()
+
+
+def recount(passes, slot: int, active: int, unit: str) -> Tensor:
+    """a_i^j / S_i of a slot, [L, M]."""
+    layers = 1 + max(layer for layer, *_ in passes)
+    counts, totals = torch.zeros(layers, 8), torch.zeros(layers, 1)
+    for layer, logits, slots, real in passes:
+        mine = [ok and owner == slot for ok, owner in zip(real, slots.tolist(), strict=True)]
+        found = torch.tensor(oracle.count_activations(logits, mine, active))
+        counts[layer] += found if unit == "token" else (found > 0)
+        totals[layer] += sum(mine) if unit == "token" else 1
+    return counts / totals
+
+
+@pytest.mark.parametrize("unit", ["token", "step"])
+def test_the_frequency_is_a_slow_recount(unit: str, olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    clients = [client(0, LARGE, 4), client(1, SMALL, 4), client(2, MIDDLE, 3)]
+    federation = Federation(olmoe_backbone, flame(frequency=unit), clients, tmp_path)
+    with recorded_routing(olmoe_backbone) as passes:
+        uploads = federation.train(federation.start())
+    assert len(passes) == 4
+    assert any(not all(real) for *_, real in passes)
+    for slot, sent in enumerate(uploads):
+        frequency = frequency_of(sent)
+        active = sent.client.budget.active_experts
+        torch.testing.assert_close(frequency, recount(passes, slot, active, unit), rtol=1e-6, atol=1e-7)
+        if unit == "token":
+            torch.testing.assert_close(frequency.sum(dim=1), torch.full((2,), float(active)))
+
+
+def test_a_recomputed_layer_is_counted_once(tmp_path: Path) -> None:
+    clients = [client(0, LARGE), client(1, SMALL)]
+    found = []
+    for checkpointing in (False, True):
+        backbone = tiny_backbone("olmoe", gradient_checkpointing=checkpointing)
+        federation = Federation(backbone, flame(), clients, tmp_path / str(checkpointing))
+        found.append([frequency_of(sent) for sent in federation.train(federation.start())])
+    for plain, recomputed in zip(*found, strict=True):
+        torch.testing.assert_close(plain, recomputed)
+
+
+# s_i
+
+
+def scales(tensors) -> dict[str, float]:
+    return {name: float(value) for name, value in tensors.items() if name.endswith("output_scale")}
+
+
+LAYERS = [f"model.layers.{layer}.mlp.output_scale" for layer in (0, 1)]
+SCALE_NAMES = {"per_layer": LAYERS, "shared": ["output_scale"], "static": [], "none": []}
+
+
+@pytest.mark.parametrize("rescaler", RESCALERS)
+def test_the_four_rescalers(rescaler: str, olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    method = flame(rescaler=rescaler)
+    plan = method.plan(olmoe_backbone.info, SMALL)
+    assert plan.output_scale == {"static": "fixed"}.get(rescaler, rescaler)
+    assert plan.output_scale_start == (4.0 if rescaler == "static" else 1.0)
+    federation = Federation(olmoe_backbone, method, [client(0, SMALL), client(1, LARGE)], tmp_path)
+    for sent in federation.train(federation.start()):
+        learned = scales(sent.payload.part("rescaler"))
+        assert list(learned) == SCALE_NAMES[rescaler]
+        assert all(value != 1.0 for value in learned.values())
+        check_upload(sent.payload, method.expected_upload(olmoe_backbone.info, sent.client), client="c")
+
+
+def test_the_static_ratio_is_k_over_k_i(olmoe_backbone: Backbone) -> None:
+    starts = [flame(rescaler="static").plan(olmoe_backbone.info, b).output_scale_start for b in (LARGE, MIDDLE, SMALL)]
+    assert starts == [1.0, 2.0, 4.0]
+
+
+def test_a_client_goes_on_from_its_own_scale(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    """Client 1 sits round 2 out; without learning, everybody uploads the scale that it begins with."""
+    federation = Federation(olmoe_backbone, flame(), [client(i, SMALL) for i in range(3)], tmp_path)
+    method, state = federation.method, federation.start()
+    first = federation.train(state, 1)
+    state = method.aggregate(state, first)
+    second = federation.train(state, 2, who=(0, 2))
+    state = method.aggregate(state, second)
+    third = federation.train(state, 3, learning_rate=0.0)
+    kept = [second[0], first[1], second[1]]
+    learned = [scales(sent.payload.part("rescaler")) for sent in kept]
+    assert [scales(sent.payload.part("rescaler")) for sent in third] == learned
+    assert len({str(values) for values in learned}) == 3
+    assert learned[0] != scales(first[0].payload.part("rescaler"))
+
+
+@pytest.mark.parametrize("rescaler", RESCALERS)
+def test_the_download_holds_the_adapter_alone(rescaler: str, olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    clients = [client(0, LARGE), client(1, SMALL)]
+    federation = Federation(olmoe_backbone, flame(rescaler=rescaler), clients, tmp_path)
+    state = federation.method.aggregate(federation.start(), federation.train(federation.start()))
+    for who in clients:
+        payload = federation.method.download(state, federation.model, who)
+        assert payload.tensors.keys() == {name for name in state.tensors if name.startswith("adapter/")}
+        assert all(".lora_" in name for name in payload.tensors)
+
+
+def test_a_budget_is_deployed_with_the_mean_scale_of_its_clients(olmoe_backbone: Backbone) -> None:
+    method, model = flame(temperature=0.0), olmoe_backbone.info
+    state = method.start(model, [LARGE, MIDDLE, SMALL], torch.Generator().manual_seed(0))
+    plan = method.plan(model, LARGE)
+    sent = []
+    for index, (budget, scale) in enumerate([(LARGE, 1.2), (LARGE, 1.6), (SMALL, 3.0)]):
+        tensors = random_tensors(model, plan, index)
+        own = {name: torch.tensor(scale + layer) for layer, name in enumerate(LAYERS)}
+        adapter = {name: value for name, value in tensors.items() if name not in LAYERS}
+        received = upload(client(index, budget, 1 + 9 * index), adapter=adapter, rescaler=own)
+        sent.append(with_frequency(received, torch.ones(2, 8)))
+    after = method.aggregate(state, sent)
+    for budget, mean in ((LARGE, 1.4), (MIDDLE, None), (SMALL, 3.0)):
+        deployment = method.deploy(after, model, budget)
+        assert deployment.plan.active_experts == budget.active_experts
+        expected = [1.0, 1.0] if mean is None else [mean, mean + 1]
+        assert list(scales(deployment.tensors).values()) == pytest.approx(expected)
+        for name, value in Payload(after.tensors).part("adapter").items():
+            assert torch.equal(deployment.tensors[name], value)
+
+
+def test_a_clients_own_model_has_its_own_scale(olmoe_backbone: Backbone) -> None:
+    method, model = flame(), olmoe_backbone.info
+    state = method.start(model, [SMALL], torch.Generator().manual_seed(0))
+    own = {name: torch.tensor(2.5) for name in LAYERS}
+    mine = method.personalize(state, model, client(0, SMALL), Payload(own))
+    assert list(scales(mine.tensors).values()) == [2.5, 2.5]
+    newcomer = method.personalize(state, model, client(1, SMALL), Payload())
+    assert list(scales(newcomer.tensors).values()) == [1.0, 1.0]
+
+
+# bad input
+
+
+@pytest.mark.parametrize("active", [0, 5])
+def test_a_budget_beyond_the_models_top_k(active: int, olmoe_backbone: Backbone) -> None:
+    with pytest.raises(ConfigError, match=rf"'x' has active_experts {active}, but tiny olmoe runs 4 of 8(.|\n)*1 to 4"):
+        flame().plan(olmoe_backbone.info, Budget("x", active, 2))
+
+
+def test_every_budget_is_checked_at_the_start(olmoe_backbone: Backbone) -> None:
+    with pytest.raises(ConfigError, match="'x' has active_experts 9"):
+        flame().start(olmoe_backbone.info, [LARGE, Budget("x", 9, 2)], torch.Generator())
+
+
+def test_a_dense_model(llama_backbone: Backbone) -> None:
+    with pytest.raises(
+        ModelError, match=r"FLAME needs a mixture-of-experts model, but tiny llama \(llama\) has no(.|\n)*fedit"
+    ):
+        flame().plan(llama_backbone.info, LARGE)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("rank", 0, r"method\.rank: .*greater than or equal to 1, got 0"),
+        ("temperature", -1, r"method\.temperature: .*got -1\.\nIt is: t of Eq\. 6"),
+        ("rescaler", "learned", r"method\.rescaler: .*'per_layer', 'shared', 'static' or 'none', got 'learned'"),
+    ],
+)
+def test_options_out_of_range(option: str, value: object, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        build_method("flame", {option: value})

@@ -1,0 +1,65 @@
+"""LoRA of several slots on a linear layer, and how its factors start."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fedguild.model.adapters.lora import initial_value, slot_product
+from fedguild.model.adapters.storage import padded_rank
+from fedguild.seeding import torch_rng
+
+IN, OUT, RANK = 6, 5, 3
+
+
+@pytest.mark.parametrize("rows", [(4,), (2, 2, 2), (1, 3, 2), (0, 2, 0), (3, 0)], ids=str)
+@pytest.mark.parametrize("length", [(), (4,)], ids=["flat", "sequences"])
+def test_each_row_gets_its_own_slots_product(rows, length):
+    """Values and gradients against one row after the other; slots may have no rows."""
+    rng = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng, dtype=torch.float64).requires_grad_()
+
+    hidden, down, up = leaf(sum(rows), *length, IN), leaf(len(rows), RANK, IN), leaf(len(rows), OUT, RANK)
+    scale = torch.linspace(0.5, 2.0, len(rows), dtype=torch.float64)
+    slots = [slot for slot, count in enumerate(rows) for _ in range(count)]
+    expected = torch.stack(
+        [scale[slot] * row @ (up[slot] @ down[slot]).t() for slot, row in zip(slots, hidden, strict=True)]
+    )
+    found = slot_product(hidden, down, up, scale, rows)
+    assert torch.allclose(found, expected, rtol=1e-12)
+    upstream = torch.randn(expected.shape, generator=rng, dtype=torch.float64)
+    for ours, theirs in zip(
+        torch.autograd.grad((found * upstream).sum(), [hidden, down, up]),
+        torch.autograd.grad((expected * upstream).sum(), [hidden, down, up]),
+        strict=True,
+    ):
+        assert torch.allclose(ours, theirs, rtol=1e-11)
+
+
+def test_rows_in_half_precision_meet_factors_in_fp32():
+    hidden = torch.randn(4, IN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    down, up = torch.ones(1, RANK, IN), torch.ones(1, OUT, RANK)
+    assert slot_product(hidden, down, up, torch.ones(1), (4,)).dtype is torch.bfloat16
+
+
+def test_a_starts_as_torchs_kaiming_uniform_and_b_at_zero():
+    value = initial_value("layer.lora_A", (64, 400), 1.0, torch_rng(3, "start"))
+    reference = nn.init.kaiming_uniform_(torch.empty(64, 400), a=5**0.5, generator=torch_rng(3, "other"))
+    bound = 1 / 400**0.5
+    for drawn in (value, reference):
+        assert 0.99 * bound < drawn.abs().max().item() <= bound
+        assert drawn.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
+    assert torch.equal(value, initial_value("layer.lora_A", (64, 400), 1.0, torch_rng(3, "start")))
+    assert not initial_value("layer.lora_B", (8, 3), 1.0, torch_rng(3, "start")).any()
+    assert initial_value("block.output_scale", (), 2.5, torch_rng(3, "start")).item() == 2.5
+
+
+@pytest.mark.parametrize(
+    ("rank", "dtype", "stored"),
+    [(1, torch.float32, 4), (4, torch.float32, 4), (20, torch.bfloat16, 24), (3, torch.float64, 4)],
+)
+def test_the_storages_rank_keeps_rows_sixteen_bytes_apart(rank, dtype, stored):
+    assert padded_rank(rank, dtype) == stored

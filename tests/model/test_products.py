@@ -1,0 +1,62 @@
+"""Grouped products by either way, with groups of no rows, against one product after the other."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from fedguild.model.moe import products
+from fedguild.model.moe.products import grouped_outer, grouped_rows
+
+ENDS = torch.tensor([0, 3, 3, 4, 9, 9], dtype=torch.int32)
+GROUPS = list(pairwise([0, *ENDS.tolist()]))
+
+
+def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64).to(dtype)
+
+
+@pytest.fixture(params=["kernel", "threads"])
+def way(request, monkeypatch):
+    """Sends every product to torch's kernel, or to our own threads, of which there are two."""
+    monkeypatch.setattr(products, "_THREADED_WORK", 10**12 if request.param == "kernel" else 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str
+)
+def test_products_equal_one_after_the_other(dtype, tolerance):
+    rows, other, matrices = normal(9, 8, dtype=dtype), normal(9, 16, dtype=dtype), normal(6, 8, 16, dtype=dtype)
+    by_rows = torch.cat([rows[start:end] @ matrices[group] for group, (start, end) in enumerate(GROUPS)])
+    by_outer = torch.stack([rows[start:end].t() @ other[start:end] for start, end in GROUPS])
+    assert torch.allclose(grouped_rows(rows, matrices, ENDS), by_rows, rtol=tolerance, atol=tolerance)
+    assert torch.allclose(grouped_outer(rows, other, ENDS), by_outer, rtol=tolerance, atol=tolerance)
+    transposed = matrices.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.allclose(grouped_rows(rows, transposed, ENDS), by_rows, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_trainable_matrices_are_taken_where_gradients_are_off(mode):
+    """As inside an autograd function's forward; the threads have torch modes of their own."""
+    rows, matrices = normal(9, 8, dtype=torch.float32), normal(6, 8, 16, dtype=torch.float32).requires_grad_()
+    with mode():
+        out = grouped_rows(rows, matrices, ENDS)
+        grouped_outer(out, rows, ENDS)
+    assert not out.requires_grad
+    assert out.is_inference() == (mode is torch.inference_mode)
+
+
+def test_more_groups_than_a_kernel_takes_are_split(monkeypatch):
+    monkeypatch.setattr(products, "_GROUP_LIMIT_CUDA", 4)
+    rows, matrices = normal(9, 8, dtype=torch.float32), normal(6, 8, 16, dtype=torch.float32)
+    expected = torch.cat([rows[start:end] @ matrices[group] for group, (start, end) in enumerate(GROUPS)])
+    assert torch.allclose(products._in_chunks(rows, matrices, ENDS), expected, atol=1e-5)

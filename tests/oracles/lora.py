@@ -1,0 +1,95 @@
+"""A client's adapter merged into a copy of the weights: the plain transformers model that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedguild.model.plan import AdapterPlan, ModelInfo
+
+
+def merged_parameters(
+    model: Any, info: ModelInfo, plan: AdapterPlan, adapter: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Returns name -> W + s·BA of every weight that the adapter changes, differentiable in the adapter.
+
+    The output scale is folded into the experts' down projection. `model` is a plain transformers
+    model with fused experts; gate and up lie one above the other in `gate_up_proj`.
+    """
+    own = dict(model.named_parameters())
+    merged: dict[str, Tensor] = {}
+    for linear in info.linears:
+        if f"{linear.name}.lora_A" in adapter:
+            merged[f"{linear.name}.weight"] = own[f"{linear.name}.weight"] + _product(linear.name, plan, adapter)
+    for moe in info.moe:
+        if f"{moe.router}.lora_A" in adapter:
+            merged[f"{moe.router}.weight"] = own[f"{moe.router}.weight"] + _product(moe.router, plan, adapter)
+        gate_up, down = own[f"{moe.experts}.gate_up_proj"], own[f"{moe.experts}.down_proj"]
+        if f"{moe.experts}.gate_proj.lora_A" in adapter:
+            gate = _product(f"{moe.experts}.gate_proj", plan, adapter)
+            up = _product(f"{moe.experts}.up_proj", plan, adapter)
+            merged[f"{moe.experts}.gate_up_proj"] = gate_up + torch.cat([gate, up], dim=1)
+            down = down + _product(f"{moe.experts}.down_proj", plan, adapter)
+        merged[f"{moe.experts}.down_proj"] = down * _output_scale(moe.name, plan, adapter)
+    return merged
+
+
+class MergedModel:
+    """A client's own plain transformers model: adapter merged, its active experts set on the routers.
+
+    Args:
+        model: The plain model.
+        info: What it looks like.
+        plan: The client's plan.
+        adapter: The client's trainables; logits are differentiable in them.
+    """
+
+    def __init__(self, model: Any, info: ModelInfo, plan: AdapterPlan, adapter: Mapping[str, Tensor]) -> None:
+        self.model = model
+        self.active = plan.active_experts
+        self.routers = [model.get_submodule(moe.router) for moe in info.moe]
+        self.weights = merged_parameters(model, info, plan, adapter)
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Returns [T, V], the logits of one row alone, without padding."""
+        native = [router.top_k for router in self.routers]
+        inputs = {"input_ids": torch.tensor([list(ids)]), "use_cache": False}
+        for router in self.routers:
+            router.top_k = self.active or router.top_k
+        try:
+            logits: Tensor = torch.func.functional_call(self.model, self.weights, (), inputs).logits[0]
+        finally:
+            for router, top_k in zip(self.routers, native, strict=True):
+                router.top_k = top_k
+        return logits
+
+    def losses(self, ids: Sequence[int], prompt: int) -> Tensor:
+        """Returns the negative log-likelihood of every token of `ids[prompt:]`."""
+        log_p = self.logits(ids).log_softmax(dim=-1)
+        return torch.stack([-log_p[at - 1, ids[at]] for at in range(prompt, len(ids))])
+
+    @torch.no_grad()
+    def greedy(self, prompt: Sequence[int], length: int, end: int) -> list[int]:
+        """Returns the greedy continuation, each token from a whole forward pass; cut before `end`."""
+        ids = list(prompt)
+        for _ in range(length):
+            token = int(self.logits(ids)[-1].argmax())
+            if token == end:
+                break
+            ids.append(token)
+        return ids[len(prompt) :]
+
+
+def _product(module: str, plan: AdapterPlan, adapter: Mapping[str, Tensor]) -> Tensor:
+    return plan.scale * (adapter[f"{module}.lora_B"] @ adapter[f"{module}.lora_A"])
+
+
+def _output_scale(block: str, plan: AdapterPlan, adapter: Mapping[str, Tensor]) -> Tensor | float:
+    if plan.output_scale == "per_layer":
+        return adapter[f"{block}.output_scale"]
+    if plan.output_scale == "shared":
+        return adapter["output_scale"]
+    return plan.output_scale_start if plan.output_scale == "fixed" else 1.0

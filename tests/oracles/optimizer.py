@@ -1,0 +1,50 @@
+"""One torch optimizer per client: what a cohort's optimizer has to equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fedguild.client.optimizer import OptimizerSettings
+
+
+class ClientOptimizer:
+    """`torch.optim.AdamW`, `Adam` or `SGD` over one client's own tensors, clipped by torch.
+
+    Output scales get no weight decay.
+
+    Args:
+        tensors: Name -> the client's tensors, updated in place.
+        settings: The constants.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], settings: OptimizerSettings) -> None:
+        self.tensors = dict(tensors)
+        scales = [tensor for name, tensor in self.tensors.items() if name.endswith("output_scale")]
+        others = [tensor for name, tensor in self.tensors.items() if not name.endswith("output_scale")]
+        groups = [
+            {"params": others, "weight_decay": settings.weight_decay},
+            {"params": scales, "weight_decay": 0.0},
+        ]
+        self.optimizer = self._make([group for group in groups if group["params"]], settings)
+
+    @staticmethod
+    def _make(groups: list[dict[str, object]], settings: OptimizerSettings) -> torch.optim.Optimizer:
+        if settings.kind == "sgd":
+            return torch.optim.SGD(groups, lr=1.0, momentum=settings.momentum)
+        kind = torch.optim.AdamW if settings.kind == "adamw" else torch.optim.Adam
+        return kind(groups, lr=1.0, betas=settings.betas, eps=settings.eps)
+
+    def step(self, grads: Mapping[str, Tensor], rate: float, clip_norm: float | None) -> float:
+        """Updates the tensors; returns the gradient's norm before clipping."""
+        for name, tensor in self.tensors.items():
+            tensor.grad = grads[name].clone()
+        norm = torch.nn.utils.clip_grad_norm_(
+            list(self.tensors.values()), float("inf") if clip_norm is None else clip_norm
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return float(norm)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedguild.report.record import Run, load_run
+from tests.report.runs import RANKS_FINAL, write_run
+
+REFUSED = (2, 3, "adapter/x.lora_A holds 4 values that are <NaN>")
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished FLAME run with a rejected upload and scores on the clients' own data."""
+    return write_run(tmp_path_factory.mktemp("runs") / "flame", own_scores=True, rejected=[REFUSED])
+
+
+@pytest.fixture(scope="session")
+def run(run_folder: Path) -> Run:
+    """The same, read."""
+    return load_run(run_folder)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+    """FLAME and rank-budget LoRA, three seeds each."""
+    root = tmp_path_factory.mktemp("comparison")
+    flame = [write_run(root / "flame" / f"seed-{seed}", seed=seed) for seed in range(3)]
+    ranks = [
+        write_run(
+            root / "ranks" / f"seed-{seed}",
+            name="fedit-ranks",
+            method="fedit",
+            seed=seed,
+            final=RANKS_FINAL,
+            rank_budget=True,
+        )
+        for seed in range(3)
+    ]
+    return {"flame": flame, "fedit-ranks": ranks}
+
+
+@pytest.fixture(scope="session")
+def runs(folders: dict[str, list[Path]]) -> dict[str, list[Run]]:
+    """The same, read."""
+    return {label: [load_run(folder) for folder in members] for label, members in folders.items()}

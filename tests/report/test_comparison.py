@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from statistics import fmean, stdev
+
+import pytest
+
+from fedguild.errors import ConfigError
+from fedguild.report.comparison import compare
+from fedguild.report.record import Run
+from fedguild.report.summary import comparison_summary, run_summary
+from fedguild.report.tables import run_table
+
+Runs = dict[str, list[Run]]
+
+
+def final(run: Run, budget: str) -> float:
+    return run.scored("budget", 6)[budget].score
+
+
+def test_cells_are_mean_and_sample_deviation_over_seeds(runs: Runs) -> None:
+    table = compare(runs, "fedit-ranks")
+    scores = [final(run, "b4") for run in runs["flame"]]
+    cell = table.row("flame").spread("b4")
+    assert cell is not None
+    assert (cell.mean, cell.std, cell.count) == (fmean(scores), stdev(scores), 3)
+    assert table.columns == ("b1", "b2", "b3", "b4", "mean")
+    assert table.best("b4") == "flame"
+    assert table.smallest is not None
+    assert table.smallest.name == "b4"
+    assert table.seeds == (0, 1, 2)
+    assert table.warnings == ()
+
+
+def test_differences_are_paired_by_seed_whatever_the_order(runs: Runs) -> None:
+    expected = [final(a, "b4") - final(b, "b4") for a, b in zip(runs["flame"], runs["fedit-ranks"], strict=True)]
+    shuffled = {"flame": runs["flame"], "fedit-ranks": runs["fedit-ranks"][::-1]}
+    for order in (runs, shuffled):
+        difference = compare(order, "fedit-ranks").difference("flame", "b4")
+        assert difference is not None
+        assert difference.mean == pytest.approx(fmean(expected))
+        assert difference.std == pytest.approx(stdev(expected))
+
+
+def test_the_last_method_is_the_reference_unless_said(runs: Runs) -> None:
+    assert compare(runs).reference == "fedit-ranks"
+    assert compare(runs, "flame").reference == "flame"
+
+
+def test_costs_stand_beside_the_scores(runs: Runs) -> None:
+    table = compare(runs, "fedit-ranks")
+    flame, ranks = table.row("flame"), table.row("fedit-ranks")
+    assert flame.training_flops["b4"] < flame.training_flops["b1"]
+    assert ranks.training_flops["b4"] == pytest.approx(ranks.training_flops["b1"])
+    assert flame.cost is not None
+    uploads = [sum(r.upload_bytes for r in run.clients) / 8 for run in runs["flame"]]
+    assert flame.cost.upload_bytes == pytest.approx(fmean(uploads))
+    assert flame.run_seconds == pytest.approx(6 * 4.6)
+    grid = table.score_grid()
+    assert grid.rows[0][4].note == "386 GFLOP trained"
+    assert grid.header[4].note == "1 expert, 3.30 MFLOP"
+    assert grid.rows[2][0].text == "flame \u2212 fedit-ranks"
+    assert "386 G" in [cell.text for cell in table.cost_grid().rows[0]]
+
+
+def test_json_has_the_seeds_and_the_difference(runs: Runs) -> None:
+    value = json.loads(json.dumps(compare(runs, "fedit-ranks").to_json()))
+    flame, ranks = value["methods"]
+    assert flame["scores"]["b4"]["by_seed"]["1"] == final(runs["flame"][1], "b4")
+    assert flame["difference"]["b4"]["count"] == 3
+    assert ranks["difference"] == {}
+    assert value["equal_inference"] is True
+
+
+def test_other_seeds_are_left_out_of_the_pairs_and_warned_of(runs: Runs) -> None:
+    table = compare({"flame": runs["flame"], "fedit-ranks": runs["fedit-ranks"][1:]})
+    difference = table.difference("flame", "b4")
+    assert difference is not None
+    assert difference.count == 2
+    assert table.warnings == ("The methods were run with different seeds: flame 0, 1, 2; fedit-ranks 1, 2.",)
+    apart = compare({"flame": runs["flame"][:1], "fedit-ranks": runs["fedit-ranks"][1:]})
+    assert apart.difference("flame", "b4") is None
+    assert "–" in [cell.text for cell in apart.score_grid().rows[2]]
+
+
+@pytest.mark.parametrize("change", [{"active_experts": 8}, {"inference_flops_per_token": 3.4e6}])
+def test_unequal_inference_is_warned_of(runs: Runs, change: dict[str, float]) -> None:
+    dear = [
+        dataclasses.replace(
+            run, evaluations=[e.model_copy(update=change) if e.name == "b4" else e for e in run.evaluations]
+        )
+        for run in runs["flame"]
+    ]
+    table = compare({"flame": dear, "fedit-ranks": runs["fedit-ranks"]})
+    assert not table.equal_inference
+    assert table.warnings == ("Budget b4 was not scored at equal inference FLOPs in all runs.",)
+    assert not any("infer" in sentence for sentence in comparison_summary(table))
+
+
+def test_a_missing_budget_and_an_early_stop_are_warned_of(runs: Runs) -> None:
+    short = [
+        dataclasses.replace(run, evaluations=[e for e in run.evaluations if e.round < 6 and e.name != "b4"])
+        for run in runs["fedit-ranks"]
+    ]
+    table = compare({"flame": runs["flame"], "fedit-ranks": short})
+    assert table.warnings == (
+        "The runs stopped after different rounds: flame 6; fedit-ranks 5.",
+        "Budget b4 was not scored in all runs.",
+    )
+    assert table.row("fedit-ranks").spread("b4") is None
+
+
+def test_what_cannot_be_compared(runs: Runs) -> None:
+    with pytest.raises(ConfigError, match=r"'flamme'.*\n.*Did you mean 'flame'"):
+        compare(runs, "flamme")
+    with pytest.raises(ConfigError, match="two runs of one seed"):
+        compare({"flame": [runs["flame"][0], runs["flame"][0]]})
+    with pytest.raises(ConfigError, match="none given for fedit"):
+        compare({"flame": runs["flame"], "fedit": []})
+
+
+def test_the_outcome_in_words(runs: Runs) -> None:
+    lead, *others = comparison_summary(compare(runs, "fedit-ranks"))
+    flame, ranks = (fmean(final(run, "b4") for run in runs[label]) for label in ("flame", "fedit-ranks"))
+    assert lead.startswith(f"At the smallest budget, b4 (1 active expert), flame scores {flame:.3f} and fedit-ranks ")
+    assert f"{ranks:.3f}: +{flame - ranks:.3f}\u00a0±\u00a0" in lead
+    assert lead.endswith("over 3 seeds, larger than the spread between seeds.")
+    assert others[0].startswith("Averaged over the 4 budgets the difference is +0.1")
+    assert "49% of the FLOPs in training" in others[1]
+    assert "1.7 times the bytes" in others[1]
+
+
+def test_a_lead_within_the_spread_is_called_so(runs: Runs) -> None:
+    shift = [-0.1, 0.3, -0.1]
+    noisy = [
+        dataclasses.replace(
+            run, evaluations=[e.model_copy(update={"score": e.score + shift[run.seed]}) for e in run.evaluations]
+        )
+        for run in runs["flame"]
+    ]
+    lead = comparison_summary(compare({"noisy": noisy, "flame": runs["flame"]}))[0]
+    assert lead.endswith("within the spread between seeds.")
+    single = comparison_summary(compare({label: members[:1] for label, members in runs.items()}))[0]
+    assert single.endswith("from one seed, so chance is not ruled out.")
+
+
+def test_a_lead_of_the_reference_is_a_negative_difference(runs: Runs) -> None:
+    lead = comparison_summary(compare(runs, "flame"))[0]
+    assert "fedit-ranks scores 0.4" in lead
+    assert ": \u22120." in lead
+
+
+def test_the_outcome_of_a_run_in_words(run: Run) -> None:
+    table = run_table(run)
+    lead, smallest = run_summary(table)
+    assert lead.startswith(f"After 6 rounds, flame scores {table.mean:.3f} on average over 4 budgets, up from 0.264 ")
+    best, score = table.rows[0].score, table.rows[3].score
+    assert smallest.startswith(f"The smallest budget, b4 (1 active expert), reaches {score:.3f}, {score / best:.0%}")
+
+
+def test_the_outcome_of_a_run_with_one_budget_or_none(run: Run) -> None:
+    only = dataclasses.replace(run, evaluations=[e for e in run.evaluations if e.name == "b2"])
+    assert len(run_summary(run_table(only))) == 1
+    own = dataclasses.replace(run, evaluations=[e for e in run.evaluations if e.scope == "client"])
+    assert run_summary(run_table(own)) == [
+        "After 6 rounds, flame scores 0.655 on average over the clients, each on its own data."
+    ]

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+
+import matplotlib
+import numpy as np
+import pytest
+
+from fedguild.report import comparison_figures, figures
+from fedguild.report.comparison import compare
+from fedguild.report.costs import Cost
+from fedguild.report.record import Run
+from fedguild.report.style import ordered_colours, spread_apart
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(svg: str) -> list[str]:
+    """Parses the figure, which fails on anything but well-formed XML, and returns what it says."""
+    return ["".join(node.itertext()).strip() for node in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+def bubbles(svg: str) -> int:
+    root = ElementTree.fromstring(svg)
+    group = next(node for node in root.iter(f"{SVG}g") if "PathCollection" in node.get("id", ""))
+    return len(list(group.iter(f"{SVG}use"))) or len(list(group.iter(f"{SVG}path")))
+
+
+def test_score_curves_name_each_line_with_its_last_score() -> None:
+    svg = figures.score_curves({"b1": [(0, 0.1), (1, 0.7)], "b<2>": [(0, 0.1), (1, 0.69)]}, "test")
+    said = " ".join(texts(svg))
+    assert "0.700" in said
+    assert "b<2>" in said
+    assert "test score" in said
+
+
+def test_a_curve_of_zeros_has_a_scale() -> None:
+    assert "0.000" in " ".join(texts(figures.score_curves({"b1": [(0, 0.0)]}, "test")))
+
+
+def test_heat_maps_of_the_mean_a_layer_and_all_layers() -> None:
+    frequency = np.random.default_rng(0).random((3, 5, 7))
+    mean = figures.expert_heat_map(frequency, ["a", "b", "c"])
+    third = figures.expert_heat_map(frequency, ["a", "b", "c"], layer=3)
+    assert {"a", "b", "c", "expert", "client"} <= set(texts(mean))
+    assert "mean over layers" in mean.split(">", 1)[0]
+    assert "layer 3" in third.split(">", 1)[0]
+    assert mean.count("<image") == third.count("<image") > 0
+    every = figures.expert_heat_maps_by_layer(frequency)
+    assert texts(every) == [f"Layer {layer}" for layer in range(5)]
+    assert every.count("<image") == 5
+
+
+def test_heat_map_of_many_clients_without_any_activation() -> None:
+    svg = figures.expert_heat_map(np.zeros((90, 1, 4)), [f"client {i}" for i in range(90)])
+    assert sum(text.startswith("client ") for text in texts(svg)) == 30
+
+
+def test_partition_draws_a_circle_per_nonzero_cell_and_the_totals() -> None:
+    counts = np.array([[3, 0, 5], [0, 2, 0]])
+    svg = figures.partition_bubbles(["x", "y", "z"], counts, ["first", "second"])
+    assert bubbles(svg) == 3
+    assert {"x", "y", "z", "first", "second", "8", "2", "total"} <= set(texts(svg))
+
+
+def test_partition_merges_rare_labels() -> None:
+    counts = np.tile(np.arange(1, 71), (2, 1))
+    svg = figures.partition_bubbles([f"label {i}" for i in range(70)], counts, ["0", "1"])
+    said = texts(svg)
+    assert "11 other" in said
+    assert "label 69" in said
+    assert "label 0" not in said
+    assert str(int(counts[0].sum())) in said
+
+
+def test_cost_bars_say_every_amount() -> None:
+    cost = Cost(training_flops=2e12, upload_bytes=3e6, download_bytes=0, peak_memory_bytes=None, seconds=61.0)
+    said = texts(figures.cost_bars({"b1": cost}))
+    assert {"b1", "2.00 TFLOP", "3.00 MB", "1 min 01 s"} <= set(said)
+    assert said.count("–") == 2
+
+
+def test_comparison_figures_name_the_methods_and_budgets(runs: dict[str, list[Run]]) -> None:
+    table = compare(runs)
+    bars = texts(comparison_figures.score_bars(table))
+    mean = table.row("flame").spread("b4")
+    assert mean is not None
+    assert f"{mean.mean:.2f}" in bars
+    assert {"flame", "fedit-ranks", "mean"} <= set(bars)
+    scatter = texts(comparison_figures.cost_against_score(table, runs))
+    assert scatter.count("b4") == 4
+    assert "bytes sent per client" in scatter
+    rounds = texts(comparison_figures.curves_by_budget(table, runs))
+    assert "b4, 1 expert" in rounds
+
+
+def test_one_run_per_method_and_many_methods(runs: dict[str, list[Run]]) -> None:
+    nine = {f"method {i}": runs["flame"][:1] for i in range(9)}
+    table = compare(nine)
+    assert {f"method {i}" for i in range(9)} <= set(texts(comparison_figures.score_bars(table)))
+    assert "b4, 1 expert" in texts(comparison_figures.curves_by_budget(table, nine))
+
+
+def test_figures_repeat_exactly_share_no_id_and_leave_matplotlib_alone() -> None:
+    before = dict(matplotlib.rcParams)
+    curves = {"b1": [(0, 0.1), (1, 0.7)]}
+    first, second = (figures.score_curves(curves, "test") for _ in range(2))
+    assert first == second
+    other = figures.expert_heat_map(np.ones((1, 1, 2)), ["0"])
+    ids = [{node.get("id") for node in ElementTree.fromstring(svg).iter()} - {None} for svg in (first, other)]
+    assert ids[0]
+    assert not ids[0] & ids[1]
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_references_inside_a_figure_resolve() -> None:
+    root = ElementTree.fromstring(figures.partition_bubbles(["x"], np.array([[1]]), ["0"]))
+    ids = {node.get("id") for node in root.iter()}
+    references = {node.get("{http://www.w3.org/1999/xlink}href", "#")[1:] for node in root.iter(f"{SVG}use")}
+    clips = {node.get("clip-path", "url(#)")[5:-1] for node in root.iter() if node.get("clip-path")}
+    assert references | clips
+    assert (references | clips) <= ids
+
+
+def test_labels_are_spread_apart_in_order() -> None:
+    assert spread_apart([0.5, 0.1, 0.9], 0.1) == pytest.approx([0.5, 0.1, 0.9])
+    moved = spread_apart([0.50, 0.51, 0.52], 0.1)
+    assert moved[1] - moved[0] == pytest.approx(0.1)
+    assert moved[2] - moved[1] == pytest.approx(0.1)
+    assert sum(moved) == pytest.approx(1.53)
+    assert spread_apart([], 0.1) == []
+
+
+def test_ordered_colours_go_from_dark_to_light() -> None:
+    def brightness(colour: str) -> float:
+        return sum(weight * int(colour[i : i + 2], 16) for weight, i in ((0.3, 1), (0.59, 3), (0.11, 5)))
+
+    levels = [brightness(colour) for colour in ordered_colours(4)]
+    assert levels == sorted(levels)
+    assert len(ordered_colours(1)) == 1

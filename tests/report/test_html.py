@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedguild.errors import CheckpointError
+from fedguild.report.html import write_comparison, write_report
+from fedguild.report.record import load_run
+from fedguild.report.tables import run_table
+from fedguild.server.record import EvaluationRecord, RunLog
+from tests.report.runs import write_run
+
+VOID = {"meta", "br", "img", "link", "hr"}
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that is closed out of order, and collects what the page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parsed(page: str) -> Balanced:
+    parser = Balanced()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def assert_self_contained(page: str) -> None:
+    parser = parsed(page)
+    assert all(load.startswith(("#", "data:")) for load in parser.loads)
+    assert not {"script", "link", "iframe", "img"} & set(parser.tags)
+    assert not re.search(r"@import|url\((?!#)", page)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_the_page_of_a_run(run_folder: Path) -> None:
+    path = write_report(run_folder)
+    assert path == run_folder / "report.html"
+    page = path.read_text()
+    assert_self_contained(page)
+    table = run_table(load_run(run_folder))
+    assert f"After 6 rounds, flame scores {table.mean:.3f}" in page
+    assert page.count("<svg") == 5
+    for heading in ("What each budget gets", "Which experts", "Who holds which data", "What it costs", "Rejected"):
+        assert heading in page
+    assert "One upload did not enter the aggregate" in page
+    assert "values that are &lt;NaN&gt;" in page
+    assert "temperature: 2.0" in page
+    assert "packages.torch" in page
+
+
+def test_the_page_of_a_comparison(folders: dict[str, list[Path]], tmp_path: Path) -> None:
+    path = write_comparison(folders, tmp_path / "out", reference="fedit-ranks", title="Ranks & experts")
+    assert path == tmp_path / "out" / "comparison.html"
+    page = path.read_text()
+    assert_self_contained(page)
+    assert "<h1>Ranks &amp; experts</h1>" in page
+    assert "At the smallest budget, b4 (1 active expert), flame scores" in page
+    assert "386 GFLOP trained" in page
+    assert "3 seeds (0, 1, 2)" in page
+    assert "Within a column every method runs with the same active experts" in page
+    assert "Read with care" not in page
+    assert page.count("<svg") == 4
+
+
+def test_a_comparison_with_an_unequal_set_of_seeds_says_so(folders: dict[str, list[Path]], tmp_path: Path) -> None:
+    fewer = {"flame": folders["flame"], "fedit-ranks": folders["fedit-ranks"][:2]}
+    page = write_comparison(fewer, tmp_path).read_text()
+    assert "Read with care" in page
+    assert "different seeds" in page
+    assert "<title>flame and fedit-ranks" in page
+
+
+def test_a_page_repeats_exactly(run_folder: Path) -> None:
+    first = write_report(run_folder).read_bytes()
+    assert write_report(run_folder).read_bytes() == first
+
+
+def test_names_in_the_config_cannot_inject_markup(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", rounds=1)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"name": "<script>alert(1)</script>"}))
+    assert_self_contained(write_report(folder).read_text())
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("name: begun\nmethod: flame\n")
+    RunLog(tmp_path).append(EvaluationRecord(round=0, scope="budget", name="all", split="test", score=0.2))
+    page = write_report(tmp_path).read_text()
+    assert_self_contained(page)
+    assert "Before training, flame scores 0.200." in page
+    assert "What it costs" not in page
+
+
+def test_a_run_that_scores_clients_only(run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text((run_folder / "config.yaml").read_text())
+    records = RunLog(run_folder).read()
+    own = [r for r in records if not isinstance(r, EvaluationRecord) or r.scope == "client"]
+    RunLog(tmp_path).append(*own)
+    page = write_report(tmp_path).read_text()
+    assert_self_contained(page)
+    assert "on average over the clients, each on its own data" in page
+    other = write_comparison({"flame": [tmp_path]}, tmp_path).read_text()
+    assert_self_contained(other)
+    assert "MTAL" in other
+
+
+def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
+        write_report(tmp_path)

@@ -1,0 +1,259 @@
+"""One round against scripted clients: who is asked, what is accepted, what is written down."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.cohort import LocalReport
+from fedguild.errors import QuorumError
+from fedguild.methods import FedIT, build_method
+from fedguild.model.plan import ModelInfo
+from fedguild.payload import Payload
+from fedguild.server.method import Method, State
+from fedguild.server.rounds import Clock, Delivery, Outcome, RoundRules, Task, frequencies, run_round
+from fedguild.server.sampling import sample
+from fedguild.wire.codec import encode
+
+CLIENTS = [ClientInfo(index, Budget("all", 4, 2), examples=10) for index in range(4)]
+ASK_ALL = RoundRules(participation=1.0, quorum=0.5, norm_limit=None, seed=3)
+FAILED = "the client went away"
+
+
+class Scripted:
+    """An engine whose clients add their index + 1 to what they got, unless the script says otherwise."""
+
+    def __init__(self, script: Mapping[int, Callable[[Payload], Payload | None]] | None = None) -> None:
+        self.script = script or {}
+        self.tasks: list[Task] = []
+
+    def train(self, method: Method, model: ModelInfo, tasks: Sequence[Task]) -> Iterator[Delivery]:
+        self.tasks = list(tasks)
+        for task in tasks:
+            honest = plus(task.download, task.client.index + 1)
+            upload = self.script.get(task.client.index, lambda payload: payload)(honest)
+            yield Delivery(
+                task,
+                upload,
+                method.plan(model, task.client.budget),
+                LocalReport(steps=2, tokens=50 + task.client.index),
+                torch.full((2, 8), 0.5) if task.client.index else None,
+                failure=FAILED if upload is None else "",
+            )
+
+
+def plus(payload: Payload, value: float) -> Payload:
+    return Payload({name: tensor + value for name, tensor in payload.tensors.items()})
+
+
+def with_nan(payload: Payload) -> Payload:
+    name, tensor = next(iter(payload.tensors.items()))
+    broken = tensor.clone()
+    broken.view(-1)[3] = float("nan")
+    return Payload({**payload.tensors, name: broken})
+
+
+def transposed(payload: Payload) -> Payload:
+    name, tensor = next(iter(payload.tensors.items()))
+    return Payload({**payload.tensors, name: tensor.T.contiguous()})
+
+
+def nothing(_: Payload) -> None:
+    return None
+
+
+@pytest.fixture
+def model(olmoe_backbone) -> ModelInfo:
+    return olmoe_backbone.info
+
+
+@pytest.fixture
+def method() -> Method:
+    return build_method("fedit", {"rank": 2, "targets": ("q_proj", "experts")})
+
+
+@pytest.fixture
+def state(method: Method, model: ModelInfo) -> State:
+    return method.start(model, [CLIENTS[0].budget], torch.Generator().manual_seed(0))
+
+
+def play(method: Method, state: State, model: ModelInfo, engine: Scripted, rules: RoundRules = ASK_ALL) -> Outcome:
+    return run_round(5, method, state, model, CLIENTS, engine, rules)
+
+
+def moved(outcome: Outcome, state: State) -> float:
+    """Returns by how much every value of the state went up, which must be the same for all."""
+    steps = torch.cat([(outcome.state.tensors[n] - tensor).reshape(-1) for n, tensor in state.tensors.items()])
+    assert torch.allclose(steps, steps[0].expand_as(steps), atol=1e-6)
+    return float(steps.mean())
+
+
+def test_a_round_averages_what_every_client_sent(method, state, model):
+    outcome = play(method, state, model, Scripted())
+    assert moved(outcome, state) == pytest.approx((1 + 2 + 3 + 4) / 4, abs=1e-6)
+    assert outcome.round == 5
+    assert outcome.asked == CLIENTS
+    assert outcome.rejected == {}
+    assert [delivery.task.client.index for delivery in outcome.deliveries] == [0, 1, 2, 3]
+    assert outcome.tokens() == {0: 50, 1: 51, 2: 52, 3: 53}
+    assert frequencies(outcome.deliveries).keys() == {1, 2, 3}
+
+
+def test_traffic_is_the_length_of_what_would_be_sent(method, state, model):
+    engine = Scripted({2: lambda payload: Payload({**payload.tensors}, {"steps": 7})})
+    outcome = play(method, state, model, engine)
+    for task in engine.tasks:
+        index = task.client.index
+        traffic = outcome.traffic[index]
+        scalars = {"steps": 7} if index == 2 else {}
+        sent = Payload(plus(task.download, index + 1).tensors, scalars)
+        assert (traffic.round, traffic.client) == (5, index)
+        assert traffic.download_bytes == len(encode(task.download))
+        assert traffic.upload_bytes == len(encode(sent))
+        assert traffic.upload_by_part["adapter"] == sum(t.numel() * 4 for t in sent.tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("break_it", "reason"),
+    [
+        (with_nan, r"^client-001: 'adapter/.*' has NaN or infinity in 1 of its 32 values\.$"),
+        (transposed, r"^client-001: 'adapter/.*' has the shape \[16, 2\], but \[2, 16\] is expected\.$"),
+        (lambda payload: Payload({}), r"^client-001: the upload lacks .* and \d+ more; expected \d+ tensors\.$"),
+        (nothing, f"^{FAILED}$"),
+    ],
+)
+def test_what_is_no_valid_upload_is_left_out_and_recorded(method, state, model, break_it, reason):
+    outcome = play(method, state, model, Scripted({1: break_it}))
+    assert moved(outcome, state) == pytest.approx((1 + 3 + 4) / 3, abs=1e-6)
+    assert list(outcome.rejected) == [1]
+    assert re.search(reason, outcome.rejected[1]), outcome.rejected[1]
+    assert [delivery.task.client.index for delivery in outcome.deliveries] == [0, 1, 2, 3]
+    assert outcome.traffic[1].download_bytes > 0
+    assert (outcome.traffic[1].upload_bytes == 0) is (break_it is nothing)
+
+
+def test_an_upload_that_never_came_needs_no_reason(method, state, model):
+    class Mute(Scripted):
+        def train(self, *arguments):
+            for delivery in super().train(*arguments):
+                yield Delivery(delivery.task, None, delivery.plan)
+
+    with pytest.raises(QuorumError, match="client-003: nothing was delivered"):
+        play(method, state, model, Mute())
+
+
+def test_an_upload_beyond_the_norm_limit_is_left_out(method, state, model):
+    honest = torch.cat([tensor.reshape(-1) for tensor in plus(Payload(state.tensors), 3).tensors.values()]).norm()
+    rules = RoundRules(1.0, 0.5, norm_limit=1.5 * float(honest), seed=3)
+    outcome = play(method, state, model, Scripted({3: lambda payload: plus(payload, 100)}), rules)
+    assert moved(outcome, state) == pytest.approx(2.0, abs=1e-6)
+    assert "beyond the limit of" in outcome.rejected[3]
+
+
+def test_below_the_quorum_the_round_fails_and_the_state_is_as_it_was(method, state, model):
+    before = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    two = {0: with_nan, 3: nothing}
+    assert play(method, state, model, Scripted(two)).rejected.keys() == {0, 3}
+    with pytest.raises(QuorumError, match="1 of 4 clients delivered a valid upload, but the quorum is 2") as caught:
+        play(method, state, model, Scripted({**two, 2: transposed}))
+    assert all(reason in str(caught.value) for reason in ("client-000: ", "NaN", "[16, 2]", f"client-003: {FAILED}"))
+    assert "client-001" not in str(caught.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors.items())
+
+
+def test_only_the_sampled_clients_are_asked_and_counted(method, state, model):
+    rules = RoundRules(participation=0.5, quorum=1.0, norm_limit=None, seed=3)
+    engine = Scripted()
+    outcome = play(method, state, model, engine, rules)
+    drawn = sample(5, CLIENTS, 0.5, seed=3)
+    assert outcome.asked == drawn
+    assert [task.client for task in engine.tasks] == drawn
+    assert {task.round for task in engine.tasks} == {5}
+    assert outcome.traffic.keys() == {client.index for client in drawn}
+    assert moved(outcome, state) == pytest.approx(sum(client.index + 1 for client in drawn) / 2, abs=1e-6)
+
+
+def test_the_server_holds_one_upload_at_a_time(method, state, model):
+    events = []
+
+    class Watched(Scripted):
+        def train(self, *arguments):
+            for delivery in super().train(*arguments):
+                events.append(f"{delivery.task.client.index} arrives")
+                yield delivery
+
+    class Watching(FedIT):
+        def aggregate(self, state, uploads):
+            def seen():
+                for upload in uploads:
+                    yield upload
+                    events.append(f"{upload.client.index} is added")
+
+            return super().aggregate(state, seen())
+
+    outcome = play(Watching(method.settings), state, model, Watched({1: with_nan}))
+    assert events == ["0 arrives", "0 is added", "1 arrives", "2 arrives", "2 is added", "3 arrives", "3 is added"]
+    assert all(delivery.upload is None for delivery in outcome.deliveries)
+
+
+class Hands:
+    """A clock that moves when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("fedguild.server.rounds.time", SimpleNamespace(perf_counter=lambda: self.now))
+
+
+def test_the_phases_add_up_to_the_round(method, state, model, monkeypatch):
+    hands = Hands(monkeypatch)
+
+    class Slow(Scripted):
+        def train(self, *arguments):
+            for delivery in super().train(*arguments):
+                hands.now += 10
+                yield delivery
+
+    class Thorough(FedIT):
+        def download(self, *arguments):
+            hands.now += 1
+            return super().download(*arguments)
+
+        def expected_upload(self, *arguments):
+            hands.now += 0.25
+            return super().expected_upload(*arguments)
+
+        def aggregate(self, state, uploads):
+            def seen():
+                for upload in uploads:
+                    hands.now += 3
+                    yield upload
+
+            hands.now += 2
+            return super().aggregate(state, seen())
+
+    outcome = play(Thorough(method.settings), state, model, Slow({2: with_nan}))
+    assert outcome.phase_seconds == {"download": 4.0, "train": 40.0, "validate": 1.0, "aggregate": 2.0 + 3 * 3}
+    assert sum(outcome.phase_seconds.values()) == hands.now
+
+
+def test_a_phase_that_fails_is_counted_too(monkeypatch):
+    hands, seconds = Hands(monkeypatch), {}
+    clock = Clock(seconds)
+
+    def outer():
+        with clock.phase("outer"):
+            hands.now += 2
+            with clock.phase("inner"):
+                hands.now += 5
+                raise ValueError
+
+    with pytest.raises(ValueError, match=r"^$"):
+        outer()
+    with clock.phase("inner"):
+        hands.now += 1
+    assert seconds == {"outer": 2.0, "inner": 6.0}
