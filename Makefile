@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 
 demo: $(VENV)/.runtime
 	$(BIN)/fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks \
-		--seeds 0,1,2 --reference fedit/tiny-tasks-ranks --output $(DEMO)
+		--seeds 0,1,2 --jobs 2 --reference fedit/tiny-tasks-ranks --output $(DEMO)
 
 test: $(VENV)/.developer
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)

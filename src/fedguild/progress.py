@@ -18,7 +18,7 @@ class Progress(Protocol):
         ...
 
     def step(self, done: int, total: int, loss: float) -> None:
-        """`done` of this round's `total` training steps are over; `loss` is the clients' mean."""
+        """`done` of the current cohort's `total` training steps are over; `loss` is its clients' mean."""
         ...
 
     def evaluated(self, scores: Mapping[str, float]) -> None:

@@ -85,9 +85,11 @@ def _scored(
 
 def evaluated_plan(experiment: Experiment, budget: Budget, deployment: Deployment) -> AdapterPlan:
     """Returns a deployment's plan, with the budget's active experts unless the method's are wanted."""
-    if not experiment.backbone.info.moe or experiment.config.evaluation.active_experts == "method":
-        return deployment.plan
-    return replace(deployment.plan, active_experts=budget.active_experts)
+    model, plan = experiment.backbone.info, deployment.plan
+    if not model.moe:
+        return plan
+    own = experiment.config.evaluation.active_experts == "method"
+    return replace(plan, active_experts=(plan.active_experts or model.top_k) if own else budget.active_experts)
 
 
 def _scoring(config: Config) -> Scoring:

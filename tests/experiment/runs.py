@@ -88,6 +88,12 @@ def assert_same(found: Ended, expected: Ended) -> None:
     assert found.memory == expected.memory
 
 
+def says(text: str, *parts: str) -> None:
+    """Asserts that every part is in a message, which names them all or tells nobody what to do."""
+    missing = [part for part in parts if part not in text]
+    assert not missing, text
+
+
 class Killed(BaseException):
     """Stands for the end of the process: nothing that runs catches it."""
 

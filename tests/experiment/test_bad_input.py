@@ -1,10 +1,7 @@
-"""Bad input at the level where a user meets it: a message that says what to do, and nothing lost."""
+"""Bad settings, data, models and uploads, where a user meets them: a message that says what to do."""
 
 from __future__ import annotations
 
-import errno
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,23 +11,17 @@ import torch
 from fedguild import experiment
 from fedguild.errors import FedGuildError, QuorumError
 from fedguild.experiment import CHECKPOINTS
-from fedguild.methods import Flame
+from fedguild.methods import METHODS, Flame
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
-from fedguild.server.record import ClientRecord, RoundRecord, RunLog, comparable
+from fedguild.server.record import ClientRecord, RoundRecord, RunLog
 from tests.data.writing import write_jsonl
 from tests.experiment.conftest import Command
-from tests.experiment.runs import Ended, assert_same, ended, small_config, small_settings
+from tests.experiment.runs import assert_same, ended, says, small_config, small_settings
 
 Complaint = Callable[..., str]
 TASKS, DOLLY, NEWS = "flame/tiny-tasks", "fedit/tiny-dolly", "fedit/tiny-ag_news"
 TWO = "federation.rounds=2"
-
-
-def says(text: str, *parts: str) -> None:
-    """Asserts that every part is in a message, which names them all or tells nobody what to do."""
-    missing = [part for part in parts if part not in text]
-    assert not missing, text
 
 
 @pytest.mark.parametrize(
@@ -40,7 +31,7 @@ def says(text: str, *parts: str) -> None:
         ("federaton.rounds=3", ["unknown key 'federaton'", "Did you mean 'federation'?"]),
         ("federation.rounds=many", ["federation.rounds: must be a whole number, got 'many'"]),
         ("federation.budgets=[{name: a, rank: 0}]", ["federation.budgets[0].rank: must be at least 1, got 0"]),
-        ("method=flam", ["Unknown method 'flam'", "Did you mean 'flame'?", "Known: fedit, flame"]),
+        ("method=flam", ["Unknown method 'flam'", "Did you mean 'flame'?", f"Known: {', '.join(sorted(METHODS))}"]),
         ("method.rnak=8", ["method.rnak: flame has no such option", "Did you mean 'rank'?"]),
         ("method.rank=0", ["method.rank", "greater than or equal to 1", "got 0", "LoRA rank r"]),
         ("method.rescaler=learned", ["method.rescaler", "'per_layer', 'shared', 'static' or 'none'", "got 'learned'"]),
@@ -136,9 +127,6 @@ def test_a_folder_that_holds_no_run(complaint: Complaint, command_name: str) -> 
     says(complaint(command_name, "nowhere", *options), "nowhere is not the folder of a run", "`fedguild run`")
 
 
-# --- uploads -------------------------------------------------------------------------------------
-
-
 def spoil(monkeypatch: pytest.MonkeyPatch, how: Callable[[Payload], Payload], round: int, *clients: int) -> None:
     """Changes the uploads of some clients in a round."""
     original = Flame.local_update
@@ -213,100 +201,6 @@ def test_below_the_quorum_the_run_stops_and_goes_on_when_the_clients_are_mended(
 def test_training_that_diverges_everywhere_stops_the_run(complaint: Complaint, olmoe_folder: Path) -> None:
     told = complaint("run", TASKS, *small_settings(olmoe_folder, "training.learning_rate=1e38"))
     says(told, "0 of 4 clients delivered a valid upload", "NaN or infinity")
-
-
-# --- the disk ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def whole(olmoe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """The run that the following ones shall end as."""
-    folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
-        experiment.run(small_config(olmoe_folder), folder)
-    return ended(folder)
-
-
-def fill_up(patch: pytest.MonkeyPatch, folder: Path, name: str, after_round: int = -1) -> None:
-    """Makes the disk full for files with a name, once a round's checkpoint is there."""
-    sync = os.fsync
-
-    def full(descriptor: int) -> None:
-        written = os.fstat(descriptor).st_ino
-        names = [path.name for path in folder.rglob("*") if path.lstat().st_ino == written]
-        latest = checkpoint.latest(folder / CHECKPOINTS)
-        if any(name in found for found in names) and (-1 if latest is None else latest) >= after_round:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        sync(descriptor)
-
-    patch.setattr(os, "fsync", full)
-
-
-@pytest.mark.parametrize(
-    ("file", "after_round"),
-    [
-        ("metrics.jsonl", -1),
-        ("round-00000.checkpoint", -1),
-        ("round-00001.memory", 0),
-        ("metrics.jsonl", 1),
-        ("round-00002.checkpoint", 1),
-        ("round-00003.memory", 2),
-    ],
-)
-def test_a_full_disk_costs_nothing_that_was_written(
-    complaint: Complaint, olmoe_folder: Path, whole: Ended, file: str, after_round: int
-) -> None:
-    folder = Path("out")
-    with pytest.MonkeyPatch.context() as patch:
-        fill_up(patch, folder, file, after_round)
-        told = complaint("run", TASKS, *small_settings(olmoe_folder), "--output", folder)
-        says(told, "Cannot write out/", file, "No space left on device", "free some space", "then resume")
-        if after_round > 0:
-            says(complaint("resume", folder), "No space left on device")
-    assert checkpoint.latest(folder / CHECKPOINTS) == (None if after_round < 0 else after_round)
-    assert not list(folder.rglob("*.part"))
-    complete = [record for record in whole.records if record["round"] <= after_round]
-    assert comparable(RunLog(folder).read())[: len(complete)] == complete
-    experiment.resume(folder)
-    assert_same(ended(folder), whole)
-
-
-@pytest.mark.parametrize("file", ["environment.json", "partition.json", "config.yaml"])
-def test_a_disk_that_is_full_from_the_start_takes_the_same_command_again(
-    complaint: Complaint, olmoe_folder: Path, whole: Ended, file: str
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        fill_up(patch, Path("out"), file)
-        says(complaint("run", TASKS, *small_settings(olmoe_folder), "--output", "out"), f"Cannot write out/{file}")
-    experiment.run(small_config(olmoe_folder), Path("out"))
-    assert_same(ended(Path("out")), whole)
-
-
-@pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: b"\0" * len(content)])
-def test_a_damaged_checkpoint_points_to_the_round_before(
-    command: Command, complaint: Complaint, olmoe_folder: Path, whole: Ended, damage: Callable[[bytes], bytes]
-) -> None:
-    assert command("run", TASKS, *small_settings(olmoe_folder), "--output", "out").exit_code == 0
-    file = Path("out") / CHECKPOINTS / "round-00003.checkpoint"
-    file.write_bytes(damage(file.read_bytes()))
-    lines = RunLog(Path("out")).path.read_bytes()
-    told = complaint("resume", "out")
-    says(told, f"{file} is damaged", "Round 2 is complete: remove the checkpoint of round 3 to resume from it")
-    assert RunLog(Path("out")).path.read_bytes() == lines
-    file.unlink()
-    resumed = command("resume", "out", "--json")
-    assert resumed.exit_code == 0, resumed.output
-    assert json.loads(resumed.stdout)["folder"] == "out"
-    assert_same(ended(Path("out")), whole)
-
-
-def test_a_damaged_memory_is_named(command: Command, complaint: Complaint, olmoe_folder: Path) -> None:
-    assert command("run", TASKS, *small_settings(olmoe_folder), "--output", "out").exit_code == 0
-    (Path("out") / CHECKPOINTS / "round-00003.checkpoint").unlink()
-    file = Path("out/clients/client-001/round-00002.memory")
-    file.write_bytes(file.read_bytes()[:-1])
-    says(complaint("resume", "out"), f"{file} is damaged")
 
 
 def test_an_error_of_the_library_is_the_same_as_that_of_the_command(olmoe_folder: Path, tmp_path: Path) -> None:

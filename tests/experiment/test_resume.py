@@ -25,7 +25,7 @@ from tests.experiment.runs import Ended, Killed, assert_same, ended, kill_at, sm
 
 ALL, HALF = "all clients", "half of the clients"
 OVERRIDES = {
-    ALL: ["federation.cohort_size=2", "federation.norm_limit=1e9"],
+    ALL: ["federation.cohort_size=2", "evaluation.clients=true"],
     HALF: ["federation.participation=0.5", "federation.rounds=4", "federation.cohort_size=1"],
 }
 STEPS_A_ROUND = 4
@@ -122,6 +122,21 @@ def test_resuming_a_finished_run_changes_nothing(config: Config, tmp_path: Path)
         second = experiment.resume(tmp_path)
     assert second == first
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+
+
+def test_dropout_and_an_unfinished_epoch_resume_to_the_same_bits(olmoe_folder: Path, tmp_path: Path) -> None:
+    method = "method={name: fedit, rank: 3, targets: [q_proj, experts], dropout: 0.5}"
+    config = small_config(
+        olmoe_folder, method, "training.steps=null", "training.epochs=0.5", "training.schedule=cosine"
+    )
+    experiment.run(config, tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, "fedguild.experiment.evaluate_state", 3)
+        with pytest.raises(Killed):
+            experiment.run(config, tmp_path / "cut")
+    assert checkpoint.latest(tmp_path / "cut" / CHECKPOINTS) == 1
+    experiment.resume(tmp_path / "cut")
+    assert_same(ended(tmp_path / "cut"), ended(tmp_path / "whole"))
 
 
 def test_the_config_survives_a_resume_that_fails_at_once(config: Config, uninterrupted: Ended, tmp_path: Path) -> None:

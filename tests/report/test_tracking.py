@@ -16,7 +16,9 @@ def read_events(folder: Path) -> dict[str, dict[int, float]]:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulators.EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    found = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert all(len(dict(points)) == len(points) for points in found.values())
+    return {tag: dict(points) for tag, points in found.items()}
 
 
 def test_every_score_loss_and_cost_is_an_event(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.memory import ClientMemory
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded
+from fedguild.engines.peak_memory import peak_bytes, reset_peak
 from fedguild.errors import FedGuildError
 from fedguild.evaluation.profile import memory
 from fedguild.model.backbone import Backbone
@@ -89,9 +90,7 @@ class LocalEngine:
                 yield from deliveries
 
     def _train_cohort(self, method: Method, members: Sequence[tuple[Task, AdapterPlan]]) -> list[Delivery]:
-        device = self.backbone.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        reset_peak(self.backbone.device)
         tasks = [task for task, _ in members]
         with SlotModel(self.backbone, [plan for _, plan in members]) as model:
             cohort = Cohort(
@@ -104,7 +103,7 @@ class LocalEngine:
                 on_step=self.on_step,
             )
             uploads = method.local_update(cohort)
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        peak = peak_bytes(self.backbone.device)
         for task, kept in zip(tasks, cohort.kept, strict=True):
             if kept and all(bool(tensor.isfinite().all()) for tensor in kept.values()):
                 self.memory.save(task.client.name, task.round, Payload(kept))

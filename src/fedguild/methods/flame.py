@@ -157,7 +157,7 @@ class Flame:
     def gamma(self, upload: Upload) -> dict[str, Tensor]:
         """Returns each layer's gamma_i [M] = (a_i^j / S_i)^t |D_i|, by the path of its experts (Eq. 6)."""
         return {
-            experts: frequency.double().pow(self.settings.temperature) * upload.client.examples
+            experts: frequency.double().clamp(0, 1).pow(self.settings.temperature) * upload.client.examples
             for experts, frequency in upload.payload.part(ROUTING).items()
         }
 

@@ -101,10 +101,10 @@ class SlotModel:
 
     def token_losses(self, batch: SlotBatch) -> Tensor:
         """Returns [P], the negative log-likelihood in nats of every target of the batch."""
+        full = bool(batch.mask.all())
         batch = batch.to(self.device)
         runtime = self.backbone.runtime
-        mask = None if bool(batch.mask.all()) else batch.mask
-        runtime.current = self._pass(batch.rows_per_slot, mask, batch.predict_at)
+        runtime.current = self._pass(batch.rows_per_slot, None if full else batch.mask, batch.predict_at)
         runtime.counting = True
         try:
             logits = self.backbone.model(

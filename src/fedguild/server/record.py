@@ -75,7 +75,7 @@ class ClientRecord(_Row):
         download_bytes: Size of the encoded download.
         upload_parts: Bytes of the upload's tensors by part, for example `adapter`.
         training_flops: Floating-point operations of the local training.
-        peak_memory_bytes: Peak memory of the client's cohort, where the device tells.
+        peak_memory_bytes: Peak memory of the client's cohort: allocated on a GPU, resident in the process on a CPU.
         seconds: Wall time of the local training of the client's cohort.
     """
 

@@ -40,7 +40,7 @@ class Delivery:
         plan: What it trained.
         report: What its training did.
         frequency: [L, M] share of its tokens that activated each expert; None for a dense model.
-        peak_memory_bytes: Peak memory of its cohort, where the device tells.
+        peak_memory_bytes: Peak memory of its cohort, where the engine measures it.
         failure: Why there is no upload.
     """
 

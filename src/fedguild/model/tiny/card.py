@@ -66,13 +66,14 @@ A very small OLMoE for demos and tests. It loads with plain `AutoModelForCausalL
 ## How it was made
 
 ```
-python -m fedguild.model.tiny.build --out DIR --steps {recipe.steps} --seed {seed}
+OMP_NUM_THREADS=1 python -m fedguild.model.tiny.build --out DIR --steps {recipe.steps} --seed {seed}
 ```
 
 on {date}, with Python {python}, torch {torch} and transformers {transformers}: AdamW, peak learning rate
 {recipe.learning_rate:g}, cosine schedule, {recipe.batch_size} examples a step, all {config.num_experts_per_tok} experts
 active, OLMoE's load-balancing loss, and a reward of {recipe.router_entropy_weight:g} per nat of router entropy, which
-keeps the routing soft, as it is in a large model. Rounding differs between machines, and with it the weights in detail.
+keeps the routing soft, as it is in a large model. On one machine the command gives the same bytes again; between
+machines and numbers of threads rounding differs, and with it the weights in detail.
 
 The training text comes from the generator `fedguild.data.corpora.tasks` (the seen families) and, one step in
 {recipe.english_every}, from the sentence grammar in `prose.py`. There is no other source: the checkpoint holds nobody's

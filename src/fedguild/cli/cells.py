@@ -1,0 +1,167 @@
+"""The cells of a comparison: every config at every seed, a run each, alone or several at a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fedguild.cli.output import note
+from fedguild.cli.progress import TerminalProgress
+from fedguild.config import Config, load_config
+from fedguild.errors import ConfigError, FedGuildError
+from fedguild.files import write_text
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One config, as given on the command line, at one seed, and the folder of its run."""
+
+    given: str
+    config: Config
+    folder: Path
+
+    @property
+    def title(self) -> str:
+        """How messages call it."""
+        return f"{self.config.name} seed {self.config.seed}"
+
+    def state(self) -> Literal["absent", "partial", "finished"]:
+        """Returns how far the run in the folder has come.
+
+        Raises:
+            ConfigError: the folder holds a run of other settings.
+        """
+        from fedguild.experiment import CHECKPOINTS
+        from fedguild.report.html import REPORT_FILE
+        from fedguild.server import checkpoint
+
+        written = self.folder / "config.yaml"
+        if not written.is_file():
+            return "absent"
+        if load_config(str(written)).fingerprint() != self.config.fingerprint():
+            raise ConfigError(
+                f"{self.folder} holds a run of other settings than {self.config.name} with seed {self.config.seed}.",
+                "Give another --output, or remove that folder.",
+            )
+        last = checkpoint.latest(self.folder / CHECKPOINTS)
+        finished = last == self.config.federation.rounds and (self.folder / REPORT_FILE).is_file()
+        return "finished" if finished else "partial"
+
+
+def plan_cells(configs: Sequence[str], seeds: Sequence[int], output: Path) -> list[Cell]:
+    """Returns a cell for every config and seed, configs in the order given, seeds within.
+
+    Args:
+        configs: Presets and files; whatever is of the form key=value is an override for each of them.
+        seeds: The seeds.
+        output: The folder that the cells' folders lie in.
+
+    Raises:
+        ConfigError: there is no config, one is wrong, or two have the same name.
+    """
+    overrides = [text for text in configs if "=" in text]
+    names = [text for text in configs if "=" not in text]
+    if not names:
+        raise ConfigError(
+            "There is no config to compare.", "Give presets or YAML files: `fedguild presets` lists some."
+        )
+    cells = []
+    for name in names:
+        for seed in seeds:
+            config = load_config(name, [*overrides, f"seed={seed}"])
+            cells.append(Cell(name, config, output / config.name / f"seed-{seed}"))
+    folders = [cell.folder for cell in cells]
+    repeated = next((cell.config.name for cell in cells if folders.count(cell.folder) > 1), None)
+    if repeated is not None:
+        raise ConfigError(f"Two of the configs are named '{repeated}'.", "Give each a `name` of its own.")
+    return cells
+
+
+def complete(cells: Sequence[Cell], jobs: int) -> None:
+    """Brings every cell to its end: runs what is absent, resumes what is partial, keeps what is finished.
+
+    Args:
+        cells: The cells.
+        jobs: How many run at the same time; more than one run in processes of their own.
+
+    Raises:
+        FedGuildError: a run failed; those that were under way have been stopped and can be resumed.
+    """
+    open_cells = []
+    for cell in cells:
+        if cell.state() == "finished":
+            note(f"{cell.title}: finished already")
+        else:
+            open_cells.append(cell)
+    if jobs == 1:
+        for cell in open_cells:
+            _complete_here(cell)
+    else:
+        _Workers(jobs).complete(open_cells)
+
+
+def _complete_here(cell: Cell) -> None:
+    from fedguild import experiment
+
+    with TerminalProgress(title=cell.title) as progress:
+        if cell.state() == "partial":
+            experiment.resume(cell.folder, progress=progress)
+        else:
+            experiment.run(cell.config, cell.folder, progress=progress)
+
+
+class _Workers:
+    """Processes that each run a cell with an equal share of the cores."""
+
+    def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
+        self._running: set[subprocess.Popen[str]] = set()
+        self._stopped = threading.Event()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, cores // jobs))}
+
+    def complete(self, cells: Sequence[Cell]) -> None:
+        with ThreadPoolExecutor(self._jobs) as threads:
+            waiting = [threads.submit(self._complete, cell) for cell in cells]
+            try:
+                for cell in waiting:
+                    cell.result()
+            except BaseException:
+                self._stopped.set()
+                for process in list(self._running):
+                    process.terminate()
+                raise
+
+    def _complete(self, cell: Cell) -> None:
+        if self._stopped.is_set():
+            return
+        process = subprocess.Popen(
+            _command(cell), env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        self._running.add(process)
+        assert process.stderr is not None
+        said = []
+        for line in process.stderr:
+            said.append(line.rstrip())
+            note(f"{cell.title}: {line.rstrip()}")
+        self._running.discard(process)
+        if process.wait() != 0 and not self._stopped.is_set():
+            problem = next((line for line in said if line.startswith("Error: ")), said[-1] if said else "no message")
+            raise FedGuildError(f"{cell.title} failed: {problem.removeprefix('Error: ')}", f"Its folder: {cell.folder}")
+
+
+def _command(cell: Cell) -> list[str]:
+    """Returns the command that runs or resumes a cell; a new one's config is written beside its folder."""
+    fedguild = [sys.executable, "-m", "fedguild"]
+    if cell.state() == "partial":
+        return [*fedguild, "resume", str(cell.folder)]
+    config = cell.folder.with_suffix(".yaml")
+    write_text(config, cell.config.resolved_yaml())
+    return [*fedguild, "run", str(config), "--output", str(cell.folder)]
