@@ -1,15 +1,13 @@
 """Grouped matrix products: rows sorted by group, one matrix for each group.
 
-On a GPU, torch's `grouped_mm` does them in one kernel. On a CPU it runs the groups one after the
-other, each on all cores, which wastes most of them on small groups; there, threads of our own
-take whole groups, each on one core (measured in benchmarks/grouped_products.py).
+torch's `grouped_mm` does them in one call. On a CPU it multiplies group by group with the BLAS that
+torch was built with; where a group is large enough, oneDNN's kernels are up to twice as fast on
+fp32 (docs/decisions/0004, benchmarks/grouped_products.py), so those take such groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -17,8 +15,8 @@ from torch import Tensor
 
 _GROUP_LIMIT_CUDA = 1023
 """Most groups that a CUDA kernel of `grouped_mm` takes."""
-_THREADED_WORK = 250_000
-"""Multiplications per group from which own threads pay for themselves on a CPU."""
+_ONEDNN_WORK = 2_000_000
+"""Multiplications per group from which oneDNN's greater cost per call pays."""
 
 
 def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -32,15 +30,12 @@ def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     groups, inner, outer = matrices.shape
     if rows.is_cuda:
         return _in_chunks(rows, matrices, ends)
-    if not _threaded(rows, rows.shape[0] * inner * outer, groups):
-        return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
-    out = rows.new_empty(rows.shape[0], outer)
-
-    def multiply(group: int, start: int, end: int) -> None:
-        torch.mm(rows[start:end], matrices[group], out=out[start:end])
-
-    _for_each_group(multiply, ends)
-    return out
+    if rows.dtype is torch.float64:
+        return _joined(rows, [rows[i:j] @ matrices[group] for group, i, j in _filled(ends)], outer)
+    large = rows.shape[0] * inner * outer >= _ONEDNN_WORK * groups
+    if large and rows.dtype is torch.float32 and _has_onednn():
+        return _joined(rows, [_onednn(rows, i, j, matrices[group]) for group, i, j in _filled(ends)], outer)
+    return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
 
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
@@ -49,60 +44,42 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     A group without rows gives zeros.
     """
     groups = ends.shape[0]
-    if left.is_cuda and groups <= _GROUP_LIMIT_CUDA:
-        return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
-    if not left.is_cuda and not _threaded(left, left.shape[0] * left.shape[1] * right.shape[1], groups):
+    if left.dtype is not torch.float64 and not (left.is_cuda and groups > _GROUP_LIMIT_CUDA):
         return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
     out = left.new_zeros(groups, left.shape[1], right.shape[1])
-
-    def multiply(group: int, start: int, end: int) -> None:
+    for group, start, end in _filled(ends):
         torch.mm(left[start:end].t(), right[start:end], out=out[group])
-
-    _for_each_group(multiply, ends)
     return out
 
 
-def _threaded(rows: Tensor, work: int, groups: int) -> bool:
-    """Whether to take the groups one by one; `grouped_mm` has no fp64."""
-    return rows.dtype is torch.float64 or work >= _THREADED_WORK * groups
-
-
-def _for_each_group(multiply: Callable[[int, int, int], None], ends: Tensor) -> None:
-    """Calls `multiply(group, start, end)` for every group with rows, on all cores."""
+def _filled(ends: Tensor) -> list[tuple[int, int, int]]:
+    """Returns (group, start, end) of every group with rows."""
     bounds = enumerate(pairwise([0, *ends.tolist()]))
-    jobs = iter([(group, start, end) for group, (start, end) in bounds if end > start])
-    threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
-    if threads == 1 or ends.is_cuda:
-        _work(multiply, jobs, inference)
-        return
-    helpers = [_pool(threads - 1).submit(_work, multiply, jobs, inference) for _ in range(threads - 1)]
-    with _one_core():
-        _work(multiply, jobs, inference)
-        for helper in helpers:
-            helper.result()
+    return [(group, start, end) for group, (start, end) in bounds if end > start]
 
 
-def _work(multiply: Callable[[int, int, int], None], jobs: Iterator[tuple[int, int, int]], inference: bool) -> None:
-    """Takes jobs until there are none; several threads may share `jobs`. Torch's modes are each thread's own."""
-    with torch.inference_mode(inference), torch.no_grad():
-        for job in jobs:
-            multiply(*job)
+def _joined(rows: Tensor, parts: list[Tensor], outer: int) -> Tensor:
+    return torch.cat(parts) if parts else rows.new_empty(0, outer)
 
 
-@lru_cache(maxsize=1)
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "grouped-products", initializer=torch.set_num_threads, initargs=(1,))
+@cache
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-class _one_core:  # noqa: N801 - reads as a statement: `with _one_core():`
-    """Keeps torch's products in this thread on one core; the other threads have theirs."""
+def _onednn(rows: Tensor, start: int, end: int, matrix: Tensor) -> Tensor:
+    """Returns rows[start:end] times matrix [in, out] by oneDNN, as `torch.compile` calls it.
 
-    def __enter__(self) -> None:
-        self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self._threads)
+    oneDNN compiles a kernel for every number of rows that it meets, so some of the neighbours' rows
+    are multiplied too and thrown away: eight sizes between a power of two and the next.
+    """
+    step = max(8, 1 << max(0, (end - start).bit_length() - 4))
+    size = min(-(-(end - start) // step) * step, rows.shape[0])
+    first = min(start, rows.shape[0] - size)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(
+        rows[first : first + size], matrix.t(), None, "none", [], ""
+    )
+    return product[start - first : end - first]
 
 
 def _in_chunks(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
