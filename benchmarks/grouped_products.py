@@ -1,4 +1,4 @@
-"""Grouped products on a CPU: our threads against torch's `grouped_mm`, at sizes of a training step.
+"""Grouped products on a CPU: ours against torch's `grouped_mm`, at sizes of a training step.
 
 Run: python benchmarks/grouped_products.py
 Prints the ratio grouped_mm / ours; docs/decisions/0004 explains it.

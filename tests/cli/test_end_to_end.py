@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fedguild.server.record import RunLog, comparable
 from tests.cli.conftest import Invoke
 
 SMALL = [
@@ -48,3 +49,22 @@ def test_compare_trains_both_methods(invoke: Invoke) -> None:
     assert flops["flame-tiny-tasks"] < 0.7 * flops["fedit-tiny-tasks-ranks"]
     assert table["equal_inference"]
     assert json.loads(invoke("compare", *arguments).stdout) == table
+
+
+def test_compare_in_processes_gives_the_same_scores(invoke: Invoke) -> None:
+    arguments = ["flame/tiny-tasks", "fedit/tiny-tasks-ranks", *SMALL, "--seeds", "0", "--json"]
+    here = json.loads(invoke("compare", *arguments, "--output", "here").stdout)
+    apart = invoke("compare", *arguments, "--output", "apart", "--jobs", "2")
+    assert apart.exit_code == 0, apart.output
+    for name in ("flame-tiny-tasks", "fedit-tiny-tasks-ranks"):
+        scores = [comparable(RunLog(Path(folder) / name / "seed-0").read()) for folder in ("here", "apart")]
+        assert scores[0] == scores[1]
+        assert f"{name} seed 0: round 1/1" in apart.stderr
+    assert json.loads(apart.stdout)["reference"] == here["reference"]
+
+
+def test_a_failed_process_is_named(invoke: Invoke) -> None:
+    arguments = ["flame/tiny-tasks", "fedit/tiny-tasks-ranks", *SMALL, "--seeds", "0", "--jobs", "2"]
+    result = invoke("compare", *arguments, "model.path=nowhere/at-all", "--output", "failed")
+    assert result.exit_code == 2
+    assert "seed 0 failed: Cannot load the model 'nowhere/at-all'" in result.stderr

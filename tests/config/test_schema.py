@@ -133,12 +133,12 @@ def test_method_settings_in_python_and_from_yaml_are_the_same() -> None:
         "federation.keep_checkpoints=9",
         "evaluation.batch_tokens=512",
         "tracking.tensorboard=true",
-        "training.learning_rate=0.003",
+        "training.learning_rate=0.005",
     ],
 )
 def test_the_fingerprint_ignores_what_changes_no_result(override: str) -> None:
     plain = load_config("flame/tiny-tasks")
-    assert plain.training.learning_rate == 0.003
+    assert plain.training.learning_rate == 0.005
     assert load_config("flame/tiny-tasks", [override]).fingerprint() == plain.fingerprint()
 
 

@@ -18,15 +18,15 @@ def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64).to(dtype)
 
 
-@pytest.fixture(params=["kernel", "threads"])
+@pytest.fixture(params=["kernel", "onednn"])
 def way(request, monkeypatch):
-    """Sends every product to torch's kernel, or to our own threads, of which there are two."""
-    monkeypatch.setattr(products, "_THREADED_WORK", 10**12 if request.param == "kernel" else 0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(before)
+    """Sends every product to torch's kernel, or to oneDNN where the dtype is fp32."""
+    monkeypatch.setattr(products, "_ONEDNN_WORK", 10**12 if request.param == "kernel" else 0)
+    taken = []
+    original = products._onednn
+    monkeypatch.setattr(products, "_onednn", lambda *args: (taken.append(1), original(*args))[1])
+    yield taken
+    assert request.param == "onednn" or not taken
 
 
 @pytest.mark.usefixtures("way")
@@ -46,13 +46,30 @@ def test_products_equal_one_after_the_other(dtype, tolerance):
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_trainable_matrices_are_taken_where_gradients_are_off(mode):
-    """As inside an autograd function's forward; the threads have torch modes of their own."""
+    """As inside an autograd function's forward."""
     rows, matrices = normal(9, 8, dtype=torch.float32), normal(6, 8, 16, dtype=torch.float32).requires_grad_()
     with mode():
         out = grouped_rows(rows, matrices, ENDS)
         grouped_outer(out, rows, ENDS)
     assert not out.requires_grad
     assert out.is_inference() == (mode is torch.inference_mode)
+
+
+def test_large_groups_go_to_onednn(way, request):
+    grouped_rows(normal(9, 8, dtype=torch.float32), normal(6, 8, 16, dtype=torch.float32), ENDS)
+    filled = sum(end > start for start, end in GROUPS)
+    assert len(way) == (filled if request.node.callspec.params["way"] == "onednn" else 0)
+
+
+@pytest.mark.parametrize("sizes", [[1], [7, 0, 1], [8, 9, 30], [100, 3], [5, 200]], ids=str)
+def test_neighbours_rows_are_dropped(sizes, monkeypatch):
+    """oneDNN multiplies rounded-up groups; also where the last, or the only, group is smaller than its window."""
+    monkeypatch.setattr(products, "_ONEDNN_WORK", 0)
+    rows, matrices = normal(sum(sizes), 12, dtype=torch.float32), normal(len(sizes), 12, 5, dtype=torch.float32)
+    parts = rows.split(sizes)
+    expected = torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
+    found = grouped_rows(rows, matrices, torch.tensor(sizes).cumsum(0).to(torch.int32))
+    assert torch.allclose(found, expected, atol=1e-5)
 
 
 def test_more_groups_than_a_kernel_takes_are_split(monkeypatch):

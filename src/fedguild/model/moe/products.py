@@ -76,9 +76,7 @@ def _onednn(rows: Tensor, start: int, end: int, matrix: Tensor) -> Tensor:
     step = max(8, 1 << max(0, (end - start).bit_length() - 4))
     size = min(-(-(end - start) // step) * step, rows.shape[0])
     first = min(start, rows.shape[0] - size)
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(
-        rows[first : first + size], matrix.t(), None, "none", [], ""
-    )
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows[first : first + size], matrix.t(), None, "none", [], "")
     return product[start - first : end - first]
 
 
