@@ -113,8 +113,7 @@ class _Experts(torch.autograd.Function):
         lows: tuple[Tensor, ...] = ()
         if layout is not None:
             gate_a, gate_b, up_a, up_b, down_a, down_b = (layout.matrices(f.to(rows.dtype)) for f in factors)
-            low_gate = _compress(rows, gate_a, layout)
-            low_up = _compress(rows, up_a, layout)
+            low_gate, low_up = _compress(rows, torch.cat([gate_a, up_a], dim=1), layout).chunk(2, dim=1)
             z[:, :inner] += grouped_rows(low_gate, gate_b, layout.ends)
             z[:, inner:] += grouped_rows(low_up, up_b, layout.ends)
             del rows
@@ -158,25 +157,34 @@ class _Experts(torch.autograd.Function):
             rows = gather(tokens, plan)
             inner = frozen.down.shape[-1]
             d_gate, d_up = dz[:, :inner], dz[:, inner:]
-            d_low_gate = grouped_rows(d_gate, gate_b.transpose(1, 2), layout.ends).mul_(layout.factor)
-            d_low_up = grouped_rows(d_up, up_b.transpose(1, 2), layout.ends).mul_(layout.factor)
-            d_rows += grouped_rows(d_low_gate, gate_a, layout.ends)
-            d_rows += grouped_rows(d_low_up, up_a, layout.ends)
+            d_low = torch.cat(
+                [
+                    grouped_rows(d_gate, gate_b.transpose(1, 2), layout.ends).mul_(layout.factor),
+                    grouped_rows(d_up, up_b.transpose(1, 2), layout.ends).mul_(layout.factor),
+                ],
+                dim=1,
+            )
+            d_rows += grouped_rows(d_low, torch.cat([gate_a, up_a], dim=1), layout.ends)
+            d_gate_a, d_up_a = grouped_outer(d_low, rows, layout.ends).chunk(2, dim=1)
             products = (
-                grouped_outer(d_low_gate, rows, layout.ends),
+                d_gate_a,
                 grouped_outer(lows[0], d_gate, layout.ends),
-                grouped_outer(d_low_up, rows, layout.ends),
+                d_up_a,
                 grouped_outer(lows[1], d_up, layout.ends),
                 d_down_a,
                 d_down_b,
             )
             d_factors = tuple(
-                product.to(factor.dtype).view_as(factor) for product, factor in zip(products, factors, strict=True)
+                product.to(factor.dtype).reshape(factor.shape)
+                for product, factor in zip(products, factors, strict=True)
             )
         d_tokens = combine(d_rows, plan)
         return (d_tokens, d_weights.view_as(weights), None, None, None, *d_factors)
 
 
 def _compress(rows: Tensor, down: Tensor, layout: LowRankLayout) -> Tensor:
-    """Returns scale · A x of every row, [n, w]."""
-    return grouped_rows(rows, down.transpose(1, 2), layout.ends).mul_(layout.factor)
+    """Returns scale · A x of every row, [n, w], for one A or for several side by side."""
+    low = grouped_rows(rows, down.transpose(1, 2), layout.ends)
+    width = layout.factor.shape[1]
+    low.view(low.shape[0], -1, width).mul_(layout.factor[:, None])
+    return low
