@@ -15,7 +15,7 @@ class ByteTokenizer:
 
     bos_token_id, eos_token_id, pad_token_id = 256, 257, 258
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, verbose: bool = True) -> list[int]:
         return [self.bos_token_id] * add_special_tokens + list(text.encode())
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:

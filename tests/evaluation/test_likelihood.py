@@ -84,7 +84,7 @@ def test_a_long_prompt_is_shortened_for_all_candidates_alike(tokenizer):
 
 
 def test_an_empty_prompt_is_an_error(tokenizer):
-    tokenizer.encode = lambda text, add_special_tokens: list(text.encode())
+    tokenizer.encode = lambda text, add_special_tokens, verbose=True: list(text.encode())
     with pytest.raises(DataError, match="task 'talk' has no prompt token"):
         encode_candidates(replace(FREE, prompt=""), tokenizer, 64)
 

@@ -82,7 +82,9 @@ def encode(example: Example, tokenizer: Any, max_tokens: int) -> Encoded:
     beginning; a response that alone is longer is cut at its end.
     """
     prompt = encode_prompt(example.prompt, tokenizer)
-    response = tokenizer.encode(response_text(example.prompt, example.response), add_special_tokens=False)
+    response = tokenizer.encode(
+        response_text(example.prompt, example.response), add_special_tokens=False, verbose=False
+    )
     if tokenizer.eos_token_id is not None:
         response = [*response, tokenizer.eos_token_id]
     response = response[: max_tokens - 1]
@@ -92,7 +94,7 @@ def encode(example: Example, tokenizer: Any, max_tokens: int) -> Encoded:
 
 def encode_prompt(prompt: str, tokenizer: Any) -> list[int]:
     """Returns the prompt's token ids, with the tokenizer's own special tokens in front."""
-    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=True)
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=True, verbose=False)
     if ids and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
     return ids

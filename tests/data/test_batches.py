@@ -1,0 +1,78 @@
+"""Tokens, truncation, and where the loss lies in a batch of several slots."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fedguild.data.batches import Encoded, collate, encode, encode_prompt, epoch_order, response_text
+from fedguild.data.example import Example
+
+
+class Letters:
+    """A tokenizer of one token per character, with a beginning and an end token."""
+
+    eos_token_id = 1
+
+    def encode(self, text: str, add_special_tokens: bool, verbose: bool) -> list[int]:
+        ids = [ord(letter) for letter in text]
+        return [2, *ids, 1] if add_special_tokens else ids
+
+
+def example(prompt: str, response: str) -> Example:
+    return Example(prompt, response, label="", task="")
+
+
+def test_the_response_is_closed_and_the_prompt_is_not() -> None:
+    found = encode(example("ab\n", "c"), Letters(), 100)
+    assert found == Encoded((2, ord("a"), ord("b"), ord("\n"), ord("c"), 1), 4)
+    assert found.response_tokens == 2
+    assert encode_prompt("ab", Letters()) == [2, ord("a"), ord("b")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "expected"),
+    [("a:", "b", " b"), ("a:\n", "b", "b"), ("a:", " b", " b"), ("", "b", "b")],
+)
+def test_a_space_joins_prompt_and_response_once(prompt: str, response: str, expected: str) -> None:
+    assert response_text(prompt, response) == expected
+
+
+def test_a_long_text_loses_the_beginning_of_its_prompt() -> None:
+    found = encode(example("abcdef\n", "xy"), Letters(), 6)
+    assert "".join(map(chr, found.input_ids)) == "ef\nxy\x01"
+    assert found.prompt_length == 3
+    cut = encode(example("abc\n", "uvwxyz"), Letters(), 4)
+    assert "".join(map(chr, cut.input_ids)) == "\nuvw"
+    assert cut.prompt_length == 1
+
+
+def test_targets_are_the_response_tokens_of_each_slot() -> None:
+    rows = [[Encoded((5, 6, 7, 8), 2)], [], [Encoded((9, 10), 1), Encoded((11, 12, 13), 1)]]
+    batch = collate(rows, pad_id=0)
+    assert batch.rows_per_slot == (1, 0, 2)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8], [9, 10, 0, 0], [11, 12, 13, 0]]
+    assert batch.mask.sum(1).tolist() == [4, 2, 3]
+    assert batch.predict_at.tolist() == [1, 2, 4, 8, 9]
+    assert batch.targets.tolist() == [7, 8, 10, 12, 13]
+    assert batch.group.tolist() == [0, 0, 2, 2, 2]
+    assert batch.to(torch.device("cpu")) is batch
+
+
+def test_a_text_without_prompt_predicts_from_its_second_token() -> None:
+    batch = collate([[Encoded((5, 6, 7), 0)]], pad_id=0)
+    assert (batch.predict_at.tolist(), batch.targets.tolist()) == ([0, 1], [6, 7])
+
+
+def test_a_batch_of_nothing() -> None:
+    batch = collate([[], []], pad_id=0)
+    assert (batch.input_ids.shape[0], batch.targets.numel(), batch.rows_per_slot) == (0, 0, (0, 0))
+
+
+def test_an_epoch_visits_every_example_once() -> None:
+    batches = epoch_order(10, 4, np.random.default_rng(3))
+    assert [len(batch) for batch in batches] == [4, 4, 2]
+    assert sorted(index for batch in batches for index in batch) == list(range(10))
+    assert batches == epoch_order(10, 4, np.random.default_rng(3))
+    assert batches != epoch_order(10, 4, np.random.default_rng(4))
