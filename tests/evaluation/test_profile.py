@@ -106,7 +106,7 @@ def test_activations_grow_with_tokens_and_experts_and_shrink_with_checkpointing(
     full = memory(OLMOE, FLAME, 512, dtype=torch.bfloat16).activations_bytes
     assert memory(OLMOE, FLAME, 1024, dtype=torch.bfloat16).activations_bytes == 2 * full
     small = memory(OLMOE, replace(FLAME, active_experts=1), 512, dtype=torch.bfloat16).activations_bytes
-    assert full - small == 512 * 2 * 7 * (LAYERS * 2 * WIDTH + 3 * HIDDEN + 4 * WIDTH)
+    assert full - small == 512 * 2 * 7 * (LAYERS * (2 * WIDTH + HIDDEN) + 3 * HIDDEN + 4 * WIDTH)
     assert memory(OLMOE, FLAME, 512, dtype=torch.bfloat16, checkpointing=True).activations_bytes < full / 2
 
 

@@ -187,10 +187,11 @@ def _kept_activations(model: ModelInfo, plan: AdapterPlan) -> int:
     """Returns the values per token that the forward pass keeps for the backward pass, about.
 
     Every linear layer keeps its input, and what follows it keeps its output; an active expert
-    keeps gate and up; a layer keeps two residuals and two normalised inputs.
+    keeps gate and up, and its input where it has LoRA; a layer keeps two residuals and two normalised inputs.
     """
     linears = sum(linear.inputs + linear.outputs for linear in model.linears)
-    experts = sum(active_experts(moe, plan) * 2 * moe.width for moe in model.moe)
+    inputs = "experts" in plan.targets
+    experts = sum(active_experts(moe, plan) * (2 * moe.width + inputs * moe.hidden) for moe in model.moe)
     return linears + experts + 4 * model.layers * model.hidden
 
 

@@ -116,7 +116,6 @@ class _Experts(torch.autograd.Function):
             low_gate, low_up = _compress(rows, torch.cat([gate_a, up_a], dim=1), layout).chunk(2, dim=1)
             z[:, :inner] += grouped_rows(low_gate, gate_b, layout.ends)
             z[:, inner:] += grouped_rows(low_up, up_b, layout.ends)
-            del rows
             h = frozen.gate(z)
             low_down = _compress(h, down_a, layout)
             y = grouped_rows(h, frozen.down.transpose(1, 2), plan.expert_ends)
@@ -126,13 +125,13 @@ class _Experts(torch.autograd.Function):
             h = frozen.gate(z)
             y = grouped_rows(h, frozen.down.transpose(1, 2), plan.expert_ends)
         ctx.plan, ctx.frozen, ctx.layout = plan, frozen, layout
-        ctx.save_for_backward(tokens, weights, z, *lows, *factors)
+        ctx.save_for_backward(rows if lows else rows[:0], weights, z, *lows, *factors)
         return combine(y, plan, weights.reshape(-1)[plan.pair])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         plan, frozen, layout = ctx.plan, ctx.frozen, ctx.layout
-        tokens, weights, z, *saved = ctx.saved_tensors
+        rows, weights, z, *saved = ctx.saved_tensors
         lows, factors = saved[:3], list(saved[3:])
         dy = gather(grads[0].contiguous(), plan)
         with torch.enable_grad():
@@ -154,7 +153,6 @@ class _Experts(torch.autograd.Function):
         d_rows = grouped_rows(dz, frozen.gate_up, plan.expert_ends)
         d_factors: tuple[Tensor | None, ...] = ()
         if layout is not None:
-            rows = gather(tokens, plan)
             inner = frozen.down.shape[-1]
             d_gate, d_up = dz[:, :inner], dz[:, inner:]
             d_low = torch.cat(

@@ -30,12 +30,15 @@ def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     groups, inner, outer = matrices.shape
     if rows.is_cuda:
         return _in_chunks(rows, matrices, ends)
-    if rows.dtype is torch.float64:
-        return _joined(rows, [rows[i:j] @ matrices[group] for group, i, j in _filled(ends)], outer)
     large = rows.shape[0] * inner * outer >= _ONEDNN_WORK * groups
-    if large and rows.dtype is torch.float32 and _has_onednn():
-        return _joined(rows, [_onednn(rows, i, j, matrices[group]) for group, i, j in _filled(ends)], outer)
-    return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
+    onednn = large and rows.dtype is torch.float32 and _has_onednn()
+    if not onednn and rows.dtype is not torch.float64:
+        return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
+    out = rows.new_empty(rows.shape[0], outer)
+    for group, start, end in _filled(ends):
+        matrix = matrices[group]
+        out[start:end] = _onednn(rows, start, end, matrix) if onednn else rows[start:end] @ matrix
+    return out
 
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
@@ -56,10 +59,6 @@ def _filled(ends: Tensor) -> list[tuple[int, int, int]]:
     """Returns (group, start, end) of every group with rows."""
     bounds = enumerate(pairwise([0, *ends.tolist()]))
     return [(group, start, end) for group, (start, end) in bounds if end > start]
-
-
-def _joined(rows: Tensor, parts: list[Tensor], outer: int) -> Tensor:
-    return torch.cat(parts) if parts else rows.new_empty(0, outer)
 
 
 @cache

@@ -61,8 +61,7 @@ class MoeLayer:
         """Returns the router's (logits, weights [N, k], indices [N, k]) for the pass that runs."""
         current = self.runtime.current
         assert current is not None
-        tokens = logits.shape[0]
-        slot = current.slot_of_token(tokens, logits.device)
+        slot = current.slot_of_token(logits.shape[0], logits.device)
         if self.router_lora is not None:
             logits = logits + slot_product(hidden, *self.router_lora, current.rows_per_slot).to(logits.dtype)
         active = None if current.active_experts is None else current.active_experts[slot]
