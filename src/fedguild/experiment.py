@@ -10,7 +10,7 @@ from pathlib import Path
 from fedguild.config import Config, load_config
 from fedguild.environment import describe_environment
 from fedguild.errors import CheckpointError
-from fedguild.evaluation.records import client_records, routing_record
+from fedguild.evaluation.records import client_records, observation_records, routing_record
 from fedguild.files import write_json, write_text
 from fedguild.progress import Progress
 from fedguild.report.html import write_report
@@ -18,7 +18,7 @@ from fedguild.report.tracking import Tracker
 from fedguild.scoring import evaluate_state
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
-from fedguild.server.method import State
+from fedguild.server.method import Observing, State
 from fedguild.server.record import EvaluationRecord, PartitionRecord, Record, Rejection, RoundRecord, RunLog
 from fedguild.server.rounds import Outcome, RoundRules, frequencies, run_round
 from fedguild.setup import Experiment, PreparedData, Split, make_engine, prepare, prepare_data
@@ -36,7 +36,7 @@ class RunResult:
         folder: Where it was written.
         rounds: Rounds it ran.
         scores: Budget -> score of the global model after the last round, from 0 to 1.
-        mean: Mean over the budgets.
+        mean: Mean over the budgets; over the clients where every client has a model of its own.
         report: The page.
     """
 
@@ -136,6 +136,8 @@ def _rounds(experiment: Experiment, state: State, first: int) -> RunResult:
                 experiment.progress.message(f"Round {number}: the upload of client {client} was rejected: {reason}")
             records: list[Record] = [*client_records(outcome, experiment.backbone.info)]
             records += routing_record(number, frequencies(outcome.deliveries), outcome.tokens())
+            if isinstance(experiment.method, Observing):
+                records += observation_records(number, experiment.method.observe(state, experiment.backbone.info))
             with outcome.clock.phase("evaluate"):
                 if number % config.evaluation.every == 0 or number == total:
                     records += evaluate_state(experiment, state, number)
@@ -201,5 +203,6 @@ def _written_config(folder: Path) -> Config:
 def _result(experiment: Experiment, number: int, records: Sequence[Record], report: Path) -> RunResult:
     scored = [record for record in records if isinstance(record, EvaluationRecord)]
     scores = {record.name: record.score for record in scored if record.scope == "budget"}
-    mean = next(record.score for record in scored if record.scope == "summary" and record.name == "mean")
+    summaries = {record.name: record.score for record in scored if record.scope == "summary"}
+    mean = summaries.get("mean", summaries.get("mtal", 0.0))
     return RunResult(experiment.folder, number, scores, mean, report)

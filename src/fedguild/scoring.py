@@ -17,6 +17,7 @@ from fedguild.evaluation.tasks import Scoring
 from fedguild.evaluation.tasks import evaluate as score
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
+from fedguild.payload import Payload
 from fedguild.server.method import Deployment, State
 from fedguild.server.record import EvaluationRecord, Record
 from fedguild.setup import Experiment, Split
@@ -30,23 +31,30 @@ def evaluate_state(experiment: Experiment, state: State, number: int, split: Spl
     settings, method, model = experiment.config.evaluation, experiment.method, experiment.backbone.info
     split = split or settings.split
     pooled = experiment.data.pooled(split, settings.max_examples, experiment.config.seed)
-    budgets = [method.deploy(state, model, budget) for budget in experiment.budgets]
-    records = _scored(
-        experiment,
-        [(budget.name, budget, deployment) for budget, deployment in zip(experiment.budgets, budgets, strict=True)],
-        [pooled] * len(budgets),
-        ("budget", number, split),
-    )
-    experiment.progress.evaluated({record.name: record.score for record in records})
-    summary: list[Record] = [summary_record("mean", records)]
-    if settings.clients:
+    deployed = [(budget, method.deploy(state, model, budget)) for budget in experiment.budgets]
+    global_models = [(budget.name, budget, deployment) for budget, deployment in deployed if deployment is not None]
+    records = _scored(experiment, global_models, [pooled] * len(global_models), ("budget", number, split))
+    summary: list[Record] = [summary_record("mean", records)] if records else []
+    held_out = [getattr(data, split)[: settings.max_examples] for data in experiment.data.clients]
+    if settings.clients or not global_models:
         own = [
-            (client.name, client.budget, _personal(experiment, state, client, number)) for client in experiment.clients
+            (who.name, who.budget, _personal(experiment, state, who, experiment.memory.load(who.name, number + 1)))
+            for who in experiment.clients
         ]
-        held_out = [getattr(data, split)[: settings.max_examples] for data in experiment.data.clients]
         scored = _scored(experiment, own, held_out, ("client", number, split))
-        records += scored
         summary.append(summary_record("mtal", scored))
+        records += scored
+    if settings.received:
+        next_models = [
+            (who.name, who.budget, _personal(experiment, state, who, Payload())) for who in experiment.clients
+        ]
+        scored = _scored(experiment, next_models, held_out, ("received", number, split))
+        summary.append(summary_record("received", scored))
+        records += scored
+    experiment.progress.evaluated(
+        {record.name: record.score for record in records if record.scope == "budget"}
+        or {record.name: record.score for record in summary if isinstance(record, EvaluationRecord)}
+    )
     return [*records, *summary]
 
 
@@ -54,7 +62,7 @@ def _scored(
     experiment: Experiment,
     models: Sequence[tuple[str, Budget, Deployment]],
     examples: Sequence[Sequence[Example]],
-    where: tuple[Literal["budget", "client"], int, Split],
+    where: tuple[Literal["budget", "client", "received"], int, Split],
 ) -> list[EvaluationRecord]:
     """Scores several models, as many at once as a cohort holds."""
     config, backbone = experiment.config, experiment.backbone
@@ -101,6 +109,5 @@ def _scoring(config: Config) -> Scoring:
     )
 
 
-def _personal(experiment: Experiment, state: State, client: ClientInfo, number: int) -> Deployment:
-    kept = experiment.memory.load(client.name, number + 1)
-    return experiment.method.personalize(state, experiment.backbone.info, client, kept)
+def _personal(experiment: Experiment, state: State, client: ClientInfo, memory: Payload) -> Deployment:
+    return experiment.method.personalize(state, experiment.backbone.info, client, memory)

@@ -26,8 +26,28 @@ def test_combine_sums_each_tokens_rows_and_leaves_padding_zero():
     plan = dispatch(INDICES, SLOT, KEEP, experts=3, slots=2)
     rows = torch.tensor([[1.0], [2.0], [4.0], [8.0], [16.0], [32.0]])
     assert combine(rows, plan).squeeze(1).tolist() == [17.0, 2.0, 0.0, 12.0, 32.0]
-    weights = torch.tensor([0.5, 1.0, 0.25, 0.5, 2.0, 0.0])
+    weights = torch.tensor([2.0, 0.5, 1.0, 0.25, 0.5, 0.0])
     assert combine(rows, plan, weights).squeeze(1).tolist() == [32.5, 2.0, 0.0, 5.0, 0.0]
+
+
+def test_blocks_fill_each_group_up_to_whole_blocks(monkeypatch):
+    monkeypatch.setattr("fedguild.model.moe.dispatch.BLOCK_HEIGHTS", (2,))
+    monkeypatch.setattr("fedguild.model.moe.dispatch.FILLER_LIMIT", 1.0)
+    plan = dispatch(INDICES, SLOT, KEEP, experts=3, slots=2, blocks=True)
+    assert plan.block_height == 2
+    assert plan.group_ends.tolist() == [2, 4, 4, 6, 8, 10]
+    assert plan.expert_ends.tolist() == [4, 6, 10]
+    assert plan.block_ends.tolist() == [1, 2, 2, 3, 4, 5]
+    assert plan.slot.tolist() == [0, 0, 1, 2, 1, 2, 0, 2, 1, 2]
+    assert plan.token.tolist() == [0, 1, 3, 0, 3, 0, 0, 0, 4, 0]
+    rows = torch.tensor([1.0, 2.0, 4.0, 99.0, 8.0, 99.0, 16.0, 99.0, 32.0, 99.0])[:, None]
+    assert combine(rows, plan).squeeze(1).tolist() == [17.0, 2.0, 0.0, 12.0, 32.0]
+
+
+def test_blocks_are_left_out_where_they_cost_too_many_rows():
+    plan = dispatch(INDICES, SLOT, KEEP, experts=3, slots=2, blocks=True)
+    assert plan.block_height == 0
+    assert plan.block_ends is None
 
 
 def test_gather_takes_each_pairs_token():

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedguild.model.moe import experts as experts_module
+from fedguild.model.moe import dispatch as dispatch_module
 from fedguild.model.moe.dispatch import dispatch
 from fedguild.model.moe.experts import FrozenExperts, run_experts
+from fedguild.model.moe.low_rank import prefers_blocks
 from fedguild.model.plan import EXPERT_PROJECTIONS
 from tests.oracles.experts import experts_with_lora
 
@@ -138,7 +139,7 @@ def by_view(layer: Layer, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     pairs = tuple(zip(stored[0::2], stored[1::2], strict=True)) if case.lora else None
     gate, up, down = (weight.to(dtype) for weight in layer.frozen)
     frozen = FrozenExperts(torch.cat([gate, up], dim=1), down, _swiglu)
-    plan = dispatch(layer.indices, layer.slot, layer.keep, case.experts, case.slots)
+    plan = dispatch(layer.indices, layer.slot, layer.keep, case.experts, case.slots, blocks=True)
     scale = layer.scale[:, None].expand(case.slots, case.rank).contiguous() if case.lora else None
     out = run_experts(leaves[0], leaves[1], plan, frozen, pairs, scale)
     grads = torch.autograd.grad((out * layer.upstream.to(dtype)).sum(), leaves)
@@ -155,10 +156,11 @@ def worst(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
-@pytest.fixture(params=[False, True], ids=["grouped", "concatenated"])
+@pytest.fixture(params=[0, 8, 32], ids=["groups", "blocks of 8", "blocks of 32"])
 def layout(request, monkeypatch):
-    """Forces one of the two layouts of the low-rank products."""
-    monkeypatch.setattr(experts_module, "prefers_concatenation", lambda *_, **__: request.param)
+    """Forces one of the ways of the low-rank products."""
+    monkeypatch.setattr(dispatch_module, "BLOCK_HEIGHTS", (request.param,) if request.param else ())
+    monkeypatch.setattr(dispatch_module, "FILLER_LIMIT", 1000.0)
 
 
 @pytest.mark.usefixtures("layout")
@@ -203,8 +205,9 @@ def test_a_slots_gradients_come_from_its_own_tokens_only():
         assert not factor[[0, 2]].any()
 
 
-def test_the_layouts_are_both_chosen_somewhere():
-    few = experts_module.prefers_concatenation(pairs=64, experts=8, slots=4, rank=8, width=64)
-    many = experts_module.prefers_concatenation(pairs=64_000, experts=8, slots=4, rank=8, width=64)
-    assert (few, many) == (True, False)
-    assert not experts_module.prefers_concatenation(pairs=64, experts=8, slots=1, rank=8, width=64)
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [("cpu", torch.float32, True), ("cpu", torch.float64, True), ("cpu", torch.bfloat16, False)],
+)
+def test_blocks_are_for_full_precision_on_a_cpu(device, dtype, expected):
+    assert prefers_blocks(torch.zeros(1, 1, dtype=dtype, device=device)) is expected

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 import torch
@@ -99,6 +99,7 @@ class Cohort:
         self.kept: list[dict[str, Tensor]] = [{} for _ in work]
         self.routing: RoutingStatistics | None = None
         self._on_step = on_step
+        self._before: Tensor | None = None
 
     @property
     def clients(self) -> tuple[ClientInfo, ...]:
@@ -116,6 +117,45 @@ class Cohort:
     def keep(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
         """Puts tensors into the client's memory, for its next participation."""
         self.kept[slot].update(tensors)
+
+    def hold_out(self, slot: int, fraction: float, limit: int) -> Sequence[Encoded]:
+        """Takes examples out of a client's training, the same ones in every round.
+
+        Args:
+            slot: Whose.
+            fraction: Part of its examples, rounded; at least one is taken and at least one is left.
+            limit: Most examples to take.
+
+        Returns:
+            The examples taken; all of them, and none taken out, where the client has only one.
+        """
+        part = self.work[slot]
+        count = min(limit, max(1, round(fraction * len(part.examples))))
+        order = numpy_rng(self.seed, "held out", part.client.index).permutation(len(part.examples)).tolist()
+        if len(order) == 1:
+            return part.examples
+        taken, left = order[: min(count, len(order) - 1)], sorted(order[min(count, len(order) - 1) :])
+        works = list(self.work)
+        works[slot] = replace(part, examples=[part.examples[index] for index in left])
+        self.work = tuple(works)
+        return [part.examples[index] for index in taken]
+
+    def passes(self, examples: Sequence[Sequence[Encoded]]) -> Iterator[SlotBatch]:
+        """Runs the model over every slot's examples, without gradients, dropout or counting for `reports`.
+
+        The observers of the MoE layers see each pass; yields the batch after it.
+
+        Args:
+            examples: `examples[slot]`, the rows of every slot; may be empty for some.
+        """
+        self.model.dropout.seed(None)
+        size = self.settings.batch_size
+        longest = max((len(rows) for rows in examples), default=0)
+        for start in range(0, longest, size):
+            batch = collate([rows[start : start + size] for rows in examples], self.pad_id)
+            with torch.no_grad():
+                self.model.token_losses(batch)
+            yield batch
 
     @property
     def trainables(self) -> Mapping[str, SlotTensor]:
@@ -138,6 +178,7 @@ class Cohort:
         with self.model.collect_routing() as self.routing:
             for index, columns in enumerate(zip_longest(*plans, fillvalue=[])):
                 before = self.routing.counts.clone(), self.routing.tokens.clone()
+                self._before = before[0]
                 yield from self._micro_steps(index, columns, [len(plan) for plan in plans])
                 self.routing.close_step(*before)
                 self._record_step(columns)
@@ -221,6 +262,13 @@ class Step:
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of [S] per-client losses; each client's reach its own slot only."""
         loss.sum().backward()
+
+    def activations(self) -> Tensor:
+        """Returns [L, S, M] tokens that activated each expert since the optimizer step began, padding excluded."""
+        routing, before = self.cohort.routing, self.cohort._before
+        assert routing is not None
+        assert before is not None
+        return routing.counts - before
 
     def apply(self) -> None:
         """Clips and updates, unless gradients still accumulate."""

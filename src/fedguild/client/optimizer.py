@@ -30,7 +30,7 @@ class OptimizerSettings:
         kind: `adamw` (decoupled weight decay), `adam` or `sgd`.
         betas: Decay of the two moments (Adam, AdamW).
         eps: Added to the root of the second moment (Adam, AdamW).
-        weight_decay: Per unit of learning rate; never applied to output scales.
+        weight_decay: Per unit of learning rate; never applied to output scales, nor where a trainable says so.
         momentum: Decay of the velocity (SGD).
     """
 
@@ -100,7 +100,7 @@ class SlotOptimizer:
                 chosen = [
                     index
                     for index, trainable in enumerate(self.trainables)
-                    if trainable.stored.grad is not None and decays != trainable.name.endswith("output_scale")
+                    if trainable.stored.grad is not None and decays == trainable.decays
                 ]
                 if chosen:
                     self._update(chosen, slots, rate, count, self.settings.weight_decay if decays else 0.0)

@@ -74,9 +74,7 @@ class ModelSettings(Section):
         description="auto, cpu, cuda or cuda:N; auto: a GPU if there is one.",
     )
     load_in_4bit: bool = Field(default=False, description="Load the backbone in 4 bits; needs a GPU and bitsandbytes.")
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
-        default="sdpa", description="Attention implementation."
-    )
+    attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="Attention implementation.")
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model. Off for a reason."
     )
@@ -93,7 +91,13 @@ class EvaluationSettings(Section):
     )
     split: Literal["test", "validation"] = Field(default="test", description="Which held-out examples are scored.")
     clients: bool = Field(
-        default=False, description="Also score every client's own model on its own held-out examples."
+        default=False,
+        description="Also score every client's own model on its own held-out examples, as it uses it after a round.",
+    )
+    received: bool = Field(
+        default=False,
+        description="Also score, on every client's own held-out examples, the model that it would receive next: the "
+        "same after the aggregation.",
     )
     by: Literal["likelihood", "generation"] = Field(
         default="likelihood",

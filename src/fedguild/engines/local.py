@@ -71,7 +71,7 @@ class LocalEngine:
             FedGuildError: the device does not hold one client, or the memory cannot be written.
         """
         planned = [(task, method.plan(model, task.client.budget)) for task in tasks]
-        for _, group in groupby(planned, key=lambda pair: (pair[1].targets, pair[1].output_scale)):
+        for _, group in groupby(planned, key=lambda pair: pair[1].cohort_key):
             members = list(group)
             size = self._size([plan for _, plan in members], [task for task, _ in members])
             while members:

@@ -13,10 +13,11 @@ from fedguild.evaluation.metrics import expert_utilisation
 from fedguild.evaluation.profile import cost
 from fedguild.evaluation.scores import Scores, Summary
 from fedguild.model.plan import AdapterPlan, ModelInfo
-from fedguild.server.record import ClientRecord, EvaluationRecord, RoutingRecord
+from fedguild.server.method import Observation
+from fedguild.server.record import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
 from fedguild.server.rounds import Outcome
 
-Where = tuple[Literal["budget", "client"], int, Literal["test", "validation"]]
+Where = tuple[Literal["budget", "client", "received"], int, Literal["test", "validation"]]
 
 
 def client_records(outcome: Outcome, model: ModelInfo) -> list[ClientRecord]:
@@ -76,8 +77,8 @@ def evaluation_record(
     )
 
 
-def summary_record(name: Literal["mean", "mtal"], records: Sequence[EvaluationRecord]) -> EvaluationRecord:
-    """Returns the mean over budgets (`mean`) or over the clients that have examples (`mtal`)."""
+def summary_record(name: Literal["mean", "mtal", "received"], records: Sequence[EvaluationRecord]) -> EvaluationRecord:
+    """Returns the mean over budgets (`mean`), or over the clients that have examples (`mtal`, `received`)."""
     counted = [record for record in records if record.examples]
     return EvaluationRecord(
         round=records[0].round,
@@ -115,6 +116,26 @@ def routing_record(number: int, frequency: Mapping[int, Tensor], tokens: Mapping
             gini=[float(value) for value in pooled.gini],
         )
     ]
+
+
+def observation_records(number: int, observations: Sequence[Observation]) -> list[ObservationRecord]:
+    """Returns what a method reports of a round, as it is written down."""
+    return [
+        ObservationRecord(
+            round=number,
+            name=seen.name,
+            rows=list(seen.rows),
+            columns=list(seen.columns),
+            values=[[round(value, 6) for value in row] for row in _matrix(seen)],
+            unit=seen.unit,
+        )
+        for seen in observations
+    ]
+
+
+def _matrix(seen: Observation) -> list[list[float]]:
+    rows: list[list[float]] = seen.values.double().reshape(len(seen.rows), -1).tolist()
+    return rows
 
 
 def _measures(summary: Summary, perplexity: bool) -> dict[str, float]:

@@ -126,6 +126,11 @@ def _deployed(experiment: Experiment, state: State, budget: str) -> Deployment:
     model = experiment.backbone.info
     tier = next(known for known in experiment.budgets if known.name == budget)
     deployment = experiment.method.deploy(state, model, tier)
+    if deployment is None:
+        raise ConfigError(
+            f"Under {experiment.method.name} every client has a model of its own; there is no global one to export.",
+            "Export a client's: `--client client-000`.",
+        )
     if not model.moe:
         return deployment
     by_method = experiment.config.evaluation.active_experts == "method"

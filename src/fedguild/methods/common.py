@@ -18,8 +18,11 @@ ADAPTER = "adapter"
 
 def initial_adapter(model: ModelInfo, plan: AdapterPlan, rng: torch.Generator) -> dict[str, Tensor]:
     """Returns the start of every trainable of a plan: LoRA's A random, B zero, so that BA = 0."""
+    own = {name: part for part in plan.parts for name in part.shapes(model)}
     return {
-        name: initial_value(name, shape, plan.output_scale_start, rng)
+        name: own[name].initial(name, shape, rng)
+        if name in own
+        else initial_value(name, shape, plan.output_scale_start, rng)
         for name, shape in trainable_shapes(model, plan).items()
     }
 

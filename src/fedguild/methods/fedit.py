@@ -102,7 +102,7 @@ class FedIT:
             step.apply()
         return [Payload(with_part(ADAPTER, cohort.read(slot))) for slot in range(len(cohort.work))]
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, tuple[int, ...]]:
+    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of the client's A and B."""
         return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
 

@@ -126,7 +126,7 @@ class Flame:
             step.apply()
         return [self._upload(cohort, slot) for slot in range(len(cohort.work))]
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, tuple[int, ...]]:
+    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of A_i, B_i, s_i and a_i."""
         shapes = trainable_shapes(model, self.plan(model, client.budget))
         scales = {name: shapes.pop(name) for name in list(shapes) if _is_scale(name)}

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from fedguild.errors import ConfigError, ModelError
+from fedguild.model.frozen_linear import speed_up_frozen_linears
 from fedguild.model.moe.view import MoeLayer, attach, find_moe_layers
 from fedguild.model.plan import LinearInfo, ModelInfo
 from fedguild.model.runtime import Runtime
@@ -129,6 +130,7 @@ def make_backbone(model: Any, tokenizer: Any, *, name: str, gradient_checkpointi
     """
     model.requires_grad_(False)
     model.eval()
+    speed_up_frozen_linears(model)
     if gradient_checkpointing:
         _checkpoint_layers(model, name)
     if tokenizer is not None and tokenizer.pad_token_id is None:

@@ -7,10 +7,17 @@ the profile counts with it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor
 
 from fedguild.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from fedguild.model.slots import SlotModel
 
 OutputScaleKind = Literal["none", "per_layer", "shared", "fixed"]
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -86,6 +93,43 @@ class ModelInfo:
             )
 
 
+class AdapterPart(Protocol):
+    """A kind of trainable beyond LoRA and the output scale, for example a mixture of LoRA experts.
+
+    A part is a frozen dataclass in `model/adapters/`. Parts of one cohort's slots are of the same
+    types in the same order; their numbers may differ where the part says so.
+    """
+
+    def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
+        """Returns name -> shape of what the part trains, without the slot axis.
+
+        Raises:
+            ConfigError: the part does not fit the model.
+        """
+        ...
+
+    def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+        """Returns the start of one of its trainables."""
+        ...
+
+    def slot_axis(self, name: str) -> int:
+        """Returns the position of the slot axis in a trainable's storage."""
+        ...
+
+    def decays(self, name: str) -> bool:
+        """Whether weight decay applies to a trainable."""
+        ...
+
+    def attach(self, model: SlotModel, parts: Sequence[Any]) -> None:
+        """Hooks the trainables into the backbone; undone by what it gives to `model.on_close`.
+
+        Args:
+            model: The slots, their storage allocated (`model.trainables[name].stored`).
+            parts: Each slot's own part, in slot order; `self` is the first.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class AdapterPlan:
     """What one client trains and how it runs, decided by a method from the client's budget.
@@ -100,6 +144,7 @@ class AdapterPlan:
             shared by all layers, held at `output_scale_start`, or absent.
         output_scale_start: Where s_i starts (or stays).
         dropout: Dropout rate on the input of the low-rank product, in training.
+        parts: What is trained beyond LoRA and the output scale.
     """
 
     rank: int
@@ -109,12 +154,18 @@ class AdapterPlan:
     output_scale: OutputScaleKind = "none"
     output_scale_start: float = 1.0
     dropout: float = 0.0
+    parts: tuple[AdapterPart, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ConfigError(f"A LoRA rank must be at least 1, but is {self.rank}.")
         if self.active_experts is not None and self.active_experts < 1:
             raise ConfigError(f"active_experts must be at least 1, but is {self.active_experts}.")
+
+    @property
+    def cohort_key(self) -> tuple[Any, ...]:
+        """What the plans of one cohort have in common."""
+        return (self.targets, self.output_scale, tuple(type(part) for part in self.parts))
 
 
 def targeted_linears(model: ModelInfo, plan: AdapterPlan) -> tuple[LinearInfo, ...]:
@@ -146,7 +197,7 @@ def trainable_shapes(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[int
 
     LoRA: `{module}.lora_A` [r, in] and `{module}.lora_B` [out, r]. Experts:
     `{experts}.{gate,up,down}_proj.lora_A` [M, r, in] and `.lora_B` [M, out, r]. Output scale:
-    `{block}.output_scale` [] per layer, or `output_scale` [] where it is shared.
+    `{block}.output_scale` [] per layer, or `output_scale` [] where it is shared. Parts: as their `shapes` say.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for linear in targeted_linears(model, plan):
@@ -165,4 +216,6 @@ def trainable_shapes(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[int
             shapes[f"{moe.name}.output_scale"] = ()
     if plan.output_scale == "shared" and model.moe:
         shapes["output_scale"] = ()
+    for part in plan.parts:
+        shapes.update(part.shapes(model))
     return shapes

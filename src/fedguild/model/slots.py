@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fedguild.model.adapters.lora import slot_product
 from fedguild.model.adapters.storage import SlotTensor, padded_rank
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.statistics import RoutingStatistics
-from fedguild.model.plan import EXPERT_PROJECTIONS, AdapterPlan, trainable_shapes
+from fedguild.model.plan import EXPERT_PROJECTIONS, AdapterPart, AdapterPlan, trainable_shapes
 from fedguild.model.runtime import Pass
 
 
@@ -46,7 +47,7 @@ class SlotModel:
         self.device = backbone.device
         self.dropout = Dropout([plan.dropout for plan in plans])
         self.trainables: dict[str, SlotTensor] = {}
-        self._handles: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
         self._rank = padded_rank(max(plan.rank for plan in plans), backbone.dtype)
         self._scale = torch.tensor([plan.scale for plan in plans], device=self.device, dtype=self._dtype)
         self._allocate()
@@ -65,13 +66,17 @@ class SlotModel:
 
     def close(self) -> None:
         """Detaches the adapters; the backbone is as it was."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
         for layer in self.backbone.moe:
             layer.detach()
         self.backbone.runtime.current = None
         self.backbone.runtime.statistics = None
+
+    def on_close(self, undo: Callable[[], None]) -> None:
+        """Registers what takes an adapter off the backbone again."""
+        self._undo.append(undo)
 
     def load(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
         """Sets a slot's trainables.
@@ -194,8 +199,9 @@ class SlotModel:
 
     def _allocate(self) -> None:
         """Creates the storage of every trainable that any slot has."""
-        per_slot = [trainable_shapes(self.backbone.info, plan) for plan in self.plans]
+        per_slot = [trainable_shapes(self.backbone.info, replace(plan, parts=())) for plan in self.plans]
         experts = {layer.experts for layer in self.backbone.info.moe}
+        self._lora = [name for name in per_slot[0] if name.endswith("lora_A")]
         for name in per_slot[0]:
             shapes = tuple(shapes.get(name) for shapes in per_slot)
             full = list(per_slot[0][name])
@@ -210,18 +216,31 @@ class SlotModel:
                 full[-1], full[-2] = full[-2], full[-1]
             full.insert(axis, self.slots)
             stored = torch.zeros(full, dtype=self._dtype, device=self.device, requires_grad=True)
-            self.trainables[name] = SlotTensor(name, stored, axis, swapped, shapes)
-            if name.endswith("output_scale"):
+            is_scale = name.endswith("output_scale")
+            self.trainables[name] = SlotTensor(name, stored, axis, swapped, shapes, decays=not is_scale)
+            if is_scale:
                 stored.detach().fill_(1.0)
+        for parts in zip(*(plan.parts for plan in self.plans), strict=True):
+            self._allocate_part(parts)
+
+    def _allocate_part(self, parts: Sequence[AdapterPart]) -> None:
+        """Creates the storage of one kind of trainable; a slot's may be smaller than the storage."""
+        per_slot = [part.shapes(self.backbone.info) for part in parts]
+        for name in sorted({name for shapes in per_slot for name in shapes}):
+            shapes = tuple(shapes.get(name) for shapes in per_slot)
+            full = [max(sizes) for sizes in zip(*(shape for shape in shapes if shape is not None), strict=True)]
+            axis = parts[0].slot_axis(name)
+            full.insert(axis, self.slots)
+            stored = torch.zeros(full, dtype=self._dtype, device=self.device, requires_grad=True)
+            self.trainables[name] = SlotTensor(name, stored, axis, False, shapes, parts[0].decays(name))
 
     def _attach(self) -> None:
         """Hooks the adapters into the backbone."""
         model = self.backbone.model
-        for name in self.trainables:
-            module = name.removesuffix(".lora_A")
-            if module != name and not self._is_moe_part(module):
+        for module in (name.removesuffix(".lora_A") for name in self._lora):
+            if not self._is_moe_part(module):
                 linear = model.get_submodule(module)
-                self._handles.append(linear.register_forward_hook(self._linear_hook(module)))
+                self.on_close(linear.register_forward_hook(self._linear_hook(module)).remove)
         for layer in self.backbone.moe:
             info = layer.info
             if f"{info.router}.lora_A" in self.trainables:
@@ -232,7 +251,9 @@ class SlotModel:
                 layer.expert_scale = self._scale[:, None].expand(self.slots, self._rank).contiguous()
             layer.output_scale = self._output_scale(info.name)
         head = model.get_output_embeddings()
-        self._handles.append(head.register_forward_pre_hook(self._select_hook()))
+        self.on_close(head.register_forward_pre_hook(self._select_hook()).remove)
+        for parts in zip(*(plan.parts for plan in self.plans), strict=True):
+            parts[0].attach(self, parts)
 
     def _factors(self, module: str) -> tuple[Tensor, Tensor]:
         return self.trainables[f"{module}.lora_A"].stored, self.trainables[f"{module}.lora_B"].stored
@@ -274,8 +295,8 @@ class SlotModel:
 
 def _check_plans(backbone: Backbone, plans: Sequence[AdapterPlan]) -> None:
     first = plans[0]
-    if any((plan.targets, plan.output_scale) != (first.targets, first.output_scale) for plan in plans):
-        raise ConfigError("The clients of a cohort must share LoRA targets and the kind of output scale.")
+    if any(plan.cohort_key != first.cohort_key for plan in plans):
+        raise ConfigError("The clients of a cohort must share LoRA targets and the kinds of what else they train.")
     top_k = backbone.info.top_k
     if any(plan.active_experts is not None for plan in plans):
         backbone.info.require_experts("A number of active experts")

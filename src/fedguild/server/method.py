@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from pydantic import BaseModel
@@ -54,6 +54,34 @@ class Deployment:
     tensors: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Observation:
+    """A figure that a method reports of a round, drawn in the report.
+
+    Attributes:
+        name: What it is, the same in every round, for example `utilisation entropy`.
+        values: [rows] or [rows, columns].
+        rows: A label for each row, for example `layer 0`.
+        columns: A label for each column; empty where `values` has one dimension.
+        unit: The unit of the values; empty for a pure number.
+    """
+
+    name: str
+    values: Tensor
+    rows: Sequence[str]
+    columns: Sequence[str] = ()
+    unit: str = ""
+
+
+@runtime_checkable
+class Observing(Protocol):
+    """A method that reports figures of its own after each round."""
+
+    def observe(self, state: State, model: ModelInfo) -> Sequence[Observation]:
+        """Returns the figures of the round that led to this state."""
+        ...
+
+
 class Method(Protocol):
     """One federated method. `Settings` declares its options once, with help and range."""
 
@@ -84,16 +112,16 @@ class Method(Protocol):
         """Trains the cohort's clients on their own data; returns their uploads, in slot order."""
         ...
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, tuple[int, ...]]:
-        """Returns name -> shape of the tensors that an upload of this client must have."""
+    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+        """Returns name -> shape of the tensors that an upload must have from a client that got this download."""
         ...
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
         """Consumes the round's valid uploads, in client order, and returns the next state."""
         ...
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
-        """Returns the global model as a client of this budget runs it."""
+    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment | None:
+        """Returns the global model as a client of this budget runs it; None where every client has its own."""
         ...
 
     def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
@@ -103,6 +131,7 @@ class Method(Protocol):
             state: The method's state after the round.
             model: The backbone's description.
             client: Whose model it is.
-            memory: What the client kept from its last participation; empty if it never took part.
+            memory: What the client kept from its last participation; empty if it never took part, and
+                where the model is wanted that the client would receive next.
         """
         ...

@@ -103,9 +103,10 @@ class EvaluationRecord(_Row):
     Attributes:
         round: Number of the round; 0 is before training.
         scope: `budget` for the global model as a client of a budget runs it, `client` for a
-            client's own model on its own data, `summary` for a mean over either.
-        name: Name of the budget, name of the client (`client-000`), or `mean` (over budgets) and
-            `mtal` (over clients) for a summary.
+            client's own model on its own data, `received` for the model that a client would
+            receive next on its own data, `summary` for a mean over one of them.
+        name: Name of the budget, name of the client (`client-000`), or `mean` (over budgets), `mtal`
+            (over clients' own models) and `received` for a summary.
         split: `test` or `validation`.
         score: The primary score, 0 to 1.
         metrics: Every metric by name, for example `accuracy`, `rouge_l`, `perplexity`.
@@ -117,7 +118,7 @@ class EvaluationRecord(_Row):
 
     kind: Literal["evaluation"] = "evaluation"
     round: int = Field(ge=0)
-    scope: Literal["budget", "client", "summary"]
+    scope: Literal["budget", "client", "received", "summary"]
     name: str
     split: Literal["test", "validation"]
     score: float
@@ -126,6 +127,27 @@ class EvaluationRecord(_Row):
     examples: int | None = None
     active_experts: int | None = None
     inference_flops_per_token: float | None = None
+
+
+class ObservationRecord(_Row):
+    """A figure that the method itself reports of a round.
+
+    Attributes:
+        round: Number of the round, from 1.
+        name: What it is.
+        rows: A label for each row of `values`.
+        columns: A label for each column; empty where a row has one value.
+        values: One list for each row.
+        unit: The unit of the values; empty for a pure number.
+    """
+
+    kind: Literal["observation"] = "observation"
+    round: int = Field(ge=1)
+    name: str
+    rows: list[str]
+    columns: list[str] = Field(default_factory=list)
+    values: list[list[float]]
+    unit: str = ""
 
 
 class RoutingRecord(_Row):
@@ -188,7 +210,7 @@ class PartitionRecord(_Row):
         return self
 
 
-Record = RoundRecord | ClientRecord | EvaluationRecord | RoutingRecord
+Record = RoundRecord | ClientRecord | EvaluationRecord | RoutingRecord | ObservationRecord
 _ANY_RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
 
 

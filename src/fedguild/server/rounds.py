@@ -168,7 +168,7 @@ def _rejection(delivery: Delivery, method: Method, model: ModelInfo, rules: Roun
         return "nothing was delivered"
     client = delivery.task.client
     try:
-        expected = method.expected_upload(model, client)
+        expected = method.expected_upload(model, client, delivery.task.download)
         check_upload(delivery.upload, expected, client=client.name, norm_limit=rules.norm_limit)
     except UploadError as error:
         return error.message

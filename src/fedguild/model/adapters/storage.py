@@ -22,6 +22,7 @@ class SlotTensor:
         axis: Position of the slot axis in `stored`.
         swapped: Whether a slot's slice is stored with its last two axes exchanged.
         shapes: Each slot's own shape; None for a slot that does not have this trainable.
+        decays: Whether weight decay applies to it.
     """
 
     name: str
@@ -29,6 +30,7 @@ class SlotTensor:
     axis: int
     swapped: bool
     shapes: tuple[tuple[int, ...] | None, ...]
+    decays: bool = True
 
     def view(self, slot: int) -> Tensor:
         """Returns a slot's slice, at the storage's rank, as a view."""

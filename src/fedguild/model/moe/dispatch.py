@@ -2,6 +2,9 @@
 
 Only real pairs are dispatched: padding tokens and the experts beyond a slot's active ones are
 dropped before the first product, so a client with fewer active experts computes less.
+
+Where it costs few rows, each (expert, slot) group is filled up to whole blocks of equal height, so
+that the low-rank products of all groups are one batched product (docs/decisions/0003).
 """
 
 from __future__ import annotations
@@ -11,23 +14,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+BLOCK_HEIGHTS = (32, 16, 8)
+"""Rows of a block, the best first."""
+FILLER_LIMIT = 0.12
+"""Most filler rows, as a fraction of the pairs, that blocks may cost."""
+
 
 @dataclass(frozen=True)
 class Dispatch:
     """The sorted pairs of one layer.
 
-    n is the number of pairs, N of tokens, k of columns of the routing, M of experts, S of slots.
+    n is the number of rows: the pairs, sorted, and filler where there are blocks. N is the number
+    of tokens, k of columns of the routing, M of experts, S of slots. A filler row repeats token 0
+    and pair 0; `row_of_pair` never names it.
 
     Attributes:
-        token: [n] token of each sorted pair.
+        token: [n] token of each row.
         pair: [n] its position in the flattened [N·k] routing.
-        slot: [n] its slot.
-        expert_ends: [M] int32, where each expert's pairs end.
-        group_ends: [M·S] int32, where each (expert, slot) group's pairs end.
-        row_of_pair: [n] row, in the sorted order, of each pair in the tokens' order.
+        slot: [n] its slot; S for filler.
+        expert_ends: [M] int32, where each expert's rows end.
+        group_ends: [M·S] int32, where each (expert, slot) group's rows end.
+        row_of_pair: [pairs] row of each pair, the pairs in the tokens' order.
+        active: [pairs] position of each pair in the flattened routing, in the tokens' order.
         token_starts: [N] where each token's pairs start in `row_of_pair`.
         experts: M.
         slots: S.
+        block_height: Rows of a block; 0 without blocks.
+        block_ends: [M·S] where each group's blocks end; None without blocks.
     """
 
     token: Tensor
@@ -36,12 +49,17 @@ class Dispatch:
     expert_ends: Tensor
     group_ends: Tensor
     row_of_pair: Tensor
+    active: Tensor
     token_starts: Tensor
     experts: int
     slots: int
+    block_height: int = 0
+    block_ends: Tensor | None = None
 
 
-def dispatch(indices: Tensor, slot_of_token: Tensor, keep: Tensor | None, experts: int, slots: int) -> Dispatch:
+def dispatch(
+    indices: Tensor, slot_of_token: Tensor, keep: Tensor | None, experts: int, slots: int, blocks: bool = False
+) -> Dispatch:
     """Sorts the pairs of a layer.
 
     Args:
@@ -50,35 +68,54 @@ def dispatch(indices: Tensor, slot_of_token: Tensor, keep: Tensor | None, expert
         keep: [N] bool, False for padding; None where every token is real.
         experts: M, number of experts.
         slots: S, number of slots.
+        blocks: Whether groups may be filled up to whole blocks.
     """
     top_k = indices.shape[1]
-    active = indices < experts
+    real = indices < experts
     if keep is not None:
-        active = active & keep[:, None]
-    flat = active.reshape(-1)
+        real = real & keep[:, None]
+    flat = real.reshape(-1)
     key = (indices * slots + slot_of_token[:, None]).reshape(-1)
     key = torch.where(flat, key, experts * slots)
     count = torch.zeros(experts * slots + 1, dtype=torch.int64, device=key.device)
-    count = count.scatter_add_(0, key, torch.ones_like(key))
-    group_ends = count[:-1].cumsum(0)
-    in_token_order = flat.nonzero().squeeze(1)
-    pairs = in_token_order.shape[0]
-    pair = torch.sort(key, stable=True).indices[:pairs]
-    row = torch.empty_like(key)
-    row[pair] = torch.arange(pairs, device=key.device)
-    per_token = active.sum(dim=1)
+    count = count.scatter_add_(0, key, torch.ones_like(key))[:-1]
+    active = flat.nonzero().squeeze(1)
+    pair = torch.sort(key, stable=True).indices[: active.shape[0]]
+    row = torch.arange(active.shape[0], device=key.device)
+    ends = count.cumsum(0)
+    height = _block_height(count, active.shape[0]) if blocks else 0
+    if height:
+        filled = (count + (height - 1)) // height * height
+        row = row + (filled.cumsum(0) - filled - ends + count)[key[pair]]
+        ends = filled.cumsum(0)
+        pair = torch.zeros(int(ends[-1]), dtype=torch.int64, device=key.device).index_copy_(0, row, pair)
     token = pair // top_k
+    slot = slot_of_token[token]
+    if height:
+        slot = torch.full_like(slot, slots).index_copy_(0, row, slot[row])
+    per_token = real.sum(dim=1)
     return Dispatch(
         token=token,
         pair=pair,
-        slot=slot_of_token[token],
-        expert_ends=group_ends[slots - 1 :: slots].to(torch.int32),
-        group_ends=group_ends.to(torch.int32),
-        row_of_pair=row[in_token_order],
+        slot=slot,
+        expert_ends=ends[slots - 1 :: slots].to(torch.int32),
+        group_ends=ends.to(torch.int32),
+        row_of_pair=torch.empty_like(key).index_copy_(0, pair[row], row)[active],
+        active=active,
         token_starts=per_token.cumsum(0) - per_token,
         experts=experts,
         slots=slots,
+        block_height=height,
+        block_ends=ends // height if height else None,
     )
+
+
+def _block_height(count: Tensor, pairs: int) -> int:
+    """Returns the rows of a block for groups of these sizes [G]; 0 where blocks cost too much filler."""
+    for height in BLOCK_HEIGHTS:
+        if int((-count % height).sum()) <= FILLER_LIMIT * pairs:
+            return height if pairs else 0
+    return 0
 
 
 def gather(tokens: Tensor, plan: Dispatch) -> Tensor:
@@ -87,14 +124,14 @@ def gather(tokens: Tensor, plan: Dispatch) -> Tensor:
 
 
 def combine(rows: Tensor, plan: Dispatch, weights: Tensor | None = None) -> Tensor:
-    """Returns [N, H], each token's sum of its pairs' rows [n, H]; zero for a token without pairs.
+    """Returns [N, H], each token's sum of its pairs' rows; zero for a token without pairs.
 
     Args:
         rows: [n, H] in the sorted order.
         plan: The layer's dispatch.
-        weights: [n] factor on each row, in the sorted order.
+        weights: [pairs] factor on each pair, the pairs in the tokens' order.
     """
-    factor = None if weights is None else weights[plan.row_of_pair].to(rows.dtype)
+    factor = None if weights is None else weights.to(rows.dtype)
     return torch.nn.functional.embedding_bag(
         plan.row_of_pair, rows, plan.token_starts, mode="sum", per_sample_weights=factor
     )

@@ -7,16 +7,15 @@ fp32 (docs/decisions/0004, benchmarks/grouped_products.py), so those take such g
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from fedguild.model.frozen_linear import WORTHWHILE, has_onednn, onednn_linear
+
 _GROUP_LIMIT_CUDA = 1023
 """Most groups that a CUDA kernel of `grouped_mm` takes."""
-_ONEDNN_WORK = 2_000_000
-"""Multiplications per group from which oneDNN's greater cost per call pays."""
 
 
 def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -30,15 +29,18 @@ def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     groups, inner, outer = matrices.shape
     if rows.is_cuda:
         return _in_chunks(rows, matrices, ends)
-    large = rows.shape[0] * inner * outer >= _ONEDNN_WORK * groups
-    onednn = large and rows.dtype is torch.float32 and _has_onednn()
+    large = rows.shape[0] * inner * outer >= WORTHWHILE * groups
+    onednn = large and rows.dtype is torch.float32 and has_onednn()
     if not onednn and rows.dtype is not torch.float64:
         return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
-    out = rows.new_empty(rows.shape[0], outer)
-    for group, start, end in _filled(ends):
-        matrix = matrices[group]
-        out[start:end] = _onednn(rows, start, end, matrix) if onednn else rows[start:end] @ matrix
-    return out
+    bounds = pairwise([0, *ends.tolist()])
+    weights = matrices.transpose(1, 2).unbind()
+    parts = [
+        _onednn(rows, start, end, weight) if onednn else rows[start:end] @ weight.t()
+        for (start, end), weight in zip(bounds, weights, strict=True)
+        if end > start
+    ]
+    return torch.cat(parts) if parts else rows.new_empty(0, outer)
 
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
@@ -49,34 +51,22 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     groups = ends.shape[0]
     if left.dtype is not torch.float64 and not (left.is_cuda and groups > _GROUP_LIMIT_CUDA):
         return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
-    out = left.new_zeros(groups, left.shape[1], right.shape[1])
-    for group, start, end in _filled(ends):
-        torch.mm(left[start:end].t(), right[start:end], out=out[group])
-    return out
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+    return torch.stack([a.t() @ b for a, b in zip(left.split(sizes), right.split(sizes), strict=True)])
 
 
-def _filled(ends: Tensor) -> list[tuple[int, int, int]]:
-    """Returns (group, start, end) of every group with rows."""
-    bounds = enumerate(pairwise([0, *ends.tolist()]))
-    return [(group, start, end) for group, (start, end) in bounds if end > start]
-
-
-@cache
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def _onednn(rows: Tensor, start: int, end: int, matrix: Tensor) -> Tensor:
-    """Returns rows[start:end] times matrix [in, out] by oneDNN, as `torch.compile` calls it.
+def _onednn(rows: Tensor, start: int, end: int, weight: Tensor) -> Tensor:
+    """Returns rows[start:end] times the transposed weight [out, in] by oneDNN.
 
     oneDNN compiles a kernel for every number of rows that it meets, so some of the neighbours' rows
-    are multiplied too and thrown away: eight sizes between a power of two and the next.
+    are multiplied too and thrown away: sixteen sizes between a power of two and the next.
     """
-    step = max(8, 1 << max(0, (end - start).bit_length() - 4))
-    size = min(-(-(end - start) // step) * step, rows.shape[0])
+    count = end - start
+    step = max(8, 1 << max(0, count.bit_length() - 5))
+    size = min(-(-count // step) * step, rows.shape[0])
     first = min(start, rows.shape[0] - size)
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows[first : first + size], matrix.t(), None, "none", [], "")
-    return product[start - first : end - first]
+    product = onednn_linear(rows[first : first + size], weight)
+    return product if size == count else product[start - first : end - first]
 
 
 def _in_chunks(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

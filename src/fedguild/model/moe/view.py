@@ -7,8 +7,9 @@ class of the library is patched.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,51 @@ from fedguild.errors import ModelError
 from fedguild.model.adapters.lora import slot_product
 from fedguild.model.moe.dispatch import dispatch
 from fedguild.model.moe.experts import Factors, FrozenExperts, run_experts
+from fedguild.model.moe.low_rank import prefers_blocks
 from fedguild.model.moe.routing import RoutingRule, route, routing_rule
 from fedguild.model.plan import MoeInfo
 from fedguild.model.runtime import Runtime
 
 IMPLEMENTATION = "fedguild_slots"
 FAMILIES = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One layer's routing in one pass, gradients attached.
+
+    Attributes:
+        layer: Index among the model's MoE layers.
+        hidden: [N, H] the layer's input.
+        logits: [N, M] the router's logits, adapters included.
+        weights: [N, k] the active experts' weights, before the output scale.
+        indices: [N, k] the active experts; M where nothing is active.
+        slot: [N] slot of each token.
+        keep: [N] bool, False for padding; None where every token is real.
+    """
+
+    layer: int
+    hidden: Tensor
+    logits: Tensor
+    weights: Tensor
+    indices: Tensor
+    slot: Tensor
+    keep: Tensor | None
+
+
+class Chooser(Protocol):
+    """Chooses a layer's active experts."""
+
+    def __call__(self, logits: Tensor, slot: Tensor, most_active: int, active: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns weights [N, most_active] in fp32 and indices, M beyond a token's active experts.
+
+        Args:
+            logits: [N, M], adapters included.
+            slot: [N] slot of each token.
+            most_active: The most active experts that any token has.
+            active: [N] active experts of each token; None where all have `most_active`.
+        """
+        ...
 
 
 @dataclass
@@ -40,6 +80,9 @@ class MoeLayer:
         expert_lora: (A, B) of gate, up and down, stored as `run_experts` takes them, or None.
         expert_scale: [S, r] LoRA's scale of each slot's ranks, or None.
         output_scale: [S] factor on the routed output, or None.
+        logit_terms: Functions of the layer's input [N, H] whose results [N, M] are added to the logits.
+        chooser: Chooses the experts in place of the family's rule, or None.
+        observers: Called with every routing of a pass that counts.
     """
 
     index: int
@@ -52,10 +95,15 @@ class MoeLayer:
     expert_lora: tuple[Factors, Factors, Factors] | None = None
     expert_scale: Tensor | None = None
     output_scale: Tensor | None = None
+    logit_terms: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
+    chooser: Chooser | None = None
+    observers: list[Callable[[Routing], None]] = field(default_factory=list)
 
     def detach(self) -> None:
         """Takes away everything that was attached."""
-        self.router_lora = self.expert_lora = self.expert_scale = self.output_scale = None
+        self.router_lora = self.expert_lora = self.expert_scale = self.output_scale = self.chooser = None
+        self.logit_terms.clear()
+        self.observers.clear()
 
     def routed(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the router's (logits, weights [N, k], indices [N, k]) for the pass that runs."""
@@ -64,10 +112,20 @@ class MoeLayer:
         slot = current.slot_of_token(logits.shape[0], logits.device)
         if self.router_lora is not None:
             logits = logits + slot_product(hidden, *self.router_lora, current.rows_per_slot).to(logits.dtype)
+        for term in self.logit_terms:
+            logits = logits + term(hidden).to(logits.dtype)
         active = None if current.active_experts is None else current.active_experts[slot]
-        bias = getattr(self.router, "e_score_correction_bias", None)
-        weights, indices = route(logits, self.rule, current.most_active or self.info.top_k, active, bias)
+        most = current.most_active or self.info.top_k
+        if self.chooser is not None:
+            weights, indices = self.chooser(logits, slot, most, active)
+        else:
+            bias = getattr(self.router, "e_score_correction_bias", None)
+            weights, indices = route(logits, self.rule, most, active, bias)
         self.runtime.count(self.index, indices)
+        if self.observers and self.runtime.counting:
+            routing = Routing(self.index, hidden, logits, weights, indices, slot, current.keep(logits.shape[0]))
+            for observer in self.observers:
+                observer(routing)
         if self.output_scale is not None:
             weights = weights * self.output_scale[slot][:, None]
         return logits, weights, indices
@@ -140,7 +198,8 @@ def _experts_forward(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
     else:
         slots, keep = len(current.rows_per_slot), current.keep(tokens)
         slot = current.slot_of_token(tokens, hidden.device)
-    plan = dispatch(top_k_index, slot, keep, layer.info.num_experts, slots)
-    frozen = FrozenExperts(module.gate_up_proj, module.down_proj, module._apply_gate)
     lora = layer.expert_lora if current is not None else None
+    blocks = lora is not None and prefers_blocks(hidden)
+    plan = dispatch(top_k_index, slot, keep, layer.info.num_experts, slots, blocks)
+    frozen = FrozenExperts(module.gate_up_proj, module.down_proj, module._apply_gate)
     return run_experts(hidden, top_k_weights, plan, frozen, lora, layer.expert_scale)

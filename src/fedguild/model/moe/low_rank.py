@@ -1,0 +1,108 @@
+"""The low-rank products of one layer's experts: every (expert, slot) group with its own factors.
+
+Two ways, chosen by the dispatch: a grouped product over the groups, or, where the groups are filled
+up to whole blocks, one batched product over the blocks (docs/decisions/0003).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedguild.model.moe.dispatch import Dispatch
+from fedguild.model.moe.products import grouped_outer, grouped_rows
+
+
+def prefers_blocks(rows: Tensor) -> bool:
+    """Whether a layer with this input [N, H] profits from blocks.
+
+    CPU libraries have a batched product for fp32 and fp64, but run the groups of a grouped one in
+    turn, each at the price of a call. CUDA has a kernel for grouped products.
+    """
+    return rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """How a layer's low-rank products are grouped.
+
+    n is the number of rows of the dispatch, G = M·S of groups, r the rank.
+
+    Attributes:
+        factor: [n, r] LoRA's scale for each row and rank; 0 for filler rows.
+        ends: [G] int32, where each group's rows end.
+        height: Rows of a block; 0 without blocks.
+        group_of_block: Group of each block; None without blocks.
+        block_starts: [G] where each group's blocks start; None without blocks.
+    """
+
+    factor: Tensor
+    ends: Tensor
+    height: int = 0
+    group_of_block: Tensor | None = None
+    block_starts: Tensor | None = None
+
+    @classmethod
+    def of(cls, plan: Dispatch, scale: Tensor) -> LowRank:
+        """Returns the products of a dispatch; `scale` [S, r] is LoRA's scale of each slot's ranks."""
+        if plan.block_ends is None:
+            return cls(scale.index_select(0, plan.slot), plan.group_ends)
+        with_filler = torch.cat([scale, scale.new_zeros(1, scale.shape[1])])
+        blocks = plan.block_ends.diff(prepend=plan.block_ends.new_zeros(1))
+        return cls(
+            with_filler.index_select(0, plan.slot),
+            plan.group_ends,
+            plan.block_height,
+            torch.arange(len(blocks), device=blocks.device).repeat_interleave(blocks),
+            plan.block_ends - blocks,
+        )
+
+    def rows(self, rows: Tensor, stored: Tensor, transposed: bool = False) -> Tensor:
+        """Returns [n, b], the rows [n, a] times their group's matrix.
+
+        Args:
+            rows: [n, a].
+            stored: [M, S, a, b], or [M, S, b, a] with `transposed`.
+            transposed: Whether to multiply by the transposed matrices.
+        """
+        matrices = self._matrices(stored, rows.dtype)
+        matrices = matrices.transpose(1, 2) if transposed else matrices
+        if self.group_of_block is None:
+            return grouped_rows(rows, matrices, self.ends)
+        return torch.bmm(self._blocks(rows), matrices).flatten(0, 1)
+
+    def add_rows(self, total: Tensor, rows: Tensor, stored: Tensor) -> None:
+        """Adds the rows [n, a] times their group's matrix, stored [M, S, a, b], to the total [n, b]."""
+        if self.group_of_block is not None and total.is_contiguous():
+            self._blocks(total).baddbmm_(self._blocks(rows), self._matrices(stored, rows.dtype))
+        else:
+            total += self.rows(rows, stored)
+
+    def compress(self, rows: Tensor, stored: Tensor) -> Tensor:
+        """Returns scale · A x [n, r·p] of every row x [n, a], for the A [M, S, r·p, a] of p projections."""
+        return self.scaled(self.rows(rows, stored, transposed=True))
+
+    def scaled(self, low: Tensor) -> Tensor:
+        """Multiplies [n, r·p] by LoRA's scale, in place."""
+        low.view(low.shape[0], -1, self.factor.shape[1]).mul_(self.factor[:, None])
+        return low
+
+    def outer(self, left: Tensor, right: Tensor) -> Tensor:
+        """Returns [G, a, b], each group's left [n_g, a] transposed times its right [n_g, b]."""
+        if self.block_starts is None or self.group_of_block is None:
+            return grouped_outer(left, right, self.ends)
+        blocks = torch.bmm(self._blocks(left).transpose(1, 2), self._blocks(right))
+        order = torch.arange(blocks.shape[0], device=blocks.device)
+        sums = torch.nn.functional.embedding_bag(order, blocks.flatten(1), self.block_starts, mode="sum")
+        return sums.view(self.block_starts.shape[0], left.shape[1], right.shape[1])
+
+    def _matrices(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the stored [M, S, a, b] as one matrix for each group, or for each block."""
+        matrices = stored.flatten(0, 1).to(dtype)
+        return matrices if self.group_of_block is None else matrices.index_select(0, self.group_of_block)
+
+    def _blocks(self, rows: Tensor) -> Tensor:
+        blocks: Tensor = rows.unflatten(0, (-1, self.height))  # type: ignore[no-untyped-call]
+        return blocks
