@@ -27,6 +27,9 @@ class SlotModel:
     Slots may differ in rank, scale and active experts; they share targets and the kind of
     output scale. Use as a context manager; one at a time on a backbone.
 
+    `trainables` has the storage of everything that is trained, by name; `attached` what a part's
+    `attach` leaves for its method, by the part's type.
+
     Args:
         backbone: The frozen model.
         plans: Each slot's plan.
@@ -47,6 +50,7 @@ class SlotModel:
         self.device = backbone.device
         self.dropout = Dropout([plan.dropout for plan in plans])
         self.trainables: dict[str, SlotTensor] = {}
+        self.attached: dict[type, Any] = {}
         self._undo: list[Callable[[], None]] = []
         self._rank = padded_rank(max(plan.rank for plan in plans), backbone.dtype)
         self._scale = torch.tensor([plan.scale for plan in plans], device=self.device, dtype=self._dtype)

@@ -104,5 +104,5 @@ class LowRank:
         return matrices if self.group_of_block is None else matrices.index_select(0, self.group_of_block)
 
     def _blocks(self, rows: Tensor) -> Tensor:
-        blocks: Tensor = rows.unflatten(0, (-1, self.height))  # type: ignore[no-untyped-call]
+        blocks: Tensor = rows.unflatten(0, (-1, self.height))
         return blocks
