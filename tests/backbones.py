@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     DeepseekV2Config,
     DeepseekV3Config,
     LlamaConfig,
@@ -18,7 +19,10 @@ from transformers import (
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
+    SwitchTransformersConfig,
+    T5Config,
 )
+from transformers.models.switch_transformers import SwitchTransformersTop1Router
 
 from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
@@ -65,18 +69,58 @@ DENSE_FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "olmo": (OlmoConfig, {}),
 }
 FAMILIES = MOE_FAMILIES | DENSE_FAMILIES
+SEQ2SEQ_FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
+    "switch": (
+        SwitchTransformersConfig,
+        {
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 8,
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+            "num_heads": 2,
+            "num_experts": EXPERTS,
+            "initializer_factor": 2.0,
+            "decoder_start_token_id": PAD,
+            "attn_implementation": "eager",
+        },
+    ),
+    "t5": (
+        T5Config,
+        {
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 8,
+            "num_layers": 1,
+            "num_decoder_layers": 2,
+            "num_heads": 2,
+            "initializer_factor": 2.0,
+            "decoder_start_token_id": PAD,
+            "attn_implementation": "eager",
+        },
+    ),
+}
+"""The first has one sparse layer in the encoder and one in the decoder, each behind a dense one; the second none."""
 
 
 def tiny_model(family: str = "olmoe", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
-    """Returns a random model of a family, on transformers' own (eager) experts."""
-    kind, own = FAMILIES[family]
-    config = kind(**{**_SHARED, **own, "attn_implementation": "sdpa", **changes})
+    """Returns a random model of a family, on transformers' own (eager) experts; in fp64 its routers are too."""
+    kind, own = (FAMILIES | SEQ2SEQ_FAMILIES)[family]
+    shared = {} if family in SEQ2SEQ_FAMILIES else {**_SHARED, "attn_implementation": "sdpa"}
+    config = kind(**{**shared, "vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": END, **own, **changes})
+    auto = AutoModelForSeq2SeqLM if family in SEQ2SEQ_FAMILIES else AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = auto.from_config(config, dtype=dtype).eval()
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.rand(buffer.shape))
+    if family == "switch" and dtype is torch.float64:
+        for module in model.modules():
+            if isinstance(module, SwitchTransformersTop1Router):
+                module.dtype = dtype
     if family in MOE_FAMILIES:
         model.set_experts_implementation("eager")
     return model

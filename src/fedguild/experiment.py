@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedguild.config import Config, load_config
@@ -18,7 +18,7 @@ from fedguild.report.tracking import Tracker
 from fedguild.scoring import evaluate_state
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
-from fedguild.server.method import Observing, State
+from fedguild.server.method import Enrolling, Observing, State
 from fedguild.server.record import EvaluationRecord, PartitionRecord, Record, Rejection, RoundRecord, RunLog
 from fedguild.server.rounds import Outcome, RoundRules, frequencies, run_round
 from fedguild.setup import Experiment, PreparedData, Split, make_engine, prepare, prepare_data
@@ -38,6 +38,9 @@ class RunResult:
         scores: Budget -> score of the global model after the last round, from 0 to 1.
         mean: Mean over the budgets; over the clients where every client has a model of its own.
         report: The page.
+        own: Client -> score of its own model on its own data; empty where that was not evaluated.
+        received: Client -> score of the model that it would receive next; empty alike.
+        summaries: `mean`, `mtal` and `received`, those that were evaluated.
     """
 
     folder: Path
@@ -45,6 +48,9 @@ class RunResult:
     scores: Mapping[str, float]
     mean: float
     report: Path
+    own: Mapping[str, float] = field(default_factory=dict)
+    received: Mapping[str, float] = field(default_factory=dict)
+    summaries: Mapping[str, float] = field(default_factory=dict)
 
 
 def run(config: Config, output: Path, *, progress: Progress | None = None) -> RunResult:
@@ -111,6 +117,8 @@ def _begin(config: Config, output: Path, progress: Progress | None) -> RunResult
     state = experiment.method.start(
         experiment.backbone.info, experiment.budgets, torch_rng(config.seed, "start", config.method.name)
     )
+    if isinstance(experiment.method, Enrolling):
+        state = experiment.method.enroll(state, experiment.backbone.info, experiment.clients)
     RunLog(output).append(*evaluate_state(experiment, state, 0))
     _save(experiment, 0, state)
     return _rounds(experiment, state, first=1)
@@ -202,7 +210,9 @@ def _written_config(folder: Path) -> Config:
 
 def _result(experiment: Experiment, number: int, records: Sequence[Record], report: Path) -> RunResult:
     scored = [record for record in records if isinstance(record, EvaluationRecord)]
-    scores = {record.name: record.score for record in scored if record.scope == "budget"}
-    summaries = {record.name: record.score for record in scored if record.scope == "summary"}
+    scores, own, received, summaries = (
+        {record.name: record.score for record in scored if record.scope == scope}
+        for scope in ("budget", "client", "received", "summary")
+    )
     mean = summaries.get("mean", summaries.get("mtal", 0.0))
-    return RunResult(experiment.folder, number, scores, mean, report)
+    return RunResult(experiment.folder, number, scores, mean, report, own, received, summaries)

@@ -54,7 +54,11 @@ class FakeExperiment:
 
     def evaluate(self, folder: Path, *, round: int | None = None, split: str = "test") -> SimpleNamespace:
         self.calls.append(("evaluate", folder))
-        return SimpleNamespace(scores={"b1": 0.75, "b4": 0.25}, mean=0.5)
+        if folder.name == "personal":
+            own, received = {"client-000": 0.75, "client-001": 0.5}, {"client-000": 0.25, "client-001": 0.0}
+            summaries = {"mtal": 0.625, "received": 0.125}
+            return SimpleNamespace(scores={}, mean=0.625, own=own, received=received, summaries=summaries)
+        return SimpleNamespace(scores={"b1": 0.75, "b4": 0.25}, mean=0.5, own={}, received={}, summaries={"mean": 0.5})
 
     @staticmethod
     def _write(config: Config, output: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from fedguild.cli.compare import plan_cells
 from fedguild.cli.progress import TerminalProgress
 from fedguild.errors import ConfigError
-from fedguild.export import Exported
+from fedguild.export import Exported, Subject
 from tests.cli.conftest import FakeExperiment, Invoke
 from tests.report.runs import write_run
 
@@ -133,6 +133,20 @@ def test_evaluate(invoke: Invoke, experiment: FakeExperiment) -> None:
     assert invoke("evaluate", "x", "--split", "train").exit_code == 2
 
 
+def test_evaluate_where_every_client_has_a_model_of_its_own(invoke: Invoke, experiment: FakeExperiment) -> None:
+    lines = [line.split() for line in invoke("evaluate", "runs/personal").stdout.splitlines()]
+    assert lines == [
+        ["client", "own", "model", "received"],
+        ["client-000", "0.750", "0.250"],
+        ["client-001", "0.500", "0.000"],
+        ["mean", "0.625", "0.125"],
+    ]
+    shown = json.loads(invoke("evaluate", "runs/personal", "--json").stdout)
+    assert shown["scores"] == {}
+    assert shown["received"] == {"client-000": 0.25, "client-001": 0.0}
+    assert shown["summaries"] == {"mtal": 0.625, "received": 0.125}
+
+
 @pytest.mark.parametrize(("flags", "called"), [([], "export_adapter"), (["--merged"], "export_merged")])
 def test_export_prints_the_folder_and_why_it_is_merged(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch, flags: list[str], called: str
@@ -145,9 +159,24 @@ def test_export_prints_the_folder_and_why_it_is_merged(
 
     monkeypatch.setattr(f"fedguild.export.{called}", write)
     result = invoke("export", "run", "--budget", "b4", "--output", "out", "--round", "3", *flags)
-    assert asked == [Path("run"), "b4", Path("out"), 3]
+    assert asked == [Path("run"), Subject(budget="b4"), Path("out"), 3]
     assert result.stdout == "out\n"
     assert result.stderr == "This is the merged form, as an adapter cannot carry it.\n"
+
+
+def test_export_of_a_client(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def write(*arguments: object) -> Exported:
+        asked.extend(arguments)
+        return Exported(Path("out"), "adapter")
+
+    monkeypatch.setattr("fedguild.export.export_adapter", write)
+    assert invoke("export", "run", "--client", "client-002", "--output", "out").stdout == "out\n"
+    assert asked == [Path("run"), Subject(client="client-002"), Path("out"), None]
+    both = invoke("export", "run", "--client", "client-002", "--budget", "b1", "--output", "out")
+    assert (both.exit_code, asked[4:]) == (2, [])
+    assert "Give either --budget or --client" in both.stderr
 
 
 def test_report_prints_the_path_of_the_page(invoke: Invoke, tmp_path: Path) -> None:

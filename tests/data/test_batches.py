@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedguild.data.batches import Encoded, collate, encode, encode_prompt, epoch_order, response_text
+from fedguild.data.batches import Encoded, Seq2Seq, collate, encode, encode_prompt, epoch_order, response_text
 from fedguild.data.example import Example
 
 
@@ -76,3 +76,29 @@ def test_an_epoch_visits_every_example_once() -> None:
     assert sorted(index for batch in batches for index in batch) == list(range(10))
     assert batches == epoch_order(10, 4, np.random.default_rng(3))
     assert batches != epoch_order(10, 4, np.random.default_rng(4))
+
+
+def test_an_encoder_reads_the_prompt_and_a_decoder_predicts_the_response() -> None:
+    """Slot 0: prompt 5 6, response 7 8 1. Slot 2 has a text without prompt, whose first token goes to the encoder."""
+    rows = [[Encoded((5, 6, 7, 8, 1), 2)], [], [Encoded((9, 1), 1), Encoded((3, 4, 1), 0)]]
+    batch = collate(rows, 0, Seq2Seq(start=2, end=1))
+    assert batch.rows_per_slot == (1, 0, 2)
+    assert batch.input_ids.tolist() == [[5, 6, 1, 0], [9, 1, 0, 0], [3, 1, 0, 0]]
+    assert batch.mask.sum(1).tolist() == [3, 2, 2]
+    assert batch.decoder_ids.tolist() == [[2, 7, 8], [2, 0, 0], [2, 4, 0]]
+    assert batch.decoder_mask.sum(1).tolist() == [3, 1, 2]
+    assert batch.predict_at.tolist() == [0, 1, 2, 3, 6, 7]
+    assert batch.targets.tolist() == [7, 8, 1, 1, 4, 1]
+    assert batch.group.tolist() == [0, 0, 0, 2, 2, 2]
+    moved = batch.to(torch.device("meta"))
+    assert (moved.decoder_ids.device.type, moved.decoder_mask.device.type) == ("meta", "meta")
+
+
+def test_the_two_sides_differ_in_width() -> None:
+    equal = collate([[Encoded((5, 6, 7, 1), 1)]], 0, Seq2Seq(start=2, end=None))
+    assert (equal.input_ids.shape[1], equal.decoder_ids.shape[1]) == (1, 3)
+    padded_by_one = collate([[Encoded((5, 6, 7, 8), 2)]], 0, Seq2Seq(start=2, end=None))
+    assert (padded_by_one.input_ids.shape[1], padded_by_one.decoder_ids.shape[1]) == (3, 2)
+    assert padded_by_one.mask.tolist() == [[True, True, False]]
+    nothing = collate([[], []], 0, Seq2Seq(start=2, end=1))
+    assert nothing.input_ids.shape[0] == nothing.targets.numel() == 0

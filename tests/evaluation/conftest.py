@@ -27,6 +27,7 @@ class OlmoeSlots:
 
     slots = 2
     device = torch.device("cpu")
+    seq2seq = None
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -68,6 +69,7 @@ class TableModel:
     """A model that knows a loss per (slot, target token) and a reply per (slot, prompt)."""
 
     device = torch.device("cpu")
+    seq2seq = None
 
     def __init__(self, losses: Tensor, replies: Sequence[dict[str, str]]) -> None:
         self.slots = len(losses)

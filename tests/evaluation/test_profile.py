@@ -7,6 +7,8 @@ import torch
 
 from fedguild.errors import ConfigError
 from fedguild.evaluation.profile import cost, memory
+from fedguild.model.adapters.full_experts import FullExperts
+from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.plan import AdapterPlan, LinearInfo, ModelInfo, MoeInfo
 
 HIDDEN, WIDTH, EXPERTS, LAYERS, VOCABULARY = 2048, 1024, 64, 16, 50304
@@ -66,6 +68,32 @@ def test_adapters_of_experts_and_scales_count_exactly():
     assert counted.active_trainable == fixed + LAYERS * 2 * 3 * 3 * (HIDDEN + WIDTH)
 
 
+def test_experts_trained_in_full_count_exactly():
+    """W costs its product and its input gradient, D its product and both gradients: 4 + 6 FLOPs a value."""
+    plan = AdapterPlan(rank=1, scale=1.0, targets=(), active_experts=2, parts=(FullExperts(),))
+    counted, frozen = cost(OLMOE, plan), cost(OLMOE, replace(plan, parts=()))
+    expert = 3 * HIDDEN * WIDTH
+    assert counted.trainable == LAYERS * EXPERTS * expert
+    assert counted.active_trainable == LAYERS * 2 * expert
+    assert frozen.trainable == 0
+    assert counted.forward_flops(1, 1) - frozen.forward_flops(1, 1) == 2 * LAYERS * 2 * expert
+    assert counted.training_flops(1, 1) - frozen.training_flops(1, 1) == 6 * LAYERS * 2 * expert
+
+
+def test_routers_trained_in_full_work_for_every_token():
+    plan = AdapterPlan(rank=1, scale=1.0, targets=(), active_experts=2, parts=(FullRouter(),))
+    assert cost(OLMOE, plan).active_trainable == cost(OLMOE, plan).trainable == LAYERS * EXPERTS * HIDDEN
+
+
+def test_experts_without_a_gate_have_two_matrices():
+    """SwitchTransformers' experts: one input projection, one of 64 active."""
+    layers = tuple(replace(moe, top_k=1, projections=("up_proj", "down_proj")) for moe in OLMOE.moe)
+    switch = replace(OLMOE, moe=layers)
+    plan = AdapterPlan(rank=1, scale=1.0, targets=(), parts=(FullExperts(),))
+    assert cost(switch, plan).trainable == LAYERS * EXPERTS * 2 * HIDDEN * WIDTH
+    assert cost(switch, plan).active_trainable == LAYERS * 2 * HIDDEN * WIDTH
+
+
 def test_forward_leaves_out_what_is_looked_up_and_adds_attention():
     counted = cost(OLMOE, FLAME)
     assert counted.product_parameters == counted.active_parameters - VOCABULARY * HIDDEN - NORMS
@@ -108,6 +136,15 @@ def test_activations_grow_with_tokens_and_experts_and_shrink_with_checkpointing(
     small = memory(OLMOE, replace(FLAME, active_experts=1), 512, dtype=torch.bfloat16).activations_bytes
     assert full - small == 512 * 2 * 7 * (LAYERS * (2 * WIDTH + HIDDEN) + 3 * HIDDEN + 4 * WIDTH)
     assert memory(OLMOE, FLAME, 512, dtype=torch.bfloat16, checkpointing=True).activations_bytes < full / 2
+
+
+def test_experts_that_train_something_keep_their_input():
+    plan = AdapterPlan(rank=1, scale=1.0, targets=(), active_experts=2)
+    full, none = (
+        memory(OLMOE, replace(plan, parts=parts), 512, dtype=torch.bfloat16) for parts in ((FullExperts(),), ())
+    )
+    assert full.activations_bytes - none.activations_bytes == 512 * 2 * LAYERS * 2 * HIDDEN
+    assert full.adapters_bytes == 4 * LAYERS * EXPERTS * 3 * HIDDEN * WIDTH
 
 
 def test_more_active_experts_than_there_are_is_an_error():

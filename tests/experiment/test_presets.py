@@ -14,7 +14,7 @@ from fedguild.methods import METHODS
 from fedguild.model.backbone import EMBEDDED
 from fedguild.server import checkpoint
 from fedguild.server.record import ClientRecord, EvaluationRecord, RoundRecord, RunLog
-from tests.data.writing import write_csv, write_jsonl
+from tests.data.writing import write_csv, write_json, write_jsonl
 from tests.experiment.runs import save_model
 
 NAMES = [preset.name for preset in presets()]
@@ -29,9 +29,22 @@ ONE_STEP = [
 GENERATED = "data.options={train_examples: 400, test_examples: 20}"
 ROWS = 900
 CATEGORIES = ("open_qa", "closed_qa", "brainstorming", "summarization")
+CLASSES = ("entailment", "neutral", "contradiction")
 VERBS = ("Write", "Name", "Sort", "Count", "Explain")
-STAND_INS = {"allenai/OLMoE-1B-7B-0924": "olmoe", "huggyllama/llama-7b": "llama"}
+STAND_INS = {
+    "allenai/OLMoE-1B-7B-0924": "olmoe",
+    "deepseek-ai/DeepSeek-V2-Lite": "deepseek",
+    "google/switch-base-16": "switch",
+    "huggyllama/llama-7b": "llama",
+    "meta-llama/Llama-3.2-1B": "llama",
+    "meta-llama/Llama-3.2-3B": "llama",
+    "Qwen/Qwen2.5-0.5B": "qwen2",
+}
 """Hub id -> architecture."""
+CHEAPER = {"fedalign-moe": ["method.statistics_tokens=64"]}
+"""Method -> what makes its step cheaper."""
+PERSONAL = ("fedamole",)
+"""Methods under which every client has a model of its own, and nobody a global one."""
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +58,70 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     alpaca = [
         {"instruction": f"{VERBS[i % len(VERBS)]} {i}.", "input": "x" * (i % 3), "output": str(i)} for i in range(ROWS)
     ]
+    choices = [
+        {
+            "instruction": "Please answer the following question with true or false, question: is "
+            f"{i} even?\n\nAnswer format: true/false",
+            "input": "",
+            "output": f"the correct answer is {str(i % 2 == 0).lower()}",
+            "answer": str(i % 2 == 0).lower(),
+        }
+        for i in range(ROWS)
+    ]
+    questions = {
+        "data": [
+            {"docid": f"document {d}", "paragraphs": [{"context": f"Number {d}.", "qas": [_question(d, i)]}]}
+            for d in range(ROWS // 10)
+            for i in range(10)
+        ]
+    }
+    pairs = [
+        {"sentence1": f"There are {i}.", "sentence2": "There are some.", "gold_label": CLASSES[i % 3]}
+        for i in range(ROWS)
+    ]
+    for task in range(10):
+        instances = [{"input": f"{i}", "output": [f"{i + task}"]} for i in range(40)]
+        write_json(folder / f"tasks/task{task}.json", {"Definition": [f"Add {task}."], "Instances": instances})
     news = [[1 + i % 4, f"Title {i}", f"Text {i}"] for i in range(ROWS)]
+    texts = [
+        {"ctx": f"Count to {i}.", "endings": ["One", "Two"], "label": i % 2, "activity_label": VERBS[i % len(VERBS)]}
+        for i in range(ROWS)
+    ]
+    goals = [{"goal": f"Reach {i}.", "sol1": "Add.", "sol2": "Take.", "label": i % 2} for i in range(ROWS)]
+    exam: list[list[object]] = [["question", "subject", "choice0", "choice1", "choice2", "choice3", "answer"]]
+    exam += [[f"{i}?", VERBS[i % len(VERBS)], "1", "2", "3", "4", i % 4] for i in range(ROWS)]
     return {
         "tasks": [GENERATED],
+        "snli": [f"data.train={write_jsonl(folder / 'snli.jsonl', pairs)}"],
+        "natural_instructions": [f"data.train={folder / 'tasks'}"],
         "dolly": [f"data.train={write_jsonl(folder / 'dolly.jsonl', dolly)}"],
         "alpaca": [f"data.train={write_jsonl(folder / 'alpaca.jsonl', alpaca)}"],
+        "commonsense": [
+            f"data.train={write_json(folder / 'commonsense.json', choices)}",
+            f"data.test={write_json(folder / 'commonsense.test.json', choices[:40])}",
+        ],
+        "telequad": [f"data.train={write_json(folder / 'telequad.json', questions)}"],
+        "hellaswag": [
+            f"data.train={write_jsonl(folder / 'hellaswag.jsonl', texts)}",
+            f"data.test={write_jsonl(folder / 'hellaswag.test.jsonl', texts[:40])}",
+        ],
+        "piqa": [
+            f"data.train={write_jsonl(folder / 'piqa.jsonl', goals)}",
+            f"data.test={write_jsonl(folder / 'piqa.test.jsonl', goals[:40])}",
+        ],
+        "mmlu": [
+            f"data.train={write_csv(folder / 'mmlu.csv', exam)}",
+            f"data.test={write_csv(folder / 'mmlu.test.csv', exam[:41])}",
+        ],
         "ag_news": [
             f"data.train={write_csv(folder / 'train.csv', news)}",
             f"data.test={write_csv(folder / 'test.csv', news[:40])}",
         ],
     }
+
+
+def _question(document: int, number: int) -> dict[str, object]:
+    return {"question": f"Which is the number plus {number}?", "answers": [{"text": str(document + number)}]}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +131,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "olmoe": save_model(folder / "olmoe", num_experts=16, num_experts_per_tok=8, num_hidden_layers=1),
         "llama": save_model(folder / "llama", "llama", num_hidden_layers=1),
+        "deepseek": save_model(folder / "deepseek", "deepseek_v2 greedy", num_experts_per_tok=6),
+        "switch": save_model(folder / "switch", "switch", num_experts=16),
+        "qwen2": save_model(folder / "qwen2", "qwen2", num_hidden_layers=1),
     }
 
 
@@ -78,10 +148,14 @@ def test_a_preset_runs_a_step(preset: str, data: dict[str, list[str]], models: d
     shipped = load_config(preset)
     assert preset.split("/")[0] == shipped.method.name
     model = shipped.model.path
-    stand_in = [] if model == EMBEDDED else [f"model.path={models[STAND_INS[model]]}", "model.device=cpu"]
-    config = load_config(preset, [*data[shipped.data.corpus], *stand_in, *ONE_STEP])
+    stand_in = []
+    if model != EMBEDDED:
+        stand_in = [f"model.path={models[STAND_INS[model]]}", "model.device=cpu", "model.load_in_4bit=false"]
+    cheaper = CHEAPER.get(shipped.method.name, [])
+    config = load_config(preset, [*data[shipped.data.corpus], *stand_in, *ONE_STEP, *cheaper])
     result = experiment.run(config, tmp_path)
-    assert result.scores.keys() == {budget.name for budget in config.federation.budgets}
+    personal = config.method.name in PERSONAL
+    assert result.scores.keys() == {budget.name for budget in config.federation.budgets if not personal}
     assert checkpoint.latest(tmp_path / CHECKPOINTS) == 1
     records = RunLog(tmp_path).read()
     (whole,) = [record for record in records if isinstance(record, RoundRecord)]
@@ -92,6 +166,10 @@ def test_a_preset_runs_a_step(preset: str, data: dict[str, list[str]], models: d
     assert [record.client for record in trained] == whole.participants
     assert {record.steps for record in trained} == {1}
     assert all(record.train_loss > 0 for record in trained)
+    if personal:
+        scored = [record for record in records if isinstance(record, EvaluationRecord) and record.scope == "client"]
+        assert len(scored) == 2 * config.federation.clients
+        return
     scores = [record for record in records if isinstance(record, EvaluationRecord) and record.scope == "budget"]
     assert {record.examples for record in scores} == {3}
     own = {budget.name: budget.active_experts for budget in config.federation.budgets}

@@ -84,6 +84,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for label, method in {
         "flame": {"name": "flame", "rank": 3},
         "ranks": {"name": "fedit", "rank": 3, "rank_by_budget": True, "targets": ["attention", "router", "experts"]},
+        "personal": {"name": "fedit", "rank": 2, "personal": True},
     }.items():
         folders[label] = tmp_path_factory.mktemp(label)
         config = Config.model_validate(

@@ -1,6 +1,7 @@
 """Adapter folders in the hands of plain peft and transformers, against our own logits."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from fedguild.errors import ModelError
 from fedguild.export.adapter import obstacle, peft_config, write_adapter
 from fedguild.export.weights import stacked_factors
+from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Deployment
@@ -124,6 +127,16 @@ def test_what_an_adapter_cannot_carry(changes: dict, told: str, olmoe_backbone: 
     found = obstacle(olmoe_backbone.info, deployment_of(olmoe_backbone, plan))
     assert told in found
     assert bool(found) == bool(told)
+
+
+def test_experts_trained_in_full_are_refused(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    plan = AdapterPlan(rank=2, scale=1.0, targets=("q_proj",), parts=(FullExperts(),))
+    deployment = deployment_of(olmoe_backbone, plan)
+    told = r"4 of its weights are trained in full, for example model\.layers\.0\.mlp\.experts\.gate_up_proj"
+    assert re.search(told, obstacle(olmoe_backbone.info, deployment))
+    with pytest.raises(ModelError, match=rf"An adapter alone cannot carry the model: {told}(.|\n)*merged form"):
+        write_adapter(tmp_path, olmoe_backbone.info, deployment, base="b")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_learned_scale_of_one_is_no_obstacle(olmoe_backbone: Backbone) -> None:

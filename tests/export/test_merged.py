@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +13,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fedguild.errors import ModelError
+from fedguild.export.adapter import obstacle
 from fedguild.export.merged import merged_weights, write_merged
+from fedguild.model.adapters.full_experts import FullExperts
+from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.backbone import Backbone, make_backbone
-from fedguild.model.plan import AdapterPlan
+from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.server.method import Deployment
 from tests.backbones import DENSE_FAMILIES, MOE_FAMILIES, tiny_backbone, tiny_model
 from tests.export.conftest import assert_same_logits, backbone_of, deployment_of, plain_logits, slot_logits
 
@@ -48,6 +53,49 @@ def test_dense_models(family: str, tied: bool, base_folder: BaseFolder, tmp_path
     merged = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert_same_logits(plain_logits(merged), slot_logits(backbone, deployment))
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
+
+
+@pytest.mark.parametrize("family", ["olmoe", "mixtral", "deepseek_v2 grouped"])
+def test_experts_and_routers_trained_in_full(family: str, base_folder: BaseFolder, tmp_path: Path) -> None:
+    backbone = backbone_of(base_folder(family))
+    plan = AdapterPlan(3, 0.7, ("attention",), 2, "per_layer", parts=(FullExperts(), FullRouter()))
+    deployment = deployment_of(backbone, plan)
+    write_merged(tmp_path, backbone, deployment)
+    ours = slot_logits(backbone, deployment)
+    assert_same_logits(plain_logits(AutoModelForCausalLM.from_pretrained(tmp_path)), ours)
+    without = {name: value * (not name.endswith("delta")) for name, value in deployment.tensors.items()}
+    change = (slot_logits(backbone, Deployment(plan, without)) - ours).abs().max()
+    assert change > 0.01 * ours.abs().max()
+
+
+def test_a_full_change_is_added_in_fp32() -> None:
+    """Weight, LoRA and change are summed before the one rounding to bf16."""
+    backbone = make_backbone(tiny_model(dtype=torch.bfloat16), None, name="tiny")
+    deployment = deployment_of(backbone, AdapterPlan(2, 0.7, ("experts",), parts=(FullExperts(),)))
+    experts, tensors = backbone.info.moe[1].experts, deployment.tensors
+    up, down, change = (tensors[f"{experts}.gate_proj.{leaf}"].double() for leaf in ("lora_B", "lora_A", "delta"))
+    weight = backbone.model.state_dict()[f"{experts}.gate_up_proj"][:, :8].double()
+    exact = weight + 0.7 * up @ down + change
+    found = dict(merged_weights(backbone, deployment))[f"{experts}.gate_up_proj"]
+    assert found.dtype == torch.bfloat16
+    assert ((found[:, :8].double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A part that changes what the model does, and no weight."""
+
+    def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
+        return {}
+
+
+def test_what_no_weight_can_hold_is_refused(tmp_path: Path) -> None:
+    backbone = tiny_backbone("llama")
+    deployment = deployment_of(backbone, AdapterPlan(2, 1.0, ("q_proj",), parts=(Beside(),)))  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"cannot hold Beside, which acts beside the backbone's weights"):
+        write_merged(tmp_path, backbone, deployment)
+    assert obstacle(backbone.info, deployment) == "it trains more than LoRA, namely Beside"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["shared", "fixed"])

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedguild import experiment
 from fedguild.errors import CheckpointError, ConfigError, FedGuildError, ModelError
-from fedguild.export import export_adapter, export_merged, run
+from fedguild.export import Subject, export_adapter, export_merged, run
 from fedguild.server.method import Deployment
 from tests.export.conftest import assert_same_logits, plain_logits, slot_logits
 
@@ -33,7 +33,7 @@ def code_of(card: str) -> str:
 
 
 def test_flame_merged(runs: dict[str, Path], tmp_path: Path) -> None:
-    exported = export_merged(runs["flame"], "small", tmp_path / "model")
+    exported = export_merged(runs["flame"], Subject("small"), tmp_path / "model")
     assert (exported.folder, exported.form, exported.reason) == (tmp_path / "model", "merged", "")
     model = AutoModelForCausalLM.from_pretrained(exported.folder)
     assert model.config.num_experts_per_tok == 1
@@ -43,7 +43,7 @@ def test_flame_merged(runs: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_flame_as_an_adapter_says_that_it_is_merged(runs: dict[str, Path], tmp_path: Path) -> None:
-    exported = export_adapter(runs["flame"], "large", tmp_path / "out")
+    exported = export_adapter(runs["flame"], Subject("large"), tmp_path / "out")
     assert exported.form == "merged"
     assert "an adapter alone cannot carry the model: it scales the output of the experts" in exported.reason
     model = AutoModelForCausalLM.from_pretrained(exported.folder)
@@ -52,7 +52,7 @@ def test_flame_as_an_adapter_says_that_it_is_merged(runs: dict[str, Path], tmp_p
 
 def test_an_earlier_round(runs: dict[str, Path], tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
-        export_merged(runs["flame"], "small", tmp_path / "one", round=1).folder
+        export_merged(runs["flame"], Subject("small"), tmp_path / "one", round=1).folder
     )
     assert_same_logits(plain_logits(model), ours(runs["flame"], "small", active=1, round=1))
     last = ours(runs["flame"], "small", active=1)
@@ -61,7 +61,7 @@ def test_an_earlier_round(runs: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_an_adapter_by_the_words_of_its_card(runs: dict[str, Path], tmp_path: Path) -> None:
-    exported = export_adapter(runs["ranks"], "large", tmp_path / "adapter")
+    exported = export_adapter(runs["ranks"], Subject("large"), tmp_path / "adapter")
     assert (exported.form, exported.reason) == ("adapter", "")
     names = {path.name for path in exported.folder.iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
@@ -81,7 +81,7 @@ def test_an_adapter_by_the_words_of_its_card(runs: dict[str, Path], tmp_path: Pa
 
 
 def test_a_budget_with_fewer_active_experts_is_merged_as_it_was_scored(runs: dict[str, Path], tmp_path: Path) -> None:
-    exported = export_adapter(runs["ranks"], "small", tmp_path / "out")
+    exported = export_adapter(runs["ranks"], Subject("small"), tmp_path / "out")
     assert exported.form == "merged"
     assert "it runs 1 of the model's 4 active experts" in exported.reason
     loaded = {"folder": str(exported.folder)}
@@ -99,7 +99,7 @@ def test_the_embedded_base_goes_along(runs: dict[str, Path], tmp_path: Path, mon
     restored.config = restored.config.model_copy(update={"model": embedded})
     monkeypatch.setattr(run, "restore", lambda *_: (restored, state, number))
     monkeypatch.setattr(run, "CHECKPOINT", base)
-    export_adapter(folder, "large", tmp_path / "there")
+    export_adapter(folder, Subject("large"), tmp_path / "there")
     written = json.loads((tmp_path / "there" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(tmp_path / "there" / "base")
 
@@ -110,20 +110,81 @@ def test_the_embedded_base_goes_along(runs: dict[str, Path], tmp_path: Path, mon
     assert_same_logits(plain_logits(loaded["model"]), ours(runs["ranks"], "large", active=4))
 
 
+def own(folder: Path, name: str, active: int) -> torch.Tensor:
+    """The logits of a client's own model after the last round."""
+    restored, state, number = experiment.restore(folder)
+    client = next(known for known in restored.clients if known.name == name)
+    memory = restored.memory.load(name, number + 1)
+    deployment = restored.method.personalize(state, restored.backbone.info, client, memory)
+    return slot_logits(restored.backbone, replace(deployment, plan=replace(deployment.plan, active_experts=active)))
+
+
+def test_a_clients_own_adapter(runs: dict[str, Path], tmp_path: Path) -> None:
+    """FedIT-FT: the adapter that the client trained, which is not the global one."""
+    exported = export_adapter(runs["personal"], Subject(client="client-000"), tmp_path / "mine")
+    assert exported.form == "adapter"
+    card = (exported.folder / "README.md").read_text()
+    assert "# personal, client-000" in card
+    assert "| client | client-000 |" in card
+    loaded = {"folder": str(exported.folder)}
+    exec(code_of(card), loaded)
+    found = plain_logits(loaded["model"])
+    assert_same_logits(found, own(runs["personal"], "client-000", active=4))
+    shared = ours(runs["personal"], "large", active=4)
+    assert (found - shared).abs().max() > 1e-3 * shared.abs().max()
+
+
+def test_a_clients_own_model_merged(runs: dict[str, Path], tmp_path: Path) -> None:
+    """FLAME's client 1 runs one active expert with the output scale that it keeps in its memory."""
+    exported = export_merged(runs["flame"], Subject(client="client-001"), tmp_path / "mine")
+    model = AutoModelForCausalLM.from_pretrained(exported.folder)
+    assert model.config.num_experts_per_tok == 1
+    assert_same_logits(plain_logits(model), own(runs["flame"], "client-001", active=1))
+    assert "| budget | small |" in (exported.folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("export", [export_adapter, export_merged])
+def test_a_part_beside_the_weights_has_neither_form(
+    export, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "beyond_weights", lambda plan: ["MixtureOfLora"])
+    with pytest.raises(ModelError, match=r"The model of flame .*MixtureOfLora\): neither a PEFT adapter nor a merged"):
+        export(runs["flame"], Subject(client="client-000"), tmp_path / "mine")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_global_model_a_client_is_pointed_to(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restored = experiment.restore(runs["flame"])
+    monkeypatch.setattr(restored[0].method, "deploy", lambda *_: None)
+    monkeypatch.setattr(run, "restore", lambda *_: restored)
+    with pytest.raises(ConfigError, match=r"every client has a model of its own(.|\n)*--client client-000"):
+        export_adapter(runs["flame"], Subject("small"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("named", [{}, {"budget": "small", "client": "client-000"}])
+def test_a_subject_is_one_model(named: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="either --budget or --client"):
+        Subject(**named)
+
+
 @pytest.mark.parametrize("export", [export_adapter, export_merged])
 def test_bad_input_is_named_and_nothing_is_written(export, runs: dict[str, Path], tmp_path: Path) -> None:
     output = tmp_path / "out"
     with pytest.raises(ConfigError, match=r"no budget 'smal'\.\nDid you mean 'small'\? Known: large, small\."):
-        export(runs["flame"], "smal", output)
+        export(runs["flame"], Subject("smal"), output)
+    with pytest.raises(ConfigError, match=r"no client 'client-7'\.\nKnown: client-000 to client-001\."):
+        export(runs["flame"], Subject(client="client-7"), output)
     with pytest.raises(CheckpointError, match="not the folder of a run"):
-        export(tmp_path / "nowhere", "small", output)
+        export(tmp_path / "nowhere", Subject("small"), output)
     with pytest.raises(CheckpointError, match="no checkpoint of round 9"):
-        export(runs["flame"], "small", output, round=9)
+        export(runs["flame"], Subject("small"), output, round=9)
     assert not output.exists()
     output.mkdir()
     (output / "mine.txt").write_text("precious")
     with pytest.raises(FedGuildError, match=r"out exists already\.\nChoose a folder that is new or empty"):
-        export(runs["flame"], "small", output)
+        export(runs["flame"], Subject("small"), output)
     assert [path.name for path in output.iterdir()] == ["mine.txt"]
 
 
@@ -132,7 +193,7 @@ def test_a_budget_is_checked_before_the_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(run, "restore", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(ConfigError, match="no budget 'tiny'"):
-        export_merged(runs["flame"], "tiny", tmp_path / "out")
+        export_merged(runs["flame"], Subject("tiny"), tmp_path / "out")
 
 
 def test_four_bit_weights_leave_no_folder(
@@ -142,5 +203,5 @@ def test_four_bit_weights_leave_no_folder(
     restored[0].backbone.model.hf_quantizer = object()
     monkeypatch.setattr(run, "restore", lambda *_: restored)
     with pytest.raises(ModelError, match="cannot be merged into 4-bit weights"):
-        export_adapter(runs["flame"], "small", tmp_path / "out")
+        export_adapter(runs["flame"], Subject("small"), tmp_path / "out")
     assert not list(tmp_path.iterdir())

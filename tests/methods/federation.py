@@ -19,7 +19,7 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan, ModelInfo
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import torch_rng
-from fedguild.server.method import Method, State, Upload
+from fedguild.server.method import Enrolling, Method, State, Upload
 from fedguild.server.rounds import Task
 from tests.backbones import random_rows
 
@@ -47,7 +47,10 @@ class Federation:
         }
 
     def start(self) -> State:
-        return self.method.start(self.model, [who.budget for who in self.clients], torch_rng(0, "start"))
+        state = self.method.start(self.model, [who.budget for who in self.clients], torch_rng(0, "start"))
+        if isinstance(self.method, Enrolling):
+            state = self.method.enroll(state, self.model, self.clients)
+        return state
 
     def train(
         self, state: State, round: int = 1, who: Sequence[int] | None = None, learning_rate: float = 0.05

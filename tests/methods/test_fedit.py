@@ -16,7 +16,9 @@ from fedguild.payload import Payload
 from fedguild.server.aggregation import rank_axis
 from fedguild.server.method import State
 from fedguild.server.validation import check_upload
+from fedguild.wire.accounting import bytes_by_part
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
+from tests.methods.llama import llama_1b
 from tests.oracles.aggregation import mean_over_holders, weighted_mean
 
 
@@ -110,6 +112,47 @@ def test_a_budget_is_deployed_at_its_rank(olmoe_backbone: Backbone) -> None:
         ):
             assert deployment.plan.rank == rank
             assert {value.shape[rank_axis(name)] for name, value in deployment.tensors.items()} == {rank}
+
+
+@pytest.mark.parametrize("by_budget", [False, True])
+def test_a_clients_own_adapter_is_from_before_the_average(
+    by_budget: bool, olmoe_backbone: Backbone, tmp_path: Path
+) -> None:
+    """FedIT-FT: client 1 sits round 2 out and keeps that of round 1; client 2 never took part."""
+    clients = [client(0, LARGE), client(1, SMALL), client(2, MIDDLE), client(3, LARGE)]
+    method = fedit(personal=True, rank_by_budget=by_budget)
+    federation = Federation(olmoe_backbone, method, clients, tmp_path)
+    state, sent = federation.start(), {}
+    for round, who in ((1, (0, 1)), (2, (0, 3))):
+        uploads = federation.train(state, round, who=who)
+        sent |= {part.client.index: part.payload.part("adapter") for part in uploads}
+        state = method.aggregate(state, uploads)
+    for who in clients:
+        own = method.personalize(state, federation.model, who, federation.memory.load(who.name, 3))
+        shared = method.deploy(state, federation.model, who.budget)
+        expected = sent.get(who.index, shared.tensors)
+        assert own.plan == shared.plan
+        assert own.tensors.keys() == expected.keys()
+        assert all(torch.equal(own.tensors[name], value) for name, value in expected.items())
+        received = method.personalize(state, federation.model, who, Payload())
+        assert all(torch.equal(received.tensors[name], value) for name, value in shared.tensors.items())
+    assert any(not torch.equal(sent[0][name], value) for name, value in state.tensors.items())
+
+
+def test_the_personal_model_changes_nothing_that_travels(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    runs = []
+    for personal in (False, True):
+        federation = Federation(olmoe_backbone, fedit(personal=personal), [client(0, LARGE)], tmp_path / str(personal))
+        runs.append(federation.train(federation.start())[0].payload.tensors)
+    assert all(torch.equal(runs[0][name], value) for name, value in runs[1].items())
+
+
+def test_the_traffic_of_a_round_on_llama() -> None:
+    """FedAMoLE, Table 4, r = 8 on q and v: 16 · 8 · (2048 + 2048 + 2048 + 512) values, in bf16 1.625 MiB."""
+    method = fedit(rank=8, targets=("q_proj", "v_proj"))
+    shapes = method.expected_upload(llama_1b(), client(0, LARGE), Payload())
+    sent = {name: torch.empty(shape, device="meta", dtype=torch.bfloat16) for name, shape in shapes.items()}
+    assert bytes_by_part(Payload(sent))["adapter"] == 1.625 * 2**20
 
 
 @pytest.mark.parametrize("by_budget", [False, True])

@@ -23,13 +23,18 @@ def names(folder: Path, pattern: str) -> set[str]:
     return {path.stem for path in folder.glob(pattern)}
 
 
+def module_of(name: str) -> str:
+    """A method's module; names may have hyphens."""
+    return name.replace("-", "_")
+
+
 def test_every_method_has_its_file_page_tests_and_presets() -> None:
     known = set(METHODS)
-    assert names(Path(methods.__file__).parent, "*.py") - HELPERS == known
+    assert names(Path(methods.__file__).parent, "*.py") - HELPERS == set(map(module_of, known))
     assert names(PAGES, "*.md") - {"index"} == known
     assert {name.removeprefix("test_") for name in names(ROOT / "tests" / "methods", "test_*.py")} - {
         "registry"
-    } == known
+    } == set(map(module_of, known))
     assert {folder.name for folder in PRESETS.iterdir() if folder.is_dir()} == known
 
 
@@ -38,7 +43,7 @@ def test_a_method_is_what_it_is_registered_as(name: str) -> None:
     method = METHODS[name]
     assert method.name == name
     assert method.title.lower().startswith(name)
-    assert method.__module__ == f"fedguild.methods.{name}"
+    assert method.__module__ == f"fedguild.methods.{module_of(name)}"
     assert isinstance(build_method(name), method)
     for option, field in method.Settings.model_fields.items():
         assert field.description, option

@@ -69,7 +69,7 @@ def test_frequencies_by_token_and_by_step():
     for counts, tokens in (([[4, 1, 0], [0, 0, 0]], [5, 0]), ([[3, 0, 0], [2, 2, 0]], [3, 2])):
         before = statistics.counts.clone(), statistics.tokens.clone()
         statistics.counts += torch.tensor([counts])
-        statistics.tokens += torch.tensor(tokens)
+        statistics.layer_tokens += torch.tensor([tokens])
         statistics.close_step(*before)
     assert statistics.steps.tolist() == [2, 1]
     assert statistics.step_hits.tolist() == [[[2, 1, 0], [1, 1, 0]]]

@@ -1,4 +1,4 @@
-"""The experts of one layer, token by token, with W + s·BA formed for every expert and slot."""
+"""The experts of one layer, token by token, with W + s·BA + D formed for every expert and slot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def experts_with_lora(
+def adapted_experts(
     tokens: Tensor,
     weights: Tensor,
     indices: Tensor,
@@ -17,8 +17,9 @@ def experts_with_lora(
     frozen: tuple[Tensor, Tensor, Tensor],
     lora: Mapping[str, tuple[Tensor, Tensor]],
     scale: Tensor,
+    delta: Mapping[str, Tensor],
 ) -> Tensor:
-    """Returns [N, H], y_n = sum_j R_nj · down_e(silu(gate_e x) * up_e x), every matrix with its LoRA.
+    """Returns [N, H], y_n = sum_j R_nj · down_e(silu(gate_e x) * up_e x), every matrix with what its slot adds.
 
     Args:
         tokens: [N, H].
@@ -29,6 +30,7 @@ def experts_with_lora(
         frozen: gate [M, I, H], up [M, I, H] and down [M, H, I].
         lora: Projection name -> A [S, M, r, in], B [S, M, out, r]; empty without LoRA.
         scale: [S] LoRA's scale.
+        delta: Projection name -> D [S, M, out, in]; empty where nothing is trained in full.
     """
     experts = frozen[0].shape[0]
     rows = []
@@ -40,7 +42,7 @@ def experts_with_lora(
             if expert == experts or (keep is not None and not keep[token]):
                 continue
             gate, up, down = (
-                _merged(weight[expert], lora.get(name), slot, expert, scale)
+                _merged(weight[expert], lora.get(name), delta.get(name), slot, expert, scale)
                 for name, weight in zip(("gate_proj", "up_proj", "down_proj"), frozen, strict=True)
             )
             inner = torch.nn.functional.silu(gate @ tokens[token]) * (up @ tokens[token])
@@ -49,8 +51,10 @@ def experts_with_lora(
     return torch.stack(rows)
 
 
-def _merged(weight: Tensor, pair: tuple[Tensor, Tensor] | None, slot: int, expert: int, scale: Tensor) -> Tensor:
-    if pair is None:
-        return weight
-    down, up = pair
-    return weight + scale[slot] * (up[slot, expert] @ down[slot, expert])
+def _merged(
+    weight: Tensor, pair: tuple[Tensor, Tensor] | None, change: Tensor | None, slot: int, expert: int, scale: Tensor
+) -> Tensor:
+    if pair is not None:
+        down, up = pair
+        weight = weight + scale[slot] * (up[slot, expert] @ down[slot, expert])
+    return weight if change is None else weight + change[slot, expert]

@@ -16,8 +16,9 @@ def merged_parameters(
 ) -> dict[str, Tensor]:
     """Returns name -> W + s·BA of every weight that the adapter changes, differentiable in the adapter.
 
-    The output scale is folded into the experts' down projection. `model` is a plain transformers
-    model with fused experts; gate and up lie one above the other in `gate_up_proj`.
+    Experts trained in full are W + D, as are routers. The output scale is folded into the experts' down
+    projection. `model` is a plain transformers model with fused experts; gate and up lie one above the
+    other in `gate_up_proj`.
     """
     own = dict(model.named_parameters())
     merged: dict[str, Tensor] = {}
@@ -27,12 +28,20 @@ def merged_parameters(
     for moe in info.moe:
         if f"{moe.router}.lora_A" in adapter:
             merged[f"{moe.router}.weight"] = own[f"{moe.router}.weight"] + _product(moe.router, plan, adapter)
+        if f"{moe.router}.delta" in adapter:
+            router = merged.get(f"{moe.router}.weight", own[f"{moe.router}.weight"])
+            merged[f"{moe.router}.weight"] = router + adapter[f"{moe.router}.delta"]
         gate_up, down = own[f"{moe.experts}.gate_up_proj"], own[f"{moe.experts}.down_proj"]
         if f"{moe.experts}.gate_proj.lora_A" in adapter:
             gate = _product(f"{moe.experts}.gate_proj", plan, adapter)
             up = _product(f"{moe.experts}.up_proj", plan, adapter)
             merged[f"{moe.experts}.gate_up_proj"] = gate_up + torch.cat([gate, up], dim=1)
             down = down + _product(f"{moe.experts}.down_proj", plan, adapter)
+        if f"{moe.experts}.gate_proj.delta" in adapter:
+            gate, up = adapter[f"{moe.experts}.gate_proj.delta"], adapter[f"{moe.experts}.up_proj.delta"]
+            so_far = merged.get(f"{moe.experts}.gate_up_proj", gate_up)
+            merged[f"{moe.experts}.gate_up_proj"] = so_far + torch.cat([gate, up], dim=1)
+            down = down + adapter[f"{moe.experts}.down_proj.delta"]
         merged[f"{moe.experts}.down_proj"] = down * _output_scale(moe.name, plan, adapter)
     return merged
 

@@ -23,6 +23,19 @@ def run(run_folder: Path) -> Run:
 
 
 @pytest.fixture(scope="session")
+def personal_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run in which every client has a model of its own, with figures that the method reports."""
+    folder = tmp_path_factory.mktemp("runs") / "fedamole"
+    return write_run(folder, name="fedamole", method="fedamole", personal=True)
+
+
+@pytest.fixture(scope="session")
+def personal_run(personal_folder: Path) -> Run:
+    """The same, read."""
+    return load_run(personal_folder)
+
+
+@pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     """FLAME and rank-budget LoRA, three seeds each."""
     root = tmp_path_factory.mktemp("comparison")

@@ -10,7 +10,15 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from fedguild.server.record import ClientRecord, EvaluationRecord, Rejection, RoundRecord, RoutingRecord, RunLog
+from fedguild.server.record import (
+    ClientRecord,
+    EvaluationRecord,
+    ObservationRecord,
+    Rejection,
+    RoundRecord,
+    RoutingRecord,
+    RunLog,
+)
 
 BUDGETS = (("b1", 8, 20), ("b2", 4, 12), ("b3", 2, 8), ("b4", 1, 6))
 INFERENCE = {"b1": 6.1e6, "b2": 4.5e6, "b3": 3.7e6, "b4": 3.3e6}
@@ -33,9 +41,14 @@ def write_run(
     experts: int = 16,
     rank_budget: bool = False,
     own_scores: bool = False,
+    personal: bool = False,
     rejected: Sequence[tuple[int, int, str]] = (),
 ) -> Path:
-    """Writes a run folder; `rank_budget` trains every client with all active experts and its budget's rank."""
+    """Writes a run folder.
+
+    `rank_budget` trains every client with all active experts and its budget's rank; `personal` scores no
+    global model, but every client's own and the one that it would receive next, and reports figures.
+    """
     target = final if final is not None else FLAME_FINAL
     rng = np.random.default_rng([seed, len(name)])
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +64,10 @@ def write_run(
         if number:
             log.append(*[_client(number, i, rank_budget, int(counts[i].sum()), rng) for i in range(clients)])
             log.append(_routing(number, clients, popularity, rank_budget, rng))
-        log.append(*_evaluations(number, target, noise, clients if own_scores else 0))
+        scored = _evaluations(number, {} if personal else target, noise, clients if own_scores or personal else 0)
+        log.append(*scored, *(_received(scored) if personal else []))
+        if number and personal:
+            log.append(*_observations(number, clients, experts, layers))
         if number:
             refused = [Rejection(client=client, reason=why) for at, client, why in rejected if at == number]
             phases = {"train": 3.1, "evaluate": 1.2, "aggregate": 0.06, "checkpoint": 0.04, "download": 0.03}
@@ -124,6 +140,41 @@ def _routing(
         normalised_entropy=(entropy / math.log(experts)).tolist(),
         gini=(ordered.sum(axis=1) / experts).tolist(),
     )
+
+
+def _received(own: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:
+    """The models received next, after training 0.1 worse than the clients' own, and the two means."""
+    after = [record.model_copy(update={"scope": "received"}) for record in own]
+    after = [record.model_copy(update={"score": record.score - 0.1 * (record.round > 0)}) for record in after]
+    return [*after, _mean("mtal", own), _mean("received", after)]
+
+
+def _mean(name: str, records: Sequence[EvaluationRecord]) -> EvaluationRecord:
+    score = sum(record.score for record in records) / len(records)
+    return EvaluationRecord(round=records[0].round, scope="summary", name=name, split="test", score=score)
+
+
+def _observations(number: int, clients: int, experts: int, layers: int) -> list[ObservationRecord]:
+    """Two figures over the rounds, few rows and many, and one of experts × clients."""
+    relevance = [[((3 * e + c + number) % 7) / 7 for c in range(clients)] for e in range(experts)]
+    names = [f"expert {expert}" for expert in range(experts)]
+    return [
+        ObservationRecord(
+            round=number,
+            name="utilisation entropy",
+            rows=[f"layer {layer}" for layer in range(layers)],
+            values=[[2.0 - 0.1 * layer + 0.02 * number] for layer in range(layers)],
+            unit="nats",
+        ),
+        ObservationRecord(round=number, name="load", rows=names, values=[[0.5 * e + number] for e in range(experts)]),
+        ObservationRecord(
+            round=number,
+            name="relevance",
+            rows=names,
+            columns=[f"client {client}" for client in range(clients)],
+            values=relevance,
+        ),
+    ]
 
 
 def _evaluations(number: int, final: dict[str, float], noise: dict[str, float], clients: int) -> list[EvaluationRecord]:

@@ -8,9 +8,10 @@ import pytest
 
 from fedguild.errors import ConfigError
 from fedguild.report.comparison import compare
-from fedguild.report.record import Run
+from fedguild.report.record import Run, load_run
 from fedguild.report.summary import comparison_summary, run_summary
 from fedguild.report.tables import run_table
+from tests.report.runs import write_run
 
 Runs = dict[str, list[Run]]
 
@@ -153,7 +154,8 @@ def test_a_lead_of_the_reference_is_a_negative_difference(runs: Runs) -> None:
 
 def test_the_outcome_of_a_run_in_words(run: Run) -> None:
     table = run_table(run)
-    lead, smallest = run_summary(table)
+    lead, smallest, own = run_summary(table)
+    assert own == "On their own data the clients' own models score 0.655 on average."
     assert lead.startswith(f"After 6 rounds, flame scores {table.mean:.3f} on average over 4 budgets, up from 0.264 ")
     best, score = table.rows[0].score, table.rows[3].score
     assert smallest.startswith(f"The smallest budget, b4 (1 active expert), reaches {score:.3f}, {score / best:.0%}")
@@ -164,5 +166,50 @@ def test_the_outcome_of_a_run_with_one_budget_or_none(run: Run) -> None:
     assert len(run_summary(run_table(only))) == 1
     own = dataclasses.replace(run, evaluations=[e for e in run.evaluations if e.scope == "client"])
     assert run_summary(run_table(own)) == [
-        "After 6 rounds, flame scores 0.655 on average over the clients, each on its own data."
+        "After 6 rounds, flame scores 0.655 on average over the clients, each on its own data, up from 0.535 before "
+        "training."
     ]
+
+
+def test_the_outcome_of_a_run_with_models_of_the_clients_own(run: Run, personal_run: Run) -> None:
+    lead, received = run_summary(run_table(personal_run))
+    assert "fedamole scores 0.655 on average over the clients" in lead
+    assert received == "The models that they would receive next score 0.555."
+
+
+@pytest.fixture(scope="module")
+def personal_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Two methods without a global model, two seeds each; the second trains with all experts."""
+    root = tmp_path_factory.mktemp("personal")
+
+    def written(name: str, seed: int) -> Run:
+        dear = name == "random"
+        return load_run(write_run(root / name / str(seed), name=name, seed=seed, personal=True, rank_budget=dear))
+
+    runs = {name: [written(name, seed) for seed in (0, 1)] for name in ("fedamole", "random")}
+    worse = [e.model_copy(update={"score": e.score - 0.25}) for e in runs["random"][1].evaluations]
+    return {**runs, "random": [runs["random"][0], dataclasses.replace(runs["random"][1], evaluations=worse)]}
+
+
+def test_a_comparison_without_global_models(personal_runs: Runs) -> None:
+    table = compare(personal_runs, "random")
+    assert table.columns == ("mtal", "received")
+    assert table.warnings == ()
+    difference = table.difference("fedamole", "mtal")
+    assert difference is not None
+    assert (difference.mean, difference.count) == (pytest.approx(0.125), 2)
+    assert [cell.text for cell in table.score_grid().header] == ["Method", "MTAL", "Received"]
+    assert "under each budget" not in table.score_grid().title
+    assert table.score_grid().rows[2][0].text == "fedamole \u2212 random"
+    lead, costs = comparison_summary(table)
+    assert lead.startswith("On the clients' own data, fedamole scores 0.655 and random 0.530: +0.125")
+    assert costs.startswith("With fedamole, the average client spends ")
+    assert "of the FLOPs in training" in costs
+
+
+def test_own_models_that_only_some_runs_scored(runs: Runs, personal_runs: Runs) -> None:
+    table = compare({"fedamole": personal_runs["fedamole"], "flame": runs["flame"][:2]})
+    assert "The clients' own models (MTAL) were not scored in all runs: set evaluation.clients=true." in table.warnings
+    assert "Budget b4 was not scored in all runs." in table.warnings
+    assert table.difference("fedamole", "mtal") is None
+    assert comparison_summary(table) == ["2 methods over 2 seeds."]

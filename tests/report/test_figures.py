@@ -90,7 +90,7 @@ def test_comparison_figures_name_the_methods_and_budgets(runs: dict[str, list[Ru
     scatter = texts(comparison_figures.cost_against_score(table, runs))
     assert scatter.count("b4") == 4
     assert "bytes sent per client" in scatter
-    rounds = texts(comparison_figures.curves_by_budget(table, runs))
+    rounds = texts(comparison_figures.curves_by_column(table, runs))
     assert "b4, 1 expert" in rounds
 
 
@@ -98,7 +98,7 @@ def test_one_run_per_method_and_many_methods(runs: dict[str, list[Run]]) -> None
     nine = {f"method {i}": runs["flame"][:1] for i in range(9)}
     table = compare(nine)
     assert {f"method {i}" for i in range(9)} <= set(texts(comparison_figures.score_bars(table)))
-    assert "b4, 1 expert" in texts(comparison_figures.curves_by_budget(table, nine))
+    assert "b4, 1 expert" in texts(comparison_figures.curves_by_column(table, nine))
 
 
 def test_figures_repeat_exactly_share_no_id_and_leave_matplotlib_alone() -> None:

@@ -65,13 +65,51 @@ def test_the_page_of_a_run(run_folder: Path) -> None:
     assert_self_contained(page)
     table = run_table(load_run(run_folder))
     assert f"After 6 rounds, flame scores {table.mean:.3f}" in page
-    assert page.count("<svg") == 5
-    for heading in ("What each budget gets", "Which experts", "Who holds which data", "What it costs", "Rejected"):
+    assert page.count("<svg") == 7
+    for heading in (
+        "What each budget gets",
+        "What each client gets",
+        "Which experts",
+        "Who holds which data",
+        "What it costs",
+        "Rejected",
+    ):
         assert heading in page
     assert "One upload did not enter the aggregate" in page
     assert "values that are &lt;NaN&gt;" in page
     assert "temperature: 2.0" in page
     assert "packages.torch" in page
+
+
+def test_the_page_of_a_run_in_which_every_client_has_a_model_of_its_own(personal_folder: Path) -> None:
+    page = write_report(personal_folder).read_text()
+    assert_self_contained(page)
+    for text in ("What each client gets", "Received next", "what the server would send it", "What the method reports"):
+        assert text in page
+    assert "What each budget gets" not in page
+    assert "Utilisation entropy, in nats, over the rounds." in page
+    assert "Load, over the rounds. A line for each of 16; the thick one is their mean." in page
+    assert "Relevance, after round 6: a row for each of 16, a column for each of 8." in page
+    assert "4 more" not in page
+    assert page.count("<svg") == 9
+
+
+def test_figures_beyond_the_first_are_folded_away(personal_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text((personal_folder / "config.yaml").read_text())
+    records = RunLog(personal_folder).read()
+    extra = [r.model_copy(update={"name": f"{r.name} of another kind"}) for r in records if r.kind == "observation"]
+    RunLog(tmp_path).append(*records, *extra)
+    page = write_report(tmp_path).read_text()
+    assert_self_contained(page)
+    assert "<summary>2 more</summary>" in page
+
+
+def test_the_page_of_a_comparison_without_global_models(personal_folder: Path, tmp_path: Path) -> None:
+    page = write_comparison({"fedamole": [personal_folder]}, tmp_path).read_text()
+    assert_self_contained(page)
+    for text in ("MTAL", "Received", "What the methods report", "utilisation entropy (nats)"):
+        assert text in page
+    assert "active experts, so a token costs the same" not in page
 
 
 def test_the_page_of_a_comparison(folders: dict[str, list[Path]], tmp_path: Path) -> None:

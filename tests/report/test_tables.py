@@ -11,7 +11,7 @@ from rich.console import Console
 from fedguild.report.costs import client_totals
 from fedguild.report.grid import Cell, Grid
 from fedguild.report.record import Run
-from fedguild.report.tables import client_grid, own_scores, routing_grid, run_table, task_grid
+from fedguild.report.tables import routing_grid, run_table, task_grid, training_grid
 from tests.report.runs import START
 
 
@@ -43,7 +43,7 @@ def test_the_recorded_mtal_wins_over_our_own_mean(run: Run) -> None:
 def test_a_client_without_examples_has_no_score(run: Run) -> None:
     empty = [e.model_copy(update={"examples": 0}) if e.name == "client-007" else e for e in run.evaluations]
     without = dataclasses.replace(run, evaluations=empty)
-    assert sorted(own_scores(without)) == list(range(7))
+    assert [row.own is None for row in run_table(without).clients] == [False] * 7 + [True]
     assert run_table(without).mtal == pytest.approx(0.5 + 0.03 + 0.12)
 
 
@@ -51,7 +51,51 @@ def test_a_run_that_scores_clients_only_has_no_budgets(run: Run) -> None:
     own = dataclasses.replace(run, evaluations=[e for e in run.evaluations if e.scope == "client"])
     table = run_table(own)
     assert (table.rows, table.mean, table.smallest) == ((), None, None)
-    assert "Mean over clients, own data" in printed(table.grid())
+    lines = [line.split() for line in printed(table.grid()).splitlines()]
+    assert ["client-003", "b4", "–", "0.530", "0.650"] in lines
+    assert ["Mean", "over", "clients", "0.535", "0.655"] in lines
+
+
+def test_own_models_and_those_received_next_stand_side_by_side(personal_run: Run) -> None:
+    """The model received next scores 0.1 less than the client's own, as the fixture has it."""
+    table = run_table(personal_run)
+    assert table.received == pytest.approx(table.mtal - 0.1)
+    assert table.clients_before == pytest.approx(0.5 + 0.035)
+    grid = table.grid()
+    assert [cell.text for cell in grid.header] == [
+        "Client",
+        "Budget",
+        "Examples",
+        "Before",
+        "Own model",
+        "Received next",
+    ]
+    assert [cell.text for cell in grid.rows[2]] == ["client-002", "b3", "–", "0.520", "0.640", "0.540"]
+    assert [cell.text for cell in grid.rows[-1]] == ["Mean over clients", "", "", "0.535", "0.655", "0.555"]
+    shown = json.loads(json.dumps(table.to_json()))
+    assert shown["clients"][2] == {
+        "client": "client-002",
+        "budget": "b3",
+        "examples": None,
+        "before": pytest.approx(0.52),
+        "own": pytest.approx(0.64),
+        "received": pytest.approx(0.54),
+    }
+
+
+def test_beside_budgets_the_clients_own_data_are_two_lines_below(run: Run) -> None:
+    received = [e.model_copy(update={"scope": "received"}) for e in run.evaluations if e.scope == "client"]
+    table = run_table(dataclasses.replace(run, evaluations=[*run.evaluations, *received]))
+    last = [row[0].text for row in table.grid().rows[-2:]]
+    assert last == ["Clients' own models, own data", "Models received next, own data"]
+    assert [row[3].text for row in table.grid().rows[-2:]] == ["0.655", "0.655"]
+
+
+def test_models_received_next_may_be_all_that_was_scored(personal_run: Run) -> None:
+    only = [e for e in personal_run.evaluations if e.scope == "received"]
+    table = run_table(dataclasses.replace(personal_run, evaluations=only))
+    assert (table.mtal, table.received) == (None, pytest.approx(0.555))
+    assert [cell.text for cell in table.grid().header][3:] == ["Before", "Received next"]
 
 
 def test_the_table_prints_the_same_numbers_everywhere(run: Run) -> None:
@@ -72,10 +116,9 @@ def test_a_metric_that_is_the_score_itself_is_not_shown_twice(run: Run) -> None:
 
 
 def test_the_other_tables_of_a_run(run: Run) -> None:
-    clients = client_grid(client_totals(run), {0: 0.5})
+    clients = training_grid(client_totals(run))
     assert len(clients.rows) == 8
     assert all(len(row) == len(clients.header) for row in clients.rows)
-    assert "Own score" not in [cell.text for cell in client_grid(client_totals(run), {}).header]
     tasks = task_grid(run)
     assert tasks is not None
     add = run.scored("budget", 6)["b1"].by_task["add"]

@@ -44,6 +44,16 @@ def test_every_score_loss_and_cost_is_an_event(tmp_path: Path) -> None:
     assert {"score/budget/b4", "score/client/client-002", "loss/client-000"} <= found.keys()
 
 
+def test_figures_without_columns_are_events(tmp_path: Path) -> None:
+    records = RunLog(write_run(tmp_path, rounds=1, clients=2, layers=2, personal=True)).read()
+    with Tracker(tmp_path, enabled=True) as tracker:
+        tracker.add(records)
+    found = read_events(tmp_path)
+    assert found["observed/utilisation entropy/layer 1"] == pytest.approx({1: 1.92})
+    assert not [tag for tag in found if tag.startswith("observed/relevance")]
+    assert {"score/received/client-001", "score/summary/mtal", "score/summary/received"} <= found.keys()
+
+
 def test_a_round_that_is_run_again_replaces_the_abandoned_one(tmp_path: Path) -> None:
     def score(number: int, value: float) -> list[EvaluationRecord]:
         return [EvaluationRecord(round=number, scope="budget", name="b1", split="test", score=value)]

@@ -3,7 +3,7 @@ import torch
 
 from fedguild.errors import UploadError
 from fedguild.payload import Payload
-from fedguild.server.validation import check_upload
+from fedguild.server.validation import Omissible, check_upload
 
 EXPECTED = {"adapter/a": (2, 3), "adapter/b": (4,), "adapter/scale": ()}
 
@@ -79,3 +79,22 @@ def test_the_norm_limit_is_on_all_tensors_together():
 def test_a_scalar_that_is_not_finite_is_named():
     payload = Payload(upload().tensors, {"examples": 3, "loss": float("nan")})
     assert refusal(payload) == "the scalar 'loss' is nan, but a finite number is expected."
+
+
+def test_a_tensor_that_may_be_left_out_is_checked_where_it_is_there():
+    expected = {"routing": (2,), "update/1": Omissible((3,)), "update/2": Omissible((3,))}
+    whole = {name: torch.ones(shape) for name, shape in expected.items()}
+    for left_out in ([], ["update/1"], ["update/1", "update/2"]):
+        tensors = {name: value for name, value in whole.items() if name not in left_out}
+        check_upload(Payload(tensors), expected, client="client-007", norm_limit=8**0.5 + 1e-6)
+    for change, told in (
+        ({"update/1": torch.ones(4)}, r"'update/1' has the shape \[4\], but \[3\]"),
+        ({"update/2": torch.full((3,), float("nan"))}, "NaN or infinity in 3 of its 3"),
+        ({"update/3": torch.ones(3)}, "has unknown 'update/3'; expected 3 tensors"),
+    ):
+        with pytest.raises(UploadError, match=told):
+            check_upload(Payload({**whole, **change}), expected, client="client-007")
+    with pytest.raises(UploadError, match="lacks 'routing'"):
+        check_upload(Payload({"update/1": torch.ones(3)}), expected, client="client-007")
+    with pytest.raises(UploadError, match=r"norm is 2\.82843"):
+        check_upload(Payload(whole), expected, client="client-007", norm_limit=2.5)

@@ -26,6 +26,7 @@ REQUIRED = ("torch", "transformers", "datasets", "safetensors", "numpy", "scipy"
 EXTRAS = {
     "eval": (("peft", "accelerate"), "exported adapters cannot be checked against peft"),
     "track": (("tensorboard",), "tracking.tensorboard cannot be switched on"),
+    "fusion": (("nevergrad",), "fdlora cannot search its fusion weights"),
     "ray": (("ray",), "runs cannot be spread over GPUs and machines"),
     "flower": (("flwr",), "clients cannot take part over the network"),
 }

@@ -1,4 +1,4 @@
-"""`fedguild evaluate`: score a run's model again."""
+"""`fedguild evaluate`: score a run's models again."""
 
 from __future__ import annotations
 
@@ -21,15 +21,33 @@ def command(
     ] = "test",
     as_json: JsonOption = False,
 ) -> None:
-    """Score the global model of a run, as every budget runs it."""
+    """Score a run's models again: the global one as every budget runs it, and those that its config asks for.
+
+    `evaluation.clients` in the run's config asks for every client's own model, `evaluation.received` for the
+    model that it would receive next. A method without a global model has the clients' own alone.
+    """
     from fedguild import experiment
 
     result = experiment.evaluate(folder, round=round, split=split)
     if as_json:
-        show_json({"folder": str(folder), "split": split, "scores": dict(result.scores), "mean": result.mean})
+        shown = {"folder": str(folder), "split": split, "scores": dict(result.scores), "mean": result.mean}
+        if result.own or result.received:
+            shown |= {"own": dict(result.own), "received": dict(result.received), "summaries": dict(result.summaries)}
+        show_json(shown)
         return
-    table = Table("budget", "score", box=None, header_style="bold", pad_edge=False)
-    for name, score in result.scores.items():
-        table.add_row(name, f"{score:.3f}")
-    table.add_row("mean", f"{result.mean:.3f}")
-    show(table)
+    if result.scores:
+        table = Table("budget", "score", box=None, header_style="bold", pad_edge=False)
+        for name, score in result.scores.items():
+            table.add_row(name, f"{score:.3f}")
+        table.add_row("mean", f"{result.mean:.3f}")
+        show(table)
+    columns = [
+        (title, {**scores, "mean": result.summaries[summary]})
+        for title, scores, summary in (("own model", result.own, "mtal"), ("received", result.received, "received"))
+        if scores
+    ]
+    if columns:
+        table = Table("client", *(title for title, _ in columns), box=None, header_style="bold", pad_edge=False)
+        for name in columns[0][1]:
+            table.add_row(name, *(f"{scores[name]:.3f}" for _, scores in columns))
+        show(table)

@@ -152,7 +152,7 @@ class Cohort:
         size = self.settings.batch_size
         longest = max((len(rows) for rows in examples), default=0)
         for start in range(0, longest, size):
-            batch = collate([rows[start : start + size] for rows in examples], self.pad_id)
+            batch = collate([rows[start : start + size] for rows in examples], self.pad_id, self.model.seq2seq)
             with torch.no_grad():
                 self.model.token_losses(batch)
             yield batch
@@ -195,7 +195,7 @@ class Cohort:
         batches = []
         for picks in zip_longest(*columns, fillvalue=[]):
             rows = [[part.examples[i] for i in pick] for part, pick in zip(self.work, picks, strict=True)]
-            batches.append((rows, collate(rows, self.pad_id)))
+            batches.append((rows, collate(rows, self.pad_id, self.model.seq2seq)))
         whole = [sum(_targets(rows[slot]) for rows, _ in batches) for slot in range(len(self.work))]
         rates = [learning_rate(self.settings, index, total, self.round) if index < total else None for total in totals]
         self.optimizer.zero_grad()
@@ -263,6 +263,15 @@ class Step:
         """Adds the gradients of [S] per-client losses; each client's reach its own slot only."""
         loss.sum().backward()
 
+    def shares(self) -> Tensor:
+        """Returns [S], this pass's part of the response tokens of each client's optimizer step.
+
+        They add up to 1 over accumulated passes, so that a regulariser that is a mean over a pass's tokens
+        weighs as much as the loss. A client that has finished gives 0.
+        """
+        parts = [_targets(rows) / max(1, whole) for rows, whole in zip(self._rows, self._targets, strict=True)]
+        return torch.tensor(parts, device=self.cohort.model.device)
+
     def activations(self) -> Tensor:
         """Returns [L, S, M] tokens that activated each expert since the optimizer step began, padding excluded."""
         routing, before = self.cohort.routing, self.cohort._before
@@ -270,13 +279,17 @@ class Step:
         assert before is not None
         return routing.counts - before
 
-    def apply(self) -> None:
-        """Clips and updates, unless gradients still accumulate."""
+    def apply(self, updated: Mapping[str, Tensor] | None = None) -> None:
+        """Clips and updates, unless gradients still accumulate.
+
+        Args:
+            updated: What of a trainable to update, where not all of it; see `SlotOptimizer.step`.
+        """
         if not self.is_update:
             return
         if self.cohort.settings.clip_norm is not None:
             self.cohort.optimizer.clip(self.cohort.settings.clip_norm)
-        self.cohort.optimizer.step(self._rates)
+        self.cohort.optimizer.step(self._rates, updated)
 
     def _report(self, sums: list[float], counts: list[int]) -> None:
         for report, rows, total, count in zip(self.cohort.reports, self._rows, sums, counts, strict=True):

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
@@ -84,11 +85,14 @@ class SlotOptimizer:
         return norms
 
     @torch.no_grad()
-    def step(self, rates: Sequence[float | None]) -> None:
+    def step(self, rates: Sequence[float | None], updated: Mapping[str, Tensor] | None = None) -> None:
         """Updates the slots with a rate.
 
         Args:
             rates: Each slot's learning rate; None for a slot that does not step.
+            updated: Name -> [M, S] bool for a trainable stored as [M, S, …], whose other entries keep their
+                weights and moments; Adam's bias correction still counts the slot's steps, as in
+                `torch.optim.SparseAdam`. A name left out is updated as a whole.
         """
         together: dict[tuple[float, int], list[int]] = defaultdict(list)
         for slot, rate in enumerate(rates):
@@ -103,15 +107,28 @@ class SlotOptimizer:
                     if trainable.stored.grad is not None and decays == trainable.decays
                 ]
                 if chosen:
-                    self._update(chosen, slots, rate, count, self.settings.weight_decay if decays else 0.0)
+                    decay = self.settings.weight_decay if decays else 0.0
+                    self._update(chosen, slots, rate, count, decay, updated or {})
 
-    def _update(self, chosen: list[int], slots: list[int], rate: float, count: int, decay: float) -> None:
+    def _update(
+        self,
+        chosen: list[int],
+        slots: list[int],
+        rate: float,
+        count: int,
+        decay: float,
+        updated: Mapping[str, Tensor],
+    ) -> None:
         def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [
-                part for index, whole in zip(chosen, tensors, strict=True) for part in self._parts(whole, index, slots)
+                part
+                for index, whole in zip(chosen, tensors, strict=True)
+                for part in self._parts(whole, index, slots, updated.get(self.trainables[index].name))
             ]
 
         values = parts([self.trainables[index].stored.detach() for index in chosen])
+        if not values:
+            return
         grads = parts([_grad(self.trainables[index]) for index in chosen])
         first = parts([self.first[index] for index in chosen]) if self.first else []
         if self.settings.kind == "sgd":
@@ -146,8 +163,14 @@ class SlotOptimizer:
             maximize=False,
         )
 
-    def _parts(self, tensor: Tensor, index: int, slots: list[int]) -> Iterable[Tensor]:
-        """Returns the contiguous pieces of a storage that belong to some slots."""
+    def _parts(self, tensor: Tensor, index: int, slots: list[int], updated: Tensor | None) -> Iterable[Tensor]:
+        """Returns the contiguous pieces of a storage that belong to some slots and are to be updated."""
+        if updated is not None:
+            wanted = torch.zeros_like(updated)
+            wanted[:, slots] = updated[:, slots]
+            edges = torch.diff(pad(wanted.flatten().int(), (1, 1))).nonzero().flatten().tolist()
+            rows = tensor.flatten(0, 1)
+            return [rows[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
         if len(slots) == self.slots:
             return [tensor]
         if self.trainables[index].axis == 0:

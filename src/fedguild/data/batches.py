@@ -2,6 +2,9 @@
 
 A batch is *slot-major*: the rows of slot 0 come first, then those of slot 1, and so on. Slots
 may have different numbers of rows, and none at all.
+
+An encoder-decoder model reads the prompt, closed by the end token, in its encoder, and predicts
+the response in its decoder, which starts from a token of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import torch
 from torch import Tensor
 
 from fedguild.data.example import Example
+
+Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +37,40 @@ class Encoded:
 
 
 @dataclass(frozen=True, slots=True)
+class Seq2Seq:
+    """How an encoder-decoder model takes a text.
+
+    Attributes:
+        start: Token id that its decoder starts from.
+        end: Token id that closes the encoder's text; None for none.
+    """
+
+    start: int
+    end: int | None
+
+    def closed(self, prompt: Sequence[int]) -> list[int]:
+        """Returns the encoder's token ids of a prompt."""
+        return [*prompt] if self.end is None else [*prompt, self.end]
+
+
+@dataclass(frozen=True, slots=True)
 class SlotBatch:
     """The rows of several slots, and the tokens to predict in them.
+
+    In a batch for an encoder-decoder model, `input_ids` and `mask` are the encoder's, and T ≠ U, so
+    that the number of tokens that a layer gets tells on which side they are.
 
     Attributes:
         input_ids: [R, T] token ids, padded on the right.
         mask: [R, T] bool, True where there is a token.
         rows_per_slot: Rows of each slot, in slot order; they sum to R.
-        predict_at: [P] positions in the flattened [R·T] whose output predicts a target.
+        predict_at: [P] positions in the flattened [R·T] (the decoder's [R·U]) whose output predicts a target.
         targets: [P] token ids to predict there.
         group: [P] the group that each target is summed into (the slot, in training).
         position_ids: [R, T] where tokens are not numbered from 0 along the row.
         attention: [R, 1, T, T] bool, True where a query may attend, where that is not causal.
+        decoder_ids: [R, U] the decoder's token ids, padded on the right; None without a decoder of its own.
+        decoder_mask: [R, U] bool, True where the decoder has a token.
     """
 
     input_ids: Tensor
@@ -54,6 +81,8 @@ class SlotBatch:
     group: Tensor
     position_ids: Tensor | None = None
     attention: Tensor | None = None
+    decoder_ids: Tensor | None = None
+    decoder_mask: Tensor | None = None
 
     def to(self, device: torch.device) -> SlotBatch:
         """Returns the batch on a device."""
@@ -72,6 +101,8 @@ class SlotBatch:
             group=self.group.to(device),
             position_ids=move(self.position_ids),
             attention=move(self.attention),
+            decoder_ids=move(self.decoder_ids),
+            decoder_mask=move(self.decoder_mask),
         )
 
 
@@ -105,32 +136,55 @@ def response_text(prompt: str, response: str) -> str:
     return response if not prompt or prompt[-1].isspace() or response[:1].isspace() else f" {response}"
 
 
-def collate(rows: Sequence[Sequence[Encoded]], pad_id: int) -> SlotBatch:
+def collate(rows: Sequence[Sequence[Encoded]], pad_id: int, seq2seq: Seq2Seq | None = None) -> SlotBatch:
     """Returns the training batch of several slots, `rows[s]` being the rows of slot s.
 
-    The group of a target is its slot, so that sums by group are per-client sums.
+    The group of a target is its slot, so that sums by group are per-client sums. A text without a
+    prompt is predicted from its second token on.
+
+    Args:
+        rows: The rows of each slot.
+        pad_id: Token id of padding.
+        seq2seq: How the model takes a text, if it is an encoder-decoder model.
     """
     flat = [(slot, row) for slot, slot_rows in enumerate(rows) for row in slot_rows]
-    lengths = [len(row.input_ids) for _, row in flat]
-    width = max(lengths, default=1)
-    input_ids = np.full((len(flat), width), pad_id, dtype=np.int64)
-    predict_at, targets, group = [], [], []
-    for index, (slot, row) in enumerate(flat):
-        ids = np.asarray(row.input_ids, dtype=np.int64)
-        input_ids[index, : len(ids)] = ids
-        first = max(row.prompt_length, 1)
-        predict_at.append(np.arange(first - 1, len(ids) - 1) + index * width)
-        targets.append(ids[first:])
-        group.append(np.full(len(ids) - first, slot, dtype=np.int64))
-    mask = np.arange(width)[None, :] < np.asarray(lengths, dtype=np.int64)[:, None]
+    firsts = [max(row.prompt_length, 1) for _, row in flat]
+    texts = [np.asarray(row.input_ids, dtype=np.int64) for _, row in flat]
+    targets = [ids[first:] for ids, first in zip(texts, firsts, strict=True)]
+    decoder_ids = decoder_mask = None
+    if seq2seq is None:
+        input_ids, mask = padded(texts, pad_id)
+        starts, width = [first - 1 for first in firsts], input_ids.shape[1]
+    else:
+        decoder_ids, decoder_mask = padded([[seq2seq.start, *ids[:-1]] for ids in targets], pad_id)
+        starts, width = [0] * len(flat), decoder_ids.shape[1]
+        prompts = [seq2seq.closed(ids[:first].tolist()) for ids, first in zip(texts, firsts, strict=True)]
+        input_ids, mask = padded(prompts, pad_id, not_width=width)
+    predict_at = [
+        index * width + start + np.arange(len(ids))
+        for index, (start, ids) in enumerate(zip(starts, targets, strict=True))
+    ]
     return SlotBatch(
-        input_ids=torch.from_numpy(input_ids),
-        mask=torch.from_numpy(mask),
+        input_ids=input_ids,
+        mask=mask,
         rows_per_slot=tuple(len(slot_rows) for slot_rows in rows),
         predict_at=_joined(predict_at),
         targets=_joined(targets),
-        group=_joined(group),
+        group=_joined([np.full(len(ids), slot) for (slot, _), ids in zip(flat, targets, strict=True)]),
+        decoder_ids=decoder_ids,
+        decoder_mask=decoder_mask,
     )
+
+
+def padded(rows: Sequence[Sequence[int] | Ids], pad_id: int, not_width: int = 0) -> tuple[Tensor, Tensor]:
+    """Returns token ids [R, T], padded on the right, and their mask [R, T]; T is not `not_width`."""
+    width = max(map(len, rows), default=1)
+    width += width == not_width
+    ids = np.full((len(rows), width), pad_id, dtype=np.int64)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = row
+    mask = np.arange(width)[None, :] < np.asarray([len(row) for row in rows], dtype=np.int64)[:, None]
+    return torch.from_numpy(ids), torch.from_numpy(mask)
 
 
 def epoch_order(examples: int, batch_size: int, rng: np.random.Generator) -> list[list[int]]:
@@ -140,5 +194,5 @@ def epoch_order(examples: int, batch_size: int, rng: np.random.Generator) -> lis
     return [order[start:end].tolist() for start, end in pairwise(edges)]
 
 
-def _joined(parts: list[np.ndarray[Any, np.dtype[np.int64]]]) -> Tensor:
+def _joined(parts: list[Ids]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64))

@@ -3,20 +3,23 @@
 A row is `[prompt | candidate 0 | candidate 1 | …]`. A candidate attends to the prompt and to
 itself, and its positions start where the prompt ends, so that it gets the likelihood it would get
 alone while the prompt runs once.
+
+An encoder-decoder model reads the prompt in its encoder, where it runs once for every candidate:
+there a row holds one candidate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedguild.data.batches import SlotBatch, encode
+from fedguild.data.batches import Encoded, Seq2Seq, SlotBatch, collate, encode
 from fedguild.data.example import Example
 from fedguild.errors import DataError
 from fedguild.evaluation.batching import Item, token_batches
@@ -35,6 +38,11 @@ class LikelihoodModel(Protocol):
         """Where the model runs."""
         ...
 
+    @property
+    def seq2seq(self) -> Seq2Seq | None:
+        """How the model takes a text if it is an encoder-decoder model, else None."""
+        ...
+
     def token_losses(self, batch: SlotBatch) -> Tensor:
         """Returns [P], the negative log-likelihood in nats of each of the batch's targets."""
         ...
@@ -51,6 +59,11 @@ class Candidates:
     def tokens(self) -> int:
         """Length of the row that holds them all."""
         return len(self.prompt) + sum(map(len, self.responses))
+
+    @property
+    def singles(self) -> list[Candidates]:
+        """Each candidate with a prompt of its own."""
+        return [Candidates(self.prompt, (response,)) for response in self.responses]
 
 
 def encode_candidates(example: Example, tokenizer: Any, max_tokens: int) -> Candidates:
@@ -84,9 +97,23 @@ def candidate_losses(
     Args:
         model: Runs `rows[s]` in its slot s.
         rows: The rows of each slot; slots may have different numbers of rows, and none at all.
-        batch_tokens: Bound on the tokens of one forward pass, padding included.
+        batch_tokens: Bound on the tokens of one forward pass, padding included. An encoder and a decoder
+            are padded apart, and may each have about that many.
         pad_id: Token id to pad with.
     """
+    if model.seq2seq is not None:
+        alone = [[single for row in slot_rows for single in row.singles] for slot_rows in rows]
+        found = _losses(model, alone, batch_tokens, pad_id)
+        return [
+            [[loss for (loss,) in islice(losses, len(row.responses))] for row in slot_rows]
+            for slot_rows, losses in zip(rows, map(iter, found), strict=True)
+        ]
+    return _losses(model, rows, batch_tokens, pad_id)
+
+
+def _losses(
+    model: LikelihoodModel, rows: Sequence[Sequence[Candidates]], batch_tokens: int, pad_id: int
+) -> list[list[list[float]]]:
     items = [
         Item(slot, index, row.tokens) for slot, slot_rows in enumerate(rows) for index, row in enumerate(slot_rows)
     ]
@@ -95,13 +122,29 @@ def candidate_losses(
         chosen: list[list[Candidates]] = [[] for _ in rows]
         for item in items_of_batch:
             chosen[item.slot].append(rows[item.slot][item.index])
-        batch = collate_candidates(chosen, pad_id)
+        if model.seq2seq is None:
+            batch = collate_candidates(chosen, pad_id)
+        else:
+            batch = collate_singles(chosen, pad_id, model.seq2seq)
         with torch.no_grad():
             nll = model.token_losses(batch.to(model.device)).double().cpu().numpy()
         sums = iter(np.bincount(batch.group.numpy(), weights=nll).tolist())
         for item in items_of_batch:
             losses[item.slot][item.index] = [next(sums) for _ in rows[item.slot][item.index].responses]
     return losses
+
+
+def collate_singles(rows: Sequence[Sequence[Candidates]], pad_id: int, seq2seq: Seq2Seq) -> SlotBatch:
+    """Returns the batch of several slots of an encoder-decoder model, a row for each candidate.
+
+    The group of a target is its candidate, counted through.
+    """
+    texts = [
+        [Encoded(row.prompt + response, len(row.prompt)) for row in slot_rows for response in row.responses]
+        for slot_rows in rows
+    ]
+    lengths = torch.tensor([row.response_tokens for slot_rows in texts for row in slot_rows])
+    return replace(collate(texts, pad_id, seq2seq), group=torch.arange(len(lengths)).repeat_interleave(lengths))
 
 
 def collate_candidates(rows: Sequence[Sequence[Candidates]], pad_id: int) -> SlotBatch:

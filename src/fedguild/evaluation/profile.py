@@ -2,6 +2,12 @@
 
 No weights are loaded. A multiplication with its addition counts as two FLOPs; norms, softmaxes
 and activation functions are left out, as is usual.
+
+What is trained is what `trainable_shapes` names, LoRA and parts alike. A trainable [M, ..] of a
+layer's experts works for a token in the token's active experts only; every other value of a
+trainable is multiplied with every token once. That holds for matrices: LoRA's factors, and the
+changes of experts and routers trained in full, whose product D x runs beside the frozen W x. It
+counts a part's scalars and vectors as if they were matrices, which adds little.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from fedguild.errors import ConfigError
-from fedguild.model.plan import EXPERT_PROJECTIONS, AdapterPlan, ModelInfo, MoeInfo, trainable_shapes
+from fedguild.model.plan import AdapterPlan, ModelInfo, MoeInfo, trainable_shapes
 
 TRAINABLE_BYTES = 4  # trainables, their gradients and moments are fp32
 LOGIT_COPIES = 2  # fp32 logits and their gradient
@@ -62,7 +68,9 @@ class Cost:
         """Returns the FLOPs of a training step: forward and backward, without the optimizer.
 
         Frozen products cost one forward and one input gradient, the weight gradient is never
-        formed; low-rank products and attention cost their forward three times.
+        formed; the products of what is trained cost their forward three times (themselves, the input
+        gradient, the weight gradient), as does attention. So an expert trained in full costs five
+        times its forward: twice for W, three times for D.
 
         Args:
             tokens: Tokens in the step, over all its sequences.
@@ -103,6 +111,8 @@ class Memory:
 def cost(model: ModelInfo, plan: AdapterPlan) -> Cost:
     """Returns the cost of a client that runs `model` with `plan`.
 
+    Of an encoder-decoder model every token is counted as if it passed both sides, which is an upper bound.
+
     Raises:
         ConfigError: the plan wants more active experts than a layer has, or targets no layer.
     """
@@ -119,7 +129,7 @@ def cost(model: ModelInfo, plan: AdapterPlan) -> Cost:
         trainable=sum(sizes.values()),
         active_trainable=sum(sizes.values()) - idle_trainable,
         product_parameters=_product_parameters(model, plan),
-        attention_width=sum(linear.inputs for linear in model.linears if linear.name.endswith(".o_proj"))
+        attention_width=sum(linear.inputs for linear in model.linears if linear.name.endswith((".o_proj", ".o")))
         or model.layers * model.hidden,
     )
 
@@ -173,8 +183,8 @@ def active_experts(moe: MoeInfo, plan: AdapterPlan) -> int:
 
 
 def expert_parameters(moe: MoeInfo) -> int:
-    """Returns the parameters of one expert: gate, up and down projection."""
-    return len(EXPERT_PROJECTIONS) * moe.hidden * moe.width
+    """Returns the parameters of one expert: its gate, where it has one, up and down projection."""
+    return len(moe.projections) * moe.hidden * moe.width
 
 
 def _product_parameters(model: ModelInfo, plan: AdapterPlan) -> int:
@@ -187,11 +197,15 @@ def _kept_activations(model: ModelInfo, plan: AdapterPlan) -> int:
     """Returns the values per token that the forward pass keeps for the backward pass, about.
 
     Every linear layer keeps its input, and what follows it keeps its output; an active expert
-    keeps gate and up, and its input where it has LoRA; a layer keeps two residuals and two normalised inputs.
+    keeps what its input projections give, and its input where it trains something; a layer keeps two
+    residuals and two normalised inputs.
     """
     linears = sum(linear.inputs + linear.outputs for linear in model.linears)
-    inputs = "experts" in plan.targets
-    experts = sum(active_experts(moe, plan) * (2 * moe.width + inputs * moe.hidden) for moe in model.moe)
+    trained = tuple(trainable_shapes(model, plan))
+    experts = 0
+    for moe in model.moe:
+        inputs = any(name.startswith(f"{moe.experts}.") for name in trained)
+        experts += active_experts(moe, plan) * ((len(moe.projections) - 1) * moe.width + inputs * moe.hidden)
     return linears + experts + 4 * model.layers * model.hidden
 
 

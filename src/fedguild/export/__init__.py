@@ -5,6 +5,6 @@ folder, `merged` as a whole Hugging Face checkpoint, both into a folder that app
 not at all (`folder`) and describes itself (`card`). `run` takes the deployment from a run.
 """
 
-from fedguild.export.run import Exported, export_adapter, export_merged
+from fedguild.export.run import Exported, Subject, export_adapter, export_merged
 
-__all__ = ["Exported", "export_adapter", "export_merged"]
+__all__ = ["Exported", "Subject", "export_adapter", "export_merged"]

@@ -16,8 +16,11 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedguild.export.weights import adapted_weights, output_scales, stacked_factors
+from fedguild.errors import ModelError
+from fedguild.export.weights import adapted_weights, beyond_weights, changed_weights, output_scales, stacked_factors
 from fedguild.files import write_json
+from fedguild.model.moe.switch import FAMILY as SWITCH
+from fedguild.model.moe.switch import published_modules
 from fedguild.model.plan import AdapterPlan, ModelInfo
 from fedguild.server.method import Deployment
 
@@ -28,6 +31,11 @@ _PREFIX = "base_model.model."
 
 def obstacle(model: ModelInfo, deployment: Deployment) -> str:
     """Returns what an adapter alone cannot carry of this deployment; empty if it carries all."""
+    beyond, changed = beyond_weights(deployment.plan), changed_weights(model, deployment.plan)
+    if beyond:
+        return f"it trains more than LoRA, namely {', '.join(beyond)}"
+    if changed:
+        return f"{len(changed)} of its weights are trained in full, for example {next(iter(changed))}"
     active = deployment.plan.active_experts or model.top_k
     if active != model.top_k:
         return f"it runs {active} of the model's {model.top_k} active experts"
@@ -45,10 +53,16 @@ def write_adapter(
     Args:
         folder: Where to write; it must exist.
         model: The backbone.
-        deployment: What to write; one without an `obstacle`.
+        deployment: What to write.
         base: Where peft finds the base model: a hub id or a folder.
         revision: The base model's branch, tag or commit on the hub.
+
+    Raises:
+        ModelError: an adapter alone cannot carry the deployment.
     """
+    missing = obstacle(model, deployment)
+    if missing:
+        raise ModelError(f"An adapter alone cannot carry the model: {missing}.", "Export the merged form (--merged).")
     write_json(folder / CONFIG_FILE, peft_config(model, deployment.plan, base=base, revision=revision))
     save_file(peft_tensors(model, deployment), folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
@@ -56,13 +70,14 @@ def write_adapter(
 def peft_config(model: ModelInfo, plan: AdapterPlan, *, base: str, revision: str | None = None) -> dict[str, Any]:
     """Returns the content of `adapter_config.json`."""
     weights = adapted_weights(model, plan)
-    modules = [_in_layer(name).removesuffix(".weight") for name in weights if not _is_parameter(model, name)]
+    linears = [name for name in weights if not _is_parameter(model, name)]
+    modules = [_in_layer(module) for name in linears for module in _modules(model, name)]
     parameters = [_in_layer(name) for name in weights if _is_parameter(model, name)]
     alpha = plan.scale * plan.rank
     fused = {_leaf(name): len(parts) for name, parts in weights.items() if len(parts) > 1}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_2_SEQ_LM" if model.seq2seq else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "revision": revision,
         "inference_mode": True,
@@ -86,24 +101,37 @@ def peft_tensors(model: ModelInfo, deployment: Deployment) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for weight, modules in adapted_weights(model, deployment.plan).items():
         down, up = stacked_factors(deployment.tensors, modules)
-        if down.dim() == 3:
-            down = down.flatten(0, 1)
-            up = up.permute(1, 2, 0).flatten(1)
-        where = _PREFIX + _wrapper(weight)
-        tensors[f"{where}.lora_A.weight"] = down.float().cpu().contiguous()
-        tensors[f"{where}.lora_B.weight"] = up.float().cpu().contiguous()
+        if _is_parameter(model, weight):
+            if down.dim() == 3:
+                down, up = down.flatten(0, 1), up.permute(1, 2, 0).flatten(1)
+            places = [(_wrapper(weight), down, up)]
+        else:
+            each = (factor.unbind() if factor.dim() == 3 else (factor,) for factor in (down, up))
+            places = list(zip(_modules(model, weight), *each, strict=True))
+        for where, own_down, own_up in places:
+            tensors[f"{_PREFIX}{where}.lora_A.weight"] = own_down.float().cpu().contiguous()
+            tensors[f"{_PREFIX}{where}.lora_B.weight"] = own_up.float().cpu().contiguous()
     return tensors
+
+
+def _modules(model: ModelInfo, weight: str) -> list[str]:
+    """Returns the linear layers that a weight is in transformers: one, or each expert's of SwitchTransformers."""
+    if model.family == SWITCH:
+        for moe in model.moe:
+            if weight.startswith(f"{moe.experts}."):
+                return published_modules(weight, moe.num_experts)
+    return [weight.removesuffix(".weight")]
 
 
 def _is_parameter(model: ModelInfo, weight: str) -> bool:
     """Whether peft must reach a weight through `target_parameters`.
 
-    Routers and experts are no linear layers in transformers. The MLPs beside them (shared
+    Routers and experts are no linear layers in transformers, but in SwitchTransformers. The MLPs beside them (shared
     experts, dense layers) are, but peft takes the names of their projections for the experts'
     (`utils/transformers_weight_conversion.py`, `_MOE_TARGET_MODULE_MAPPING`).
     """
     attention = {f"{linear.name}.weight" for linear in model.linears if linear.group == "attention"}
-    return bool(model.moe) and weight not in attention
+    return bool(model.moe) and model.family != SWITCH and weight not in attention
 
 
 def _wrapper(weight: str) -> str:

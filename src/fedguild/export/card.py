@@ -20,11 +20,12 @@ class Origin:
         run: The run's name.
         method: The method's title.
         round: The round after which the model was taken.
-        budget: The budget's name.
+        budget: The name of the budget whose active experts the model runs.
         base: The base model as the config names it.
         base_code: The base model as a Python expression that `from_pretrained` takes; `folder`
             is the exported folder.
         hub_id: The base model on the hub; empty where it is a folder.
+        client: The client whose own model it is; empty for the global one.
     """
 
     run: str
@@ -34,17 +35,24 @@ class Origin:
     base: str
     base_code: str
     hub_id: str = ""
+    client: str = ""
+
+    @property
+    def owner(self) -> str:
+        """Whose model it is, for the title."""
+        return self.client or f"budget {self.budget}"
 
 
 def adapter_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str:
     """Returns the README of a PEFT adapter folder."""
+    auto_class = _auto_class(model)
     load = (
         "from peft import PeftModel",
-        "from transformers import AutoModelForCausalLM",
-        f"base = AutoModelForCausalLM.from_pretrained({origin.base_code})",
+        f"from transformers import {auto_class}",
+        f"base = {auto_class}.from_pretrained({origin.base_code})",
         "model = PeftModel.from_pretrained(base, folder)",
     )
-    remark = _PATTERN_REMARK if "experts" in deployment.plan.targets else ""
+    remark = _PATTERN_REMARK if "experts" in deployment.plan.targets and not model.seq2seq else ""
     return _card("peft", "A LoRA adapter", origin, _facts(origin, model, deployment), load, remark)
 
 
@@ -54,12 +62,17 @@ def merged_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str
     scales = output_scales(model, deployment).values()
     if any(scale != 1.0 for scale in scales):
         facts["output scale"] = f"{min(scales):.4g} to {max(scales):.4g}, folded into the experts' down projections"
+    auto_class = _auto_class(model)
     load = (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"from transformers import {auto_class}, AutoTokenizer",
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        "model = AutoModelForCausalLM.from_pretrained(folder)",
+        f"model = {auto_class}.from_pretrained(folder)",
     )
     return _card("transformers", "A language model with a LoRA adapter merged in", origin, facts, load)
+
+
+def _auto_class(model: ModelInfo) -> str:
+    return "AutoModelForSeq2SeqLM" if model.seq2seq else "AutoModelForCausalLM"
 
 
 def _facts(origin: Origin, model: ModelInfo, deployment: Deployment) -> dict[str, str]:
@@ -70,6 +83,7 @@ def _facts(origin: Origin, model: ModelInfo, deployment: Deployment) -> dict[str
         "run": origin.run,
         "round": str(origin.round),
         "budget": origin.budget,
+        **({"client": origin.client} if origin.client else {}),
         "LoRA": f"rank {plan.rank}, scale {plan.scale:g}, on {', '.join(plan.targets)}",
     }
     if model.moe:
@@ -86,7 +100,7 @@ def _card(
         base=f"base_model: {origin.hub_id}\n" if origin.hub_id else "",
         library=library,
         run=origin.run,
-        budget=origin.budget,
+        owner=origin.owner,
         what=what,
         version=__version__,
         rows=rows,
@@ -106,7 +120,7 @@ _CARD = """\
 tags: [federated-learning, lora, fedguild]
 ---
 
-# {run}, budget {budget}
+# {run}, {owner}
 
 {what}, trained by clients that kept their data, with FedGuild {version}.
 

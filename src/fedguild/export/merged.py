@@ -1,16 +1,17 @@
 """A deployment merged into its backbone: a whole Hugging Face checkpoint that needs nothing of ours.
 
-Every adapted weight becomes s (W + scale · BA), computed in fp32 and cast to the backbone's dtype,
-where s, the output scale of the layer, falls on the experts' down projection alone. The weights
-are merged, converted to the names of the model's hub repository and written one after the other;
-the backbone itself stays as it is.
+Every adapted weight becomes s (W + scale · BA + D), computed in fp32 and cast to the backbone's dtype,
+where D is the change of what is trained in full (experts, routers), and s, the output scale of the
+layer, falls on the experts' down projection alone. The weights are merged, converted to the names of
+the model's hub repository and written one after the other; the backbone itself stays as it is.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,9 +19,10 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from fedguild.errors import ModelError
-from fedguild.export.weights import adapted_weights, output_scales, stacked_factors
+from fedguild.export.weights import adapted_weights, beyond_weights, changed_weights, output_scales, stacked_factors
 from fedguild.files import write_json
 from fedguild.model.backbone import Backbone
+from fedguild.model.moe.switch import unstacked
 from fedguild.server.method import Deployment
 
 SHARD_BYTES = 5_000_000_000
@@ -36,9 +38,15 @@ def write_merged(folder: Path, backbone: Backbone, deployment: Deployment, *, sh
         shard_bytes: Size from which a file of weights is closed and a new one begun.
 
     Raises:
-        ModelError: the backbone's weights are quantised.
+        ModelError: the backbone's weights are quantised, or cannot hold what is trained.
     """
     require_mergeable(backbone)
+    beyond = beyond_weights(deployment.plan)
+    if beyond:
+        raise ModelError(
+            f"A merged checkpoint cannot hold {', '.join(beyond)}, which acts beside the backbone's weights.",
+            "Score the model with `fedguild evaluate`, which needs no export.",
+        )
     model = backbone.model
     _write_config(folder, backbone, deployment.plan.active_experts)
     if model.can_generate():
@@ -46,9 +54,7 @@ def write_merged(folder: Path, backbone: Backbone, deployment: Deployment, *, sh
     if backbone.tokenizer is not None:
         backbone.tokenizer.save_pretrained(folder)
     weights = (
-        pair
-        for name, weight in merged_weights(backbone, deployment)
-        for pair in revert_weight_conversion(model, {name: weight}).items()
+        pair for name, weight in merged_weights(backbone, deployment) for pair in _published(model, name, weight)
     )
     _write_shards(folder, weights, shard_bytes)
 
@@ -65,30 +71,48 @@ def require_mergeable(backbone: Backbone) -> None:
 def merged_weights(backbone: Backbone, deployment: Deployment) -> Iterator[tuple[str, Tensor]]:
     """Yields every weight of the backbone by its name, merged, in the backbone's dtype and on its device."""
     info = backbone.info
-    adapted = adapted_weights(info, deployment.plan)
+    adapted, changed = adapted_weights(info, deployment.plan), changed_weights(info, deployment.plan)
     scales = output_scales(info, deployment)
     factors = {f"{moe.experts}.down_proj": scales[moe.name] for moe in info.moe}
     for name, weight in backbone.model.state_dict().items():
         if name not in backbone.model.all_tied_weights_keys:
-            yield name, _merged(weight, adapted.get(name, ()), factors.get(name, 1.0), deployment)
+            lora, full = adapted.get(name, ()), changed.get(name, ())
+            yield name, _merged(weight, lora, full, factors.get(name, 1.0), deployment)
 
 
-def _merged(weight: Tensor, modules: Sequence[str], factor: float, deployment: Deployment) -> Tensor:
-    """Returns factor · (W + scale · BA) in the weight's dtype; the weight itself where that is the same."""
-    if not modules and factor == 1.0:
+def _merged(
+    weight: Tensor, adapted: Sequence[str], changed: Sequence[str], factor: float, deployment: Deployment
+) -> Tensor:
+    """Returns factor · (W + scale · BA + D) in the weight's dtype; the weight itself where that is the same.
+
+    Args:
+        weight: W, [.., n·out, in], of n modules with a common input, one output above the other.
+        adapted: The modules, where they have LoRA; else empty.
+        changed: The modules, where they are trained in full; else empty.
+        factor: The layer's output scale, or 1.
+        deployment: What was trained.
+    """
+    if not adapted and not changed and factor == 1.0:
         return weight
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    if modules:
-        down, up = (part.to(wide) for part in stacked_factors(deployment.tensors, modules))
+    if adapted:
+        down, up = (part.to(wide) for part in stacked_factors(deployment.tensors, adapted))
         wide = wide + deployment.plan.scale * (up @ down)
+    if changed:
+        wide = wide + torch.cat([deployment.tensors[f"{module}.delta"] for module in changed], dim=-2).to(wide)
     return (wide * factor).to(weight.dtype)
+
+
+def _published(model: Any, name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """Returns a weight of the backbone under the names of the model's hub repository."""
+    return unstacked(model, name, weight) or revert_weight_conversion(model, {name: weight}).items()
 
 
 def _write_config(folder: Path, backbone: Backbone, active_experts: int | None) -> None:
     config = copy.deepcopy(backbone.model.config)
     config.architectures = [type(backbone.model).__name__]
     config.dtype = str(backbone.dtype).removeprefix("torch.")
-    if active_experts is not None:
+    if active_experts is not None and hasattr(config.get_text_config(), "num_experts_per_tok"):
         config.get_text_config().num_experts_per_tok = active_experts
     config.save_pretrained(folder)
 

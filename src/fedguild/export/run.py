@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fedguild.client.budget import Budget
 from fedguild.config import Config, load_config
-from fedguild.errors import ConfigError, nearest
+from fedguild.errors import ConfigError, ModelError, nearest
 from fedguild.experiment import restore
 from fedguild.export.adapter import obstacle, write_adapter
 from fedguild.export.card import FILE, Origin, adapter_card, merged_card
 from fedguild.export.folder import new_folder, require_new
 from fedguild.export.merged import require_mergeable, write_merged
+from fedguild.export.weights import beyond_weights
 from fedguild.files import write_text
 from fedguild.model.backbone import EMBEDDED
+from fedguild.model.plan import AdapterPlan
 from fedguild.model.tiny import CHECKPOINT
+from fedguild.scoring import evaluated_plan
 from fedguild.server.method import Deployment, State
 from fedguild.setup import Experiment
 
@@ -39,25 +43,60 @@ class Exported:
     reason: str = ""
 
 
-def export_adapter(run_folder: Path, budget: str, output: Path, round: int | None = None) -> Exported:
-    """Writes a run's model for a budget as a PEFT adapter folder.
+@dataclass(frozen=True)
+class Subject:
+    """Whose model is exported: the global one as a budget runs it, or a client's own.
+
+    Attributes:
+        budget: Name of the budget; empty where a client is named.
+        client: Name of the client, `client-000`; empty where a budget is named.
+
+    Raises:
+        ConfigError: not exactly one of them is named.
+    """
+
+    budget: str = ""
+    client: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.budget) == bool(self.client):
+            raise ConfigError(
+                "An export is of one model: the global one for a budget, or a client's own.",
+                "Give either --budget or --client, for example --client client-000.",
+            )
+
+    def require_in(self, config: Config) -> None:
+        """Raises ConfigError unless the run of this config has the budget or the client."""
+        budgets = [tier.name for tier in config.federation.budgets]
+        clients = [f"client-{index:03d}" for index in range(config.federation.clients)]
+        if self.budget and self.budget not in budgets:
+            raise ConfigError(f"The run has no budget '{self.budget}'.", nearest(self.budget, budgets))
+        if self.client and self.client not in clients:
+            known = clients[0] if len(clients) == 1 else f"{clients[0]} to {clients[-1]}"
+            raise ConfigError(f"The run has no client '{self.client}'.", f"Known: {known}.")
+
+
+def export_adapter(run_folder: Path, subject: Subject, output: Path, round: int | None = None) -> Exported:
+    """Writes a model of a run as a PEFT adapter folder.
 
     Where an adapter alone cannot carry the model (an output scale other than 1, active experts
-    other than the base model's own), the merged form is written and `reason` says why.
+    other than the base model's own, weights trained in full), the merged form is written and
+    `reason` says why.
 
     Args:
         run_folder: A run.
-        budget: Name of the budget that the model is for.
+        subject: Whose model.
         output: The folder to write; new or empty.
         round: The round to take the model from; the last by default.
 
     Raises:
         CheckpointError: there is no such run, or no checkpoint of that round.
-        ConfigError: the budget is unknown.
-        ModelError: the merged form is needed, but the backbone is in 4 bit.
+        ConfigError: the budget or the client is unknown, or there is no global model.
+        ModelError: no form holds what the method trains, or the merged form is needed, but the
+            backbone is in 4 bit.
         FedGuildError: the output folder holds something, or cannot be written.
     """
-    experiment, deployment, origin = _restored(run_folder, budget, output, round)
+    experiment, deployment, origin = _restored(run_folder, subject, output, round)
     missing = obstacle(experiment.backbone.info, deployment)
     if missing:
         _merge(experiment, deployment, origin, output)
@@ -73,16 +112,16 @@ def export_adapter(run_folder: Path, budget: str, output: Path, round: int | Non
     return Exported(output, "adapter")
 
 
-def export_merged(run_folder: Path, budget: str, output: Path, round: int | None = None) -> Exported:
-    """Writes a run's model for a budget as a whole Hugging Face checkpoint, its adapter merged in.
+def export_merged(run_folder: Path, subject: Subject, output: Path, round: int | None = None) -> Exported:
+    """Writes a model of a run as a whole Hugging Face checkpoint, its adapter merged in.
 
-    The budget's active experts stand in the checkpoint's config. The arguments and errors are
-    those of `export_adapter`.
+    The active experts stand in the checkpoint's config. The arguments and errors are those of
+    `export_adapter`.
 
     Raises:
-        ModelError: the backbone is in 4 bit.
+        ModelError: the backbone is in 4 bit, or no form holds what the method trains.
     """
-    experiment, deployment, origin = _restored(run_folder, budget, output, round)
+    experiment, deployment, origin = _restored(run_folder, subject, output, round)
     _merge(experiment, deployment, origin, output)
     return Exported(output, "merged")
 
@@ -94,20 +133,24 @@ def _merge(experiment: Experiment, deployment: Deployment, origin: Origin, outpu
         write_text(folder / FILE, merged_card(origin, experiment.backbone.info, deployment))
 
 
-def _restored(run_folder: Path, budget: str, output: Path, round: int | None) -> tuple[Experiment, Deployment, Origin]:
-    """Returns a run with the model of a budget; what is cheap to check is checked before it is loaded."""
+def _restored(
+    run_folder: Path, subject: Subject, output: Path, round: int | None
+) -> tuple[Experiment, Deployment, Origin]:
+    """Returns a run with one of its models; what is cheap to check is checked before it is loaded."""
     require_new(output)
     if (run_folder / "config.yaml").is_file():
-        _require_budget(load_config(str(run_folder / "config.yaml")), budget)
+        subject.require_in(load_config(str(run_folder / "config.yaml")))
     experiment, state, number = restore(run_folder, round)
-    deployment = _deployed(experiment, state, budget)
+    budget, deployment = _deployed(experiment, state, number, subject)
+    _require_writable(experiment, deployment.plan)
     path = experiment.config.model.path
     is_hub_id = path != EMBEDDED and not Path(path).exists()
     origin = Origin(
         run=experiment.config.name,
         method=experiment.method.title,
         round=number,
-        budget=budget,
+        budget=budget.name,
+        client=subject.client,
         base=path,
         base_code=f'folder + "/{BASE}"' if path == EMBEDDED else f'"{path}"',
         hub_id=path if is_hub_id else "",
@@ -115,24 +158,32 @@ def _restored(run_folder: Path, budget: str, output: Path, round: int | None) ->
     return experiment, deployment, origin
 
 
-def _require_budget(config: Config, budget: str) -> None:
-    known = [tier.name for tier in config.federation.budgets]
-    if budget not in known:
-        raise ConfigError(f"The run has no budget '{budget}'.", nearest(budget, known))
-
-
-def _deployed(experiment: Experiment, state: State, budget: str) -> Deployment:
-    """Returns the global model for a budget, with as many active experts as the run's tables score it with."""
-    model = experiment.backbone.info
-    tier = next(known for known in experiment.budgets if known.name == budget)
-    deployment = experiment.method.deploy(state, model, tier)
+def _deployed(experiment: Experiment, state: State, number: int, subject: Subject) -> tuple[Budget, Deployment]:
+    """Returns the subject's budget and model, with as many active experts as the run's tables score it with."""
+    method, model = experiment.method, experiment.backbone.info
+    deployment: Deployment | None
+    if subject.client:
+        client = next(known for known in experiment.clients if known.name == subject.client)
+        budget, memory = client.budget, experiment.memory.load(client.name, number + 1)
+        deployment = method.personalize(state, model, client, memory)
+    else:
+        budget = next(known for known in experiment.budgets if known.name == subject.budget)
+        deployment = method.deploy(state, model, budget)
     if deployment is None:
+        _require_writable(experiment, method.plan(model, budget))
         raise ConfigError(
-            f"Under {experiment.method.name} every client has a model of its own; there is no global one to export.",
+            f"Under {method.name} every client has a model of its own; there is no global one to export.",
             "Export a client's: `--client client-000`.",
         )
-    if not model.moe:
-        return deployment
-    by_method = experiment.config.evaluation.active_experts == "method"
-    active = deployment.plan.active_experts or model.top_k if by_method else tier.active_experts
-    return Deployment(replace(deployment.plan, active_experts=active), deployment.tensors)
+    return budget, Deployment(evaluated_plan(experiment, budget, deployment), deployment.tensors)
+
+
+def _require_writable(experiment: Experiment, plan: AdapterPlan) -> None:
+    """Raises ModelError where a model has parts that act beside the backbone's weights."""
+    beyond = beyond_weights(plan)
+    if beyond:
+        raise ModelError(
+            f"The model of {experiment.method.name} has a part that acts beside the backbone's weights "
+            f"({', '.join(beyond)}): neither a PEFT adapter nor a merged checkpoint can hold it.",
+            "Score it with `fedguild evaluate`, which needs no export.",
+        )

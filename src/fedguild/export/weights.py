@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fedguild.model.plan import EXPERT_PROJECTIONS, AdapterPlan, ModelInfo, targeted_linears
+from fedguild.model.adapters.full_experts import FullExperts
+from fedguild.model.adapters.full_router import FullRouter
+from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
 from fedguild.server.method import Deployment
 
 
 def adapted_weights(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[str, ...]]:
-    """Returns the name of every adapted weight with the modules whose LoRA applies to it.
+    """Returns the name of every weight that LoRA adapts with the modules that it consists of."""
+    return _weights_with("lora_A", model, trainable_shapes(model, replace(plan, parts=())))
+
+
+def changed_weights(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[str, ...]]:
+    """Returns the name of every weight W that becomes W + D with the modules that it consists of.
+
+    D is `{module}.delta`, of the module's own shape: experts and routers trained in full.
+    """
+    return _weights_with("delta", model, trainable_shapes(model, plan))
+
+
+def beyond_weights(plan: AdapterPlan) -> list[str]:
+    """Returns the parts of a plan that the backbone's weights cannot hold, by name: they act beside them."""
+    return [type(part).__name__ for part in plan.parts if not isinstance(part, FullExperts | FullRouter)]
+
+
+def _weights_with(leaf: str, model: ModelInfo, trainables: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Returns the name of every weight whose modules have a trainable `{module}.{leaf}`, with its modules.
 
     Several modules share a weight where transformers fuses them: the rows of an expert's gate
     lie above those of its up projection in `gate_up_proj` [M, 2I, H].
     """
-    weights: dict[str, tuple[str, ...]] = {
-        f"{linear.name}.weight": (linear.name,) for linear in targeted_linears(model, plan)
-    }
+    names = set(trainables)
+    weights: dict[str, tuple[str, ...]] = {f"{linear.name}.weight": (linear.name,) for linear in model.linears}
     for moe in model.moe:
-        if "router" in plan.targets:
-            weights[f"{moe.router}.weight"] = (moe.router,)
-        if "experts" in plan.targets:
-            gate, up, down = (f"{moe.experts}.{projection}" for projection in EXPERT_PROJECTIONS)
-            weights[f"{moe.experts}.gate_up_proj"] = (gate, up)
-            weights[f"{moe.experts}.down_proj"] = (down,)
-    return weights
+        weights[f"{moe.router}.weight"] = (moe.router,)
+        *inner, down = (f"{moe.experts}.{projection}" for projection in moe.projections)
+        weights[f"{moe.experts}.gate_up_proj" if len(inner) > 1 else inner[0]] = tuple(inner)
+        weights[down] = (down,)
+    return {weight: modules for weight, modules in weights.items() if f"{modules[0]}.{leaf}" in names}
 
 
 def stacked_factors(tensors: Mapping[str, Tensor], modules: Sequence[str]) -> tuple[Tensor, Tensor]:

@@ -8,13 +8,32 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedguild.errors import ConfigError, nearest
+from fedguild.methods.fdlora import FDLoRA
+from fedguild.methods.fedalign_moe import FedAlignMoe
+from fedguild.methods.fedamole import FedAMoLE
 from fedguild.methods.fedit import FedIT
+from fedguild.methods.fedprompt import FedPrompt
+from fedguild.methods.fedptuning import FedPTuning
 from fedguild.methods.flame import Flame
+from fedguild.methods.ub_smoe import UbSmoe
 from fedguild.server.method import Method
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (FedIT, Flame)}
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (FDLoRA, FedAlignMoe, FedAMoLE, FedIT, FedPrompt, FedPTuning, Flame, UbSmoe)
+}
 
-__all__ = ["METHODS", "FedIT", "Flame", "build_method"]
+__all__ = [
+    "METHODS",
+    "FDLoRA",
+    "FedAMoLE",
+    "FedAlignMoe",
+    "FedIT",
+    "FedPTuning",
+    "FedPrompt",
+    "Flame",
+    "UbSmoe",
+    "build_method",
+]
 
 
 def build_method(name: str, options: Mapping[str, Any] | None = None) -> Method:

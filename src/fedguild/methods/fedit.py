@@ -18,6 +18,8 @@ Deviations and additions:
       that of the full rank, so that a rank means the same for every client. It is the
       rank-compressed contrast to FLAME (the budgets of FLAME Table 1), without HetLoRA's pruning
       and sparsity weights.
+    - `personal` is FedIT-FT, as FedAMoLE compares with it: a client's own model is its adapter after
+      line 4, before line 5. There is no training beyond that; what travels is the same.
 """
 
 from __future__ import annotations
@@ -54,6 +56,9 @@ class FedITSettings(BaseModel):
         "size", description="a client's weight in the average: its number of examples, or the same for all"
     )
     rank_by_budget: bool = Field(False, description="whether each client trains at its budget's rank")
+    personal: bool = Field(
+        False, description="FedIT-FT: whether a client's own model is its adapter as it trained it, before the average"
+    )
 
 
 class FedIT:
@@ -100,7 +105,11 @@ class FedIT:
             nll = step.forward()
             step.backward(nll)
             step.apply()
-        return [Payload(with_part(ADAPTER, cohort.read(slot))) for slot in range(len(cohort.work))]
+        trained = [cohort.read(slot) for slot in range(len(cohort.work))]
+        if self.settings.personal:
+            for slot, adapter in enumerate(trained):
+                cohort.keep(slot, adapter)
+        return [Payload(with_part(ADAPTER, adapter)) for adapter in trained]
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of the client's A and B."""
@@ -121,7 +130,9 @@ class FedIT:
         return Deployment(plan, truncate_rank(state.tensors, plan.rank))
 
     def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the global model: a client of FedIT keeps nothing of its own."""
+        """Returns the adapter that the client kept, and the global one where it kept none."""
+        if memory.tensors:
+            return Deployment(self.plan(model, client.budget), memory.tensors)
         return self.deploy(state, model, client.budget)
 
     def _full_plan(self) -> AdapterPlan:

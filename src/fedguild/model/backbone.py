@@ -1,4 +1,4 @@
-"""The frozen backbone: any causal language model of transformers, loaded once and never changed."""
+"""The frozen backbone: a causal or encoder-decoder language model of transformers, loaded once and never changed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
+from fedguild.data.batches import Seq2Seq
 from fedguild.errors import ConfigError, ModelError
+from fedguild.model.four_bit import four_bit_options, quantise_experts
 from fedguild.model.frozen_linear import speed_up_frozen_linears
+from fedguild.model.moe.switch import stack_experts
 from fedguild.model.moe.view import MoeLayer, attach, find_moe_layers
 from fedguild.model.plan import LinearInfo, ModelInfo
 from fedguild.model.runtime import Runtime
 from fedguild.model.tiny import CHECKPOINT
 
 EMBEDDED = "embedded"
+_ATTENTION = {"self_attn", "attn", "SelfAttention", "EncDecAttention"}
+"""Names that attention has in a module path."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -86,8 +91,9 @@ def load_backbone(
         revision: Branch, tag or commit on the hub.
         dtype: `auto` (bf16 on a GPU, fp32 on a CPU), float32, bfloat16 or float16.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        load_in_4bit: Whether to keep the frozen linear layers in 4 bit (needs a GPU and bitsandbytes).
-        attention: transformers' attention implementation.
+        load_in_4bit: Whether to keep the frozen linear layers and experts in 4 bit (needs a GPU and bitsandbytes).
+        attention: transformers' attention implementation; `sdpa` means `eager` for encoder-decoder models,
+            whose position biases transformers cannot give to sdpa.
         trust_remote_code: Whether the hub's own model code may run.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
 
@@ -100,11 +106,14 @@ def load_backbone(
     source = str(CHECKPOINT) if path == EMBEDDED else path
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if load_in_4bit:
-        options["quantization_config"] = _four_bit(kind, where)
+        options |= four_bit_options(kind, where)
     try:
         with _quiet():
             tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, attn_implementation=attention, **options)
+            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+            if config.is_encoder_decoder and attention == "sdpa":
+                attention = "eager"
+            model = _auto_class(config).from_pretrained(source, dtype=kind, attn_implementation=attention, **options)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"Cannot load the model '{path}': {str(error).splitlines()[0]}",
@@ -120,7 +129,8 @@ def make_backbone(model: Any, tokenizer: Any, *, name: str, gradient_checkpointi
     """Freezes a loaded model and attaches the view of its experts.
 
     Args:
-        model: A causal language model of transformers, on its device.
+        model: A causal or encoder-decoder language model of transformers, on its device. The experts of
+            SwitchTransformers are stacked in place.
         tokenizer: Its tokenizer; may be None where no text is encoded.
         name: What to call it in records and messages.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
@@ -130,6 +140,7 @@ def make_backbone(model: Any, tokenizer: Any, *, name: str, gradient_checkpointi
     """
     model.requires_grad_(False)
     model.eval()
+    stack_experts(model)
     speed_up_frozen_linears(model)
     if gradient_checkpointing:
         _checkpoint_layers(model, name)
@@ -140,6 +151,8 @@ def make_backbone(model: Any, tokenizer: Any, *, name: str, gradient_checkpointi
     layers = find_moe_layers(model, family, runtime)
     attach(model, layers)
     info = describe(model, name, layers)
+    if getattr(model, "is_loaded_in_4bit", False):
+        quantise_experts(layer.experts for layer in layers)
     parameter = next(model.parameters())
     return Backbone(model, tokenizer, info, layers, runtime, parameter.device, model.dtype)
 
@@ -161,21 +174,24 @@ def _checkpoint_layers(model: Any, name: str) -> None:
 def describe(model: Any, name: str, layers: list[MoeLayer]) -> ModelInfo:
     """Returns what a model looks like; works on meta tensors too."""
     config = model.config.get_text_config()
+    seq2seq = _seq2seq(config)
     head = model.get_output_embeddings()
+    routers = {layer.info.router for layer in layers}
     linears = []
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head:
-            group = "attention" if ".self_attn." in f".{path}." or ".attn." in f".{path}." else "mlp"
+        if isinstance(module, nn.Linear) and module is not head and path not in routers:
+            group = "attention" if _ATTENTION & set(path.split(".")) else "mlp"
             linears.append(LinearInfo(path, group, module.in_features, module.out_features))  # type: ignore[arg-type]
     return ModelInfo(
         name=name,
         family=str(model.config.model_type),
         hidden=int(config.hidden_size),
-        layers=int(config.num_hidden_layers),
+        layers=int(config.num_hidden_layers) + int(config.num_decoder_layers if seq2seq else 0),
         vocabulary=int(head.weight.shape[0]),
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=model.num_parameters(),
         linears=tuple(linears),
         moe=tuple(layer.info for layer in layers),
+        seq2seq=seq2seq,
     )
 
 
@@ -194,8 +210,31 @@ def describe_config(path: str, *, revision: str | None = None, trust_remote_code
             "Give a hub id, a folder with config.json, or 'embedded'.",
         ) from error
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        stack_experts(model)
     return describe(model, path, find_moe_layers(model, str(config.model_type), Runtime()))
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def _seq2seq(config: Any) -> Seq2Seq | None:
+    """Returns how an encoder-decoder model takes a text; None for a causal model.
+
+    Raises:
+        ModelError: it is not of T5's kind, whose decoder starts from padding.
+    """
+    if not config.is_encoder_decoder:
+        return None
+    if not hasattr(config, "num_decoder_layers"):
+        raise ModelError(
+            f"Encoder-decoder models of the family '{config.model_type}' are not supported.",
+            "Supported: t5 and switch_transformers, and every causal language model.",
+        )
+    start = getattr(config, "decoder_start_token_id", None)
+    end = config.eos_token_id
+    return Seq2Seq(config.pad_token_id if start is None else start, end[0] if isinstance(end, list) else end)
 
 
 def pick_device(device: str) -> torch.device:
@@ -222,14 +261,6 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype not in DTYPES:
         raise ConfigError(f"model.dtype: unknown dtype '{dtype}'.", f"Known: auto, {', '.join(DTYPES)}.")
     return DTYPES[dtype]
-
-
-def _four_bit(dtype: torch.dtype, device: torch.device) -> Any:
-    if device.type != "cuda":
-        raise ConfigError("model.load_in_4bit needs a GPU.", "Set model.load_in_4bit=false.")
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
 
 
 class _quiet:  # noqa: N801 - reads as a statement: `with _quiet():`

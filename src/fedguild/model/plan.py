@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from fedguild.data.batches import Seq2Seq
 from fedguild.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class MoeInfo:
         top_k: Active experts per token in the model as published.
         hidden: Width of the layer's input and output.
         width: Inner width of one expert.
+        projections: An expert's matrices: those of its input, then the one of its output.
     """
 
     name: str
@@ -52,6 +54,7 @@ class MoeInfo:
     top_k: int
     hidden: int
     width: int
+    projections: tuple[str, ...] = EXPERT_PROJECTIONS
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,12 @@ class ModelInfo:
         name: Hub id or path, as in the config.
         family: The architecture's `model_type` in transformers, for example `olmoe`.
         hidden: Hidden size.
-        layers: Number of decoder layers.
+        layers: Number of layers, those of an encoder and of a decoder together.
         vocabulary: Rows of the output embedding.
         parameters: All parameters of the backbone.
         linears: Every linear layer that an adapter may target, in module order.
         moe: Every mixture-of-experts layer, in module order; empty for a dense model.
+        seq2seq: How an encoder-decoder model takes a text; None for a causal model.
     """
 
     name: str
@@ -77,6 +81,7 @@ class ModelInfo:
     parameters: int
     linears: tuple[LinearInfo, ...]
     moe: tuple[MoeInfo, ...] = ()
+    seq2seq: Seq2Seq | None = None
 
     @property
     def top_k(self) -> int:
@@ -88,8 +93,8 @@ class ModelInfo:
         if not self.moe:
             raise ModelError(
                 f"{who} needs a mixture-of-experts model, but {self.name} ({self.family}) has no experts.",
-                "Choose an MoE model (OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2) or a method for "
-                "dense models, for example fedit.",
+                "Choose an MoE model (OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, SwitchTransformers) or a "
+                "method for dense models, for example fedit.",
             )
 
 
@@ -208,7 +213,7 @@ def trainable_shapes(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[int
             shapes[f"{moe.router}.lora_A"] = (plan.rank, moe.hidden)
             shapes[f"{moe.router}.lora_B"] = (moe.num_experts, plan.rank)
         if "experts" in plan.targets:
-            for projection in EXPERT_PROJECTIONS:
+            for projection in moe.projections:
                 inputs, outputs = (moe.width, moe.hidden) if projection == "down_proj" else (moe.hidden, moe.width)
                 shapes[f"{moe.experts}.{projection}.lora_A"] = (moe.num_experts, plan.rank, inputs)
                 shapes[f"{moe.experts}.{projection}.lora_B"] = (moe.num_experts, outputs, plan.rank)

@@ -22,10 +22,12 @@ class Pass:
 
     Attributes:
         rows_per_slot: Rows of each slot, in slot order.
-        mask: [R, T] bool, False for padding; None where every token is real.
+        mask: [R, T] bool, False for padding; None where every token is real. In an encoder-decoder
+            model it is the encoder's.
         active_experts: [S] active experts of each slot, on the device; None for the model's own.
         most_active: The largest of them.
         select: [P] positions in [R·T] at which logits are wanted; None for all.
+        decoder_mask: [R, U] of the decoder, U ≠ T, so that a layer's tokens tell whose they are.
     """
 
     rows_per_slot: tuple[int, ...]
@@ -33,8 +35,8 @@ class Pass:
     active_experts: Tensor | None
     most_active: int
     select: Tensor | None = None
+    decoder_mask: Tensor | None = None
     _slots: dict[int, Tensor] = field(default_factory=dict)
-    _keep: Tensor | None = None
 
     def slot_of_token(self, tokens: int, device: torch.device) -> Tensor:
         """Returns [tokens] the slot of each token of the flattened rows."""
@@ -47,11 +49,10 @@ class Pass:
 
     def keep(self, tokens: int) -> Tensor | None:
         """Returns [tokens] bool, False for padding; None where all are real."""
-        if self.mask is None or self.mask.numel() != tokens:
-            return None
-        if self._keep is None:
-            self._keep = self.mask.reshape(-1)
-        return self._keep
+        for mask in (self.mask, self.decoder_mask):
+            if mask is not None and mask.numel() == tokens:
+                return mask.reshape(-1)
+        return None
 
 
 @dataclass
@@ -82,6 +83,5 @@ class Runtime:
         table = torch.zeros(slots * (experts + 1), dtype=key.dtype, device=key.device)
         table.scatter_add_(0, key.reshape(-1), one.reshape(-1))
         counts[layer] += table.view(slots, experts + 1)[:, :experts]
-        if layer == 0:
-            per_token = torch.ones_like(slot) if real is None else real.to(slot.dtype)
-            self.statistics.tokens.scatter_add_(0, slot, per_token)
+        per_token = torch.ones_like(slot) if real is None else real.to(slot.dtype)
+        self.statistics.layer_tokens[layer].scatter_add_(0, slot, per_token)

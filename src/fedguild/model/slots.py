@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedguild.data.batches import SlotBatch
+from fedguild.data.batches import Seq2Seq, SlotBatch, padded
 from fedguild.errors import ConfigError, ModelError
 from fedguild.model.adapters.dropout import Dropout
 from fedguild.model.adapters.lora import slot_product
 from fedguild.model.adapters.storage import SlotTensor, padded_rank
 from fedguild.model.backbone import Backbone
+from fedguild.model.inputs import model_inputs
 from fedguild.model.moe.statistics import RoutingStatistics
-from fedguild.model.plan import EXPERT_PROJECTIONS, AdapterPart, AdapterPlan, trainable_shapes
+from fedguild.model.plan import AdapterPart, AdapterPlan, trainable_shapes
 from fedguild.model.runtime import Pass
 
 
@@ -28,7 +29,8 @@ class SlotModel:
     output scale. Use as a context manager; one at a time on a backbone.
 
     `trainables` has the storage of everything that is trained, by name; `attached` what a part's
-    `attach` leaves for its method, by the part's type.
+    `attach` leaves for its method, by the part's type; `widen` what a part does to every batch before
+    the backbone runs it.
 
     Args:
         backbone: The frozen model.
@@ -51,11 +53,16 @@ class SlotModel:
         self.dropout = Dropout([plan.dropout for plan in plans])
         self.trainables: dict[str, SlotTensor] = {}
         self.attached: dict[type, Any] = {}
+        self.widen: Callable[[SlotBatch], SlotBatch] = _as_it_is
         self._undo: list[Callable[[], None]] = []
         self._rank = padded_rank(max(plan.rank for plan in plans), backbone.dtype)
         self._scale = torch.tensor([plan.scale for plan in plans], device=self.device, dtype=self._dtype)
         self._allocate()
-        self._attach()
+        try:
+            self._attach()
+        except BaseException:
+            self.close()
+            raise
         backbone.runtime.current = self._pass((1,) * self.slots, None)
 
     @property
@@ -108,20 +115,29 @@ class SlotModel:
             if tensor.shapes[slot] is not None
         }
 
+    @property
+    def seq2seq(self) -> Seq2Seq | None:
+        """How the model takes a text if it is an encoder-decoder model, else None."""
+        return self.backbone.info.seq2seq
+
     def token_losses(self, batch: SlotBatch) -> Tensor:
-        """Returns [P], the negative log-likelihood in nats of every target of the batch."""
-        full = bool(batch.mask.all())
-        batch = batch.to(self.device)
+        """Returns [P], the negative log-likelihood in nats of every target of the batch.
+
+        Raises:
+            ModelError: the batch is for another kind of model, encoder-decoder or causal.
+        """
+        batch = self.widen(batch)
         runtime = self.backbone.runtime
-        runtime.current = self._pass(batch.rows_per_slot, None if full else batch.mask, batch.predict_at)
+        runtime.current = self._pass(
+            batch.rows_per_slot,
+            _unless_full(batch.mask, self.device),
+            batch.predict_at.to(self.device),
+            _unless_full(batch.decoder_mask, self.device),
+        )
+        batch = batch.to(self.device)
         runtime.counting = True
         try:
-            logits = self.backbone.model(
-                input_ids=batch.input_ids,
-                attention_mask=self._attention(batch.attention),
-                position_ids=batch.position_ids,
-                use_cache=False,
-            ).logits
+            logits = self.backbone.model(**model_inputs(self.backbone, batch), use_cache=False).logits
         finally:
             runtime.counting = False
         kind = torch.float64 if logits.dtype is torch.float64 else torch.float32
@@ -140,29 +156,32 @@ class SlotModel:
         if not rows:
             return [[] for _ in prompts]
         tokenizer = self.backbone.tokenizer
-        width = max(len(row) for row in rows)
-        ids = torch.full((len(rows), width), tokenizer.pad_token_id)
-        mask = torch.zeros(len(rows), width, dtype=torch.bool)
-        for index, row in enumerate(rows):
-            ids[index, width - len(row) :] = torch.tensor(list(row))
-            mask[index, width - len(row) :] = True
-        ids, mask = ids.to(self.device), mask.to(self.device)
+        if self.seq2seq is None:
+            ids, mask = (side.flip(1) for side in padded([row[::-1] for row in rows], tokenizer.pad_token_id))
+        else:
+            closed = [self.seq2seq.closed(row) for row in rows]
+            ids, mask = padded(closed, tokenizer.pad_token_id, not_width=1)
+        nothing = torch.zeros(0, dtype=torch.int64)
+        batch = SlotBatch(ids, mask, tuple(len(slot_rows) for slot_rows in prompts), nothing, nothing, nothing)
+        batch = self.widen(batch).to(self.device)
+        before = batch.input_ids.shape[1] if self.seq2seq is None else 1
         runtime = self.backbone.runtime
-        runtime.current = self._pass(tuple(len(slot_rows) for slot_rows in prompts), mask)
+        runtime.current = self._pass(batch.rows_per_slot, batch.mask)
         runtime.counting = True
         try:
             with self.backbone.caching():
                 out = self.backbone.model.generate(
-                    input_ids=ids,
-                    attention_mask=mask.long(),
+                    input_ids=batch.input_ids,
+                    attention_mask=batch.mask.long(),
                     max_new_tokens=max_new_tokens,
                     do_sample=False,
                     pad_token_id=tokenizer.pad_token_id,
                     eos_token_id=tokenizer.eos_token_id,
+                    **({} if self.seq2seq is None else {"decoder_start_token_id": self.seq2seq.start}),
                 )
         finally:
             runtime.counting = False
-        new = iter(_until(row, tokenizer.eos_token_id) for row in out[:, width:].tolist())
+        new = iter(_until(row, tokenizer.eos_token_id) for row in out[:, before:].tolist())
         return [[next(new) for _ in slot_rows] for slot_rows in prompts]
 
     @contextmanager
@@ -177,29 +196,19 @@ class SlotModel:
         finally:
             self.backbone.runtime.statistics = None
 
-    def _attention(self, allowed: Tensor | None) -> Tensor | None:
-        """Returns a batch's own attention as the model takes it; eager attention adds it to its scores."""
-        if allowed is None:
-            return None
-        kind = self.backbone.model.config._attn_implementation
-        if kind == "sdpa":
-            return allowed
-        if kind == "eager":
-            dtype = self.backbone.dtype
-            blocked = torch.finfo(dtype).min
-            return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, blocked)
-        raise ModelError(
-            f"The attention implementation {kind} cannot run rows that hold several candidate answers.",
-            "Set model.attention to sdpa or eager.",
-        )
-
-    def _pass(self, rows: tuple[int, ...], mask: Tensor | None, select: Tensor | None = None) -> Pass:
+    def _pass(
+        self,
+        rows: tuple[int, ...],
+        mask: Tensor | None,
+        select: Tensor | None = None,
+        decoder_mask: Tensor | None = None,
+    ) -> Pass:
         own = self.backbone.info.top_k
         active = [plan.active_experts or own for plan in self.plans]
         present = [k for k, count in zip(active, rows, strict=True) if count] or [own]
         mixed = len(set(present)) > 1
         table = torch.tensor(active, device=self.device) if mixed else None
-        return Pass(rows, mask, table, max(present), select)
+        return Pass(rows, mask, table, max(present), select, decoder_mask)
 
     def _allocate(self) -> None:
         """Creates the storage of every trainable that any slot has."""
@@ -249,9 +258,9 @@ class SlotModel:
             info = layer.info
             if f"{info.router}.lora_A" in self.trainables:
                 layer.router_lora = (*self._factors(info.router), self._scale)
-            if f"{info.experts}.gate_proj.lora_A" in self.trainables:
-                gate, up, down = (self._factors(f"{info.experts}.{projection}") for projection in EXPERT_PROJECTIONS)
-                layer.expert_lora = (gate, up, down)
+            modules = [f"{info.experts}.{projection}" for projection in info.projections]
+            if f"{modules[-1]}.lora_A" in self.trainables:
+                layer.expert_lora = tuple(self._factors(module) for module in modules)
                 layer.expert_scale = self._scale[:, None].expand(self.slots, self._rank).contiguous()
             layer.output_scale = self._output_scale(info.name)
         head = model.get_output_embeddings()
@@ -311,6 +320,14 @@ def _check_plans(backbone: Backbone, plans: Sequence[AdapterPlan]) -> None:
                 f"{backbone.info.moe[0].num_experts}.",
                 f"Choose active_experts from 1 to {top_k}.",
             )
+
+
+def _as_it_is(batch: SlotBatch) -> SlotBatch:
+    return batch
+
+
+def _unless_full(mask: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if mask is None or bool(mask.all()) else mask.to(device)
 
 
 def _until(row: list[int], end: int | None) -> list[int]:

@@ -18,6 +18,7 @@ from fedguild.report.tables import RunTable, run_table, size_of
 
 MEAN = "mean"
 MTAL = "mtal"
+RECEIVED = "received"
 _SAME_FLOPS = 0.01
 
 
@@ -27,7 +28,7 @@ class MethodRow:
 
     Attributes:
         label: The row's name.
-        scores: Column -> seed -> score; a column is a budget's name, `mean` or `mtal`.
+        scores: Column -> seed -> score; a column is a budget's name, `mean`, `mtal` or `received`.
         training_flops: Budget name -> training FLOPs of one of its clients over a run, mean over
             clients and seeds; budgets without a client that trained are left out.
         cost: Mean over clients, then seeds; None where no client trained.
@@ -73,8 +74,8 @@ class ComparisonTable:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The budgets' names, then `mean` and `mtal` where some method has them."""
-        present = [column for column in (MEAN, MTAL) if any(row.scores.get(column) for row in self.rows)]
+        """The budgets' names, then `mean`, `mtal` and `received` where some method has them."""
+        present = [column for column in (MEAN, MTAL, RECEIVED) if any(row.scores.get(column) for row in self.rows)]
         names = [budget.name for budget in self.budgets]
         return tuple(names + [column for column in present if column != MEAN or len(names) != 1])
 
@@ -140,10 +141,8 @@ class ComparisonTable:
         rules = {len(body)}
         body += [self._difference_row(row) for row in self.rows if row.label != self.reference]
         seeds = units.count_of(len(self.seeds), "seed")
-        title = (
-            f"{self.split.capitalize()} score after round {self.round}, mean ± sample deviation over {seeds}; "
-            "under each budget its active experts and inference FLOPs per token"
-        )
+        title = f"{self.split.capitalize()} score after round {self.round}, mean ± sample deviation over {seeds}"
+        title += "; under each budget its active experts and inference FLOPs per token" if self.budgets else ""
         return Grid(title, (Cell("Method"), *map(self._heading, self.columns)), tuple(body), frozenset(rules))
 
     def cost_grid(self) -> Grid:
@@ -168,7 +167,9 @@ class ComparisonTable:
         if column == MEAN:
             return Cell("Mean", "over budgets")
         if column == MTAL:
-            return Cell("MTAL", "own data")
+            return Cell("MTAL", "own models, own data")
+        if column == RECEIVED:
+            return Cell("Received", "next models, own data")
         budget = next(budget for budget in self.budgets if budget.name == column)
         facts = [units.count_of(budget.active_experts, "expert")] if budget.active_experts else []
         if budget.inference_flops_per_token and self.equal_inference:
@@ -215,6 +216,9 @@ def compare(runs: Mapping[str, Sequence[Run]], reference: str | None = None) -> 
     warnings = _differing_runs(tables)
     warnings += [f"Budget {name} was not scored at equal inference FLOPs in all runs." for name in unequal]
     warnings += [f"Budget {name} was not scored in all runs." for name in found if len(found[name]) < len(every)]
+    scored = [table.mtal is not None for table in every]
+    if any(scored) and not all(scored):
+        warnings.append("The clients' own models (MTAL) were not scored in all runs: set evaluation.clients=true.")
     return ComparisonTable(
         budgets=tuple(facts[0] for facts in found.values()),
         rows=tuple(_method_row(label, runs[label], tables[label]) for label in runs),
@@ -234,7 +238,7 @@ def _method_row(label: str, runs: Sequence[Run], tables: Sequence[RunTable]) -> 
     scores: dict[str, dict[int, float]] = {}
     flops: dict[str, list[float]] = {}
     for table in tables:
-        summaries = {MEAN: table.mean, MTAL: table.mtal}
+        summaries = {MEAN: table.mean, MTAL: table.mtal, RECEIVED: table.received}
         for column, value in [*((row.budget.name, row.score) for row in table.rows), *summaries.items()]:
             if value is not None:
                 scores.setdefault(column, {})[table.seed] = value

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from fedguild.report import units
-from fedguild.report.comparison import ComparisonTable
+from fedguild.report.comparison import MEAN, MTAL, RECEIVED, ComparisonTable
 from fedguild.report.costs import client_totals, mean_cost
 from fedguild.report.record import Run
 from fedguild.report.style import FULL_WIDTH, INK, MUTED, RULE, gridlines, method_colours, styled, to_svg
@@ -53,6 +53,8 @@ def score_bars(table: ComparisonTable) -> str:
 def cost_against_score(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> str:
     """Returns score against training FLOPs and against bytes sent, a point per method and budget.
 
+    Without budgets it is a point per method: MTAL against the mean over its clients.
+
     Args:
         table: The comparison.
         runs: Label -> the method's runs, for each budget's bytes.
@@ -62,12 +64,14 @@ def cost_against_score(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]
         left, right = figure.subplots(1, 2, sharey=True)
         for index, (row, colour) in enumerate(zip(table.rows, method_colours(len(table.rows)), strict=True)):
             corner, side = ((5, 4), "left") if index % 2 else ((-5, 4), "right")
-            uploads = _upload_bytes(runs[row.label])
-            for axes, costs in ((left, row.training_flops), (right, uploads)):
+            flops, uploads = row.training_flops, _upload_bytes(runs[row.label])
+            if not table.budgets and row.cost:
+                flops, uploads = {MTAL: row.cost.training_flops}, {MTAL: row.cost.upload_bytes}
+            for axes, costs in ((left, flops), (right, uploads)):
                 points = [
-                    (costs[budget.name], spread.mean, budget.name)
-                    for budget in table.budgets
-                    if budget.name in costs and (spread := row.spread(budget.name))
+                    (costs[column], spread.mean, "MTAL" if column == MTAL else column)
+                    for column in ([budget.name for budget in table.budgets] or [MTAL])
+                    if column in costs and (spread := row.spread(column))
                 ]
                 axes.plot([x for x, _, _ in points], [y for _, y, _ in points], color=colour, linewidth=0.9, alpha=0.6)
                 axes.scatter([x for x, _, _ in points], [y for _, y, _ in points], s=26, color=colour, zorder=3)
@@ -84,30 +88,34 @@ def cost_against_score(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]
         return to_svg(figure, "scatter", "Scatter charts: score against training FLOPs and against bytes sent.")
 
 
-def curves_by_budget(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> str:
-    """Returns the scores over the rounds, a panel per budget: mean and sample deviation over the seeds."""
-    across = min(4, len(table.budgets))
-    down = -(-len(table.budgets) // across)
+def curves_by_column(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> str:
+    """Returns the scores over the rounds: mean and sample deviation over the seeds.
+
+    A panel for each budget, one for the clients' own models and one for those received next.
+    """
+    columns = [column for column in table.columns if column != MEAN]
+    across = min(4, len(columns))
+    down = -(-len(columns) // across)
     with styled("rounds"):
         figure = Figure(figsize=(FULL_WIDTH, 0.4 + 1.9 * down), layout="constrained")
         grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
-        for axes in list(grid.flat)[len(table.budgets) :]:
+        for axes in list(grid.flat)[len(columns) :]:
             axes.set_axis_off()
-        for axes, budget in zip(grid.flat, table.budgets, strict=False):
+        for axes, column in zip(grid.flat, columns, strict=False):
             for row, colour in zip(table.rows, method_colours(len(table.rows)), strict=True):
-                rounds, means, deviations = _mean_curve([run.curve("budget", budget.name) for run in runs[row.label]])
+                rounds, means, deviations = _mean_curve([_curve(run, column) for run in runs[row.label]])
                 low = [mean - deviation for mean, deviation in zip(means, deviations, strict=True)]
                 high = [mean + deviation for mean, deviation in zip(means, deviations, strict=True)]
                 axes.fill_between(rounds, low, high, color=colour, alpha=0.18, linewidth=0)
                 axes.plot(rounds, means, color=colour, linewidth=1.6)
-            axes.set_title(_column_title(table, budget.name).replace("\n", ", "), fontweight="normal", fontsize=8.5)
+            axes.set_title(_column_title(table, column).replace("\n", ", "), fontweight="normal", fontsize=8.5)
             axes.set(ylim=(0, None))
             axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
             gridlines(axes)
         figure.supxlabel("round", fontsize=9, color=MUTED)
         grid[0][0].set_ylabel(f"{table.split} score")
         _name_methods(figure, table)
-        return to_svg(figure, "rounds", "Line charts: score over the rounds per budget, mean and deviation over seeds.")
+        return to_svg(figure, "rounds", "Line charts: score over the rounds, mean and deviation over seeds.")
 
 
 def _name_methods(figure: Figure, table: ComparisonTable) -> None:
@@ -124,7 +132,14 @@ def _column_title(table: ComparisonTable, column: str) -> str:
     for budget in table.budgets:
         if budget.name == column and budget.active_experts:
             return f"{column}\n{units.count_of(budget.active_experts, 'expert')}"
-    return "MTAL" if column == "mtal" else column
+    return {MTAL: "MTAL", RECEIVED: "received next"}.get(column, column)
+
+
+def _curve(run: Run, column: str) -> Sequence[tuple[int, float]]:
+    """Returns (round, score) of a budget, or of the mean over clients."""
+    if column == MTAL:
+        return run.client_curve("client")
+    return run.client_curve("received") if column == RECEIVED else run.curve("budget", column)
 
 
 def _upload_bytes(runs: Sequence[Run]) -> dict[str, float]:

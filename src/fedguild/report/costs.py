@@ -82,6 +82,15 @@ def mean_cost(costs: Iterable[Cost]) -> Cost | None:
     )
 
 
+def budget_costs(run: Run) -> dict[str, Cost]:
+    """Returns budget name -> mean cost of its clients that trained, in the config's order, then the others."""
+    totals = client_totals(run)
+    listed = [str(entry["name"]) for entry in run.setting("federation", "budgets", default=[])]
+    names = dict.fromkeys([*listed, *(row.budget for row in totals)])
+    costs = {name: mean_cost(row.cost for row in totals if row.budget == name) for name in names}
+    return {name: cost for name, cost in costs.items() if cost}
+
+
 def phase_seconds(run: Run) -> dict[str, float]:
     """Returns the run's wall time by phase, longest first, with `other` for what no phase claims."""
     totals: dict[str, float] = defaultdict(float)

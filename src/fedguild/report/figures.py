@@ -13,7 +13,19 @@ from numpy.typing import NDArray
 
 from fedguild.report import units
 from fedguild.report.costs import Cost
-from fedguild.report.style import FULL_WIDTH, HEAT, INK, MUTED, gridlines, ordered_colours, spread_apart, styled, to_svg
+from fedguild.report.style import (
+    FULL_WIDTH,
+    HEAT,
+    INK,
+    METHOD_COLOURS,
+    MUTED,
+    RULE,
+    gridlines,
+    ordered_colours,
+    spread_apart,
+    styled,
+    to_svg,
+)
 
 Curve = Sequence[tuple[int, float]]
 _MOST_LABELS = 60
@@ -21,14 +33,15 @@ _MOST_ROWS_NAMED = 40
 _CHARACTERS_IN_A_LINE = 110
 
 
-def score_curves(curves: Mapping[str, Curve], split: str) -> str:
+def score_curves(curves: Mapping[str, Curve], split: str, key: str = "curves") -> str:
     """Returns the scores over the rounds, one line per budget, each named where it ends.
 
     Args:
         curves: Budget, as its line shall be named -> (round, score), in the order of the tables.
         split: What the scores were measured on.
+        key: Prefix of the ids in the SVG.
     """
-    with styled("curves"):
+    with styled(key):
         figure = Figure(figsize=(FULL_WIDTH, 3.1), layout="constrained")
         axes = figure.subplots()
         colours = ordered_colours(len(curves))
@@ -43,7 +56,37 @@ def score_curves(curves: Mapping[str, Curve], split: str) -> str:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.margins(x=0.02)
         gridlines(axes)
-        return to_svg(figure, "curves", f"Line chart: {split} score over the rounds for {', '.join(curves)}.")
+        return to_svg(figure, key, f"Line chart: {split} score over the rounds for {', '.join(curves)}.")
+
+
+def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str) -> str:
+    """Returns a row per client with a mark for each of its models' scores, joined by a line.
+
+    Args:
+        scores: Model, as its marks shall be named -> client -> score, or None where there is none.
+        split: What the scores were measured on.
+    """
+    clients = list(dict.fromkeys(client for model in scores.values() for client in model))
+    marks = zip(scores.items(), (75, 34, 11), (MUTED, METHOD_COLOURS[0], METHOD_COLOURS[1]), strict=False)
+    with styled("clients"):
+        figure = Figure(figsize=(FULL_WIDTH, 0.9 + min(0.24 * len(clients), 8.0)), layout="constrained")
+        axes = figure.subplots()
+        for place, client in enumerate(clients):
+            known = [value for model in scores.values() if (value := model.get(client)) is not None]
+            axes.plot([min(known), max(known)] if known else [], [place] * min(2, 2 * len(known)), color=RULE, zorder=1)
+        for (name, model), size, colour in marks:
+            points = [
+                (value, place) for place, client in enumerate(clients) if (value := model.get(client)) is not None
+            ]
+            face = "white" if colour == MUTED else colour
+            across, down = [x for x, _ in points], [y for _, y in points]
+            axes.scatter(across, down, s=size, facecolors=face, edgecolors=colour, label=name, zorder=2)
+        step = 1 if len(clients) <= _MOST_ROWS_NAMED else -(-len(clients) // _MOST_ROWS_NAMED)
+        axes.set_yticks(range(0, len(clients), step), clients[::step])
+        axes.set(xlabel=f"{split} score, own data", ylabel="client", ylim=(len(clients) - 0.4, -0.6))
+        gridlines(axes, "x")
+        figure.legend(loc="outside upper left", ncols=3, frameon=False, handletextpad=0.2)
+        return to_svg(figure, "clients", f"Dot chart: {split} score of {len(clients)} clients: {', '.join(scores)}.")
 
 
 def expert_heat_map(frequency: NDArray[np.float64], clients: Sequence[str], layer: int | None = None) -> str:

@@ -15,13 +15,17 @@ from fedguild import __version__
 from fedguild.files import write_text
 from fedguild.report import comparison_figures, figures, units
 from fedguild.report.comparison import ComparisonTable, compare
-from fedguild.report.costs import client_totals, phase_seconds
+from fedguild.report.costs import budget_costs, client_totals, phase_seconds
+from fedguild.report.observation_figures import MOST_NAMED, observation_figure
+from fedguild.report.observations import Series, observation_grid, observed
 from fedguild.report.record import Run, load_run
 from fedguild.report.summary import budget_title, comparison_summary, run_summary
-from fedguild.report.tables import client_grid, own_scores, routing_grid, run_table, task_grid
+from fedguild.report.tables import RunTable, routing_grid, run_table, task_grid, training_grid
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
+_MOST_OBSERVATIONS_SHOWN = 4
+"""Figures of a method beyond which the others are folded away."""
 
 
 def write_report(run_folder: Path) -> Path:
@@ -59,21 +63,25 @@ def write_comparison(
 def _run_page(run: Run) -> dict[str, Any]:
     table, totals = run_table(run), client_totals(run)
     curves = {budget_title(row.budget): run.curve("budget", row.budget.name) for row in table.rows}
-    costs = {row.budget.name: row.cost for row in table.rows if row.cost}
+    costs = budget_costs(run)
+    seen = [_observation(series, place) for place, series in enumerate(observed(run))]
     routing = run.last_routing
     phases = phase_seconds(run)
     return {
         "title": run.name,
         "facts": _facts(run),
         "summary": run_summary(table),
-        "grid": table.grid() if table.rows or table.mtal is not None else None,
+        "grid": table.grid() if table.rows else None,
         "curves": _figure(figures.score_curves(curves, run.split)) if curves else None,
         "tasks": task_grid(run),
+        "personal": _personal(run, table),
+        "observations": seen[:_MOST_OBSERVATIONS_SHOWN],
+        "more_observations": seen[_MOST_OBSERVATIONS_SHOWN:],
         "experts": _expert_figures(run),
         "routing": routing_grid(routing) if routing else None,
         "partition": _partition_figure(run),
         "costs": _figure(figures.cost_bars(costs)) if costs else None,
-        "clients": client_grid(totals, own_scores(run)) if totals else None,
+        "clients": training_grid(totals) if totals else None,
         "phases": [(name, units.duration(spent), spent / sum(phases.values())) for name, spent in phases.items()],
         "rejections": run.rejections(),
         **_details(run),
@@ -88,7 +96,6 @@ def _comparison_page(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) 
         for run in members
         for round, client, reason in run.rejections()
     ]
-    with_budgets = bool(table.budgets)
     return {
         "title": " and ".join(runs) if len(runs) == 2 else ", ".join(runs),
         "facts": [fact for fact in _facts(first, method=False) if not fact.startswith("seed")]
@@ -96,12 +103,14 @@ def _comparison_page(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) 
         "summary": comparison_summary(table),
         "scores": table.score_grid(),
         "bars": _figure(comparison_figures.score_bars(table)),
-        "scatter": _figure(comparison_figures.cost_against_score(table, runs)) if with_budgets else None,
-        "rounds": _figure(comparison_figures.curves_by_budget(table, runs)) if with_budgets else None,
+        "scatter": _figure(comparison_figures.cost_against_score(table, runs)),
+        "rounds": _figure(comparison_figures.curves_by_column(table, runs)),
+        "observations": observation_grid(runs),
         "costs": table.cost_grid(),
         "partition": _partition_figure(first),
         "partition_seed": first.seed,
-        "equal_inference": table.equal_inference and with_budgets,
+        "equal_inference": table.equal_inference and bool(table.budgets),
+        "with_budgets": bool(table.budgets),
         "reference": table.reference,
         "warnings": table.warnings,
         "rejections": rejections,
@@ -141,6 +150,40 @@ def _expert_figures(run: Run) -> dict[str, Any] | None:
         "mean": _figure(figures.expert_heat_map(frequency, names)),
         "layers": _figure(figures.expert_heat_maps_by_layer(frequency)) if routing.layers > 1 else None,
     }
+
+
+def _personal(run: Run, table: RunTable) -> dict[str, Any] | None:
+    """Returns the clients' scores on their own data: a table, the means over the rounds, a mark per model."""
+    if not table.clients:
+        return None
+    curves = {"own model": run.client_curve("client"), "received next": run.client_curve("received")}
+    names = [row.client.removeprefix("client-") for row in table.clients]
+    marks = {
+        "before training": dict(zip(names, (row.before for row in table.clients), strict=True)),
+        "own model": dict(zip(names, (row.own for row in table.clients), strict=True)),
+        "received next": dict(zip(names, (row.received for row in table.clients), strict=True)),
+    }
+    drawn = {name: scores for name, scores in marks.items() if any(score is not None for score in scores.values())}
+    known = {name: curve for name, curve in curves.items() if curve}
+    return {
+        "grid": table.client_grid(),
+        "curves": _figure(figures.score_curves(known, run.split, "personal")) if known else None,
+        "dots": _figure(figures.client_dots(drawn, run.split)) if drawn else None,
+        "both": len(known) > 1,
+    }
+
+
+def _observation(series: Series, place: int) -> dict[str, Any]:
+    """Returns a figure of the method's own, with what to say below it."""
+    of = f", in {series.unit}" if series.unit else ""
+    if series.is_matrix:
+        caption = f"{series.title}{of}, after round {series.last.round}: a row for each of {len(series.last.rows)}, "
+        caption += f"a column for each of {len(series.last.columns)}."
+    else:
+        many = len(series.lines()) > MOST_NAMED
+        caption = f"{series.title}{of}, over the rounds."
+        caption += f" A line for each of {len(series.lines())}; the thick one is their mean." if many else ""
+    return {"caption": caption, "svg": _figure(observation_figure(series, f"observed-{place}"))}
 
 
 def _partition_figure(run: Run) -> Markup | None:

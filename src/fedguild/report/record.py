@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import yaml
@@ -15,13 +16,17 @@ from fedguild.errors import CheckpointError
 from fedguild.server.record import (
     ClientRecord,
     EvaluationRecord,
+    ObservationRecord,
     PartitionRecord,
     RoundRecord,
     RoutingRecord,
     RunLog,
 )
 
-Scope = Literal["budget", "client", "summary"]
+Scope = Literal["budget", "client", "received", "summary"]
+ClientScope = Literal["client", "received"]
+"""A client's own model, before the aggregation, and the one that it would receive next, after it."""
+_MEANS: Mapping[ClientScope, str] = {"client": "mtal", "received": "received"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Run:
         clients: Local trainings, in order of writing.
         evaluations: Scores, in order of writing.
         routing: Expert activations, in order of writing.
+        observations: What the method itself reported, in order of writing.
     """
 
     folder: Path
@@ -65,6 +71,7 @@ class Run:
     clients: Sequence[ClientRecord]
     evaluations: Sequence[EvaluationRecord]
     routing: Sequence[RoutingRecord]
+    observations: Sequence[ObservationRecord] = ()
 
     def setting(self, *path: str, default: Any = None) -> Any:
         """Returns the config's value under nested keys, or `default` where one is absent."""
@@ -117,6 +124,22 @@ class Run:
             if (record.scope, record.name, record.split) == (scope, name, self.split)
         }
         return sorted(points.items())
+
+    def client_mean(self, scope: ClientScope, round: int) -> float | None:
+        """Returns the mean over clients of their scores on their own data; None where none was scored.
+
+        Clients count equally; one without examples does not count.
+        """
+        recorded = self.scored("summary", round).get(_MEANS[scope])
+        if recorded:
+            return recorded.score
+        scores = [record.score for record in self.scored(scope, round).values() if record.examples != 0]
+        return fmean(scores) if scores else None
+
+    def client_curve(self, scope: ClientScope) -> list[tuple[int, float]]:
+        """Returns (round, mean over clients) over the rounds that scored clients."""
+        numbers = sorted({record.round for record in self.evaluations})
+        return [(number, mean) for number in numbers if (mean := self.client_mean(scope, number)) is not None]
 
     def budgets(self) -> tuple[BudgetFacts, ...]:
         """Returns the evaluated budgets: in the config's order, then those that it does not list."""
@@ -174,6 +197,7 @@ def load_run(folder: Path) -> Run:
         clients=[record for record in records if isinstance(record, ClientRecord)],
         evaluations=evaluations,
         routing=[record for record in records if isinstance(record, RoutingRecord)],
+        observations=[record for record in records if isinstance(record, ObservationRecord)],
     )
 
 

@@ -13,13 +13,12 @@ def run_summary(table: RunTable) -> list[str]:
     """Returns, a sentence each, what a run reached, on average and at the smallest budget."""
     after = f"After {units.count_of(table.round, 'round')}" if table.round else "Before training"
     if not table.rows or table.mean is None or table.smallest is None:
-        score = units.score(table.mtal)
-        return [f"{after}, {table.method} scores {score} on average over the clients, each on its own data."]
+        return _personal_summary(table, after)
     gained = ""
     if table.mean_before is not None and table.round:
         gained = f", up from {units.score(table.mean_before)} before training"
     if len(table.rows) == 1:
-        return [f"{after}, {table.method} scores {units.score(table.mean)}{gained}."]
+        return [f"{after}, {table.method} scores {units.score(table.mean)}{gained}.", *_on_own_data(table)]
     text = (
         f"{after}, {table.method} scores {units.score(table.mean)} on average over {len(table.rows)} budgets{gained}."
     )
@@ -27,9 +26,31 @@ def run_summary(table: RunTable) -> list[str]:
     smallest = table.smallest
     reached = f"The smallest budget, {budget_title(smallest.budget)}, reaches {units.score(smallest.score)}"
     if largest is smallest or not largest.score:
-        return [text, f"{reached}, the best of all."]
+        return [text, f"{reached}, the best of all.", *_on_own_data(table)]
     share = f"{smallest.score / largest.score:.0%}"
-    return [text, f"{reached}, {share} of the best one ({largest.budget.name}, {units.score(largest.score)})."]
+    best = f"{largest.budget.name}, {units.score(largest.score)}"
+    return [text, f"{reached}, {share} of the best one ({best}).", *_on_own_data(table)]
+
+
+def _personal_summary(table: RunTable, after: str) -> list[str]:
+    """Returns the sentences about a run in which every client has a model of its own."""
+    score = units.score(table.mtal if table.mtal is not None else table.received)
+    text = f"{after}, {table.method} scores {score} on average over the clients, each on its own data"
+    if table.clients_before is not None and table.round:
+        text += f", up from {units.score(table.clients_before)} before training"
+    if table.mtal is None or table.received is None:
+        return [f"{text}."]
+    return [f"{text}.", f"The models that they would receive next score {units.score(table.received)}."]
+
+
+def _on_own_data(table: RunTable) -> list[str]:
+    """Returns the sentence about the clients' own data, where a global model is the main result."""
+    said = [
+        f"{whose} score {units.score(score)}"
+        for whose, score in (("own models", table.mtal), ("next models", table.received))
+        if score is not None
+    ]
+    return [f"On their own data the clients' {' and their '.join(said)} on average."] if said else []
 
 
 def comparison_summary(table: ComparisonTable) -> list[str]:
@@ -37,15 +58,23 @@ def comparison_summary(table: ComparisonTable) -> list[str]:
 
     The lead is the paired difference over the seeds, held against the spread between them.
     """
-    column = table.smallest.name if table.smallest else MTAL
+    column = _decisive_column(table)
     rivals = [row.label for row in table.rows if row.label != table.reference and row.spread(column)]
     reference = table.row(table.reference).spread(column)
     if not rivals or reference is None:
         return [f"{units.count_of(len(table.rows), 'method')} over {units.count_of(len(table.seeds), 'seed')}."]
     leader = max(rivals, key=lambda label: _mean(table, label, column))
-    where = f"At the smallest budget, {budget_title(table.smallest)}" if table.smallest else "On the clients' own data"
+    smallest = table.smallest if table.smallest and table.smallest.name == column else None
+    where = f"At the smallest budget, {budget_title(smallest)}" if smallest else "On the clients' own data"
     text = f"{where}, {leader} scores {_mean(table, leader, column):.3f} and {table.reference} {reference.mean:.3f}"
     return [f"{text}{_lead(table, leader, column)}.", *_elsewhere(table, leader), *_costs(table, leader, column)]
+
+
+def _decisive_column(table: ComparisonTable) -> str:
+    """Returns the smallest budget where every method has it, else MTAL."""
+    if table.smallest and all(row.spread(table.smallest.name) for row in table.rows):
+        return table.smallest.name
+    return MTAL if any(row.spread(MTAL) for row in table.rows) or not table.smallest else table.smallest.name
 
 
 def _lead(table: ComparisonTable, leader: str, column: str) -> str:
@@ -63,12 +92,15 @@ def _lead(table: ComparisonTable, leader: str, column: str) -> str:
 
 
 def _elsewhere(table: ComparisonTable, leader: str) -> list[str]:
-    """Returns the sentence about the mean over budgets, where there are several."""
-    difference = table.difference(leader, MEAN) if MEAN in table.columns else None
-    if difference is None:
-        return []
-    text = _signed(difference)
-    return [f"Averaged over the {len(table.budgets)} budgets the difference is {text}."]
+    """Returns the sentences about the mean over budgets, where there are several, and about MTAL."""
+    sentences = []
+    mean = table.difference(leader, MEAN) if MEAN in table.columns else None
+    if mean is not None:
+        sentences.append(f"Averaged over the {len(table.budgets)} budgets the difference is {_signed(mean)}.")
+    own = table.difference(leader, MTAL) if table.budgets else None
+    if own is not None and _decisive_column(table) != MTAL:
+        sentences.append(f"Between the clients' own models on their own data it is {_signed(own)}.")
+    return sentences
 
 
 def _costs(table: ComparisonTable, leader: str, column: str) -> list[str]:
@@ -78,12 +110,15 @@ def _costs(table: ComparisonTable, leader: str, column: str) -> list[str]:
     if column in ours.training_flops and theirs.training_flops.get(column):
         share = _share(ours.training_flops[column], theirs.training_flops[column], "FLOPs")
         facts.append(f"a client of that budget spends {share} in training")
+    elif column == MTAL and ours.cost and theirs.cost:
+        share = _share(ours.cost.training_flops, theirs.cost.training_flops, "FLOPs")
+        facts.append(f"the average client spends {share} in training")
     if ours.cost and theirs.cost and theirs.cost.upload_bytes:
         share = _share(ours.cost.upload_bytes, theirs.cost.upload_bytes, "bytes")
         facts.append(f"the average client sends {share}")
     if not facts:
         return []
-    same = "A token costs the same to infer under both. " if table.equal_inference and table.smallest else ""
+    same = "A token costs the same to infer under both. " if table.equal_inference and column != MTAL else ""
     return [f"{same}With {leader}, {' and '.join(facts)}."]
 
 

@@ -1,4 +1,4 @@
-"""One run in numbers: what every budget gets from the global model, and what it cost."""
+"""One run in numbers: what every budget and every client gets, and what it cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedguild.report import units
 from fedguild.report.costs import ClientTotals, Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
 from fedguild.report.record import BudgetFacts, Run
-from fedguild.server.record import RoutingRecord
+from fedguild.server.record import EvaluationRecord, RoutingRecord
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,27 @@ class BudgetRow:
 
 
 @dataclass(frozen=True)
+class ClientRow:
+    """A client's scores on its own held-out data at the last evaluated round.
+
+    Attributes:
+        client: The client's name.
+        budget: Name of its budget; empty where it never trained.
+        examples: Number of examples scored; None where it was not recorded.
+        before: Score of its model before training; None where it was not evaluated.
+        own: Score of its own model, before the aggregation; None where it was not evaluated.
+        received: Score of the model that it would receive next, after the aggregation; None alike.
+    """
+
+    client: str
+    budget: str
+    examples: int | None
+    before: float | None
+    own: float | None
+    received: float | None
+
+
+@dataclass(frozen=True)
 class RunTable:
     """The table of one run.
 
@@ -48,7 +69,10 @@ class RunTable:
         rows: One per evaluated budget; empty where only clients' own models were scored.
         mean: Mean over budgets; None without budgets.
         mean_before: The same before training.
-        mtal: Mean over clients of each client's score on its own data; None where not evaluated.
+        mtal: Mean over clients of their own models' scores on their own data; None where not evaluated.
+        clients_before: Mean over clients of their scores before training; None where not evaluated.
+        received: Mean over clients of the scores of the models that they would receive next, on their own data.
+        clients: One row per client with a score of its own; empty where none was evaluated.
     """
 
     name: str
@@ -60,6 +84,9 @@ class RunTable:
     mean: float | None
     mean_before: float | None
     mtal: float | None
+    clients_before: float | None
+    received: float | None
+    clients: tuple[ClientRow, ...]
 
     @property
     def smallest(self) -> BudgetRow | None:
@@ -71,7 +98,10 @@ class RunTable:
         return asdict(self)
 
     def grid(self) -> Grid:
-        """Returns the printable form."""
+        """Returns the printable form: the budgets, or the clients where every client has a model of its own."""
+        clients = self.client_grid()
+        if not self.rows and clients:
+            return clients
         metric_names = _metrics_beside_the_score(self.rows)
         header = ["Budget", "Active experts", "Before", "Score", *map(metric_title, metric_names)]
         header += ["FLOPs per token", "Training FLOPs", "Upload", "Download"]
@@ -82,9 +112,38 @@ class RunTable:
             body.append(_summary_row("Mean over budgets", self.mean_before, self.mean, len(header)))
         if self.mtal is not None:
             rules.add(len(self.rows))
-            body.append(_summary_row("Mean over clients, own data", None, self.mtal, len(header)))
+            body.append(_summary_row("Clients' own models, own data", self.clients_before, self.mtal, len(header)))
+        if self.received is not None:
+            rules.add(len(self.rows))
+            body.append(_summary_row("Models received next, own data", None, self.received, len(header)))
         title = f"{self.name}: {self.split} scores after round {self.round}; costs per client over the run"
         return Grid(title, tuple(map(Cell, header)), tuple(body), frozenset(rules))
+
+    def client_grid(self) -> Grid | None:
+        """Returns clients × models: before training, their own, the one received next; None where none was scored."""
+        if not self.clients:
+            return None
+        header = [Cell("Client"), Cell("Budget"), Cell("Examples"), Cell("Before")]
+        header += [Cell("Own model")] if self.mtal is not None else []
+        header += [Cell("Received next")] if self.received is not None else []
+        body = [
+            (
+                *map(Cell, (row.client, row.budget or units.MISSING, _count(row.examples))),
+                *self._scores(row.before, row.own, row.received),
+            )
+            for row in self.clients
+        ]
+        mean = (Cell("Mean over clients"), Cell(""), Cell(""))
+        means = self._scores(self.clients_before, self.mtal, self.received, strong=True)
+        title = f"{self.name}: {self.split} scores after round {self.round}, each client on its own data"
+        return Grid(title, tuple(header), (*body, mean + means), frozenset({len(body)}))
+
+    def _scores(
+        self, before: float | None, own: float | None, received: float | None, strong: bool = False
+    ) -> tuple[Cell, ...]:
+        after = [(own, self.mtal), (received, self.received)]
+        shown = [Cell(units.score(value), strong=strong) for value, mean in after if mean is not None]
+        return (Cell(units.score(before)), *shown)
 
     def _entries(self, row: BudgetRow, metric_names: Iterable[str]) -> list[str]:
         cost = row.cost
@@ -116,23 +175,11 @@ def run_table(run: Run) -> RunTable:
         rows=rows,
         mean=fmean(row.score for row in rows) if rows else None,
         mean_before=fmean(before) if before and len(before) == len(rows) else None,
-        mtal=mean_over_clients(run),
+        mtal=run.client_mean("client", run.last_round),
+        clients_before=run.client_mean("client", 0) or run.client_mean("received", 0),
+        received=run.client_mean("received", run.last_round),
+        clients=_client_rows(run),
     )
-
-
-def mean_over_clients(run: Run) -> float | None:
-    """Returns the mean of the clients' scores on their own data (MTAL); None where none was scored."""
-    recorded = run.scored("summary", run.last_round).get("mtal")
-    if recorded:
-        return recorded.score
-    scores = own_scores(run)
-    return fmean(scores.values()) if scores else None
-
-
-def own_scores(run: Run) -> dict[int, float]:
-    """Returns client index -> score of its own model on its own data; clients without examples have none."""
-    scored = run.scored("client", run.last_round)
-    return {int(name.rpartition("-")[2]): entry.score for name, entry in scored.items() if entry.examples != 0}
 
 
 def size_of(budget: BudgetFacts) -> tuple[float, float]:
@@ -140,16 +187,14 @@ def size_of(budget: BudgetFacts) -> tuple[float, float]:
     return (budget.active_experts or float("inf"), budget.rank or float("inf"))
 
 
-def client_grid(totals: Iterable[ClientTotals], own: Mapping[int, float]) -> Grid:
-    """Returns the table of clients: what each trained on, its score on its own data, what it paid."""
+def training_grid(totals: Iterable[ClientTotals]) -> Grid:
+    """Returns the table of clients' training: what each trained on, and what it paid."""
     header = ["Client", "Budget", "Experts", "Rank", "Examples", "Steps", "Tokens", "Train loss"]
-    header += ["Own score"] if own else []
     header += ["Training FLOPs", "Upload", "Download", "Peak memory", "Time"]
     body = []
     for row in totals:
         entries = [str(row.client), row.budget, str(row.active_experts or units.MISSING), str(row.rank)]
         entries += [*map(units.count, (row.examples, row.steps, row.tokens)), f"{row.train_loss:.3f}"]
-        entries += [units.score(own.get(row.client))] if own else []
         entries += [units.si(row.cost.training_flops), *map(units.byte_count, _bytes(row.cost))]
         entries += [units.duration(row.cost.seconds)]
         body.append(tuple(map(Cell, entries)))
@@ -192,6 +237,32 @@ def _budget_row(
         clients=len(members),
         cost=mean_cost(members),
     )
+
+
+def _client_rows(run: Run) -> tuple[ClientRow, ...]:
+    """Returns the clients with a score of their own, by name; one without examples has none."""
+    budgets = {f"client-{record.client:03d}": record.budget for record in run.clients}
+    first = run.scored("client", 0) or run.scored("received", 0)
+    own, received = run.scored("client", run.last_round), run.scored("received", run.last_round)
+    return tuple(
+        ClientRow(
+            client=name,
+            budget=budgets.get(name, ""),
+            examples=(own.get(name) or received[name]).examples,
+            before=_score_of(first.get(name)),
+            own=_score_of(own.get(name)),
+            received=_score_of(received.get(name)),
+        )
+        for name in sorted({*own, *received})
+    )
+
+
+def _score_of(record: EvaluationRecord | None) -> float | None:
+    return record.score if record and record.examples != 0 else None
+
+
+def _count(number: int | None) -> str:
+    return units.MISSING if number is None else units.count(number)
 
 
 def _metrics_beside_the_score(rows: Iterable[BudgetRow]) -> list[str]:

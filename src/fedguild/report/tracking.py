@@ -1,4 +1,4 @@
-"""The same records as TensorBoard events, for those who watch there."""
+"""The same records as TensorBoard events, for those who watch there; figures with columns are for the page alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedguild.errors import ConfigError
-from fedguild.server.record import ClientRecord, EvaluationRecord, Record, RoundRecord
+from fedguild.server.record import ClientRecord, EvaluationRecord, ObservationRecord, Record, RoundRecord
 
 
 class Tracker:
@@ -60,6 +60,10 @@ def _scalars(record: Record) -> dict[str, float]:
             f"loss/{name}": record.train_loss,
             f"upload_bytes/{name}": float(record.upload_bytes),
             f"download_bytes/{name}": float(record.download_bytes),
+        }
+    if isinstance(record, ObservationRecord) and not record.columns:
+        return {
+            f"observed/{record.name}/{row}": value for row, (value, *_) in zip(record.rows, record.values, strict=True)
         }
     if isinstance(record, RoundRecord):
         return {"round_seconds": record.seconds}

@@ -82,6 +82,19 @@ class Observing(Protocol):
         ...
 
 
+@runtime_checkable
+class Enrolling(Protocol):
+    """A method whose start depends on who the clients are, not on their budgets alone."""
+
+    def enroll(self, state: State, model: ModelInfo, clients: Sequence[ClientInfo]) -> State:
+        """Returns the state before the first round, from what `start` returned.
+
+        Raises:
+            ConfigError: the method's options do not fit these clients.
+        """
+        ...
+
+
 class Method(Protocol):
     """One federated method. `Settings` declares its options once, with help and range."""
 

@@ -15,6 +15,12 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes that an upload's tensors may have; the server computes in fp32."""
 
 
+class Omissible(tuple[int, ...]):
+    """The shape of a tensor that an upload may leave out, for example of an expert that was never activated."""
+
+    __slots__ = ()
+
+
 def check_upload(
     payload: Payload, expected: Mapping[str, tuple[int, ...]], *, client: str, norm_limit: float | None = None
 ) -> None:
@@ -22,7 +28,8 @@ def check_upload(
 
     Args:
         payload: The upload.
-        expected: Name -> shape of the tensors that it must have, no more and no fewer.
+        expected: Name -> shape of the tensors that it must have, no more and no fewer; it may lack
+            those whose shape is `Omissible`.
         client: The client's name, for the message.
         norm_limit: Upper limit of the L2 norm over all its tensors together; None for no limit.
 
@@ -31,7 +38,7 @@ def check_upload(
             infinite, or the norm is beyond the limit. The message names client and tensor.
     """
     _check_names(payload.tensors, expected, client)
-    norms = {name: _checked_norm(name, payload.tensors[name], shape, client) for name, shape in expected.items()}
+    norms = {name: _checked_norm(name, tensor, expected[name], client) for name, tensor in payload.tensors.items()}
     _check_scalars(payload.scalars, client)
     norm = math.hypot(*norms.values())
     if norm_limit is not None and norm > norm_limit:
@@ -43,10 +50,11 @@ def check_upload(
 
 
 def _check_names(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], client: str) -> None:
+    required = {name for name, shape in expected.items() if not isinstance(shape, Omissible)}
     wrong = [
         f"{verb} {_few(names)}"
         for verb, names in (
-            ("lacks", expected.keys() - tensors.keys()),
+            ("lacks", required - tensors.keys()),
             ("has unknown", tensors.keys() - expected.keys()),
         )
         if names

@@ -31,15 +31,16 @@ class Dropout:
         """Sets each slot's seed for the coming step; None switches dropout off."""
         self._seeds = None if seeds is None else tuple(seeds)
 
-    def __call__(self, hidden: Tensor, layer: str, current: Pass) -> Tensor:
-        """Returns `hidden` [R, T, H] with dropout on the slots' real tokens."""
-        if self._seeds is None or not any(self.rates):
+    def __call__(self, hidden: Tensor, layer: str, current: Pass, rates: Sequence[float] | None = None) -> Tensor:
+        """Returns `hidden` [..., H] with dropout on the slots' real tokens, at other rates where they are given."""
+        rates = self.rates if rates is None else rates
+        if self._seeds is None or not any(rates):
             return hidden
         flat = hidden.reshape(-1, hidden.shape[-1])
         keep = current.keep(flat.shape[0])
         slot = current.slot_of_token(flat.shape[0], flat.device)
         factor = torch.ones_like(flat)
-        for index, rate in enumerate(self.rates):
+        for index, rate in enumerate(rates):
             mine = slot == index if keep is None else (slot == index) & keep
             count = int(mine.sum())
             if rate and count:

@@ -1,42 +1,90 @@
-"""The experts of one layer with LoRA of several slots, without ever forming W + BA.
+"""The experts of one layer with what several slots train of them, without ever forming W + BA.
 
-One autograd function computes a whole layer. The frozen weights get no gradient; the low-rank
-products are grouped by (expert, slot) (low_rank.py). The backward pass uses
-<dy, W h> = <W^T dy, h>, so the unweighted outputs of the experts are never kept.
+One autograd function computes a whole layer. The frozen weights get no gradient; what is trained
+is added to the frozen products, grouped by (expert, slot): LoRA (low_rank.py), dense changes
+(full.py), or both. The backward pass uses <dy, W h> = <Wᵀ dy, h>, W with all that is added to it,
+so the unweighted outputs of the experts are never kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from fedguild.model.moe.dispatch import Dispatch, combine, gather
+from fedguild.model.moe.full import FullChange
 from fedguild.model.moe.low_rank import LowRank
 from fedguild.model.moe.products import grouped_rows
 
 Factors = tuple[Tensor, Tensor]
 
 
+class Addition(Protocol):
+    """What is trained beside a frozen product, of p projections with a common input: gate and up, or down alone.
+
+    Attributes:
+        tensors_per_projection: How many tensors it trains for each projection.
+    """
+
+    tensors_per_projection: ClassVar[int]
+
+    def add(self, total: Tensor, rows: Tensor, trained: Sequence[Tensor]) -> Tensor | None:
+        """Adds its product of the rows [n, in] to the total [n, p·out]; returns what `back` needs of it."""
+        ...
+
+    def back(
+        self,
+        d_rows: Tensor,
+        d_total: Tensor,
+        rows: Tensor,
+        trained: Sequence[Tensor],
+        kept: Tensor | None,
+        weight: Tensor | None,
+    ) -> list[Tensor]:
+        """Adds its share to the gradient of the rows; returns the gradients of what is trained.
+
+        Args:
+            d_rows: [n, in].
+            d_total: [n, p·out].
+            rows: [n, in] what `add` got.
+            trained: What `add` got.
+            kept: What `add` returned.
+            weight: [n, 1] routing weights, where `d_total` does not have them in it; the gradients
+                returned have them in any case, `d_rows` stays without.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class FrozenExperts:
-    """A layer's frozen weights: gate_up [M, 2I, H], down [M, H, I], and h = gate(z) of z [n, 2I]."""
+    """A layer's frozen weights: gate_up [M, p·I, H], down [M, H, I], and h = gate(z) of z [n, p·I].
+
+    p is 2, or 1 where an expert has no gate beside its up projection (SwitchTransformers).
+    """
 
     gate_up: Tensor
     down: Tensor
     gate: Callable[[Tensor], Tensor]
+
+    @property
+    def input_projections(self) -> int:
+        """p, the projections of an expert's input."""
+        return self.gate_up.shape[1] // self.down.shape[2]
 
 
 def run_experts(
     tokens: Tensor,
     weights: Tensor,
     plan: Dispatch,
-    frozen: FrozenExperts,
-    lora: tuple[Factors, Factors, Factors] | None,
+    frozen: Callable[[], FrozenExperts],
+    lora: tuple[Factors, ...] | None,
     scale: Tensor | None,
+    delta: tuple[Tensor, ...] | None = None,
 ) -> Tensor:
     """Returns the routed output [N, H] of a layer.
 
@@ -44,13 +92,21 @@ def run_experts(
         tokens: [N, H] the layer's input.
         weights: [N, k] routing weights (times the output scale, where there is one).
         plan: The layer's dispatch.
-        frozen: The layer's frozen weights.
-        lora: (A [M, S, r, in], B [M, S, r, out]) of gate, up and down; None without LoRA.
+        frozen: Returns the layer's frozen weights. Either pass asks for them and lets them go, so
+            weights that are kept in 4 bit are in full one layer at a time.
+        lora: (A [M, S, r, in], B [M, S, r, out]) of every projection, down last; None without LoRA.
         scale: [S, r] LoRA's scale of each slot's ranks.
+        delta: [M, S, out, in] of every projection, what each slot adds to W; None where it adds none.
     """
-    flat = () if lora is None else tuple(factor for pair in lora for factor in pair)
-    low_rank = LowRank.of(plan, scale.to(tokens.dtype)) if flat and scale is not None else None
-    output: Tensor = _Experts.apply(tokens, weights, plan, frozen, low_rank, *flat)  # type: ignore[no-untyped-call]
+    additions: list[Addition] = []
+    trained: list[Tensor] = []
+    if lora is not None and scale is not None:
+        additions.append(LowRank.of(plan, scale.to(tokens.dtype)))
+        trained += [factor for pair in lora for factor in pair]
+    if delta is not None:
+        additions.append(FullChange(plan.group_ends))
+        trained += delta
+    output: Tensor = _Experts.apply(tokens, weights, plan, frozen, tuple(additions), *trained)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -61,76 +117,67 @@ class _Experts(torch.autograd.Function):
         tokens: Tensor,
         weights: Tensor,
         plan: Dispatch,
-        frozen: FrozenExperts,
-        low_rank: LowRank | None,
-        *factors: Tensor,
+        frozen: Callable[[], FrozenExperts],
+        additions: tuple[Addition, ...],
+        *trained: Tensor,
     ) -> Tensor:
+        own = frozen()
+        parts = _split(additions, trained, own.input_projections)
         rows = gather(tokens, plan)
-        inner = frozen.down.shape[-1]
-        z = grouped_rows(rows, frozen.gate_up.transpose(1, 2), plan.expert_ends)
-        lows: tuple[Tensor, ...] = ()
-        if low_rank is not None:
-            gate_a, gate_b, up_a, up_b, down_a, down_b = factors
-            low_gate, low_up = low_rank.compress(rows, torch.cat([gate_a, up_a], dim=2)).chunk(2, dim=1)
-            low_rank.add_rows(z[:, :inner], low_gate, gate_b)
-            low_rank.add_rows(z[:, inner:], low_up, up_b)
-            h = frozen.gate(z)
-            low_down = low_rank.compress(h, down_a)
-            y = grouped_rows(h, frozen.down.transpose(1, 2), plan.expert_ends)
-            low_rank.add_rows(y, low_down, down_b)
-            lows = (low_gate, low_up, low_down)
-        else:
-            h = frozen.gate(z)
-            y = grouped_rows(h, frozen.down.transpose(1, 2), plan.expert_ends)
-        ctx.plan, ctx.frozen, ctx.low_rank = plan, frozen, low_rank
-        ctx.save_for_backward(rows if lows else rows[:0], weights, z, *lows, *factors)
+        z = grouped_rows(rows, own.gate_up.transpose(1, 2), plan.expert_ends)
+        kept_inner = [addition.add(z, rows, inner) for addition, inner, _ in parts]
+        h = own.gate(z)
+        y = grouped_rows(h, own.down.transpose(1, 2), plan.expert_ends)
+        kept_outer = [addition.add(y, h, outer) for addition, _, outer in parts]
+        ctx.plan, ctx.frozen, ctx.additions = plan, frozen, additions
+        ctx.save_for_backward(rows if parts else rows[:0], weights, z, *kept_inner, *kept_outer, *trained)
         return combine(y, plan, weights.reshape(-1)[plan.active])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        plan, frozen, low_rank = ctx.plan, ctx.frozen, ctx.low_rank
+        plan, own, additions = ctx.plan, ctx.frozen(), ctx.additions
         rows, weights, z, *saved = ctx.saved_tensors
-        lows, factors = saved[:3], saved[3:]
+        count = len(additions)
+        kept_inner, kept_outer, trained = saved[:count], saved[count : 2 * count], saved[2 * count :]
+        parts = _split(additions, trained, own.input_projections)
         dy = gather(grads[0].contiguous(), plan)
         with torch.enable_grad():
             z_leaf = z.detach().requires_grad_()
-            h = frozen.gate(z_leaf)
-        weight = weights.reshape(-1)[plan.pair].to(dy.dtype)[:, None]
+            h = own.gate(z_leaf)
+        weight = _row_weights(weights, plan).to(dy.dtype)[:, None]
 
-        dh = grouped_rows(dy, frozen.down, plan.expert_ends)
-        if low_rank is not None:
-            gate_a, gate_b, up_a, up_b, down_a, down_b = factors
-            d_low = low_rank.scaled(low_rank.rows(dy, down_b, transposed=True))
-            low_rank.add_rows(dh, d_low, down_a)
-            d_down_a = low_rank.outer(d_low.mul_(weight), h.detach())
-            d_down_b = low_rank.outer(lows[2] * weight, dy)
+        dh = grouped_rows(dy, own.down, plan.expert_ends)
+        d_outer = [
+            addition.back(dh, dy, h.detach(), outer, kept, weight)
+            for (addition, _, outer), kept in zip(parts, kept_outer, strict=True)
+        ]
         d_pair = (dh * h.detach()).sum(dim=1)[plan.row_of_pair]
         d_weights = torch.zeros_like(weights).reshape(-1).index_copy_(0, plan.active, d_pair.to(weights.dtype))
 
         (dz,) = torch.autograd.grad(h, z_leaf, dh.mul_(weight))
-        d_rows = grouped_rows(dz, frozen.gate_up, plan.expert_ends)
-        d_factors: tuple[Tensor | None, ...] = ()
-        if low_rank is not None:
-            inner = frozen.down.shape[-1]
-            d_gate, d_up = dz[:, :inner], dz[:, inner:]
-            d_low = low_rank.scaled(
-                torch.cat(
-                    [low_rank.rows(d_gate, gate_b, transposed=True), low_rank.rows(d_up, up_b, transposed=True)], dim=1
-                )
-            )
-            low_rank.add_rows(d_rows, d_low, torch.cat([gate_a, up_a], dim=2))
-            d_gate_a, d_up_a = low_rank.outer(d_low, rows).chunk(2, dim=1)
-            products = (
-                d_gate_a,
-                low_rank.outer(lows[0], d_gate),
-                d_up_a,
-                low_rank.outer(lows[1], d_up),
-                d_down_a,
-                d_down_b,
-            )
-            d_factors = tuple(
-                product.to(factor.dtype).reshape(factor.shape)
-                for product, factor in zip(products, factors, strict=True)
-            )
-        d_tokens = combine(d_rows, plan)
-        return (d_tokens, d_weights.view_as(weights), None, None, None, *d_factors)
+        d_rows = grouped_rows(dz, own.gate_up, plan.expert_ends)
+        d_inner = [
+            addition.back(d_rows, dz, rows, inner, kept, None)
+            for (addition, inner, _), kept in zip(parts, kept_inner, strict=True)
+        ]
+        gradients = [d for inner, outer in zip(d_inner, d_outer, strict=True) for d in (*inner, *outer)]
+        d_trained = (d.to(tensor.dtype).reshape(tensor.shape) for d, tensor in zip(gradients, trained, strict=True))
+        return (combine(d_rows, plan), d_weights.view_as(weights), None, None, None, *d_trained)
+
+
+def _split(
+    additions: Sequence[Addition], trained: Sequence[Tensor], input_projections: int
+) -> list[tuple[Addition, tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """Returns each addition with its tensors of gate and up, and its tensors of down."""
+    left = iter(trained)
+    return [
+        (addition, tuple(islice(left, input_projections * each)), tuple(islice(left, each)))
+        for addition in additions
+        for each in (addition.tensors_per_projection,)
+    ]
+
+
+def _row_weights(weights: Tensor, plan: Dispatch) -> Tensor:
+    """Returns [n], the routing weight of every row; 0 for filler, which must leave no gradient."""
+    of_rows = weights.reshape(-1)[plan.pair]
+    return of_rows.masked_fill(plan.slot == plan.slots, 0.0) if plan.block_height else of_rows

@@ -6,7 +6,9 @@ up to whole blocks, one batched product over the blocks (docs/decisions/0003).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +40,7 @@ class LowRank:
         block_starts: [G] where each group's blocks start; None without blocks.
     """
 
+    tensors_per_projection: ClassVar[int] = 2
     factor: Tensor
     ends: Tensor
     height: int = 0
@@ -58,6 +61,54 @@ class LowRank:
             torch.arange(len(blocks), device=blocks.device).repeat_interleave(blocks),
             plan.block_ends - blocks,
         )
+
+    def add(self, total: Tensor, rows: Tensor, trained: Sequence[Tensor]) -> Tensor:
+        """Adds scale · B A x of every row x [n, in] to the frozen product [n, p·out] of p projections.
+
+        Args:
+            total: [n, p·out], one projection beside the other.
+            rows: [n, in].
+            trained: A [M, S, r, in] and B [M, S, r, out] of the first projection, of the second, …
+
+        Returns:
+            scale · A x [n, p·r], which the backward pass needs.
+        """
+        downs, ups = trained[0::2], trained[1::2]
+        low = self.compress(rows, _stacked(downs))
+        for part, part_low, up in zip(total.chunk(len(ups), dim=1), low.chunk(len(ups), dim=1), ups, strict=True):
+            self.add_rows(part, part_low, up)
+        return low
+
+    def back(
+        self,
+        d_rows: Tensor,
+        d_total: Tensor,
+        rows: Tensor,
+        trained: Sequence[Tensor],
+        kept: Tensor | None,
+        weight: Tensor | None,
+    ) -> list[Tensor]:
+        """Adds scale · Aᵀ Bᵀ dy to the gradient of the rows; returns the gradients of every A and B.
+
+        Args:
+            d_rows: [n, in].
+            d_total: dy, [n, p·out].
+            rows: x, [n, in].
+            trained: The factors, as `add` takes them.
+            kept: What `add` returned.
+            weight: [n, 1], where dy does not have the routing weight in it yet.
+        """
+        assert kept is not None
+        downs, ups = trained[0::2], trained[1::2]
+        parts = d_total.chunk(len(ups), dim=1)
+        d_lows = [self.rows(part, up, transposed=True) for part, up in zip(parts, ups, strict=True)]
+        d_low = self.scaled(torch.cat(d_lows, dim=1) if len(d_lows) > 1 else d_lows[0])
+        self.add_rows(d_rows, d_low, _stacked(downs))
+        if weight is not None:
+            d_low, kept = d_low.mul_(weight), kept * weight
+        d_downs = self.outer(d_low, rows).chunk(len(downs), dim=1)
+        d_ups = [self.outer(low, part) for low, part in zip(kept.chunk(len(ups), dim=1), parts, strict=True)]
+        return [gradient for pair in zip(d_downs, d_ups, strict=True) for gradient in pair]
 
     def rows(self, rows: Tensor, stored: Tensor, transposed: bool = False) -> Tensor:
         """Returns [n, b], the rows [n, a] times their group's matrix.
@@ -106,3 +157,8 @@ class LowRank:
     def _blocks(self, rows: Tensor) -> Tensor:
         blocks: Tensor = rows.unflatten(0, (-1, self.height))
         return blocks
+
+
+def _stacked(downs: Sequence[Tensor]) -> Tensor:
+    """Returns the A [M, S, r, in] of p projections as one, [M, S, p·r, in]."""
+    return torch.cat(tuple(downs), dim=2) if len(downs) > 1 else downs[0]

@@ -91,6 +91,29 @@ def route(
     return weights * rule.scaling, indices
 
 
+def within_capacity(weights: Tensor, indices: Tensor, capacity: int, experts: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Drops what is beyond an expert's capacity in each row, the earlier tokens of a row first.
+
+    Source: Fedus et al., Switch Transformers, 2022, Section 2.2; padding must lie on the right.
+
+    Args:
+        weights: [N, k].
+        indices: [N, k] experts; M for a pair that is not active.
+        capacity: Most pairs of an expert in one row.
+        experts: M.
+        rows: R; every N / R tokens are one row.
+
+    Returns:
+        Weights and indices, 0 and M for a pair that was dropped.
+    """
+    pairs = indices.reshape(rows, -1) if rows else indices
+    if pairs.shape[1] <= capacity:
+        return weights, indices
+    place = nn.functional.one_hot(pairs, experts + 1).cumsum(dim=1).gather(-1, pairs[..., None])
+    beyond = (place > capacity).view_as(indices)
+    return weights.masked_fill(beyond, 0.0), indices.masked_fill(beyond, experts)
+
+
 def _allowed(choice: Tensor, rule: RoutingRule) -> Tensor:
     """Returns [N, M] bool: the experts of the groups that a token may use."""
     grouped = choice.unflatten(-1, (rule.groups, -1))

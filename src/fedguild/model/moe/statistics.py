@@ -14,13 +14,13 @@ class RoutingStatistics:
 
     Attributes:
         counts: [L, S, M] tokens of slot s that activated expert m in MoE layer l.
-        tokens: [S] tokens seen.
+        layer_tokens: [L, S] tokens that each layer saw; the layers of encoder and decoder see others.
         step_hits: [L, S, M] optimizer steps in which expert m was activated at least once.
         steps: [S] optimizer steps in which the slot had tokens.
     """
 
     counts: Tensor
-    tokens: Tensor
+    layer_tokens: Tensor
     step_hits: Tensor
     steps: Tensor
 
@@ -31,7 +31,12 @@ class RoutingStatistics:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
 
-        return cls(zeros(layers, slots, experts), zeros(slots), zeros(layers, slots, experts), zeros(slots))
+        return cls(zeros(layers, slots, experts), zeros(layers, slots), zeros(layers, slots, experts), zeros(slots))
+
+    @property
+    def tokens(self) -> Tensor:
+        """[S], the tokens that the first layer saw; 0 in a model without one."""
+        return self.layer_tokens[:1].sum(dim=0)
 
     def frequency(self, unit: str = "token") -> Tensor:
         """Returns [L, S, M] activation frequencies in [0, 1]; 0 for a slot that saw nothing.
@@ -40,8 +45,8 @@ class RoutingStatistics:
             unit: `token`, the fraction of tokens that activated the expert, or `step`, the
                 fraction of optimizer steps in which any token did.
         """
-        hits, total = (self.counts, self.tokens) if unit == "token" else (self.step_hits, self.steps)
-        return hits.double() / total.clamp(min=1)[None, :, None].double()
+        hits, total = (self.counts, self.layer_tokens) if unit == "token" else (self.step_hits, self.steps[None])
+        return hits.double() / total.clamp(min=1)[..., None].double()
 
     def close_step(self, before: Tensor, tokens_before: Tensor) -> None:
         """Counts one optimizer step, given the counts and tokens from before it."""

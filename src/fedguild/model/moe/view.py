@@ -2,7 +2,8 @@
 
 Transformers' own extension points are used: the experts run through an implementation
 registered in `ALL_EXPERTS_FUNCTIONS`, the router's result is rewritten by a forward hook. No
-class of the library is patched.
+class of the library is patched. SwitchTransformers, which keeps its experts one by one, gets
+stacked ones first (switch.py).
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from fedguild.model.adapters.lora import slot_product
 from fedguild.model.moe.dispatch import dispatch
 from fedguild.model.moe.experts import Factors, FrozenExperts, run_experts
 from fedguild.model.moe.low_rank import prefers_blocks
-from fedguild.model.moe.routing import RoutingRule, route, routing_rule
+from fedguild.model.moe.routing import RoutingRule, route, routing_rule, within_capacity
+from fedguild.model.moe.switch import FAMILY as SWITCH
+from fedguild.model.moe.switch import PROJECTIONS as SWITCH_PROJECTIONS
+from fedguild.model.moe.switch import SwitchExperts, top1_hook
 from fedguild.model.plan import MoeInfo
 from fedguild.model.runtime import Runtime
 
 IMPLEMENTATION = "fedguild_slots"
-FAMILIES = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+FAMILIES = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", SWITCH)
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,11 @@ class MoeLayer:
         router: The router module; `experts` the fused experts module.
         rule: The family's routing.
         runtime: The backbone's runtime.
+        capacity: Most tokens of a row that an expert takes, or None without a limit.
         router_lora: (A [S, r, H], B [S, M, r], scale [S]) or None.
         expert_lora: (A, B) of gate, up and down, stored as `run_experts` takes them, or None.
         expert_scale: [S, r] LoRA's scale of each slot's ranks, or None.
+        expert_delta: [M, S, out, in] of every projection, what each slot adds to the frozen weights, or None.
         output_scale: [S] factor on the routed output, or None.
         logit_terms: Functions of the layer's input [N, H] whose results [N, M] are added to the logits.
         chooser: Chooses the experts in place of the family's rule, or None.
@@ -91,9 +97,11 @@ class MoeLayer:
     experts: nn.Module
     rule: RoutingRule
     runtime: Runtime
+    capacity: int | None = None
     router_lora: tuple[Tensor, Tensor, Tensor] | None = None
-    expert_lora: tuple[Factors, Factors, Factors] | None = None
+    expert_lora: tuple[Factors, ...] | None = None
     expert_scale: Tensor | None = None
+    expert_delta: tuple[Tensor, ...] | None = None
     output_scale: Tensor | None = None
     logit_terms: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
     chooser: Chooser | None = None
@@ -102,6 +110,7 @@ class MoeLayer:
     def detach(self) -> None:
         """Takes away everything that was attached."""
         self.router_lora = self.expert_lora = self.expert_scale = self.output_scale = self.chooser = None
+        self.expert_delta = None
         self.logit_terms.clear()
         self.observers.clear()
 
@@ -121,6 +130,10 @@ class MoeLayer:
         else:
             bias = getattr(self.router, "e_score_correction_bias", None)
             weights, indices = route(logits, self.rule, most, active, bias)
+        if self.capacity is not None:
+            weights, indices = within_capacity(
+                weights, indices, self.capacity, self.info.num_experts, sum(current.rows_per_slot)
+            )
         self.runtime.count(self.index, indices)
         if self.observers and self.runtime.counting:
             routing = Routing(self.index, hidden, logits, weights, indices, slot, current.keep(logits.shape[0]))
@@ -129,6 +142,28 @@ class MoeLayer:
         if self.output_scale is not None:
             weights = weights * self.output_scale[slot][:, None]
         return logits, weights, indices
+
+    def run(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Returns the experts' output [N, H] of hidden [N, H], routed by indices and weights [N, k]."""
+        current = self.runtime.current
+        tokens = hidden.shape[0]
+        if current is None:
+            slots, keep = 1, None
+            slot = torch.zeros(tokens, dtype=torch.int64, device=hidden.device)
+        else:
+            slots, keep = len(current.rows_per_slot), current.keep(tokens)
+            slot = current.slot_of_token(tokens, hidden.device)
+        lora = self.expert_lora if current is not None else None
+        delta = self.expert_delta if current is not None else None
+        blocks = lora is not None and delta is None and prefers_blocks(hidden)
+        plan = dispatch(indices, slot, keep, self.info.num_experts, slots, blocks)
+        return run_experts(hidden, weights, plan, self._frozen, lora, self.expert_scale, delta)
+
+    def _frozen(self) -> FrozenExperts:
+        experts: Any = self.experts
+        if isinstance(experts, SwitchExperts):
+            return FrozenExperts(experts.up_proj, experts.down_proj, experts.activation)
+        return FrozenExperts(experts.gate_up_proj, experts.down_proj, experts._apply_gate)
 
 
 def find_moe_layers(model: nn.Module, family: str, runtime: Runtime) -> list[MoeLayer]:
@@ -142,14 +177,18 @@ def find_moe_layers(model: nn.Module, family: str, runtime: Runtime) -> list[Moe
         experts = getattr(block, "experts", None)
         if not isinstance(experts, nn.Module):
             continue
-        router = getattr(block, "gate", None)
-        if family not in FAMILIES or router is None or not hasattr(experts, "gate_up_proj"):
-            raise ModelError(
-                f"The experts of '{family}' models ({type(experts).__name__}) are not supported.",
-                f"Supported mixture-of-experts families: {', '.join(FAMILIES)}.",
-            )
-        info = _describe(name, router, experts)
-        found.append(MoeLayer(len(found), info, router, experts, routing_rule(family, router), runtime))
+        if isinstance(experts, SwitchExperts):
+            router, info = block.router, _describe_switch(name, experts)
+        else:
+            router = getattr(block, "gate", None)
+            if family not in FAMILIES or router is None or not hasattr(experts, "gate_up_proj"):
+                raise ModelError(
+                    f"The experts of '{family}' models ({type(experts).__name__}) are not supported.",
+                    f"Supported mixture-of-experts families: {', '.join(FAMILIES)}.",
+                )
+            info = _describe(name, router, experts)
+        rule, capacity = routing_rule(family, router), getattr(router, "expert_capacity", None)
+        found.append(MoeLayer(len(found), info, router, experts, rule, runtime, capacity))
     return found
 
 
@@ -165,15 +204,26 @@ def _describe(name: str, router: Any, experts: Any) -> MoeInfo:
     )
 
 
+def _describe_switch(name: str, experts: SwitchExperts) -> MoeInfo:
+    num_experts, width, hidden = experts.up_proj.shape
+    router = f"{name}.router.classifier"
+    return MoeInfo(name, router, f"{name}.experts", num_experts, 1, hidden, width, SWITCH_PROJECTIONS)
+
+
 def attach(model: Any, layers: list[MoeLayer]) -> None:
     """Routes the model's MoE layers through the view."""
     if not layers:
         return
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
-    model.set_experts_implementation(IMPLEMENTATION)
+    if not isinstance(layers[0].experts, SwitchExperts):
+        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
+        model.set_experts_implementation(IMPLEMENTATION)
     for layer in layers:
-        object.__setattr__(layer.experts, "fedguild_layer", layer)
-        layer.router.register_forward_hook(_router_hook(layer))
+        if isinstance(layer.experts, SwitchExperts):
+            layer.experts.run = layer.run
+            layer.router.register_forward_hook(top1_hook(layer.routed, layer.runtime))
+        else:
+            object.__setattr__(layer.experts, "fedguild_layer", layer)
+            layer.router.register_forward_hook(_router_hook(layer))
 
 
 def _router_hook(layer: MoeLayer) -> Any:
@@ -190,16 +240,4 @@ def _router_hook(layer: MoeLayer) -> Any:
 def _experts_forward(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The registered implementation: hidden [N, H], routing [N, k] -> [N, H]."""
     layer: MoeLayer = module.fedguild_layer
-    current = layer.runtime.current
-    tokens = hidden.shape[0]
-    if current is None:
-        slots, keep = 1, None
-        slot = torch.zeros(tokens, dtype=torch.int64, device=hidden.device)
-    else:
-        slots, keep = len(current.rows_per_slot), current.keep(tokens)
-        slot = current.slot_of_token(tokens, hidden.device)
-    lora = layer.expert_lora if current is not None else None
-    blocks = lora is not None and prefers_blocks(hidden)
-    plan = dispatch(top_k_index, slot, keep, layer.info.num_experts, slots, blocks)
-    frozen = FrozenExperts(module.gate_up_proj, module.down_proj, module._apply_gate)
-    return run_experts(hidden, top_k_weights, plan, frozen, lora, layer.expert_scale)
+    return layer.run(hidden, top_k_index, top_k_weights)

@@ -1,0 +1,255 @@
+"""FDLoRA: a shared and a personal LoRA per client, fused by a few-shot search without gradients.
+
+J. Qi, Z. Luan, S. Huang, C. Fung, H. Yang, D. Qian, "FDLoRA: Personalized Federated Learning of
+Large Language Model via Dual LoRA Tuning", arXiv 2406.07925, 2024.
+
+The algorithm, in our words (Algorithm 1):
+    1  stage 1, each client i: train a LoRA on its own data; it is the personal theta_p^i
+    2  server: theta_s = mean_i theta_p^i; v = 0
+    3  stage 2, each round t = 1, 2, ..., for the sampled clients i:
+    4      client: theta_s^i = InnerOpt(theta_s), K steps
+    5      client: if t mod H = 0: theta_p^i = theta_s^i
+    6      server: g = mean_i (theta_s - theta_s^i)
+    7      server: v = m v + g;  theta_s = theta_s - eta (g + m v)          (OuterOpt, Nesterov)
+    8      client: AdaFusion: w1, w2 = argmin loss(w1 theta_s + w2 theta_p^i) + lambda (|w1| + |w2|) / 2
+               over its few-shot examples, by NGOpt in [-1.5, 1.5]^2 from (0, 0)
+    9      client: its model is w1 theta_s + w2 theta_p^i, A and B each; theta_s, theta_p^i stay as they are
+
+Symbols: theta_s `shared`, theta_p `personal`, v `velocity`, H `synchronise_every`, eta
+`outer_learning_rate`, m `outer_momentum`, lambda `regularisation`, w `weights`. InnerOpt and K are
+the run's `training` settings.
+
+Readings and deviations (docs/methods/fdlora.md):
+    - Stage 1 is the run's first round, so t is the round minus 1, and a run of T rounds trains as
+      much as T rounds of any other method. A client that was not sampled then takes its first
+      theta_s^i as theta_p^i.
+    - The client searches w at the end of its local update, where its data is, hence with the theta_s
+      that it has received; its model applies w to the theta_s that the round led to, as lines 8 and 9
+      say. After stage 1 there is no fused model yet and w is (0, 1).
+    - The few-shot examples are held out of training and the same in every evaluation.
+    - The factors are fused apart: (w1 B_s + w2 B_p)(w1 A_s + w2 A_p) has cross terms. The released
+      comparison does the same.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.cohort import Cohort
+from fedguild.data.batches import Encoded, collate
+from fedguild.errors import ConfigError
+from fedguild.methods.common import ADAPTER, in_part, initial_adapter
+from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.payload import Payload, with_part
+from fedguild.seeding import derive
+from fedguild.server.aggregation import WeightedMean
+from fedguild.server.method import Deployment, State, Upload
+
+VELOCITY = "velocity"
+PERSONAL = "personal"
+WEIGHTS = "fusion/weights"
+"""Where a client's memory has (w1, w2), [2]."""
+BOUND = 1.5
+
+
+class FDLoRASettings(BaseModel):
+    """The options of FDLoRA."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(8, ge=1, description="LoRA rank r of both adapters")
+    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; the scale is alpha / rank")
+    targets: tuple[str, ...] = Field(
+        ("q_proj", "v_proj"),
+        description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts",
+    )
+    dropout: float = Field(0.05, ge=0, lt=1, description="dropout on the input of LoRA on linear layers")
+    synchronise_every: int = Field(
+        5, ge=1, description="H: rounds of stage 2 after which the personal adapter becomes the client's shared one"
+    )
+    outer_learning_rate: float = Field(1.0, gt=0, description="the server's learning rate eta")
+    outer_momentum: float = Field(0.5, ge=0, lt=1, description="the server's Nesterov momentum m; 0 is plain SGD")
+    fusion_budget: int = Field(5, ge=1, description="weights (w1, w2) that a client tries in a search")
+    fusion_batches: int = Field(5, ge=1, description="batches of few-shot examples, of the training's batch size")
+    held_out: float = Field(
+        0.05,
+        gt=0,
+        lt=1,
+        description="share of a client's examples that is kept out of training for the search, at most",
+    )
+    regularisation: float = Field(0.05, ge=0, description="lambda: the weight of the mean of |w1|, |w2| in the search")
+
+
+class FDLoRA:
+    """Dual LoRA with fusion; see the module's docstring."""
+
+    name: ClassVar[str] = "fdlora"
+    title: ClassVar[str] = "FDLoRA: a shared and a personal LoRA, fused by a few-shot search"
+    needs_experts: ClassVar[bool] = False
+    Settings: ClassVar[type[BaseModel]] = FDLoRASettings
+
+    def __init__(self, settings: FDLoRASettings) -> None:
+        self.settings = settings
+
+    def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
+        """Returns one LoRA, the same for every budget: the two adapters take turns in it."""
+        settings = self.settings
+        return AdapterPlan(
+            rank=settings.rank,
+            scale=settings.alpha / settings.rank,
+            targets=settings.targets,
+            dropout=settings.dropout,
+        )
+
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+        """Returns the LoRA that stage 1 begins with (A random, B = 0), and v = 0.
+
+        Raises:
+            ConfigError: nevergrad is not installed.
+        """
+        _nevergrad()
+        shared = initial_adapter(model, self.plan(model, budgets[0]), rng)
+        velocity = {name: torch.zeros_like(value) for name, value in shared.items()}
+        return State({**with_part(ADAPTER, shared), **with_part(VELOCITY, velocity)}, {"rounds": 0})
+
+    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+        """Line 4: theta_s."""
+        return Payload(with_part(ADAPTER, Payload(state.tensors).part(ADAPTER)))
+
+    def local_update(self, cohort: Cohort) -> list[Payload]:
+        """Lines 1, 4 and 5, then line 8."""
+        limit = self.settings.fusion_batches * cohort.settings.batch_size
+        few_shot = [cohort.hold_out(slot, self.settings.held_out, limit) for slot in range(len(cohort.work))]
+        for slot, work in enumerate(cohort.work):
+            cohort.load(slot, work.download.part(ADAPTER))
+        for step in cohort.steps():
+            nll = step.forward()
+            step.backward(nll)
+            step.apply()
+        trained = [cohort.read(slot) for slot in range(len(cohort.work))]
+        stage_two_round = cohort.round - 1
+        personal = [
+            own if stage_two_round % self.settings.synchronise_every == 0 else work.memory.part(PERSONAL) or own
+            for own, work in zip(trained, cohort.work, strict=True)
+        ]
+        weights = [torch.tensor([0.0, 1.0])] * len(trained)
+        if stage_two_round > 0:
+            weights = self._search(cohort, personal, few_shot)
+        for slot, (own, found) in enumerate(zip(personal, weights, strict=True)):
+            cohort.keep(slot, {**with_part(PERSONAL, own), WEIGHTS: found})
+        return [Payload(with_part(ADAPTER, own)) for own in trained]
+
+    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+        """Returns the names and shapes of theta_s^i."""
+        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
+
+    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+        """Line 2 after stage 1, then lines 6 and 7."""
+        before = Payload(state.tensors)
+        shared, velocity = before.part(ADAPTER), before.part(VELOCITY)
+        running = WeightedMean()
+        for upload in uploads:
+            running.add(upload.payload.part(ADAPTER), 1.0)
+        mean = running.result(shared)
+        rounds = int(state.scalars["rounds"])
+        if rounds > 0:
+            momentum, rate = self.settings.outer_momentum, self.settings.outer_learning_rate
+            gradient = {name: shared[name] - mean[name] for name in shared}
+            velocity = {name: momentum * velocity[name] + gradient[name] for name in shared}
+            mean = {name: shared[name] - rate * (gradient[name] + momentum * velocity[name]) for name in shared}
+        return State({**with_part(ADAPTER, mean), **with_part(VELOCITY, velocity)}, {"rounds": rounds + 1})
+
+    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+        """Returns theta_s."""
+        return Deployment(self.plan(model, budget), Payload(state.tensors).part(ADAPTER))
+
+    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Line 9; theta_s for a client that has no personal adapter yet."""
+        deployment = self.deploy(state, model, client.budget)
+        if not memory.tensors:
+            return deployment
+        return Deployment(deployment.plan, fused(memory.tensors[WEIGHTS], deployment.tensors, memory.part(PERSONAL)))
+
+    def _search(
+        self, cohort: Cohort, personal: Sequence[Mapping[str, Tensor]], few_shot: Sequence[Sequence[Encoded]]
+    ) -> list[Tensor]:
+        """Line 8 for all clients of the cohort at once: returns each one's (w1, w2), [2].
+
+        A client's search is its own: it draws from the client's own seed, and only its own slot's
+        losses reach it.
+        """
+        shared = [work.download.part(ADAPTER) for work in cohort.work]
+        searches = [self._optimizer(cohort, client) for client in cohort.clients]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="COBYLA")
+            for _ in range(self.settings.fusion_budget):
+                tried = [search.ask() for search in searches]
+                for slot, candidate in enumerate(tried):
+                    weights = torch.from_numpy(candidate.value)
+                    cohort.load(slot, fused(weights, shared[slot], personal[slot]))
+                for search, candidate, loss in zip(searches, tried, mean_losses(cohort, few_shot), strict=True):
+                    size = float(abs(candidate.value).mean())
+                    search.tell(candidate, loss + self.settings.regularisation * size)
+            return [torch.from_numpy(search.provide_recommendation().value).float() for search in searches]
+
+    def _optimizer(self, cohort: Cohort, client: ClientInfo) -> Any:
+        """Returns nevergrad's NGOpt over [-1.5, 1.5]^2 from (0, 0), seeded for a client and round."""
+        nevergrad = _nevergrad()
+        weights = nevergrad.p.Array(init=[0.0, 0.0], lower=[-BOUND] * 2, upper=[BOUND] * 2)
+        weights.random_state.seed(derive(cohort.seed, "fusion", cohort.round, client.index) % 2**32)
+        return nevergrad.optimizers.NGOpt(parametrization=weights, budget=self.settings.fusion_budget)
+
+
+def fused(weights: Tensor, shared: Mapping[str, Tensor], personal: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns w1 theta_s + w2 theta_p by name, as new tensors.
+
+    Args:
+        weights: [2], w1 and w2.
+        shared: theta_s.
+        personal: theta_p, of the same names and shapes.
+    """
+    first, second = weights.tolist()
+    return {name: first * value + second * personal[name] for name, value in shared.items()}
+
+
+@torch.no_grad()
+def mean_losses(cohort: Cohort, examples: Sequence[Sequence[Encoded]]) -> list[float]:
+    """Returns every slot's mean negative log-likelihood over its response tokens, in nats; 0 where it has none.
+
+    Args:
+        cohort: The clients, their trainables loaded.
+        examples: `examples[slot]`, the rows of every slot.
+    """
+    size = cohort.settings.batch_size
+    sums = torch.zeros(len(examples), dtype=torch.float64)
+    counts = torch.zeros(len(examples), dtype=torch.float64)
+    for start in range(0, max(map(len, examples)), size):
+        batch = collate([rows[start : start + size] for rows in examples], cohort.pad_id, cohort.model.seq2seq)
+        losses = cohort.model.token_losses(batch).double().cpu()
+        sums.index_add_(0, batch.group, losses)
+        counts.index_add_(0, batch.group, torch.ones_like(losses))
+    means: list[float] = (sums / counts.clamp(min=1)).tolist()
+    return means
+
+
+def _nevergrad() -> Any:
+    """Returns the module nevergrad, which is an extra because FDLoRA alone needs it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import nevergrad
+    except ImportError as error:
+        raise ConfigError(
+            "FDLoRA searches its fusion weights with nevergrad, which is not installed.",
+            'Install the extra: pip install "fedguild[fusion]".',
+        ) from error
+    return nevergrad

@@ -1,0 +1,93 @@
+"""Products of every slot's own rows with its own matrix.
+
+On a CPU, fp32 products that are large enough go to oneDNN, slot by slot (docs/decisions/0004); else
+the slots are one batched product where their rows are equal, and a product each where they are not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedguild.model.frozen_linear import WORTHWHILE, has_onednn, onednn_linear
+
+
+def slot_rows(rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Returns [N, a], the rows [N, c] times their slot's transposed matrix.
+
+    Args:
+        rows: [N, c], slot-major.
+        matrices: [S, a, c].
+        counts: Rows of each slot, in a unit that N is a multiple of their sum of.
+    """
+    product: Tensor = _SlotRows.apply(None, rows, matrices, counts)  # type: ignore[no-untyped-call]
+    return product
+
+
+def add_slot_rows(total: Tensor, rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Returns the total [N, a] plus `slot_rows(rows, matrices, counts)`."""
+    product: Tensor = _SlotRows.apply(total, rows, matrices, counts)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _SlotRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor | None, rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(rows, matrices)
+        ctx.counts = counts
+        return _multiply(rows, matrices, counts, total)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, matrices = ctx.saved_tensors
+        grad_rows = grad_matrices = None
+        if ctx.needs_input_grad[1]:
+            grad_rows = _multiply(grads[0], matrices.transpose(1, 2), ctx.counts)
+        if ctx.needs_input_grad[2]:
+            grad_matrices = _outer(grads[0], rows, ctx.counts)
+        return grads[0] if ctx.needs_input_grad[0] else None, grad_rows, grad_matrices, None
+
+
+def _multiply(rows: Tensor, matrices: Tensor, counts: tuple[int, ...], total: Tensor | None = None) -> Tensor:
+    if len(counts) == 1:
+        return _product(rows, matrices[0], total)
+    if len(set(counts)) == 1 and not _suits_onednn(rows, rows.numel() // len(counts) * matrices.shape[1]):
+        grouped, transposed = rows.unflatten(0, (len(counts), -1)), matrices.transpose(1, 2)
+        if total is None:
+            return torch.bmm(grouped, transposed).flatten(0, 1)
+        return torch.baddbmm(total.unflatten(0, (len(counts), -1)), grouped, transposed).flatten(0, 1)
+    totals = [None] * len(counts) if total is None else _split(total, counts)
+    parts = zip(_split(rows, counts), matrices, totals, strict=True)
+    return torch.cat([_product(part, matrix, own) for part, matrix, own in parts])
+
+
+def _outer(left: Tensor, right: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Returns [S, a, b], every slot's left rows [N, a] transposed times its right rows [N, b]."""
+    if len(counts) == 1:
+        return _product(left.t(), right.t())[None]
+    if len(set(counts)) == 1 and not _suits_onednn(left, left.numel() // len(counts) * right.shape[1]):
+        grouped = left.unflatten(0, (len(counts), -1)).transpose(1, 2)
+        return torch.bmm(grouped, right.unflatten(0, (len(counts), -1)))
+    pairs = zip(_split(left, counts), _split(right, counts), strict=True)
+    return torch.stack([_product(a.t(), b.t()) for a, b in pairs])
+
+
+def _product(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
+    """Returns left [n, c] times right [m, c] transposed, plus the total."""
+    if _suits_onednn(left, left.numel() * right.shape[0]):
+        product = onednn_linear(left, right)
+        return product if total is None else product.add_(total)
+    return left @ right.t() if total is None else torch.addmm(total, left, right.t())
+
+
+def _suits_onednn(rows: Tensor, multiplications: int) -> bool:
+    """Whether oneDNN's greater cost per call pays."""
+    return multiplications >= WORTHWHILE and rows.dtype is torch.float32 and rows.device.type == "cpu" and has_onednn()
+
+
+def _split(rows: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:
+    unit = rows.shape[0] // max(1, sum(counts))
+    parts: tuple[Tensor, ...] = rows.split([count * unit for count in counts])
+    return parts

@@ -1,0 +1,57 @@
+"""Frozen weights in 4 bit (NF4) by bitsandbytes, on a GPU.
+
+transformers gives linear layers 4-bit weights as it loads them, but the fused experts are bare
+parameters, which it leaves in 16 bit (bitsandbytes issue 1849), and they are most of a
+mixture-of-experts model. `quantise_experts` packs those too, by bitsandbytes' parametrisation: from
+then on the module dequantises a weight when it is asked for. The experts' kernel asks in each pass
+and keeps nothing in between, so one layer's weights are in 16 bit at a time. While the model loads,
+the experts of all layers are; routers, embeddings and the head stay in 16 bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig
+from transformers.utils.import_utils import is_accelerate_available, is_bitsandbytes_available
+
+from fedguild.errors import ConfigError
+
+OLDEST = "0.50.0"
+"""Before it, dequantised weights pile up under gradient checkpointing (bitsandbytes pull request 1999)."""
+KIND = "nf4"
+
+
+def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Returns the arguments with which `from_pretrained` puts linear layers on a GPU in 4 bit.
+
+    Args:
+        dtype: The dtype of the products.
+        device: The GPU.
+
+    Raises:
+        ConfigError: there is no GPU, or bitsandbytes or accelerate is missing or too old.
+    """
+    if device.type != "cuda":
+        raise ConfigError("model.load_in_4bit needs a GPU.", "Set model.load_in_4bit=false.")
+    if not is_bitsandbytes_available(OLDEST) or not is_accelerate_available():
+        raise ConfigError(
+            f"model.load_in_4bit needs accelerate and bitsandbytes {OLDEST} or newer.",
+            f"pip install accelerate 'bitsandbytes>={OLDEST}'",
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=KIND, bnb_4bit_compute_dtype=dtype)
+    return {"quantization_config": config, "device_map": {"": index}}
+
+
+def quantise_experts(experts: Iterable[nn.Module]) -> None:
+    """Packs the stacked weights [M, out, in] of experts modules, layer by layer, in place."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit  # type: ignore[import-not-found, unused-ignore]
+
+    for module in experts:
+        stacked = [name for name, weight in module.named_parameters(recurse=False) if weight.dim() == 3]
+        for name in stacked:
+            replace_parameter_4bit(module, name, quant_type=KIND)

@@ -1,0 +1,43 @@
+"""A batch as its model takes it: causal, causal with an attention of the batch's own, or encoder-decoder."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedguild.data.batches import SlotBatch
+from fedguild.errors import ModelError
+from fedguild.model.backbone import Backbone
+
+
+def model_inputs(backbone: Backbone, batch: SlotBatch) -> dict[str, Tensor | None]:
+    """Returns the arguments of a forward pass; causal attention needs no mask for padding on the right.
+
+    Raises:
+        ModelError: the batch is for another kind of model, or its attention for another implementation.
+    """
+    causal = backbone.info.seq2seq is None
+    if causal != (batch.decoder_ids is None):
+        raise ModelError(
+            f"{backbone.info.name} is {'a causal' if causal else 'an encoder-decoder'} model, "
+            "but the batch is for the other kind.",
+            "Collate it with the model's own `seq2seq`.",
+        )
+    if causal:
+        attention = None if batch.attention is None else _attention(backbone, batch.attention)
+        return {"input_ids": batch.input_ids, "attention_mask": attention, "position_ids": batch.position_ids}
+    return {"input_ids": batch.input_ids, "attention_mask": batch.mask, "decoder_input_ids": batch.decoder_ids}
+
+
+def _attention(backbone: Backbone, allowed: Tensor) -> Tensor:
+    """Returns a batch's own attention as the model takes it; eager attention adds it to its scores."""
+    kind = backbone.model.config._attn_implementation
+    if kind == "sdpa":
+        return allowed
+    if kind == "eager":
+        blocked = torch.finfo(backbone.dtype).min
+        return torch.zeros_like(allowed, dtype=backbone.dtype).masked_fill(~allowed, blocked)
+    raise ModelError(
+        f"The attention implementation {kind} cannot run rows that hold several candidate answers.",
+        "Set model.attention to sdpa or eager.",
+    )

@@ -1,0 +1,64 @@
+"""The products of experts that are trained in full: every (expert, slot) group has a dense change of its own.
+
+The experts of slot s are W + D_s. W multiplies all rows of an expert at once; what D_s adds is a
+product grouped by (expert, slot), so the sum W + D_s is never formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedguild.model.moe.products import grouped_outer, grouped_rows
+
+
+@dataclass(frozen=True)
+class FullChange:
+    """How a layer's dense changes D [M, S, out, in] are added to its frozen products.
+
+    n is the number of rows of the dispatch, G = M·S of groups, p of projections with a common input.
+
+    Attributes:
+        ends: [G] int32, where each group's rows end.
+    """
+
+    tensors_per_projection: ClassVar[int] = 1
+    ends: Tensor
+
+    def add(self, total: Tensor, rows: Tensor, trained: Sequence[Tensor]) -> None:
+        """Adds D x of every row x [n, in] to the frozen product [n, p·out]."""
+        for part, change in zip(total.chunk(len(trained), dim=1), trained, strict=True):
+            part += grouped_rows(rows, self._matrices(change, rows.dtype).transpose(1, 2), self.ends)
+
+    def back(
+        self,
+        d_rows: Tensor,
+        d_total: Tensor,
+        rows: Tensor,
+        trained: Sequence[Tensor],
+        kept: Tensor | None,
+        weight: Tensor | None,
+    ) -> list[Tensor]:
+        """Adds Dᵀ dy to the gradient of the rows; returns the gradient Σ w dy xᵀ [G, out, in] of every D.
+
+        Args:
+            d_rows: [n, in].
+            d_total: dy, [n, p·out].
+            rows: x, [n, in].
+            trained: The p changes.
+            kept: What `add` returned.
+            weight: w, [n, 1], where dy does not have the routing weight in it yet.
+        """
+        weighted = rows if weight is None else rows * weight
+        gradients = []
+        for part, change in zip(d_total.chunk(len(trained), dim=1), trained, strict=True):
+            d_rows += grouped_rows(part, self._matrices(change, part.dtype), self.ends)
+            gradients.append(grouped_outer(part, weighted, self.ends))
+        return gradients
+
+    def _matrices(self, change: Tensor, dtype: torch.dtype) -> Tensor:
+        return change.flatten(0, 1).to(dtype)

@@ -1,0 +1,112 @@
+"""The figures of what a method reports: lines over the rounds, heat maps of the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fedguild.report.observations import Series
+from fedguild.report.style import FULL_WIDTH, HEAT, INK, MUTED, gridlines, method_colours, styled, to_svg
+from fedguild.server.record import ObservationRecord
+
+MOST_NAMED = 8
+"""Rows beyond which the lines are thin and unnamed, and their mean stands out."""
+_MOST_TICKS = 40
+_CHARACTERS_IN_A_LINE = 100
+
+
+def observation_figure(series: Series, key: str) -> str:
+    """Returns a figure's lines over the rounds, or its heat map where a row has a value for each column.
+
+    Args:
+        series: What the method reported.
+        key: Prefix of the ids in the SVG.
+    """
+    return _heat_map(series.last, key) if series.is_matrix else _lines(series, key)
+
+
+def _lines(series: Series, key: str) -> str:
+    lines = series.lines()
+    few = len(lines) <= MOST_NAMED
+    with styled(key):
+        figure = Figure(figsize=(FULL_WIDTH, 2.3), layout="constrained")
+        axes = figure.subplots()
+        for (row, points), colour in zip(lines.items(), method_colours(len(lines)), strict=True):
+            (line,) = axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.7, label=row)
+            if not few:
+                line.set(color=MUTED, linewidth=0.6, alpha=0.45)
+            if len(points) == 1:
+                line.set(marker="o", markersize=3.5)
+        if few and lines:
+            figure.legend(loc="outside right upper", frameon=False, handlelength=1.2)
+        elif lines:
+            axes.plot(*zip(*_mean_line(series), strict=True), color=INK, linewidth=2.4)
+        axes.set(xlabel="round", ylabel=series.unit)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.margins(x=0.02)
+        gridlines(axes)
+        return to_svg(figure, key, f"Line chart: {series.name} over the rounds, {len(lines)} lines.")
+
+
+def _mean_line(series: Series) -> list[tuple[int, float]]:
+    """Returns (round, mean over the rows)."""
+    by_round: dict[int, list[float]] = {}
+    for points in series.lines().values():
+        for number, value in points:
+            by_round.setdefault(number, []).append(value)
+    return [(number, float(np.mean(by_round[number]))) for number in sorted(by_round)]
+
+
+def _heat_map(record: ObservationRecord, key: str) -> str:
+    values = np.asarray(record.values, dtype=np.float64)
+    rows, columns = values.shape
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    low = 0.0 if 0 < low < high / 2 else low
+    with styled(key):
+        height = 0.75 + min(max(0.2 * rows, 0.6), 7.0)
+        figure = Figure(figsize=(FULL_WIDTH, height), layout="constrained")
+        axes = figure.subplots()
+        top = high if high > low else low + 1.0
+        image = axes.imshow(values, cmap=HEAT, vmin=low, vmax=top, aspect="auto", interpolation="none")
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+        _label(axes, "y", record.rows)
+        _label(axes, "x", record.columns)
+        bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=14)
+        bar.outline.set_visible(False)
+        bar.set_label(record.unit)
+        return to_svg(figure, key, f"Heat map: {record.name} of {rows} rows and {columns} columns.")
+
+
+def _label(axes: Axes, axis: str, labels: Sequence[str]) -> None:
+    """Names the rows or columns; what all labels begin with becomes the name of the axis."""
+    word, names = split_labels(labels)
+    step = -(-len(names) // _MOST_TICKS)
+    ticks = range(0, len(names), step)
+    shown = [names[place] for place in ticks]
+    if axis == "y":
+        axes.set_yticks(ticks, shown)
+        axes.set_ylabel(word)
+        return
+    axes.set_xticks(ticks, shown)
+    axes.set_xlabel(word)
+    if sum(len(name) + 2 for name in shown) > _CHARACTERS_IN_A_LINE:
+        for tick in axes.get_xticklabels():
+            tick.set(rotation=40, ha="right", rotation_mode="anchor")
+
+
+def split_labels(labels: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns what all labels begin with, and what follows: `expert`, `["0", "1"]` of `expert 0`, `expert 1`.
+
+    Labels without a common beginning come back as they are, after an empty word.
+    """
+    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*labels, strict=False))
+    shared = "".join(letters[0] for letters in same) if len(labels) > 1 else ""
+    length = 1 + max(shared.rfind(separator) for separator in " .-")
+    return shared[:length].rstrip(" .-"), [label[length:] for label in labels]

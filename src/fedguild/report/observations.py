@@ -1,0 +1,99 @@
+"""What methods report of their own rounds, gathered by name: over the rounds, and over the seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from fedguild.evaluation.metrics import spread
+from fedguild.report.grid import Cell, Grid
+from fedguild.report.record import Run
+from fedguild.server.record import ObservationRecord
+
+
+@dataclass(frozen=True)
+class Series:
+    """One figure of a run over its rounds.
+
+    Attributes:
+        name: What it is.
+        unit: The unit of its values; empty for a pure number.
+        records: What was reported, one for each round, in order.
+    """
+
+    name: str
+    unit: str
+    records: tuple[ObservationRecord, ...]
+
+    @property
+    def last(self) -> ObservationRecord:
+        """The last round's record."""
+        return self.records[-1]
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether a row has a value for each column."""
+        return bool(self.last.columns)
+
+    @property
+    def title(self) -> str:
+        """Its name, as a heading."""
+        return self.name[:1].upper() + self.name[1:]
+
+    def lines(self) -> dict[str, list[tuple[int, float]]]:
+        """Returns row -> (round, value), for figures with one value in a row; values that are no number are left out.
+
+        A row that some rounds lack has a shorter line.
+        """
+        found: dict[str, list[tuple[int, float]]] = {}
+        for record in self.records:
+            for row, (value, *_) in zip(record.rows, record.values, strict=True):
+                if math.isfinite(value):
+                    found.setdefault(row, []).append((record.round, value))
+        return found
+
+
+def observed(run: Run) -> list[Series]:
+    """Returns every figure that the run's method reported, in the order of its first report."""
+    by_name: dict[str, dict[int, ObservationRecord]] = {}
+    for record in run.observations:
+        by_name.setdefault(record.name, {})[record.round] = record
+    ordered = [[rounds[number] for number in sorted(rounds)] for rounds in by_name.values()]
+    return [Series(records[-1].name, records[-1].unit, tuple(records)) for records in ordered]
+
+
+def observation_grid(runs: Mapping[str, Sequence[Run]]) -> Grid | None:
+    """Returns the last round's figures of several methods over their seeds; None where no method reports any.
+
+    A figure's rows and columns may mean something else under another seed (experts start anew), so
+    seeds are compared by the mean, the smallest and the largest value of a figure, never entry by entry.
+
+    Args:
+        runs: Label -> the method's runs, one per seed.
+    """
+    body = [
+        (Cell(label), Cell(f"{name} ({unit})" if unit else name), *map(Cell, cells))
+        for label, members in runs.items()
+        for name, unit, cells in _over_seeds(members)
+    ]
+    header = (Cell("Method"), Cell("Figure"), Cell("Mean"), Cell("Smallest"), Cell("Largest"))
+    title = "What the methods report of the last round, mean ± sample deviation over seeds"
+    return Grid(title, header, tuple(body)) if body else None
+
+
+def _over_seeds(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[str]]]:
+    """Yields the name, the unit and the printed mean, smallest and largest value of each figure."""
+    found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    for series in (series for run in runs for series in observed(run)):
+        values = [value for row in series.last.values for value in row if math.isfinite(value)]
+        if values:
+            found.setdefault((series.name, series.unit), []).append((fmean(values), min(values), max(values)))
+    for (name, unit), seeds in found.items():
+        yield name, unit, [_printed(column) for column in zip(*seeds, strict=True)]
+
+
+def _printed(values: Sequence[float]) -> str:
+    over = spread(values)
+    return f"{over.mean:.4g}" if over.count < 2 else f"{over.mean:.4g} ± {over.std:.2g}"

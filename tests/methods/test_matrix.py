@@ -1,0 +1,344 @@
+"""What the protocol promises, proved for every registered method: one table, one proof each.
+
+`CASES` says under which small settings each method is looked at; a registered method that is not
+in it fails. The proofs know nothing of any method.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedguild import experiment
+from fedguild.client.optimizer import OptimizerSettings
+from fedguild.client.schedule import TrainingSettings
+from fedguild.engines.local import LocalEngine
+from fedguild.errors import UploadError
+from fedguild.methods import METHODS, build_method
+from fedguild.model.plan import trainable_shapes
+from fedguild.model.slots import SlotModel
+from fedguild.payload import Payload
+from fedguild.server import checkpoint
+from fedguild.server.method import Method, Observing, State, Upload
+from fedguild.server.rounds import Task
+from fedguild.server.validation import Omissible, check_upload
+from fedguild.wire.codec import decode, encode
+from tests.backbones import tiny_backbone
+from tests.experiment.runs import Killed, assert_same, ended, kill_at, save_model, small_config
+from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
+
+SGD_STEP = TrainingSettings(optimizer=OptimizerSettings("sgd"), learning_rate=0.5, batch_size=3, steps=1)
+TEN_STEPS = TrainingSettings(optimizer=OptimizerSettings("adam"), learning_rate=0.01, batch_size=2, steps=10)
+CLIENTS = (client(0, LARGE, 4), client(1, SMALL, 5), client(2, MIDDLE, 3), client(3, SMALL, 6))
+"""Every client has examples of other lengths than the others, so that a pass over several is padded."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Small settings of a method.
+
+    Attributes:
+        options: The method's options.
+        family: A family of `tests.backbones`.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    family: str = "olmoe"
+
+
+_EVERYTHING = ["attention", "router", "experts"]
+_MOLE = {"rank": 2, "experts": 6, "active_experts": 2, "experts_per_client": 4, "embedding_share": 0.3}
+CASES = {
+    "fdlora": Case({"rank": 2, "synchronise_every": 2, "held_out": 0.3, "fusion_batches": 2}, "llama"),
+    "fdlora on experts": Case({"rank": 2, "targets": ["q_proj", "experts"], "held_out": 0.3, "dropout": 0.0}),
+    "fedalign-moe": Case({"rank": 2, "targets": ["attention"]}),
+    "fedalign-moe with full experts": Case({"experts": "full", "gate": "averaged"}),
+    "fedamole": Case(_MOLE, "llama"),
+    "fedamole with vanilla routers": Case({**_MOLE, "router": "vanilla", "assignment": "random"}, "llama"),
+    "fedit": Case({"rank": 3, "targets": _EVERYTHING, "rank_by_budget": True}),
+    "fedit with personal adapters": Case({"rank": 2, "targets": ["q_proj"], "dropout": 0.3, "personal": True}, "llama"),
+    "fedprompt": Case({"tokens": 3}, "llama"),
+    "fedptuning": Case({"tokens": 3, "width": 8}, "llama"),
+    "flame": Case({"rank": 2, "targets": _EVERYTHING}),
+    "flame by steps": Case({"rank": 2, "rescaler": "shared", "frequency": "step"}),
+    "ub-smoe": Case({"rank": 2, "targets": _EVERYTHING, "candidates": 3}),
+    "ub-smoe by tokens": Case({"rank": 2, "pseudo_gradient": "token", "send_pseudo_gradient": "always"}),
+}
+"""A method's name, and after it what is particular about the settings -> the settings."""
+
+
+def test_every_registered_method_has_its_case() -> None:
+    missing = set(METHODS) - {label.partition(" ")[0] for label in CASES}
+    assert not missing, f"Give {', '.join(sorted(missing))} small settings in CASES, so that the proofs cover it."
+
+
+def cases() -> list[str]:
+    """The cases of the methods that are registered."""
+    return [label for label in CASES if label.partition(" ")[0] in METHODS]
+
+
+def method_of(label: str) -> Method:
+    return build_method(label.partition(" ")[0], CASES[label].options)
+
+
+def fresh(label: str, folder: Path, dtype: torch.dtype = torch.float32) -> Federation:
+    """The case's federation, before its first round."""
+    backbone = tiny_backbone(CASES[label].family, dtype=dtype)
+    backbone.tokenizer.encode = lambda text, **_: [1 + ord(letter) % 31 for letter in text]
+    return Federation(backbone, method_of(label), CLIENTS, folder)
+
+
+def train(
+    federation: Federation, state: State, round: int = 1, settings: TrainingSettings = SGD_STEP, cohort: int = 4
+) -> list[Upload]:
+    """The uploads of all clients, `cohort` of them in a pass, their memory kept."""
+    method, model = federation.method, federation.model
+    engine = LocalEngine(
+        federation.backbone, federation.examples, settings, federation.memory, cohort_size=cohort, seed=1
+    )
+    tasks = [Task(round, who, method.download(state, model, who)) for who in federation.clients]
+    deliveries = list(engine.train(method, model, tasks))
+    deliveries.sort(key=lambda delivery: delivery.task.client.index)
+    return [Upload(round, delivery.task.client, delivery.upload) for delivery in deliveries if delivery.upload]
+
+
+def second_round(federation: Federation, settings: TrainingSettings, cohort: int) -> tuple[State, list[Upload]]:
+    """The state after one round that all train together, and the uploads of the next, trained `cohort` at a time."""
+    state = federation.start()
+    state = federation.method.aggregate(state, iter(train(federation, state, settings=settings)))
+    return state, train(federation, state, 2, settings, cohort)
+
+
+def assert_same_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    differing = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    assert not differing
+
+
+def movement(sent: Upload, download: Payload) -> dict[str, dict[str, Tensor]]:
+    """Part -> name -> what training changed of a tensor; the tensor itself where nothing like it was received."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, value in sent.payload.tensors.items():
+        before = download.tensors.get(name)
+        change = value.double() - before.double() if before is not None else value.double()
+        found.setdefault(name.partition("/")[0], {})[name] = change
+    return found
+
+
+def norm(tensors: Iterator[Tensor]) -> float:
+    return float(torch.stack([tensor.double().square().sum() for tensor in tensors]).sum().sqrt())
+
+
+# A client in a cohort gets the update that it gets alone
+
+
+@pytest.mark.parametrize("label", cases())
+def test_one_step_together_and_alone(label: str, tmp_path: Path) -> None:
+    """In fp32, to 1e-5 of the change of each part of an upload, in the first round and in the second."""
+    together, alone = fresh(label, tmp_path / "together"), fresh(label, tmp_path / "alone")
+    state = together.start()
+    for round in (1, 2):
+        pairs = zip(train(together, state, round), train(alone, state, round, cohort=1), strict=True)
+        uploads = []
+        for ours, theirs in pairs:
+            download = together.method.download(state, together.model, ours.client)
+            moved, expected = movement(ours, download), movement(theirs, download)
+            assert ours.payload.tensors.keys() == theirs.payload.tensors.keys()
+            assert ours.payload.scalars == theirs.payload.scalars
+            for part, changes in expected.items():
+                apart = norm(iter(moved[part][name] - change for name, change in changes.items()))
+                whole = norm(iter(changes.values()))
+                assert apart <= 1e-5 * whole + 1e-9, f"{ours.client.name}, {part}: {apart} of {whole}"
+            assert any(norm(iter(changes.values())) > 1e-4 for changes in expected.values())
+            uploads.append(theirs)
+        state = together.method.aggregate(state, iter(uploads))
+
+
+@pytest.mark.parametrize("label", cases())
+def test_ten_steps_in_double_precision_together_and_alone(label: str, tmp_path: Path) -> None:
+    """Two cohorts of two, against one after the other; figures that travel in fp32 agree to its rounding."""
+    federations = [fresh(label, tmp_path / name, torch.float64) for name in ("together", "alone")]
+    found = [
+        train(federation, federation.start(), settings=TEN_STEPS, cohort=cohort)
+        for federation, cohort in zip(federations, (2, 1), strict=True)
+    ]
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.payload.tensors.keys() == theirs.payload.tensors.keys()
+        for name, value in theirs.payload.tensors.items():
+            limit = 1e-8 if value.dtype is torch.float64 else 1e-6
+            torch.testing.assert_close(ours.payload.tensors[name], value, rtol=limit, atol=limit)
+        kept = [federation.memory.load(ours.client.name, 2).tensors for federation in federations]
+        assert kept[0].keys() == kept[1].keys()
+        for name, value in kept[1].items():
+            torch.testing.assert_close(kept[0][name], value, rtol=1e-6, atol=1e-6)
+
+
+# The backbone
+
+
+@pytest.mark.parametrize("label", cases())
+def test_a_round_leaves_the_backbone_as_it_was(label: str, tmp_path: Path) -> None:
+    """Bit by bit, in its weights and in what it computes."""
+    federation = fresh(label, tmp_path)
+    model, tokens = federation.backbone.model, torch.arange(3, 13)[None]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        said = model(input_ids=tokens).logits
+    state, _ = second_round(federation, TEN_STEPS, cohort=2)
+    deployed(federation, state)
+    assert_same_tensors(model.state_dict(), before)
+    assert not any(weight.requires_grad or weight.grad is not None for weight in model.parameters())
+    assert federation.backbone.runtime.current is None
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits, said)
+
+
+# The server
+
+
+@pytest.mark.parametrize("label", cases())
+def test_the_state_survives_its_checkpoint(label: str, tmp_path: Path) -> None:
+    """Bit by bit, and so does the round that follows from it."""
+    federation = fresh(label, tmp_path)
+    state = federation.start()
+    for round in (1, 2):
+        checkpoint.save(tmp_path / "checkpoints", round, state, fingerprint="x")
+        restored = checkpoint.load(tmp_path / "checkpoints", round, fingerprint="x").state
+        assert restored.scalars == state.scalars
+        assert_same_tensors(restored.tensors, state.tensors)
+        uploads, again = train(federation, state, round), train(federation, restored, round)
+        for ours, theirs in zip(again, uploads, strict=True):
+            assert_same_tensors(ours.payload.tensors, theirs.payload.tensors)
+            assert ours.payload.scalars == theirs.payload.scalars
+        state = federation.method.aggregate(state, iter(uploads))
+        after = federation.method.aggregate(restored, iter(again))
+        assert after.scalars == state.scalars
+        assert_same_tensors(after.tensors, state.tensors)
+
+
+@pytest.mark.parametrize("label", cases())
+def test_uploads_are_what_the_server_expects(label: str, tmp_path: Path) -> None:
+    """Before and after the wire; one tensor less, one more, or one of another shape is refused."""
+    federation = fresh(label, tmp_path)
+    method, model, state = federation.method, federation.model, federation.start()
+    for round in (1, 2):
+        uploads = train(federation, state, round)
+        for sent in uploads:
+            download = method.download(state, model, sent.client)
+            for payload in (download, sent.payload):
+                travelled = decode(encode(payload))
+                assert_same_tensors(travelled.tensors, payload.tensors)
+                assert travelled.scalars == payload.scalars
+            expected = method.expected_upload(model, sent.client, download)
+            check_upload(sent.payload, expected, client=sent.client.name)
+            tensors, needed = sent.payload.tensors, [n for n, s in expected.items() if not isinstance(s, Omissible)]
+            name = needed[0]
+            for wrong in (
+                {key: value for key, value in tensors.items() if key != name},
+                {**tensors, "other/tensor": torch.zeros(1)},
+                {**tensors, name: torch.zeros(1, 1, *tensors[name].shape)},
+            ):
+                with pytest.raises(UploadError, match=sent.client.name):
+                    check_upload(Payload(wrong), expected, client=sent.client.name)
+        state = method.aggregate(state, iter(uploads))
+
+
+@pytest.mark.parametrize("label", cases())
+def test_aggregation_neither_depends_on_the_order_nor_holds_on_to_uploads(label: str, tmp_path: Path) -> None:
+    """An iterator is read once, front to back; an upload may be overwritten as soon as the next is asked for."""
+    federation = fresh(label, tmp_path)
+    state, uploads = second_round(federation, SGD_STEP, cohort=4)
+    aggregate = federation.method.aggregate
+    expected = aggregate(state, uploads)
+
+    def overwritten(members: list[Upload]) -> Iterator[Upload]:
+        for sent in members:
+            tensors = {name: value.clone() for name, value in sent.payload.tensors.items()}
+            yield Upload(sent.round, sent.client, Payload(tensors, sent.payload.scalars))
+            for value in tensors.values():
+                value.fill_(float("nan") if value.is_floating_point() else 0)
+
+    found = aggregate(state, overwritten(uploads))
+    assert found.scalars == expected.scalars
+    assert_same_tensors(found.tensors, expected.tensors)
+    for order in itertools.islice(itertools.permutations(uploads), 5, 24, 6):
+        turned = aggregate(state, iter(order))
+        assert turned.scalars == expected.scalars
+        assert turned.tensors.keys() == expected.tensors.keys()
+        for name, value in expected.tensors.items():
+            torch.testing.assert_close(turned.tensors[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("label", cases())
+def test_a_round_without_some_clients(label: str, tmp_path: Path) -> None:
+    """One client alone, then the others, then all: nothing is lost, nothing is not a number."""
+    federation = fresh(label, tmp_path)
+    state = federation.start()
+    for round, who in ((1, (1,)), (2, (0, 2, 3)), (3, (0, 1, 2, 3))):
+        state = federation.method.aggregate(state, iter(federation.train(state, round, who)))
+        assert all(bool(value.isfinite().all()) for value in state.tensors.values() if value.is_floating_point())
+        if isinstance(federation.method, Observing):
+            for seen in federation.method.observe(state, federation.model):
+                sizes = (len(seen.rows), len(seen.columns)) if seen.columns else (len(seen.rows),)
+                assert tuple(seen.values.shape) == sizes, seen.name
+        deployed(federation, state, round)
+
+
+def deployed(federation: Federation, state: State, round: int = 2) -> None:
+    """Asserts that every model of a state has the tensors of its plan, and loads them."""
+    method, model = federation.method, federation.model
+    models = [method.deploy(state, model, who.budget) for who in federation.clients]
+    for who in federation.clients:
+        for memory in (federation.memory.load(who.name, round + 1), Payload()):
+            models.append(method.personalize(state, model, who, memory))
+    for deployment in (one for one in models if one is not None):
+        shapes = {name: tuple(value.shape) for name, value in deployment.tensors.items()}
+        assert shapes == {name: tuple(shape) for name, shape in trainable_shapes(model, deployment.plan).items()}
+        with SlotModel(federation.backbone, [deployment.plan]) as slots:
+            slots.load(0, deployment.tensors)
+
+
+# The whole run
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Family -> the folder of a random model with a tokenizer."""
+    root = tmp_path_factory.mktemp("models")
+    return {family: save_model(root / family, family) for family in {case.family for case in CASES.values()}}
+
+
+@pytest.mark.parametrize("label", cases())
+def test_a_run_stopped_after_a_round_ends_like_one_that_was_not(
+    label: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its records, its final state and what its clients keep; killed before the checkpoint of round 2."""
+    monkeypatch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
+    case, name = CASES[label], label.partition(" ")[0]
+    settings = [
+        "evaluation.every=2",
+        "evaluation.max_examples=2",
+        "evaluation.clients=true",
+        "evaluation.received=true",
+    ]
+    settings += ["federation.rounds=2", "federation.cohort_size=3"]
+    config = small_config(folders[case.family], *settings)
+    config = config.model_copy(update={"method": type(config.method)(name=name, **case.options)})
+    if case.family == "llama":
+        budgets = tuple(budget.model_copy(update={"active_experts": 0}) for budget in config.federation.budgets)
+        config = config.model_copy(update={"federation": config.federation.model_copy(update={"budgets": budgets})})
+    experiment.run(config, tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, "fedguild.server.checkpoint.save", 3)
+        with pytest.raises(Killed):
+            experiment.run(config, tmp_path / "cut")
+    assert checkpoint.latest(tmp_path / "cut" / experiment.CHECKPOINTS) == 1
+    experiment.resume(tmp_path / "cut")
+    assert_same(ended(tmp_path / "cut"), ended(tmp_path / "whole"))

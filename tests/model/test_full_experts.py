@@ -1,0 +1,249 @@
+"""Experts trained in full: the kernel against a loop, whole models against merged weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedguild.data.batches import Encoded, SlotBatch, collate
+from fedguild.errors import ModelError
+from fedguild.model.adapters.full_experts import FullExperts
+from fedguild.model.adapters.full_router import FullRouter
+from fedguild.model.backbone import Backbone
+from fedguild.model.moe import dispatch as dispatch_module
+from fedguild.model.moe import products
+from fedguild.model.moe.dispatch import dispatch
+from fedguild.model.moe.experts import FrozenExperts, run_experts
+from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.slots import SlotModel
+from tests.backbones import MOE_FAMILIES, PAD, random_adapter, random_rows, tiny_backbone, tiny_model
+from tests.client.clients import SETTINGS, distance, first_gradients, flat, make_clients, train
+from tests.model.layers import FULL_CASES, build, by_loop, by_view, worst
+from tests.oracles.lora import MergedModel
+
+FULL = AdapterPlan(rank=1, scale=1.0, targets=(), parts=(FullExperts(),))
+
+
+@pytest.mark.parametrize("case", FULL_CASES.values(), ids=FULL_CASES.keys())
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=str
+)
+@pytest.mark.parametrize("way", ["groups", "blocks of 8", "oneDNN"])
+def test_the_kernel_equals_the_loop(case, dtype, tolerance, way, monkeypatch):
+    monkeypatch.setattr(dispatch_module, "BLOCK_HEIGHTS", (8,) if way == "blocks of 8" else ())
+    monkeypatch.setattr(dispatch_module, "FILLER_LIMIT", 1000.0)
+    if way == "oneDNN":
+        monkeypatch.setattr(products, "WORTHWHILE", 0)
+    layer = build(case, dtype)
+    expected, expected_grads = by_loop(layer)
+    found, found_grads = by_view(layer, dtype)
+    assert found.dtype is dtype
+    assert worst(found, expected) < tolerance
+    assert not found[list(case.padding)].any()
+    beyond = layer.indices == case.experts
+    found_grads[1], expected_grads[1] = found_grads[1].masked_fill(beyond, 0), expected_grads[1].masked_fill(beyond, 0)
+    for found_grad, expected_grad in zip(found_grads, expected_grads, strict=True):
+        assert worst(found_grad, expected_grad) < tolerance
+
+
+def test_two_slots_by_hand():
+    """One expert with h = g·u and W = 1 everywhere; x = 3 in both slots, weights 0.5; slot 1 adds 1 to gate.
+
+    Slot 0: g = 3, u = 3, y = h = 9. Slot 1: g = 6, u = 3, y = h = 18.
+    """
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    gate, up, down = (torch.zeros(1, 2, 1, 1, dtype=torch.float64) for _ in range(3))
+    gate[0, 1] = 1.0
+    leaves = [leaf.requires_grad_() for leaf in (torch.full((2, 1), 0.5, dtype=torch.float64), gate, up, down)]
+    frozen = FrozenExperts(one.expand(1, 2, 1), one, lambda z: z[:, :1] * z[:, 1:])
+    plan = dispatch(torch.zeros(2, 1, dtype=torch.int64), torch.tensor([0, 1]), None, experts=1, slots=2)
+    out = run_experts(3.0 * one[0].expand(2, 1), leaves[0], plan, lambda: frozen, None, None, (gate, up, down))
+    weights, d_gate, d_up, d_down = torch.autograd.grad(out.sum(), leaves)
+    assert out.flatten().tolist() == [4.5, 9.0]
+    assert weights.flatten().tolist() == [9.0, 18.0]
+    assert d_gate.flatten().tolist() == [4.5, 4.5]
+    assert d_up.flatten().tolist() == [4.5, 9.0]
+    assert d_down.flatten().tolist() == [4.5, 9.0]
+
+
+def test_experts_without_a_gate_equal_their_formula():
+    """y = w (V + D_v) relu((U + D_u) x), as SwitchTransformers' experts; three experts, the last without tokens."""
+    rng = torch.Generator().manual_seed(3)
+    leaves = [
+        torch.randn(shape, generator=rng, dtype=torch.float64).requires_grad_()
+        for shape in ((5, 4), (5, 1), (3, 2, 6, 4), (3, 2, 4, 6))
+    ]
+    tokens, weights, d_up, d_down = leaves
+    up, down = (torch.randn(shape, generator=rng, dtype=torch.float64) for shape in ((3, 6, 4), (3, 4, 6)))
+    indices, slot = torch.tensor([[1], [0], [0], [1], [1]]), torch.tensor([0, 0, 1, 1, 1])
+    plan = dispatch(indices, slot, None, experts=3, slots=2)
+    frozen = FrozenExperts(up, down, torch.relu)
+    found = run_experts(tokens, weights, plan, lambda: frozen, None, None, (d_up, d_down))
+    expected = torch.stack(
+        [
+            weights[n, 0] * (down[e] + d_down[e, s]) @ torch.relu((up[e] + d_up[e, s]) @ tokens[n])
+            for n, (e, s) in enumerate(zip(indices.flatten().tolist(), slot.tolist(), strict=True))
+        ]
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    upstream = torch.randn(5, 4, generator=rng, dtype=torch.float64)
+    for ours, theirs in zip(
+        torch.autograd.grad((found * upstream).sum(), leaves),
+        torch.autograd.grad((expected * upstream).sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_slots_gradients_come_from_its_own_tokens_only():
+    layer = build(FULL_CASES["mixed ranks, scales and active experts"], torch.float64)
+    layer.upstream[layer.slot != 1] = 0.0
+    _, grads = by_view(layer, torch.float64)
+    for change in grads[2:]:
+        assert change[1].any()
+        assert not change[[0, 2]].any()
+
+
+def batch_of(lengths: list[list[int]]) -> SlotBatch:
+    rows = [[Encoded(tuple(ids), 2) for ids in random_rows(each, seed)] for seed, each in enumerate(lengths)]
+    return collate(rows, PAD)
+
+
+def assert_merged_models(family: str, backbone: Backbone, plans: list[AdapterPlan], lengths: list[list[int]]) -> None:
+    """Random slots have the losses and gradients of plain models with merged weights; fp64, routing weights fp32."""
+    adapters = [random_adapter(backbone.info, plan, seed) for seed, plan in enumerate(plans)]
+    with SlotModel(backbone, plans) as model:
+        for slot, adapter in enumerate(adapters):
+            model.load(slot, adapter)
+        losses = model.token_losses(batch_of(lengths))
+        losses.sum().backward()
+        found = [{n: t.own(slot, of=t.stored.grad) for n, t in model.trainables.items()} for slot in range(len(plans))]
+    plain = tiny_model(family, dtype=torch.float64)
+    parts = losses.detach().split([sum(length - 2 for length in own) for own in lengths])
+    for slot, (plan, adapter) in enumerate(zip(plans, adapters, strict=True)):
+        if not lengths[slot]:
+            assert not any(grad.any() for grad in found[slot].values())
+            continue
+        leaves = {name: value.clone().requires_grad_() for name, value in adapter.items()}
+        alone = MergedModel(plain, backbone.info, plan, leaves)
+        expected = torch.cat([alone.losses(ids, 2) for ids in random_rows(lengths[slot], slot)])
+        torch.testing.assert_close(parts[slot], expected.detach(), rtol=1e-6, atol=1e-6)
+        for name, grad in zip(leaves, torch.autograd.grad(expected.sum(), list(leaves.values())), strict=True):
+            assert worst(found[slot][name], grad) < 1e-5, name
+            assert grad.any(), name
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_slots_equal_their_merged_models(family):
+    """Mixed active experts, a slot without rows, LoRA on the routers."""
+    plans = [replace(FULL, targets=("router",), active_experts=active) for active in (2, None, 3)]
+    assert_merged_models(family, tiny_backbone(family, dtype=torch.float64), plans, [[7, 5], [], [9]])
+
+
+def test_deepseek_with_full_experts_and_full_routers():
+    """LoRA on the shared experts, group-limited routing on logits with a term added."""
+    backbone = tiny_backbone("deepseek_v2 grouped", dtype=torch.float64)
+    (layer,) = backbone.moe
+    assert any(".shared_experts." in linear.name for linear in backbone.info.linears)
+    parts = (FullExperts(), FullRouter())
+    plans = [replace(FULL, targets=("mlp",), active_experts=active, parts=parts) for active in (4, 2)]
+    assert_merged_models("deepseek_v2 grouped", backbone, plans, [[7, 5], [9]])
+    assert not layer.logit_terms
+    assert layer.expert_delta is None
+
+
+def test_deepseek_keeps_to_its_groups_on_changed_logits():
+    """A term that lifts one expert of every group above all others: of four groups a token may use two."""
+    backbone = tiny_backbone("deepseek_v2 grouped")
+    (layer,) = backbone.moe
+    lifted = torch.tensor([9.0, 0.0] * 4)
+    seen = []
+    with SlotModel(backbone, [FULL]) as model:
+        layer.logit_terms.append(lambda hidden: lifted.expand(len(hidden), 8))
+        layer.observers.append(seen.append)
+        model.token_losses(batch_of([[9]]))
+    (routing,) = seen
+    per_group = layer.info.num_experts // layer.rule.groups
+    assert (layer.rule.groups, layer.rule.groups_kept, per_group) == (4, 2, 2)
+    for experts in routing.indices.tolist():
+        groups = {expert // per_group for expert in experts}
+        assert set(experts) == {2 * group for group in groups} | {2 * group + 1 for group in groups}
+        assert len(groups) == 2
+
+
+def full_clients(backbone):
+    """The eight clients of tests/client, with full experts in place of LoRA on them."""
+    clients = []
+    for index, client in enumerate(make_clients(backbone)):
+        plan = replace(client.plan, targets=("attention", "router"), parts=(FullExperts(),))
+        clients.append(replace(client, plan=plan, start=random_adapter(backbone.info, plan, index, size=0.2)))
+    return clients
+
+
+def test_gradients_in_a_cohort_of_eight_equal_those_alone(olmoe_backbone):
+    clients = full_clients(olmoe_backbone)
+    for client, found in zip(clients, first_gradients(olmoe_backbone, clients, SETTINGS), strict=True):
+        (alone,) = first_gradients(olmoe_backbone, [client], SETTINGS)
+        assert distance(flat(found), flat(alone)) < 1e-5, client.info.name
+
+
+def test_training_in_a_cohort_equals_training_alone_and_leaves_the_backbone():
+    backbone = tiny_backbone("olmoe", dtype=torch.float64)
+    before = backbone.fingerprint()
+    clients = full_clients(backbone)
+    together = train(backbone, clients)
+    for client, found in zip(clients[:3], together, strict=False):
+        (alone,) = train(backbone, [client])
+        for name, value in alone.weights.items():
+            assert distance(found.weights[name], value) < 1e-8, (client.info.name, name)
+            assert not torch.equal(value, client.start[name])
+    assert backbone.fingerprint() == before
+
+
+def test_gradients_are_equal_under_checkpointing():
+    plain, checkpointing = (tiny_backbone("olmoe", gradient_checkpointing=on) for on in (False, True))
+    clients = full_clients(plain)[:3]
+    for found, expected in zip(
+        first_gradients(checkpointing, clients, SETTINGS), first_gradients(plain, clients, SETTINGS), strict=True
+    ):
+        assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+
+
+def test_they_start_as_the_backbone_and_leave_it_when_they_close(olmoe_backbone):
+    plain = tiny_model("olmoe")
+    batch = batch_of([[6]])
+    ids = batch.input_ids
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(plain(ids).logits[0, 1:-1], ids[0, 2:], reduction="none")
+        with SlotModel(olmoe_backbone, [FULL]) as model:
+            torch.testing.assert_close(model.token_losses(batch), expected)
+            model.load(0, random_adapter(olmoe_backbone.info, FULL, seed=1))
+            assert (model.token_losses(batch) - expected).abs().max() > 0.1
+        torch.testing.assert_close(olmoe_backbone.model(ids).logits, plain(ids).logits)
+
+
+def test_they_start_at_zero(olmoe_backbone):
+    rng = torch.Generator()
+    for name, shape in trainable_shapes(olmoe_backbone.info, FULL).items():
+        start = FULL.parts[0].initial(name, shape, rng)
+        assert tuple(start.shape) == shape
+        assert not start.any()
+
+
+def test_what_is_trained_and_how_it_is_stored(olmoe_backbone):
+    shapes = trainable_shapes(olmoe_backbone.info, FULL)
+    assert len(shapes) == 2 * 3
+    experts = olmoe_backbone.info.moe[1].experts
+    assert shapes[f"{experts}.gate_proj.delta"] == shapes[f"{experts}.up_proj.delta"] == (8, 8, 16)
+    assert shapes[f"{experts}.down_proj.delta"] == (8, 16, 8)
+    with SlotModel(olmoe_backbone, [FULL, FULL, FULL]) as model:
+        stored = model.trainables[f"{experts}.down_proj.delta"]
+        assert tuple(stored.stored.shape) == (8, 3, 16, 8)
+        assert stored.decays
+
+
+def test_a_dense_model_has_no_experts_to_train(llama_backbone):
+    with pytest.raises(ModelError, match="Training experts in full needs a mixture-of-experts model"):
+        trainable_shapes(llama_backbone.info, FULL)

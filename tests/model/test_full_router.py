@@ -1,0 +1,95 @@
+"""The router trained in full, against routers whose weights were changed in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedguild.data.batches import Encoded, collate
+from fedguild.model.adapters.full_router import FullRouter, slot_linear
+from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.slots import SlotModel
+from fedguild.seeding import torch_rng
+from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
+
+PLAN = AdapterPlan(rank=1, scale=1.0, targets=(), parts=(FullRouter(),))
+ROUTED = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2 greedy", "deepseek_v3")
+
+
+def random_deltas(info, seed: int) -> dict[str, torch.Tensor]:
+    rng = torch_rng(seed, "deltas")
+    return {name: torch.randn(shape, generator=rng) for name, shape in trainable_shapes(info, PLAN).items()}
+
+
+def encoded(lengths: list[int], seed: int) -> list[Encoded]:
+    return [Encoded(tuple(row), 1) for row in random_rows(lengths, seed)]
+
+
+def test_shapes_and_start(olmoe_backbone):
+    shapes = FullRouter().shapes(olmoe_backbone.info)
+    assert shapes == {f"model.layers.{layer}.mlp.gate.delta": (8, 16) for layer in (0, 1)}
+    for name, shape in shapes.items():
+        start = FullRouter().initial(name, shape, torch.Generator())
+        assert start.shape == shape
+        assert not start.any()
+        assert FullRouter().slot_axis(name) == 0
+        assert FullRouter().decays(name)
+
+
+def test_a_dense_model_has_no_router(llama_backbone):
+    assert FullRouter().shapes(llama_backbone.info) == {}
+
+
+@pytest.mark.parametrize("rows", [(3,), (2, 2), (1, 0, 4), (0, 2)])
+def test_every_row_meets_its_own_slots_matrix(rows):
+    """Values and gradients, three tokens a row, against one token at a time."""
+    rng = torch_rng(0, "rows")
+    hidden = torch.randn(3 * sum(rows), 5, generator=rng, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(len(rows), 4, 5, generator=rng, dtype=torch.float64, requires_grad=True)
+    out = torch.randn(3 * sum(rows), 4, generator=rng, dtype=torch.float64)
+    owner = [slot for slot, count in enumerate(rows) for _ in range(3 * count)]
+    found = slot_linear(hidden, weight, rows)
+    expected = torch.stack([weight[slot] @ hidden[token] for token, slot in enumerate(owner)])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    mine = torch.autograd.grad(found, (hidden, weight), out)
+    for gradient, slow in zip(mine, torch.autograd.grad(expected, (hidden, weight), out), strict=True):
+        torch.testing.assert_close(gradient, slow, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ROUTED)
+@pytest.mark.parametrize("counts", [(2, 2), (1, 3)])
+def test_a_slots_model_is_one_with_other_routers(family, counts):
+    backbone = tiny_backbone(family)
+    rows = [encoded([5 + i for i in range(count)], seed) for seed, count in enumerate(counts)]
+    deltas = [random_deltas(backbone.info, seed) for seed in range(len(counts))]
+    with SlotModel(backbone, [PLAN] * len(counts)) as model:
+        for slot, own in enumerate(deltas):
+            model.load(slot, own)
+        with torch.no_grad():
+            found = model.token_losses(collate(rows, PAD)).split(
+                [sum(len(row.input_ids) - 1 for row in own) for own in rows]
+            )
+    for own, delta, losses in zip(rows, deltas, found, strict=True):
+        plain = tiny_model(family)
+        for name, change in delta.items():
+            plain.get_submodule(name.removesuffix(".delta")).weight.data += change
+        for row, part in zip(own, losses.split([len(row.input_ids) - 1 for row in own]), strict=True):
+            ids = torch.tensor([row.input_ids])
+            logits = plain(ids).logits[0, :-1]
+            torch.testing.assert_close(part, torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none"))
+
+
+def test_the_backbone_is_as_it_was(olmoe_backbone):
+    before = {name: value.clone() for name, value in olmoe_backbone.model.state_dict().items()}
+    rows = [encoded([6], 0)]
+    with SlotModel(olmoe_backbone, [PLAN]) as model:
+        start = model.token_losses(collate(rows, PAD))
+        model.load(0, random_deltas(olmoe_backbone.info, 3))
+        changed = model.token_losses(collate(rows, PAD))
+        changed.sum().backward()
+        assert all(trainable.stored.grad.any() for trainable in model.trainables.values())
+    assert not torch.allclose(start, changed)
+    assert all(not layer.logit_terms for layer in olmoe_backbone.moe)
+    assert all(torch.equal(value, before[name]) for name, value in olmoe_backbone.model.state_dict().items())
+    with SlotModel(olmoe_backbone, [PLAN]) as model:
+        torch.testing.assert_close(model.token_losses(collate(rows, PAD)), start, rtol=0, atol=0)

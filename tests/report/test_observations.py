@@ -1,0 +1,118 @@
+"""What methods report of their own: gathered by name, drawn, and compared over the seeds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from fedguild.report.observation_figures import observation_figure, split_labels
+from fedguild.report.observations import Series, observation_grid, observed
+from fedguild.report.record import Run
+from fedguild.server.record import ObservationRecord
+from tests.report.test_figures import SVG, texts
+
+
+def series(*values: list[list[float]], rows: list[str], columns: list[str] | None = None, unit: str = "") -> Series:
+    records = [
+        ObservationRecord(round=1 + place, name="figure", rows=rows, columns=columns or [], values=value, unit=unit)
+        for place, value in enumerate(values)
+    ]
+    return Series("figure", unit, tuple(records))
+
+
+def drawn_lines(svg: str) -> int:
+    """How many lines the axes hold, ticks, spines and the grid not counted."""
+    root = ElementTree.fromstring(svg)
+    return sum("clip-path" in path.attrib and "M" in path.get("d", "") for path in root.iter(f"{SVG}path"))
+
+
+def test_figures_are_gathered_by_name_and_round(personal_run: Run) -> None:
+    found = observed(personal_run)
+    assert [(one.name, one.unit, one.is_matrix) for one in found] == [
+        ("utilisation entropy", "nats", False),
+        ("load", "", False),
+        ("relevance", "", True),
+    ]
+    assert [record.round for record in found[0].records] == [1, 2, 3, 4, 5, 6]
+    assert found[0].lines()["layer 3"] == [(n, pytest.approx(1.7 + 0.02 * n)) for n in range(1, 7)]
+    assert found[2].last.values[4][2] == pytest.approx(((12 + 2 + 6) % 7) / 7)
+
+
+def test_a_run_without_figures_has_none(run: Run) -> None:
+    assert observed(run) == []
+    assert observation_grid({"flame": [run]}) is None
+
+
+def test_values_that_are_no_number_leave_a_gap() -> None:
+    gaps = series([[1.0], [math.nan]], [[2.0], [3.0]], rows=["a", "b"])
+    assert gaps.lines() == {"a": [(1, 1.0), (2, 2.0)], "b": [(2, 3.0)]}
+    nothing = series([[math.nan]], rows=["a"])
+    assert nothing.lines() == {}
+    assert "figure" in observation_figure(nothing, "k")
+
+
+def test_few_rows_are_named_and_many_have_a_mean() -> None:
+    few = observation_figure(series([[0.0]] * 8, [[1.0]] * 8, rows=[f"row {i}" for i in range(8)], unit="nats"), "k")
+    assert {"row 0", "row 7", "round", "nats"} <= set(texts(few))
+    many = observation_figure(series([[0.0]] * 9, [[1.0]] * 9, rows=[f"row {i}" for i in range(9)]), "k")
+    assert not [text for text in texts(many) if text.startswith("row ")]
+    assert drawn_lines(many) - drawn_lines(few) == 2
+
+
+def test_a_heat_map_shows_the_last_round_with_its_labels() -> None:
+    values = [[0.0, 1.0, 0.5], [math.nan, 0.25, 1.0]]
+    svg = observation_figure(
+        series([[9.0] * 3] * 2, values, rows=["expert 3", "expert 4"], columns=["x", "y", "z"], unit="share"), "k"
+    )
+    assert {"expert", "3", "4", "x", "y", "z", "share"} <= set(texts(svg))
+    assert "9" not in texts(svg)
+    assert svg.count("<image") > 0
+
+
+@pytest.mark.parametrize("values", [[[0.0, 0.0]], [[-2.0, -1.0]], [[math.nan, math.nan]]])
+def test_heat_maps_without_a_range(values: list[list[float]]) -> None:
+    assert "<image" in observation_figure(series(values, rows=["only"], columns=["a", "b"]), "k")
+
+
+def test_long_and_many_labels_are_thinned_out() -> None:
+    rows = [f"model.layers.{i}.self_attn.q_proj" for i in range(90)]
+    svg = observation_figure(series([[0.1] * 50] * 90, rows=rows, columns=[f"client-{i:03d}" for i in range(50)]), "k")
+    assert sum(text.endswith("q_proj") for text in texts(svg)) == 30
+    assert {"model.layers", "client", "000", "048"} <= set(texts(svg))
+    assert "049" not in texts(svg)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (["expert 0", "expert 1"], ("expert", ["0", "1"])),
+        (["expert 10", "expert 11"], ("expert", ["10", "11"])),
+        (["client-000", "client-001"], ("client", ["000", "001"])),
+        (["layer 0", "all layers"], ("", ["layer 0", "all layers"])),
+        (["all modules"], ("", ["all modules"])),
+        (["a", "ab"], ("", ["a", "ab"])),
+        ([], ("", [])),
+    ],
+)
+def test_what_labels_share_names_the_axis(labels: list[str], expected: tuple[str, list[str]]) -> None:
+    assert split_labels(labels) == expected
+
+
+def test_seeds_are_compared_by_what_does_not_depend_on_the_order_of_experts(personal_run: Run) -> None:
+    """Experts start anew under every seed: a permutation of the rows must not change the table."""
+    turned = [record.model_copy(update={"values": record.values[::-1]}) for record in personal_run.observations]
+    other = [
+        record.model_copy(update={"values": [[value + 1 for value in row] for row in record.values]})
+        for record in personal_run.observations
+    ]
+    runs = [personal_run, dataclasses.replace(personal_run, observations=other)]
+    grid = observation_grid({"fedamole": runs})
+    assert grid is not None
+    load = [cell.text for cell in grid.rows[1]]
+    assert load == ["fedamole", "load", "10.25 ± 0.71", "6.5 ± 0.71", "14 ± 0.71"]
+    assert [cell.text for cell in grid.rows[0]][1] == "utilisation entropy (nats)"
+    same = observation_grid({"fedamole": [dataclasses.replace(personal_run, observations=turned), runs[1]]})
+    assert same == grid
