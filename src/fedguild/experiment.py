@@ -113,12 +113,12 @@ def restore(
 def _begin(config: Config, output: Path, progress: Progress | None) -> RunResult:
     """Runs a config from its start."""
     experiment = prepare(config, output, progress)
-    _write_facts(experiment)
     state = experiment.method.start(
         experiment.backbone.info, experiment.budgets, torch_rng(config.seed, "start", config.method.name)
     )
     if isinstance(experiment.method, Enrolling):
         state = experiment.method.enroll(state, experiment.backbone.info, experiment.clients)
+    _write_facts(experiment)
     RunLog(output).append(*evaluate_state(experiment, state, 0))
     _save(experiment, 0, state)
     return _rounds(experiment, state, first=1)

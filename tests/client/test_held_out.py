@@ -12,7 +12,7 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.held_out import held_out_cosines
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from tests.backbones import random_adapter, tiny_backbone, tiny_model
+from tests.backbones import EXPERTS, TOP_K, random_adapter, tiny_backbone, tiny_model
 from tests.client.clients import SETTINGS, Client, make_clients, make_cohort
 from tests.oracles.flame import count_activations
 from tests.oracles.lora import MergedModel
@@ -42,32 +42,40 @@ def pseudo_of(client: Client, seed: int) -> dict[str, Tensor]:
 
 
 def slow_cosines(client: Client, pseudo: dict[str, Tensor], info) -> tuple[list[float], list[int]]:
-    """Expert by expert: inactive at K_c by the router's logits, true gradient at the model's own 4."""
+    """Example by example: inactive at K_c by the router's logits, the true gradient at the model's own 4."""
     plain = tiny_model("olmoe", dtype=torch.float64)
     leaves = {name: value.clone().requires_grad_() for name, value in client.start.items()}
-    logits: list[list[Tensor]] = [[] for _ in info.moe]
+    logits: list[Tensor] = [torch.empty(0)] * len(info.moe)
     for index, moe in enumerate(info.moe):
-        router = plain.get_submodule(moe.router)
-        router.register_forward_hook(lambda _, __, out, index=index: logits[index].append(out[0].detach()))
-    with torch.no_grad():
-        for row in client.examples:
+
+        def note(_, __, output, index=index) -> None:
+            logits[index] = output[0].detach()
+
+        plain.get_submodule(moe.router).register_forward_hook(note)
+    true = {name: torch.zeros_like(value) for name, value in pseudo.items()}
+    for row in client.examples:
+        with torch.no_grad():
             MergedModel(plain, info, client.plan, leaves).logits(row.input_ids)
-    used = [torch.cat(rows) for rows in logits]
-    active = client.plan.active_experts
-    counts = [count_activations(rows, [True] * len(rows), active) for rows in used]
-    everything = MergedModel(plain, info, AdapterPlan(2, 1.0, TARGETS, 4), leaves)
-    sum(everything.losses(row.input_ids, row.prompt_length).sum() for row in client.examples).backward()
+        counts = [count_activations(rows, [True] * len(rows), client.plan.active_experts or TOP_K) for rows in logits]
+        everything = MergedModel(plain, info, AdapterPlan(2, 1.0, TARGETS, TOP_K), leaves)
+        loss = everything.losses(row.input_ids, row.prompt_length).sum()
+        grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+        for moe, count in zip(info.moe, counts, strict=True):
+            for name in true:
+                if name.startswith(f"{moe.experts}."):
+                    for expert in range(EXPERTS):
+                        if count[expert] == 0:
+                            true[name][expert] += grads[name][expert]
     totals, values, measured = [0.0, 0.0, 0.0], [], []
-    for moe, count in zip(info.moe, counts, strict=True):
+    for moe in info.moe:
         names = [name for name in pseudo if name.startswith(f"{moe.experts}.")]
         sums, experts = [0.0, 0.0, 0.0], 0
-        for expert in range(8):
-            true = torch.cat([leaves[name].grad[expert].flatten() for name in names])
-            if count[expert] or not true.any():
-                continue
-            guess = torch.cat([pseudo[name][expert].flatten() for name in names])
-            pair = (float(guess @ true), float(guess @ guess), float(true @ true))
-            sums, experts = [a + b for a, b in zip(sums, pair, strict=True)], experts + 1
+        for expert in range(EXPERTS):
+            right = torch.cat([true[name][expert].flatten() for name in names])
+            if right.any():
+                left = torch.cat([pseudo[name][expert].flatten() for name in names])
+                pair = (float(left @ right), float(left @ left), float(right @ right))
+                sums, experts = [a + b for a, b in zip(sums, pair, strict=True)], experts + 1
         totals = [a + b for a, b in zip(totals, sums, strict=True)]
         values.append(sums[0] / math.sqrt(sums[1] * sums[2]) if experts else 0.0)
         measured.append(experts)

@@ -201,7 +201,7 @@ def trained(backbone, members: list[int], settings: TrainingSettings, examples=(
     alphas = torch.rand(3, 2, 8, generator=rng, dtype=torch.float64)
     reference = torch.rand(2, 8, generator=rng, dtype=torch.float64).softmax(-1)
     targets = {layer: LayerTarget(reference[layer], alphas[members, layer]) for layer in (0, 1)}
-    regulariser = Regulariser(targets, len(members), 4, "pointwise")
+    regulariser = Regulariser(targets, len(members), backbone.info.top_k, "pointwise")
     with SlotModel(backbone, [PLAN] * len(members)) as model:
         work = [work_of(index, examples[index]) for index in members]
         cohort = Cohort(model, work, settings, round_index=1, seed=3, pad_id=PAD)
@@ -235,10 +235,13 @@ def test_a_client_in_a_cohort_gets_the_gradients_and_steps_that_it_gets_alone(ac
         assert_same(found, alone, 1e-8)
 
 
-def test_in_fp32(olmoe_backbone) -> None:
+@pytest.mark.parametrize("family", ["olmoe", "switch"])
+def test_in_fp32(family: str) -> None:
+    """Also with layers in an encoder and in a decoder, which see other tokens."""
+    backbone = tiny_backbone(family)
     settings = replace(SETTINGS, steps=1)
-    for index, found in enumerate(trained(olmoe_backbone, [0, 1, 2], settings)):
-        (alone,) = trained(olmoe_backbone, [index], settings)
+    for index, found in enumerate(trained(backbone, [0, 1, 2], settings)):
+        (alone,) = trained(backbone, [index], settings)
         gradients = {name: value for name, value in alone.items() if name.startswith("gradient")}
         assert_same({name: found[name] for name in gradients}, gradients, 1e-5)
 
@@ -265,28 +268,30 @@ def test_the_shares_of_accumulated_passes_add_up_to_one(olmoe_backbone) -> None:
         assert [pytest.approx(pair) for pair in ([1.0, 1.0], [0.0, 1.0])] == sums
 
 
-def test_measured_over_a_clients_own_examples(olmoe_backbone) -> None:
-    """Against the recorded logits of a plain pass over each row."""
+@pytest.mark.parametrize("family", ["olmoe", "switch"])
+def test_measured_over_a_clients_own_examples(family: str) -> None:
+    """Against the recorded logits of a plain pass over each row; a layer of a decoder sees the decoder's tokens."""
+    backbone = tiny_backbone(family)
     works = [work_of(0, 3), work_of(1, 5)]
-    adapters = [random_adapter(olmoe_backbone.info, PLAN, seed) for seed in (0, 1)]
-    with SlotModel(olmoe_backbone, [PLAN] * 2) as model:
+    adapters = [random_adapter(backbone.info, PLAN, seed) for seed in (0, 1)]
+    with SlotModel(backbone, [PLAN] * 2) as model:
         cohort = Cohort(model, works, SETTINGS, round_index=1, seed=3, pad_id=PAD)
         for slot, adapter in enumerate(adapters):
             cohort.load(slot, adapter)
         profile = measure_routing(cohort, None)
-        assert all(not layer.observers for layer in olmoe_backbone.moe)
+        assert all(not layer.observers for layer in backbone.moe)
     for slot, (work, adapter) in enumerate(zip(works, adapters, strict=True)):
         seen: list[Routing] = []
-        with SlotModel(olmoe_backbone, [PLAN]) as model:
+        with SlotModel(backbone, [PLAN]) as model:
             cohort = Cohort(model, [work], replace(SETTINGS, batch_size=1), round_index=1, seed=3, pad_id=PAD)
             cohort.load(0, adapter)
-            with observing(olmoe_backbone.moe, seen.append):
+            with observing(backbone.moe, seen.append):
                 list(cohort.passes([work.examples]))
         for layer, found in enumerate(profile.of(slot)):
-            logits, hidden = (
-                torch.cat([getattr(r, part) for r in seen if r.layer == layer]) for part in ("logits", "hidden")
-            )
-            mean, margin, region = oracle.routing_statistics(logits, hidden, [True] * len(logits), 4)
+            own = [routing for routing in seen if routing.layer == layer]
+            logits, hidden = (torch.cat([getattr(routing, part) for routing in own]) for part in ("logits", "hidden"))
+            real = [ok for routing in own for ok in real_of(routing, 0)]
+            mean, margin, region = oracle.routing_statistics(logits, hidden, real, backbone.info.top_k)
             for value, expected in ((found.routing, mean), (found.margin, margin), (found.region, region)):
                 torch.testing.assert_close(value, torch.tensor(expected), rtol=1e-4, atol=1e-5)
 

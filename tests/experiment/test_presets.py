@@ -173,4 +173,4 @@ def test_a_preset_runs_a_step(preset: str, data: dict[str, list[str]], models: d
     scores = [record for record in records if isinstance(record, EvaluationRecord) and record.scope == "budget"]
     assert {record.examples for record in scores} == {3}
     own = {budget.name: budget.active_experts for budget in config.federation.budgets}
-    assert {record.name: record.active_experts or 0 for record in scores} == own
+    assert all(own[record.name] in (0, record.active_experts) for record in scores)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedguild.data.batches import Encoded
-from fedguild.errors import ConfigError
+from fedguild.errors import ConfigError, UploadError
 from fedguild.methods import FDLoRA, build_method
 from fedguild.methods.fdlora import WEIGHTS, FDLoRASettings
 from fedguild.model.backbone import Backbone
@@ -289,3 +289,15 @@ def test_without_nevergrad(llama_backbone: Backbone, monkeypatch: pytest.MonkeyP
 def test_options_out_of_range(option: str, value: object, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         build_method("fdlora", {option: value})
+
+
+def test_a_client_that_diverges_is_rejected_and_keeps_what_it_had(llama_backbone: Backbone, tmp_path: Path) -> None:
+    """Its losses are no numbers, which must not stop the search of the others."""
+    server = method(synchronise_every=1)
+    federation = Federation(llama_backbone, server, [client(0, LARGE), client(1, LARGE)], tmp_path)
+    state = server.aggregate(federation.start(), federation.train(federation.start()))
+    before = federation.memory.load(federation.clients[0].name, 2)
+    (sent, _) = federation.train(state, 2, learning_rate=float("nan"))
+    with pytest.raises(UploadError, match="NaN or infin"):
+        check_upload(sent.payload, server.expected_upload(federation.model, sent.client, Payload()), client="c")
+    assert same(dict(federation.memory.load(federation.clients[0].name, 3).tensors), dict(before.tensors))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fedguild import experiment
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import load_config
+from fedguild.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.model.backbone import describe
 from fedguild.model.plan import ModelInfo
@@ -142,3 +143,12 @@ def test_the_traffic_of_the_issue(llama_1b: ModelInfo) -> None:
     plain = mean_traffic("fedit", {"rank": 8, "targets": ("q_proj", "v_proj")}, llama_1b)
     assert [round(value, 2) for value in plain] == [1.63, 1.63]
     assert [round(value, 1) for value in (up, down)] == [12.4, 12.4]
+
+
+def test_a_federation_without_an_assignment_leaves_no_run_behind(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Another folder is not needed once the setting is mended."""
+    settings = small_settings(folders["llama"], *OPTIONS, "federation.rounds=1", "federation.clients=6")
+    with pytest.raises(ConfigError, match="clients_per_expert to at least 3"):
+        experiment.run(load_config("fedamole/tiny-tasks", settings), tmp_path / "run")
+    mended = load_config("fedamole/tiny-tasks", [*settings, "method.scale_clients_per_expert=true"])
+    assert experiment.run(mended, tmp_path / "run").rounds == 1

@@ -7,6 +7,7 @@ in it fails. The proofs know nothing of any method.
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +70,9 @@ CASES = {
     "flame": Case({"rank": 2, "targets": _EVERYTHING}),
     "flame by steps": Case({"rank": 2, "rescaler": "shared", "frequency": "step"}),
     "ub-smoe": Case({"rank": 2, "targets": _EVERYTHING, "candidates": 3}),
-    "ub-smoe by tokens": Case({"rank": 2, "pseudo_gradient": "token", "send_pseudo_gradient": "always"}),
+    "ub-smoe by tokens": Case(
+        {"rank": 2, "pseudo_gradient": "token", "send_pseudo_gradient": "always", "measure_cosine": True}
+    ),
 }
 """A method's name, and after it what is particular about the settings -> the settings."""
 
@@ -291,6 +294,19 @@ def test_a_round_without_some_clients(label: str, tmp_path: Path) -> None:
         deployed(federation, state, round)
 
 
+@pytest.mark.parametrize("label", cases())
+def test_a_client_that_lost_its_memory_takes_part_again(label: str, tmp_path: Path) -> None:
+    federation = fresh(label, tmp_path)
+    method, model, state = federation.method, federation.model, federation.start()
+    state = method.aggregate(state, iter(train(federation, state)))
+    shutil.rmtree(federation.memory.folder / CLIENTS[1].name, ignore_errors=True)
+    uploads = train(federation, state, 2)
+    for sent in uploads:
+        expected = method.expected_upload(model, sent.client, method.download(state, model, sent.client))
+        check_upload(sent.payload, expected, client=sent.client.name)
+    deployed(federation, method.aggregate(state, iter(uploads)))
+
+
 def deployed(federation: Federation, state: State, round: int = 2) -> None:
     """Asserts that every model of a state has the tensors of its plan, and loads them."""
     method, model = federation.method, federation.model
@@ -315,13 +331,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: save_model(root / family, family) for family in {case.family for case in CASES.values()}}
 
 
-@pytest.mark.parametrize("label", cases())
+@pytest.mark.parametrize("label", sorted(METHODS))
 def test_a_run_stopped_after_a_round_ends_like_one_that_was_not(
     label: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In its records, its final state and what its clients keep; killed before the checkpoint of round 2."""
     monkeypatch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
-    case, name = CASES[label], label.partition(" ")[0]
+    case = CASES[label]
     settings = [
         "evaluation.every=2",
         "evaluation.max_examples=2",
@@ -330,7 +346,7 @@ def test_a_run_stopped_after_a_round_ends_like_one_that_was_not(
     ]
     settings += ["federation.rounds=2", "federation.cohort_size=3"]
     config = small_config(folders[case.family], *settings)
-    config = config.model_copy(update={"method": type(config.method)(name=name, **case.options)})
+    config = config.model_copy(update={"method": type(config.method)(name=label, **case.options)})
     if case.family == "llama":
         budgets = tuple(budget.model_copy(update={"active_experts": 0}) for budget in config.federation.budgets)
         config = config.model_copy(update={"federation": config.federation.model_copy(update={"budgets": budgets})})

@@ -32,54 +32,64 @@ def held_out_cosines(
 ) -> list[Cosine]:
     """Returns every slot's cosines, at the weights as they are; leaves no gradient behind.
 
-    An expert is inactive where no token of the slot's held-out examples activates it with the
-    slot's own active experts. Its true gradient is that of the same examples' loss with as many
-    active experts as the model has, which reaches some of those that the slot cannot afford.
+    An expert is inactive in an example where no token of it activates the expert with the slot's
+    own active experts. Its true gradient is that of the example's loss with as many active experts
+    as the model has, which reaches some of those that the slot cannot afford, summed over the
+    examples in which it is inactive.
 
     Args:
         cohort: The clients, before training.
         examples: `examples[slot]`, held out.
         gradients: `gradients[slot]`, G~ by expert LoRA name; a name left out is not measured.
     """
-    with cohort.model.collect_routing() as routing:
-        for _ in cohort.passes(examples):
-            pass
-    with _all_active(cohort.model):
-        _backward(cohort, examples)
     layers = [layer.experts for layer in cohort.model.backbone.info.moe]
-    cosines = [
-        _cosine(cohort, slot, gradients[slot], layers, routing.counts[:, slot] == 0) for slot in range(len(cohort.work))
-    ]
-    cohort.optimizer.zero_grad()
-    return cosines
+    names = [[name for name in cohort.trainables if name.startswith(f"{path}.")] for path in layers]
+    true = {
+        name: torch.zeros_like(cohort.trainables[name].stored, requires_grad=False) for layer in names for name in layer
+    }
+    for row in range(max(len(rows) for rows in examples)):
+        _add_inactive(cohort, [rows[row : row + 1] for rows in examples], names, true)
+    return [_cosine(cohort, slot, gradient, names, true) for slot, gradient in enumerate(gradients)]
 
 
-def _backward(cohort: Cohort, examples: Sequence[Sequence[Encoded]]) -> None:
-    size = cohort.settings.batch_size
+def _add_inactive(
+    cohort: Cohort, rows: Sequence[Sequence[Encoded]], names: Sequence[Sequence[str]], true: Mapping[str, Tensor]
+) -> None:
+    """Adds to `true` the gradients of one example of each slot, of the experts that are inactive in it."""
+    with cohort.model.collect_routing() as routing:
+        for _ in cohort.passes(rows):
+            pass
     cohort.optimizer.zero_grad()
-    for start in range(0, max(len(rows) for rows in examples), size):
-        batch = collate([rows[start : start + size] for rows in examples], cohort.pad_id, cohort.model.seq2seq)
-        cohort.model.token_losses(batch).sum().backward()
+    with _all_active(cohort.model):
+        cohort.model.token_losses(collate(rows, cohort.pad_id)).sum().backward()
+    for layer, counts in zip(names, routing.counts, strict=True):
+        for name in layer:
+            grad = cohort.trainables[name].stored.grad
+            assert grad is not None
+            inactive = (counts[:, : grad.shape[0]] == 0).T.to(grad.dtype)
+            true[name].addcmul_(grad, inactive[:, :, None, None])
+    cohort.optimizer.zero_grad()
 
 
 def _cosine(
-    cohort: Cohort, slot: int, gradient: Mapping[str, Tensor], layers: Sequence[str], inactive: Tensor
+    cohort: Cohort,
+    slot: int,
+    gradient: Mapping[str, Tensor],
+    names: Sequence[Sequence[str]],
+    true: Mapping[str, Tensor],
 ) -> Cosine:
-    """Returns a slot's cosines; `inactive` [L, M] says which experts count."""
-    sums = torch.zeros(len(layers), 3, dtype=torch.float64)
-    measured = torch.zeros(len(layers), dtype=torch.float64)
-    for index, path in enumerate(layers):
-        pairs = []
-        for name, trainable in cohort.trainables.items():
-            if name in gradient and name.startswith(f"{path}."):
-                assert trainable.stored.grad is not None
-                true = trainable.own(slot, of=trainable.stored.grad)
-                pairs.append((gradient[name].flatten(1).double(), true.flatten(1).double().cpu()))
-        if pairs:
-            pseudo, true = (torch.cat(side, dim=1) for side in zip(*pairs, strict=True))
-            counted = inactive[index, : len(pseudo)].cpu() & pseudo.any(dim=1) & true.any(dim=1)
-            pseudo, true = pseudo[counted], true[counted]
-            sums[index] = torch.stack([(pseudo * true).sum(), pseudo.square().sum(), true.square().sum()])
+    """Returns a slot's cosines of G~ with the true gradients of all slots, over each layer's names."""
+    sums = torch.zeros(len(names), 3, dtype=torch.float64)
+    measured = torch.zeros(len(names), dtype=torch.float64)
+    for index, layer in enumerate(names):
+        known = [name for name in layer if name in gradient]
+        if known:
+            left = torch.cat([gradient[name].flatten(1).double() for name in known], dim=1)
+            own = [cohort.trainables[name].own(slot, of=true[name]) for name in known]
+            right = torch.cat([value.flatten(1).double().cpu() for value in own], dim=1)
+            counted = left.any(dim=1) & right.any(dim=1)
+            left, right = left[counted], right[counted]
+            sums[index] = torch.stack([(left * right).sum(), left.square().sum(), right.square().sum()])
             measured[index] = counted.sum()
     sums, measured = (torch.cat([each, each.sum(dim=0, keepdim=True)]) for each in (sums, measured))
     norms = (sums[:, 1] * sums[:, 2]).sqrt()

@@ -173,8 +173,8 @@ def adaptive_weights(overlap: Tensor, threshold: float, temperature: float = 1.0
 class Regulariser:
     """L_reg of every client of a cohort (Eq. 10), collected while the model runs.
 
-    The observer only takes note of the routings; the loss is computed outside the layers, so
-    that it stays out of what gradient checkpointing runs again.
+    The observer only takes note of the logits; the loss is computed outside the layers, so that
+    it stays out of what gradient checkpointing runs again.
 
     Args:
         targets: Layer index -> what its gates are pulled towards; the other layers have no part in L_reg.
@@ -188,29 +188,28 @@ class Regulariser:
         self.slots = slots
         self.top_k = top_k
         self.divergence = divergence
-        self._seen: list[Routing] = []
+        self._seen: list[tuple[LayerTarget, Tensor, Tensor, Tensor | None]] = []
 
     def observe(self, routing: Routing) -> None:
-        """Takes note of one layer's routing."""
+        """Takes note of one layer's logits, without holding on to its input."""
         if routing.layer in self.targets:
-            self._seen.append(routing)
+            self._seen.append((self.targets[routing.layer], routing.logits, routing.slot, routing.keep))
 
     def loss(self) -> Tensor | float:
         """Returns [S], the mean over layers and each client's tokens, of the pass just seen; 0.0 without targets."""
         seen, self._seen = self._seen, []
         if not seen:
             return 0.0
-        return torch.stack([self._layer_loss(routing) for routing in seen]).mean(dim=0)
+        return torch.stack([self._layer_loss(*layer) for layer in seen]).mean(dim=0)
 
-    def _layer_loss(self, routing: Routing) -> Tensor:
+    def _layer_loss(self, target: LayerTarget, logits: Tensor, slot: Tensor, keep: Tensor | None) -> Tensor:
         """Returns [S]; 0 for a client without tokens."""
-        target, slot = self.targets[routing.layer], routing.slot
-        p = probabilities(routing.logits)
+        p = probabilities(logits)
         reference = target.reference.to(p)
         divergence = kl_terms(p, reference, self.divergence)
         counts = top_k_mask(p, self.top_k) | top_k_mask(reference, self.top_k)
         per_token = (target.weights.to(p)[slot] * divergence * counts).sum(dim=-1)
-        real = torch.ones_like(per_token) if routing.keep is None else routing.keep.to(per_token.dtype)
+        real = torch.ones_like(per_token) if keep is None else keep.to(per_token.dtype)
         tokens = per_token.new_zeros(self.slots).index_add(0, slot, real)
         return per_token.new_zeros(self.slots).index_add(0, slot, per_token * real) / tokens.clamp(min=1)
 

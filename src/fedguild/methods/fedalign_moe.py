@@ -223,7 +223,7 @@ class FedAlignMoe:
         return State(tensors)
 
     def observe(self, state: State, model: ModelInfo) -> list[Observation]:
-        """Returns per layer: o, the spread of omega, tau and the share of experts that changed."""
+        """Returns per layer: o, the spread of omega, tau and the share of experts with an update that counted."""
         figures = Payload(state.tensors).part(FIGURES)
         layers = [layer.experts for layer in model.moe]
         return [
@@ -314,7 +314,7 @@ class FedAlignMoe:
 
     def _experts(self, experts: str, trained: Mapping[str, Tensor], received: RegionUploads) -> dict[str, Tensor]:
         """Lines 10 to 13 for one layer; an expert that nobody activated stays as it was."""
-        vectors, thresholds = region.expert_vectors(trained), []
+        vectors, thresholds, aggregated = region.expert_vectors(trained), [], 0
         for expert in range(len(vectors)):
             clients, regions, updates = received.versions(f"{experts}/{expert}")
             if not clients:
@@ -334,8 +334,9 @@ class FedAlignMoe:
                 weights = received.shares(clients)
             vectors[expert] += region.combined(updates, weights)  # Eq. 15
             thresholds.append(threshold)
+            aggregated += bool(weights.any())
         figures = {
-            f"{FIGURES}/aggregated/{experts}": torch.tensor(len(thresholds) / len(vectors)),
+            f"{FIGURES}/aggregated/{experts}": torch.tensor(aggregated / len(vectors)),
             f"{FIGURES}/threshold/{experts}": torch.tensor(thresholds or [0.0]).mean(),
         }
         return {**with_part(EXPERTS, region.from_expert_vectors(vectors, trained)), **figures}

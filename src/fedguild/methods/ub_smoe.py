@@ -41,7 +41,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
@@ -62,7 +62,7 @@ from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.method import Deployment, Observation, State, Upload
-from fedguild.server.utilisation import UtilisationRate, evenness, following, next_modulation, target_modulation
+from fedguild.server.utilisation import UtilisationRate, evenness, following, modulate
 
 PHI = "phi"
 PSEUDO_GRADIENT = "pseudo_gradient"
@@ -133,6 +133,13 @@ class UbSmoeSettings(BaseModel):
         if "experts" not in targets:
             raise ValueError("must include experts, which UB-SMoE balances")
         return targets
+
+    @field_validator("phi_max")
+    @classmethod
+    def _above_the_lower_end(cls, phi_max: float, known: ValidationInfo) -> float:
+        if phi_max < known.data.get("phi_min", phi_max):
+            raise ValueError(f"must be at least phi_min, {known.data['phi_min']}")
+        return phi_max
 
 
 class UbSmoe:
@@ -276,11 +283,13 @@ class UbSmoe:
         after = adapter.result(before.part(ADAPTER))  # line 9
         eta_gamma = float(step_size.result({STEP_SIZE: torch.zeros(())})[STEP_SIZE])
         moved = pseudo_gradient(before.part(ADAPTER), _experts(after), eta_gamma) if self._injects else {}  # Eq. 15
-        used = rate.result()  # Eq. 12
+        phi, used = before.part(PHI), rate.result()  # Eq. 12
+        if self.settings.utilisation_update:
+            phi = modulate(phi, used, mean_active, self.settings.momentum, self.settings.epsilon)  # Eq. 13, 14
         tensors = {
             **with_part(ADAPTER, after),
             **with_part(PSEUDO_GRADIENT, moved),
-            **with_part(PHI, self._modulate(before.part(PHI), used, mean_active)),
+            **with_part(PHI, phi),
             **with_part(UTILISATION, {**before.part(UTILISATION), **used}),
             **cosine.result({name: torch.zeros_like(value) for name, value in state.tensors.items() if name == COSINE}),
             HOLDERS: torch.tensor(sorted(holders)),
@@ -340,19 +349,6 @@ class UbSmoe:
         examples = [cohort.hold_out(slot, HELD_OUT, limit) for slot in range(len(cohort.work))]
         found = held_out_cosines(cohort, examples, [gradient or {} for gradient in received])
         return [{COSINE: cosine.values.float(), COSINE_MEASURED: cosine.measured.float()} for cosine in found]
-
-    def _modulate(
-        self, phi: Mapping[str, Tensor], rates: Mapping[str, Tensor], mean_active: float
-    ) -> dict[str, Tensor]:
-        """Lines 12 and 13; a layer that no token reached keeps its phi."""
-        settings = self.settings
-        after = dict(phi)
-        for name, before in phi.items():
-            rate = rates.get(name.removesuffix(".phi"))
-            if settings.utilisation_update and rate is not None:
-                target = target_modulation(rate, mean_active, settings.epsilon)
-                after[name] = next_modulation(before, target, settings.momentum)
-        return after
 
     def _upload(self, cohort: Cohort, slot: int, lost: bool) -> dict[str, Tensor]:
         """Line 8; keeps the expert LoRA that the client received, from which it derives the next G~."""

@@ -215,7 +215,11 @@ def compare(runs: Mapping[str, Sequence[Run]], reference: str | None = None) -> 
     unequal = [name for name, facts in found.items() if not _equal_inference(facts)]
     warnings = _differing_runs(tables)
     warnings += [f"Budget {name} was not scored at equal inference FLOPs in all runs." for name in unequal]
-    warnings += [f"Budget {name} was not scored in all runs." for name in found if len(found[name]) < len(every)]
+    with_budgets = [table for table in every if table.rows]
+    partly = [name for name in found if len(found[name]) < len(with_budgets)]
+    warnings += [f"Budget {name} was not scored in all runs." for name in partly]
+    without = [label for label, members in tables.items() if not any(table.rows for table in members)] if found else []
+    warnings += [f"{label} has no global model, so it has no score at a budget; MTAL compares it." for label in without]
     scored = [table.mtal is not None for table in every]
     if any(scored) and not all(scored):
         warnings.append("The clients' own models (MTAL) were not scored in all runs: set evaluation.clients=true.")

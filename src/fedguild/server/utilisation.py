@@ -54,6 +54,25 @@ def next_modulation(phi: Tensor, target: Tensor, momentum: float) -> Tensor:
     return (1.0 - momentum) * target + momentum * phi
 
 
+def modulate(
+    phi: Mapping[str, Tensor], rates: Mapping[str, Tensor], mean_active: float, momentum: float, epsilon: float
+) -> dict[str, Tensor]:
+    """Returns every layer's next phi (Eq. 13-14); a layer that no token reached keeps its own.
+
+    Args:
+        phi: `{block}.phi` -> [M].
+        rates: Block -> u~ [M].
+        mean_active: K-bar.
+        momentum: zeta.
+        epsilon: Of Eq. 13.
+    """
+    targets = {f"{block}.phi": target_modulation(rate, mean_active, epsilon) for block, rate in rates.items()}
+    return {
+        name: next_modulation(before, targets[name], momentum) if name in targets else before
+        for name, before in phi.items()
+    }
+
+
 def rate_entropy(rate: Tensor) -> Tensor:
     """Returns -sum_i u_i ln u_i over the last axis, in nats, of the rates as they are (Section 6.3.3).
 
