@@ -37,19 +37,17 @@ def evaluate_state(experiment: Experiment, state: State, number: int, split: Spl
     summary: list[Record] = [summary_record("mean", records)] if records else []
     held_out = [getattr(data, split)[: settings.max_examples] for data in experiment.data.clients]
     if settings.clients or not global_models:
-        own = [
-            (who.name, who.budget, _personal(experiment, state, who, experiment.memory.load(who.name, number + 1)))
-            for who in experiment.clients
-        ]
-        scored = _scored(experiment, own, held_out, ("client", number, split))
+        scored = _scored(experiment, _own_models(experiment, state, number), held_out, ("client", number, split))
         summary.append(summary_record("mtal", scored))
         records += scored
     if settings.received:
-        next_models = [
-            (who.name, who.budget, _personal(experiment, state, who, Payload())) for who in experiment.clients
-        ]
-        scored = _scored(experiment, next_models, held_out, ("received", number, split))
+        scored = _scored(experiment, _next_models(experiment, state), held_out, ("received", number, split))
         summary.append(summary_record("received", scored))
+        records += scored
+    if settings.pooled:
+        own = _own_models(experiment, state, number)
+        scored = _scored(experiment, own, [pooled] * len(own), ("pooled", number, split))
+        summary.append(summary_record("pooled", scored))
         records += scored
     experiment.progress.evaluated(
         {record.name: record.score for record in records if record.scope == "budget"}
@@ -62,7 +60,7 @@ def _scored(
     experiment: Experiment,
     models: Sequence[tuple[str, Budget, Deployment]],
     examples: Sequence[Sequence[Example]],
-    where: tuple[Literal["budget", "client", "received"], int, Split],
+    where: tuple[Literal["budget", "client", "received", "pooled"], int, Split],
 ) -> list[EvaluationRecord]:
     """Scores several models, as many at once as a cohort holds."""
     config, backbone = experiment.config, experiment.backbone
@@ -109,5 +107,21 @@ def _scoring(config: Config) -> Scoring:
     )
 
 
-def _personal(experiment: Experiment, state: State, client: ClientInfo, memory: Payload) -> Deployment:
-    return experiment.method.personalize(state, experiment.backbone.info, client, memory)
+def _own_models(experiment: Experiment, state: State, number: int) -> list[tuple[str, Budget, Deployment]]:
+    """Returns each client's model as it uses it after the round."""
+    kept = [experiment.memory.load(client.name, number + 1) for client in experiment.clients]
+    return [
+        _personal(experiment, state, client, memory) for client, memory in zip(experiment.clients, kept, strict=True)
+    ]
+
+
+def _next_models(experiment: Experiment, state: State) -> list[tuple[str, Budget, Deployment]]:
+    """Returns the model that each client would receive next."""
+    return [_personal(experiment, state, client, Payload()) for client in experiment.clients]
+
+
+def _personal(
+    experiment: Experiment, state: State, client: ClientInfo, memory: Payload
+) -> tuple[str, Budget, Deployment]:
+    deployment = experiment.method.personalize(state, experiment.backbone.info, client, memory)
+    return client.name, client.budget, deployment

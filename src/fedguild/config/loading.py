@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class Preset:
 
     Attributes:
         name: Path below the presets folder without its ending, for example `flame/tiny-tasks`.
-        description: The file's first line, a comment.
+        description: The first sentence of the comment that the file opens with.
         path: The YAML file.
     """
 
@@ -38,11 +39,16 @@ def presets() -> tuple[Preset, ...]:
     return tuple(
         Preset(
             name=path.relative_to(PRESETS_FOLDER).with_suffix("").as_posix(),
-            description=path.read_text("utf-8").split("\n", 1)[0].removeprefix("#").strip(),
+            description=_first_sentence(path.read_text("utf-8")),
             path=path,
         )
         for path in sorted(PRESETS_FOLDER.rglob("*.yaml"))
     )
+
+
+def _first_sentence(yaml: str) -> str:
+    comment = " ".join(line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), yaml.splitlines()))
+    return re.split(r"(?<=\.)\s|;\s", comment, maxsplit=1)[0]
 
 
 def load_config(path_or_preset: str, overrides: Sequence[str] = ()) -> Config:

@@ -99,6 +99,10 @@ class EvaluationSettings(Section):
         description="Also score, on every client's own held-out examples, the model that it would receive next: the "
         "same after the aggregation.",
     )
+    pooled: bool = Field(
+        default=False,
+        description="Also score every client's own model on all clients' held-out examples together.",
+    )
     by: Literal["likelihood", "generation"] = Field(
         default="likelihood",
         description="How an example with choices is answered: by the likeliest one, or by generating a text that names "

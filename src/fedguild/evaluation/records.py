@@ -17,7 +17,7 @@ from fedguild.server.method import Observation
 from fedguild.server.record import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
 from fedguild.server.rounds import Outcome
 
-Where = tuple[Literal["budget", "client", "received"], int, Literal["test", "validation"]]
+Where = tuple[Literal["budget", "client", "received", "pooled"], int, Literal["test", "validation"]]
 
 
 def client_records(outcome: Outcome, model: ModelInfo) -> list[ClientRecord]:
@@ -77,8 +77,10 @@ def evaluation_record(
     )
 
 
-def summary_record(name: Literal["mean", "mtal", "received"], records: Sequence[EvaluationRecord]) -> EvaluationRecord:
-    """Returns the mean over budgets (`mean`), or over the clients that have examples (`mtal`, `received`)."""
+def summary_record(
+    name: Literal["mean", "mtal", "received", "pooled"], records: Sequence[EvaluationRecord]
+) -> EvaluationRecord:
+    """Returns the mean over budgets (`mean`), or over the clients that have examples (`mtal` and the others)."""
     counted = [record for record in records if record.examples]
     return EvaluationRecord(
         round=records[0].round,

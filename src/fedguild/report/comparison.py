@@ -19,6 +19,7 @@ from fedguild.report.tables import RunTable, run_table, size_of
 MEAN = "mean"
 MTAL = "mtal"
 RECEIVED = "received"
+POOLED = "pooled"
 _SAME_FLOPS = 0.01
 
 
@@ -28,7 +29,8 @@ class MethodRow:
 
     Attributes:
         label: The row's name.
-        scores: Column -> seed -> score; a column is a budget's name, `mean`, `mtal` or `received`.
+        scores: Column -> seed -> score; a column is a budget's name, `mean`, `mtal`,
+            `received` or `pooled`.
         training_flops: Budget name -> training FLOPs of one of its clients over a run, mean over
             clients and seeds; budgets without a client that trained are left out.
         cost: Mean over clients, then seeds; None where no client trained.
@@ -74,8 +76,9 @@ class ComparisonTable:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The budgets' names, then `mean`, `mtal` and `received` where some method has them."""
-        present = [column for column in (MEAN, MTAL, RECEIVED) if any(row.scores.get(column) for row in self.rows)]
+        """The budgets' names, then `mean`, `mtal`, `received` and `pooled` where some method has them."""
+        summaries = (MEAN, MTAL, RECEIVED, POOLED)
+        present = [column for column in summaries if any(row.scores.get(column) for row in self.rows)]
         names = [budget.name for budget in self.budgets]
         return tuple(names + [column for column in present if column != MEAN or len(names) != 1])
 
@@ -170,6 +173,8 @@ class ComparisonTable:
             return Cell("MTAL", "own models, own data")
         if column == RECEIVED:
             return Cell("Received", "next models, own data")
+        if column == POOLED:
+            return Cell("Pooled", "own models, all data")
         budget = next(budget for budget in self.budgets if budget.name == column)
         facts = [units.count_of(budget.active_experts, "expert")] if budget.active_experts else []
         if budget.inference_flops_per_token and self.equal_inference:
@@ -242,7 +247,7 @@ def _method_row(label: str, runs: Sequence[Run], tables: Sequence[RunTable]) -> 
     scores: dict[str, dict[int, float]] = {}
     flops: dict[str, list[float]] = {}
     for table in tables:
-        summaries = {MEAN: table.mean, MTAL: table.mtal, RECEIVED: table.received}
+        summaries = {MEAN: table.mean, MTAL: table.mtal, RECEIVED: table.received, POOLED: table.pooled}
         for column, value in [*((row.budget.name, row.score) for row in table.rows), *summaries.items()]:
             if value is not None:
                 scores.setdefault(column, {})[table.seed] = value

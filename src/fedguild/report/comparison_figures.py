@@ -10,9 +10,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from fedguild.report import units
-from fedguild.report.comparison import MEAN, MTAL, RECEIVED, ComparisonTable
+from fedguild.report.comparison import MEAN, MTAL, POOLED, RECEIVED, ComparisonTable
 from fedguild.report.costs import client_totals, mean_cost
-from fedguild.report.record import Run
+from fedguild.report.record import ClientScope, Run
 from fedguild.report.style import FULL_WIDTH, INK, MUTED, RULE, gridlines, method_colours, styled, to_svg
 
 _MOST_METHODS_LABELLED = 4
@@ -132,14 +132,13 @@ def _column_title(table: ComparisonTable, column: str) -> str:
     for budget in table.budgets:
         if budget.name == column and budget.active_experts:
             return f"{column}\n{units.count_of(budget.active_experts, 'expert')}"
-    return {MTAL: "MTAL", RECEIVED: "received next"}.get(column, column)
+    return {MTAL: "MTAL", RECEIVED: "received next", POOLED: "own models, all data"}.get(column, column)
 
 
 def _curve(run: Run, column: str) -> Sequence[tuple[int, float]]:
     """Returns (round, score) of a budget, or of the mean over clients."""
-    if column == MTAL:
-        return run.client_curve("client")
-    return run.client_curve("received") if column == RECEIVED else run.curve("budget", column)
+    scopes: Mapping[str, ClientScope] = {MTAL: "client", RECEIVED: "received", POOLED: "pooled"}
+    return run.client_curve(scopes[column]) if column in scopes else run.curve("budget", column)
 
 
 def _upload_bytes(runs: Sequence[Run]) -> dict[str, float]:

@@ -23,10 +23,10 @@ from fedguild.server.record import (
     RunLog,
 )
 
-Scope = Literal["budget", "client", "received", "summary"]
-ClientScope = Literal["client", "received"]
-"""A client's own model, before the aggregation, and the one that it would receive next, after it."""
-_MEANS: Mapping[ClientScope, str] = {"client": "mtal", "received": "received"}
+Scope = Literal["budget", "client", "received", "pooled", "summary"]
+ClientScope = Literal["client", "received", "pooled"]
+"""A client's own model, the one that it would receive next, and its own on all clients' data."""
+_MEANS: Mapping[ClientScope, str] = {"client": "mtal", "received": "received", "pooled": "pooled"}
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Run:
         return sorted(points.items())
 
     def client_mean(self, scope: ClientScope, round: int) -> float | None:
-        """Returns the mean over clients of their scores on their own data; None where none was scored.
+        """Returns the mean over clients of their models' scores; None where none was scored.
 
         Clients count equally; one without examples does not count.
         """

@@ -72,6 +72,7 @@ class RunTable:
         mtal: Mean over clients of their own models' scores on their own data; None where not evaluated.
         clients_before: Mean over clients of their scores before training; None where not evaluated.
         received: Mean over clients of the scores of the models that they would receive next, on their own data.
+        pooled: Mean over clients of their own models' scores on all clients' data.
         clients: One row per client with a score of its own; empty where none was evaluated.
     """
 
@@ -86,6 +87,7 @@ class RunTable:
     mtal: float | None
     clients_before: float | None
     received: float | None
+    pooled: float | None
     clients: tuple[ClientRow, ...]
 
     @property
@@ -116,6 +118,9 @@ class RunTable:
         if self.received is not None:
             rules.add(len(self.rows))
             body.append(_summary_row("Models received next, own data", None, self.received, len(header)))
+        if self.pooled is not None:
+            rules.add(len(self.rows))
+            body.append(_summary_row("Clients' own models, all data", None, self.pooled, len(header)))
         title = f"{self.name}: {self.split} scores after round {self.round}; costs per client over the run"
         return Grid(title, tuple(map(Cell, header)), tuple(body), frozenset(rules))
 
@@ -178,6 +183,7 @@ def run_table(run: Run) -> RunTable:
         mtal=run.client_mean("client", run.last_round),
         clients_before=run.client_mean("client", 0) or run.client_mean("received", 0),
         received=run.client_mean("received", run.last_round),
+        pooled=run.client_mean("pooled", run.last_round),
         clients=_client_rows(run),
     )
 
