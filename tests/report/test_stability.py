@@ -8,7 +8,7 @@ import pytest
 
 from fedguild.errors import ConfigError
 from fedguild.report.record import Run
-from fedguild.report.stability import entry_over_seeds
+from fedguild.report.stability import entry_over_seeds, stability_grids
 from fedguild.server.record import ObservationRecord
 
 FIGURE = "experts held"
@@ -43,6 +43,17 @@ def test_a_figure_with_one_value_in_a_row(run: Run) -> None:
     record = ObservationRecord(round=1, name="kept", rows=["q_proj"], values=[[0.25]])
     grid = entry_over_seeds([dataclasses.replace(run, config={"seed": 3}, observations=[record])], "kept", "q_proj")
     assert [[cell.text for cell in row] for row in grid.rows] == [["3", "0.25"]]
+
+
+def test_counts_of_several_seeds_are_tables_of_the_comparison(run: Run) -> None:
+    runs = seeds(run)
+    counted = [
+        dataclasses.replace(one, observations=[r.model_copy(update={"unit": "experts"}) for r in one.observations])
+        for one in runs
+    ]
+    (grid,) = stability_grids({"fedamole": counted, "of one seed": counted[:1], "without a unit": runs})
+    assert grid.title == "fedamole: experts held: q_proj, client 0"
+    assert [cell.text for cell in grid.rows[1]] == ["1", "102", "103", "104", "105", "106"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from fedguild.report.costs import budget_costs, client_totals, phase_seconds
 from fedguild.report.observation_figures import MOST_NAMED, observation_figure
 from fedguild.report.observations import Series, observation_grid, observed
 from fedguild.report.record import Run, load_run
+from fedguild.report.stability import stability_grids
 from fedguild.report.summary import budget_title, comparison_summary, run_summary
 from fedguild.report.tables import RunTable, routing_grid, run_table, task_grid, training_grid
 
@@ -106,6 +107,7 @@ def _comparison_page(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) 
         "scatter": _figure(comparison_figures.cost_against_score(table, runs)),
         "rounds": _figure(comparison_figures.curves_by_column(table, runs)),
         "observations": observation_grid(runs),
+        "stability": stability_grids(runs),
         "costs": table.cost_grid(),
         "partition": _partition_figure(first),
         "partition_seed": first.seed,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from fedguild.errors import ConfigError, nearest
 from fedguild.report.grid import Cell, Grid
@@ -33,6 +34,25 @@ def entry_over_seeds(runs: Sequence[Run], figure: str, row: str, column: str = "
     )
     place = f"{row}, {column}" if column else row
     return Grid(f"{figure}: {place}", (Cell("Seed"), *(Cell(f"round {number}") for number in common)), body)
+
+
+def stability_grids(runs: Mapping[str, Sequence[Run]]) -> list[Grid]:
+    """Returns, for each method with several seeds, the first entry of each matrix of counts that it reports.
+
+    Counts, such as the experts that a client holds, mean the same under every seed; a matrix
+    without a unit need not (experts start anew), and is left out.
+
+    Args:
+        runs: Label -> the method's runs, one per seed.
+    """
+    return [
+        replace(grid, title=f"{label}: {grid.title}")
+        for label, members in runs.items()
+        if len(members) > 1
+        for series in observed(members[0])
+        if series.is_matrix and series.unit
+        for grid in [entry_over_seeds(members, series.name, series.last.rows[0], series.last.columns[0])]
+    ]
 
 
 def _values(run: Run, figure: str, row: str, column: str) -> dict[int, float]:
