@@ -110,7 +110,7 @@ def _device() -> Iterator[Finding]:
             "" if bfloat16 else "no bfloat16: set model.dtype=float16 or float32",
         )
     if util.find_spec("bitsandbytes") is None:
-        yield Finding("bitsandbytes", "not installed", "missing", "no model.load_in_4bit: pip install bitsandbytes")
+        yield Finding("bitsandbytes", "not installed", "missing", "no model.load_in_4bit: pip install 'fedguild[four-bit]'")
 
 
 def _memory() -> Finding:

@@ -40,7 +40,7 @@ def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]
     if not is_bitsandbytes_available(OLDEST) or not is_accelerate_available():
         raise ConfigError(
             f"model.load_in_4bit needs accelerate and bitsandbytes {OLDEST} or newer.",
-            f"pip install accelerate 'bitsandbytes>={OLDEST}'",
+            "pip install 'fedguild[four-bit]'",
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=KIND, bnb_4bit_compute_dtype=dtype)
