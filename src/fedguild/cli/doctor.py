@@ -26,6 +26,7 @@ REQUIRED = ("torch", "transformers", "datasets", "safetensors", "numpy", "scipy"
 EXTRAS = {
     "eval": (("peft", "accelerate"), "exported adapters cannot be checked against peft"),
     "track": (("tensorboard",), "tracking.tensorboard cannot be switched on"),
+    "four-bit": (("bitsandbytes", "accelerate"), "model.load_in_4bit cannot be switched on"),
     "fusion": (("nevergrad",), "fdlora cannot search its fusion weights"),
     "ray": (("ray",), "runs cannot be spread over GPUs and machines"),
     "flower": (("flwr",), "clients cannot take part over the network"),
@@ -109,8 +110,6 @@ def _device() -> Iterator[Finding]:
             "ok" if bfloat16 else "problem",
             "" if bfloat16 else "no bfloat16: set model.dtype=float16 or float32",
         )
-    if util.find_spec("bitsandbytes") is None:
-        yield Finding("bitsandbytes", "not installed", "missing", "no model.load_in_4bit: pip install 'fedguild[four-bit]'")
 
 
 def _memory() -> Finding:
