@@ -60,8 +60,9 @@ def test_a_slots_gradients_come_from_its_own_tokens_only():
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "expected"),
-    [("cpu", torch.float32, True), ("cpu", torch.float64, True), ("cpu", torch.bfloat16, False)],
+    ("threads", "dtype", "expected"),
+    [(2, torch.float32, True), (2, torch.float64, True), (2, torch.bfloat16, False), (1, torch.float32, False)],
 )
-def test_blocks_are_for_full_precision_on_a_cpu(device, dtype, expected):
-    assert prefers_blocks(torch.zeros(1, 1, dtype=dtype, device=device)) is expected
+def test_blocks_are_for_full_precision_on_several_threads(threads, dtype, expected, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert prefers_blocks(torch.zeros(1, 1, dtype=dtype)) is expected

@@ -20,10 +20,13 @@ from fedguild.model.moe.products import grouped_outer, grouped_rows
 def prefers_blocks(rows: Tensor) -> bool:
     """Whether a layer with this input [N, H] profits from blocks.
 
-    CPU libraries have a batched product for fp32 and fp64, but run the groups of a grouped one in
-    turn, each at the price of a call. CUDA has a kernel for grouped products.
+    CPU libraries have a batched product for fp32 and fp64 that shares its matrices out among the
+    threads; the groups of a grouped one run in turn, each as a small product of all threads. With a
+    single thread that costs nothing, and blocks would only copy the matrices. CUDA has a kernel for
+    grouped products.
     """
-    return rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64)
+    is_full_precision = rows.dtype in (torch.float32, torch.float64)
+    return rows.device.type == "cpu" and is_full_precision and torch.get_num_threads() > 1
 
 
 @dataclass(frozen=True)
