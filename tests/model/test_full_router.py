@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fedguild.data.batches import Encoded, collate
-from fedguild.model.adapters.full_router import FullRouter, slot_linear
+from fedguild.model.adapters.full_router import FullRouter
+from fedguild.model.adapters.slot_products import slot_rows
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.seeding import torch_rng
@@ -48,7 +49,7 @@ def test_every_row_meets_its_own_slots_matrix(rows):
     weight = torch.randn(len(rows), 4, 5, generator=rng, dtype=torch.float64, requires_grad=True)
     out = torch.randn(3 * sum(rows), 4, generator=rng, dtype=torch.float64)
     owner = [slot for slot, count in enumerate(rows) for _ in range(3 * count)]
-    found = slot_linear(hidden, weight, rows)
+    found = slot_rows(hidden, weight, rows)
     expected = torch.stack([weight[slot] @ hidden[token] for token, slot in enumerate(owner)])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     mine = torch.autograd.grad(found, (hidden, weight), out)

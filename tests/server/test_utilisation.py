@@ -15,8 +15,8 @@ from fedguild.server.utilisation import (
     following,
     gini,
     next_modulation,
-    normalised_entropy,
     rate_entropy,
+    share_entropy,
     target_modulation,
 )
 from tests.oracles import ub_smoe as oracle
@@ -81,7 +81,7 @@ def test_entropy_and_gini(rate: list[float]) -> None:
     tensor, total = torch.tensor(rate, dtype=torch.float64), sum(rate)
     shares = [u / total for u in rate] if total else rate
     assert float(rate_entropy(tensor)) == pytest.approx(oracle.entropy(rate), abs=1e-12)
-    assert float(normalised_entropy(tensor)) == pytest.approx(oracle.entropy(shares), abs=1e-12)
+    assert float(share_entropy(tensor)) == pytest.approx(oracle.entropy(shares), abs=1e-12)
     assert float(gini(tensor)) == pytest.approx(oracle.gini(rate), abs=1e-12)
 
 

@@ -15,6 +15,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from torch import Tensor
 
 from fedguild.errors import DataError
+from fedguild.server.utilisation import gini, rate_entropy, share_entropy
 
 
 def normalised(text: str) -> str:
@@ -148,26 +149,15 @@ def expert_utilisation(counts: Tensor, tokens: int) -> Utilisation:
         tokens: Tokens seen.
     """
     frequency = counts.double() / max(tokens, 1)
-    share = frequency / frequency.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-    entropy = torch.special.entr(share).sum(dim=-1)
+    entropy = share_entropy(frequency)
     experts = counts.shape[-1]
     return Utilisation(
         frequency=frequency,
-        rate_entropy=torch.special.entr(frequency).sum(dim=-1),
+        rate_entropy=rate_entropy(frequency),
         entropy=entropy,
         normalised_entropy=entropy / math.log(experts) if experts > 1 else torch.zeros_like(entropy),
-        gini=_gini(share),
+        gini=gini(frequency),
     )
-
-
-def _gini(share: Tensor) -> Tensor:
-    """Returns Eq. 62 over the last axis, for shares that sum to 1 or are all zero.
-
-    Sorted ascending, ΣΣ|u_i - u_j| = 2 Σ_i (2i - M - 1) u_(i) for i from 1: M log M, not M².
-    """
-    experts = share.shape[-1]
-    weights = 2 * torch.arange(1, experts + 1, dtype=share.dtype, device=share.device) - experts - 1
-    return (share.sort(dim=-1).values * weights).sum(dim=-1) / experts
 
 
 @cache

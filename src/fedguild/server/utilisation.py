@@ -82,7 +82,7 @@ def rate_entropy(rate: Tensor) -> Tensor:
     return entropy
 
 
-def normalised_entropy(rate: Tensor) -> Tensor:
+def share_entropy(rate: Tensor) -> Tensor:
     """Returns the entropy of the rates scaled to sum 1, in nats, from 0 to ln M (appendix G.7); 0 for no rates."""
     return rate_entropy(_shares(rate))
 
@@ -130,7 +130,7 @@ def evenness(rates: Sequence[Tensor], layers: Sequence[str]) -> Observation:
         rates: u~ [M] of each layer.
         layers: The layers' labels.
     """
-    values = torch.tensor([[rate_entropy(rate), normalised_entropy(rate), gini(rate)] for rate in rates])
+    values = torch.tensor([[rate_entropy(rate), share_entropy(rate), gini(rate)] for rate in rates])
     return Observation("expert utilisation", values, layers, ("entropy of rates", "entropy of shares", "Gini"))
 
 

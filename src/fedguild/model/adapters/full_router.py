@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fedguild.model.adapters.slot_products import slot_rows
 from fedguild.model.plan import ModelInfo
 
 if TYPE_CHECKING:
@@ -50,28 +51,10 @@ def delta_name(router: str) -> str:
     return f"{router}.delta"
 
 
-def slot_linear(hidden: Tensor, weight: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """Returns D_c h of every row, with the matrix of the row's slot.
-
-    Args:
-        hidden: [N, in], slot-major: the rows of slot 0 first.
-        weight: [S, out, in].
-        rows: Rows of each slot (in any unit that N is a multiple of).
-    """
-    weight = weight.to(hidden.dtype)
-    if len(rows) == 1:
-        return hidden @ weight[0].t()
-    if len(set(rows)) == 1:
-        return torch.bmm(hidden.view(len(rows), -1, hidden.shape[-1]), weight.transpose(1, 2)).flatten(0, 1)
-    unit = hidden.shape[0] // sum(rows)
-    parts = hidden.split([count * unit for count in rows])
-    return torch.cat([part @ own.t() for part, own in zip(parts, weight, strict=True)])
-
-
 def _term(model: SlotModel, stored: Tensor) -> Callable[[Tensor], Tensor]:
     def term(hidden: Tensor) -> Tensor:
         current = model.backbone.runtime.current
         assert current is not None
-        return slot_linear(hidden, stored, current.rows_per_slot)
+        return slot_rows(hidden, stored.to(hidden.dtype), current.rows_per_slot)
 
     return term
