@@ -1,0 +1,286 @@
+"""HetLoRA (HLoRA): LoRA with a rank by client, pruned as it trains, averaged with zeros for the ranks that are missing.
+
+Y. J. Cho, L. Liu, Z. Xu, A. Fahrezi, G. Joshi, "Heterogeneous LoRA for Federated Fine-tuning of
+On-Device Foundation Models", EMNLP 2024.
+
+The algorithm, in our words:
+    1  server: start LoRA of the highest rank r (A random, B = 0); r_k = the rank of client k's budget
+    2  each round, for the sampled clients k:
+    3      server: truncate, A_k = A[:r_k], B_k = B[:, :r_k]
+    4      client: minimise nll + lambda sum ||B_k[:, t:]|| ||A_k[t:]||,  t = floor(gamma r_k)
+    5      client: if sum ||B_k[:, t:]|| ||A_k[t:]|| is below its value at line 3, prune:
+               r_k = max(r_min, t), A_k = A_k[:r_k], B_k = B_k[:, :r_k]
+    6      server: w_k = ||B_k A_k|| / sum_k ||B_k A_k||
+    7      server: A = sum_k w_k pad(A_k), B = sum_k w_k pad(B_k), padded to r with zeros
+
+All norms are Frobenius norms; the sums of lines 4 and 5 are over all adapted matrices, each expert's
+its own. Symbols: lambda `penalty_weight`, gamma `gamma`, r_min `minimum_rank`, t `tail_start`,
+r_k `state.tensors["ranks"]`, w_k `weights`.
+
+Readings and deviations (docs/methods/hetlora.md):
+    - The penalty has gradients; the only released code of it (FlexLoRA's authors) takes it on
+      detached tensors, where it changes nothing.
+    - A client prunes where the product fell strictly below the received one. In its first round B = 0
+      and so is the product, so nobody prunes.
+    - The norm of line 6 is that of the whole client, the root of the sum of squares over its
+      matrices; `norm_scope: module` weighs every matrix by its own. If all norms are 0, the clients
+      weigh alike. `weights: size` weighs by the number of examples, as FlexLoRA's authors do.
+    - One scale alpha / r for all ranks, so that a rank means the same to every client.
+    - Ranks that no client of the round holds keep their global value, and those whose holders have no
+      weight are averaged uniformly; zeros in A and B alike would never train again.
+    - A pruned rank stays pruned. The server learns of it from the upload, which then lacks the part
+      `tail`. Training keeps the budget's storage: ranks beyond r_k are zero in A and in B, so that
+      neither has a gradient and they stay zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.cohort import Cohort
+from fedguild.methods.common import ADAPTER, in_part, initial_adapter, require_within_rank
+from fedguild.model.adapters.storage import SlotTensor
+from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.payload import Payload, with_part
+from fedguild.server.aggregation import Weight, WeightedMean, pad_rank, rank_axis, truncate_rank
+from fedguild.server.low_rank import DOWN, UP, by_module, product_norm
+from fedguild.server.method import Deployment, Observation, State, Upload
+from fedguild.server.validation import Omissible
+
+TAIL = "tail"
+"""The payload part with the ranks of a client's adapter that it loses if it is pruned; left out if it was."""
+RANKS = "ranks"
+"""The state's tensor with r_k of every client, [clients] int64."""
+
+
+class HetLoRASettings(BaseModel):
+    """The options of HetLoRA."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(20, ge=1, description="LoRA rank r of the global adapter, the highest of all clients")
+    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; the scale is alpha / rank, whatever a client's rank")
+    targets: tuple[str, ...] = Field(
+        ("attention", "experts"),
+        description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts",
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of LoRA on linear layers")
+    penalty_weight: float = Field(1e-3, ge=0, description="lambda, weight of the penalty on a client's last ranks")
+    gamma: float = Field(0.99, gt=0, le=1, description="share of its ranks that a client's penalty and pruning spare")
+    minimum_rank: int = Field(1, ge=1, description="r_min, the rank below which no client is pruned")
+    pruning: bool = Field(True, description="whether a client gives up its last ranks where training shrank them")
+    weights: Literal["norm", "size"] = Field(
+        "norm", description="a client's weight in the average: the norm of its product BA, or its number of examples"
+    )
+    norm_scope: Literal["client", "module"] = Field(
+        "client", description="whose norm weighs: the whole client's, or that of every adapted matrix by itself"
+    )
+
+
+class HetLoRA:
+    """LoRA of unequal ranks with self-pruning and sparsity weights; see the module's docstring."""
+
+    name: ClassVar[str] = "hetlora"
+    title: ClassVar[str] = "HetLoRA: LoRA with a rank by budget, self-pruning, weights by norm"
+    needs_experts: ClassVar[bool] = False
+    Settings: ClassVar[type[BaseModel]] = HetLoRASettings
+
+    def __init__(self, settings: HetLoRASettings) -> None:
+        self.settings = settings
+
+    def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
+        """Returns LoRA at the budget's rank, the highest that its clients ever have; all experts stay active."""
+        settings = self.settings
+        rank = require_within_rank(budget, settings.rank)
+        return AdapterPlan(rank, settings.alpha / settings.rank, settings.targets, dropout=settings.dropout)
+
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+        """Line 1."""
+        for budget in budgets:
+            self.plan(model, budget)
+        settings = self.settings
+        return State(with_part(ADAPTER, initial_adapter(model, AdapterPlan(settings.rank, 1.0, settings.targets), rng)))
+
+    def enroll(self, state: State, model: ModelInfo, clients: Sequence[ClientInfo]) -> State:
+        """Line 1: every client's rank is its budget's."""
+        ranks = torch.zeros(1 + max(client.index for client in clients), dtype=torch.int64)
+        for client in clients:
+            ranks[client.index] = client.budget.rank
+        return State({**state.tensors, RANKS: ranks})
+
+    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+        """Line 3."""
+        return self._parted(self.personalize(state, model, client, Payload()).tensors)
+
+    def local_update(self, cohort: Cohort) -> list[Payload]:
+        """Lines 4 and 5."""
+        adapters = [whole_adapter(work.download) for work in cohort.work]
+        for slot, adapter in enumerate(adapters):
+            cohort.load(slot, pad_rank(adapter, cohort.model.plans[slot].rank)[0])
+        ranks = [rank_of(adapter) for adapter in adapters]
+        starts = [tail_start(self.settings.gamma, rank) for rank in ranks]
+        received = tail_products(cohort.trainables, starts).detach()
+        for step in cohort.steps():
+            loss = step.forward()
+            if step.is_update and self.settings.penalty_weight:
+                loss = loss + self.settings.penalty_weight * tail_products(cohort.trainables, starts)
+            step.backward(loss)
+            step.apply()
+        shrunk = (tail_products(cohort.trainables, starts).detach() < received).tolist()
+        trained = [truncate_rank(cohort.read(slot), rank) for slot, rank in enumerate(ranks)]
+        return [self._parted(adapter, prune=shrunk[slot]) for slot, adapter in enumerate(trained)]
+
+    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+        """Returns the names and shapes of A_k, B_k at the pruned rank, and of the tail that pruning leaves out."""
+        plan, rank = self.plan(model, client.budget), rank_of(whole_adapter(download))
+        kept = self.pruned(rank)
+        shapes = in_part(ADAPTER, trainable_shapes(model, replace(plan, rank=kept)))
+        if kept == rank:
+            return shapes
+        tail = in_part(TAIL, trainable_shapes(model, replace(plan, rank=rank - kept)))
+        return {**shapes, **{name: Omissible(shape) for name, shape in tail.items()}}
+
+    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+        """Lines 6 and 7, as running means over the uploads."""
+        weighted, uniform = PaddedMean(self.settings.rank), PaddedMean(self.settings.rank)
+        ranks = state.tensors[RANKS].clone()
+        for upload in uploads:
+            adapter = whole_adapter(upload.payload)
+            ranks[upload.client.index] = rank_of(adapter)
+            weighted.add(adapter, self._weights(adapter, upload.client))
+            if self.settings.weights == "norm":
+                uniform.add(adapter, 1.0)
+        adapter = weighted.result(uniform.result(Payload(state.tensors).part(ADAPTER)))
+        return State({**with_part(ADAPTER, adapter), RANKS: ranks})
+
+    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+        """Returns the global A, B truncated to the budget's rank."""
+        plan = self.plan(model, budget)
+        return Deployment(plan, truncate_rank(Payload(state.tensors).part(ADAPTER), plan.rank))
+
+    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Returns the global A, B truncated to the client's own rank, pruned or not."""
+        rank = int(state.tensors[RANKS][client.index])
+        plan = replace(self.plan(model, client.budget), rank=rank)
+        return Deployment(plan, truncate_rank(Payload(state.tensors).part(ADAPTER), rank))
+
+    def observe(self, state: State, model: ModelInfo) -> Sequence[Observation]:
+        """Returns every client's rank."""
+        ranks = state.tensors[RANKS]
+        return [Observation("rank", ranks.float(), [f"client {index}" for index in range(len(ranks))])]
+
+    def pruned(self, rank: int) -> int:
+        """Returns the rank after pruning, max(r_min, floor(gamma r)); the rank itself where nothing is pruned."""
+        if not self.settings.pruning:
+            return rank
+        return min(rank, max(self.settings.minimum_rank, tail_start(self.settings.gamma, rank)))
+
+    def _parted(self, adapter: Mapping[str, Tensor], *, prune: bool = False) -> Payload:
+        """Returns an adapter as it travels: the ranks that pruning keeps and, unless it is to be pruned, the tail."""
+        rank = rank_of(adapter)
+        kept = self.pruned(rank)
+        head = with_part(ADAPTER, truncate_rank(adapter, kept))
+        if prune or kept == rank:
+            return Payload(head)
+        tail = {name: value.narrow(_axis(name), kept, rank - kept) for name, value in adapter.items()}
+        return Payload({**head, **with_part(TAIL, tail)})
+
+    def _weights(self, adapter: Mapping[str, Tensor], client: ClientInfo) -> Weight | dict[str, Weight]:
+        """Returns w_k before it is divided by its sum (line 6): one number, or one for each matrix."""
+        if self.settings.weights == "size":
+            return float(client.examples)
+        norms = {module: product_norm(factors) for module, factors in by_module(adapter).items()}
+        if self.settings.norm_scope == "client":
+            return math.hypot(*(value for norm in norms.values() for value in norm.flatten().tolist()))
+        return {f"{module}.{leaf}": norm for module, norm in norms.items() for leaf in (DOWN, UP)}
+
+
+class PaddedMean:
+    """The running mean sum_k w_k pad(x_k) / sum_k w_k of factors padded with zeros to one rank (line 7).
+
+    Args:
+        rank: r, what is padded to.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._mean = WeightedMean()
+        self._held: dict[str, Tensor] = {}
+
+    def add(self, adapter: Mapping[str, Tensor], weight: Weight | Mapping[str, Weight]) -> None:
+        """Adds one client's factors; the weight is as in `WeightedMean.add`."""
+        padded, held = pad_rank(adapter, self._rank)
+        self._mean.add(padded, weight)
+        for name, rows in held.items():
+            own = torch.as_tensor(weight[name] if isinstance(weight, Mapping) else weight, dtype=torch.float64)
+            own = own.reshape(*own.shape, *[1] * (rows.dim() - own.dim()))
+            self._held[name] = self._held.get(name, torch.zeros(())) + own * rows
+
+    def result(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the mean, and `fallback` in the ranks whose holders have no weight together."""
+        means = self._mean.result(fallback)
+        return {
+            name: torch.where(self._held[name] > 0, mean, fallback[name]) if name in self._held else mean
+            for name, mean in means.items()
+        }
+
+
+def tail_start(gamma: float, rank: int) -> int:
+    """Returns floor(gamma r), a product that rounding leaves just below a whole number counted as that number."""
+    return math.floor(gamma * rank + 1e-9)
+
+
+def tail_products(trainables: Mapping[str, SlotTensor], starts: Sequence[int]) -> Tensor:
+    """Returns [S], each slot's sum over its matrices of ||B[:, t:]|| ||A[t:]||, with gradients (line 4).
+
+    The ranks beyond a slot's own are zero and add nothing. The gradient of a norm is 0 where the norm is.
+
+    Args:
+        trainables: `….lora_A` and `….lora_B` of all slots.
+        starts: Each slot's t.
+    """
+    products = [
+        _tail_norms(trainables[name], starts) * _tail_norms(trainables[f"{name.removesuffix(DOWN)}{UP}"], starts)
+        for name in trainables
+        if name.endswith(DOWN)
+    ]
+    return torch.stack([product.reshape(len(starts), -1).sum(1) for product in products]).sum(0)
+
+
+def _tail_norms(tensor: SlotTensor, starts: Sequence[int]) -> Tensor:
+    """Returns [S] or [S, M], the norm of each matrix's ranks from t on."""
+    first = min(starts)
+    by_rank = tensor.stored if tensor.swapped else tensor.stored.movedim(_axis(tensor.name), -2)  # [.., R, width]
+    tail = by_rank.movedim(tensor.axis, 0)[..., first:, :]
+    rows = torch.arange(first, by_rank.shape[-2], device=tail.device)
+    held = rows >= torch.tensor(starts, device=tail.device)[:, None]
+    held = held.reshape(len(starts), *[1] * (tail.dim() - 3), len(rows), 1)
+    norms: Tensor = torch.linalg.vector_norm(tail * held, dim=(-2, -1))
+    return norms
+
+
+def rank_of(adapter: Mapping[str, Tensor]) -> int:
+    """Returns the rank of an adapter, from the shape of any of its factors."""
+    return next(value.shape[_axis(name)] for name, value in adapter.items() if name.endswith(DOWN))
+
+
+def whole_adapter(payload: Payload) -> dict[str, Tensor]:
+    """Returns A_k and B_k of a payload at the client's rank; a tail that is not whole is left out, as if pruned."""
+    head, tail = payload.part(ADAPTER), payload.part(TAIL)
+    if tail.keys() != head.keys():
+        return head
+    return {name: torch.cat([value, tail[name]], _axis(name)) for name, value in head.items()}
+
+
+def _axis(name: str) -> int:
+    axis = rank_axis(name)
+    assert axis is not None, f"{name} has no rank"
+    return axis
