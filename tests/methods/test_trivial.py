@@ -1,0 +1,151 @@
+"""Trivial: each budget's federation is the FedIT run of its rank, and they do not meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedguild.client.budget import Budget
+from fedguild.engines.local import LocalEngine
+from fedguild.errors import ConfigError
+from fedguild.methods import FedIT, Trivial, build_method
+from fedguild.methods.trivial import TrivialSettings, ranks
+from fedguild.model.backbone import Backbone
+from fedguild.payload import Payload
+from fedguild.server.method import Method, State
+from fedguild.server.rounds import Task
+from fedguild.wire.accounting import bytes_by_part
+from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors, upload
+from tests.oracles.aggregation import weighted_mean
+
+CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 7), client(2, MIDDLE, 3), client(3, SMALL, 1)]
+TARGETS = ("attention", "router", "experts")
+QUERY = "model.layers.0.self_attn.q_proj.lora_A"
+
+
+def trivial(**options: object) -> Trivial:
+    return Trivial(TrivialSettings(**options))
+
+
+def fedit(rank: int, **options: object) -> FedIT:
+    return FedIT(FedIT.Settings(**{"rank": rank, "alpha": 16.0, "targets": TARGETS, **options}))
+
+
+def delivered(method: Method, backbone: Backbone, state: State, folder: Path) -> list:
+    federation = Federation(backbone, method, CLIENTS, folder)
+    engine = LocalEngine(backbone, federation.examples, SETTINGS, federation.memory, seed=1)
+    tasks = [Task(1, who, method.download(state, federation.model, who)) for who in CLIENTS]
+    return list(engine.train(method, federation.model, tasks))
+
+
+def test_two_clients_by_hand() -> None:
+    """n = 10 and 30. Budget a: 2 and 6, (10 · 2 + 30 · 6) / 40 = 5; budget b: 4 and -4, -2."""
+    names = [f"a/{QUERY}", f"b/{QUERY}"]
+    sent = [
+        upload(client(i, LARGE, n), adapter={name: torch.tensor([[v]]) for name, v in zip(names, values, strict=True)})
+        for i, n, values in ((0, 10, (2.0, 4.0)), (1, 30, (6.0, -4.0)))
+    ]
+    found = trivial().aggregate(State({name: torch.zeros(1, 1) for name in names}), iter(sent)).tensors
+    assert [found[name].item() for name in names] == [5.0, -2.0]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("budget", [LARGE, MIDDLE, SMALL], ids=lambda budget: budget.name)
+def test_a_budgets_federation_is_fedit_at_its_rank(
+    budget: Budget, dropout: float, olmoe_backbone: Backbone, tmp_path: Path
+) -> None:
+    """Bit by bit, over two rounds, from the same start: uploads, and the global model."""
+    ours = Federation(olmoe_backbone, trivial(dropout=dropout), CLIENTS, tmp_path / "ours")
+    method = fedit(budget.rank, dropout=dropout)
+    theirs = Federation(olmoe_backbone, method, CLIENTS, tmp_path / "theirs")
+    state = ours.start()
+    other = State(Payload(state.tensors).part(budget.name))
+    for number in (1, 2):
+        sent, expected = ours.train(state, number), theirs.train(other, number)
+        for mine, plain in zip(sent, expected, strict=True):
+            own, tensors = mine.payload.part(f"adapter/{budget.name}"), plain.payload.part("adapter")
+            assert own.keys() == tensors.keys()
+            assert all(torch.equal(own[name], value) for name, value in tensors.items())
+        state, other = ours.method.aggregate(state, sent), method.aggregate(other, expected)
+    deployed, plain = ours.method.deploy(state, ours.model, budget), method.deploy(other, theirs.model, budget)
+    assert deployed.plan == plain.plan
+    assert deployed.tensors.keys() == plain.tensors.keys()
+    assert all(torch.equal(deployed.tensors[name], value) for name, value in plain.tensors.items())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_aggregation(count: int, olmoe_backbone: Backbone) -> None:
+    method, model = trivial(targets=("q_proj",)), olmoe_backbone.info
+    budgets = [LARGE, SMALL]
+
+    def everything(seed: int) -> dict[str, torch.Tensor]:
+        drawn = {budget.name: random_tensors(model, method.plan(model, budget), seed) for budget in budgets}
+        return {f"{budget}/{name}": value for budget, own in drawn.items() for name, value in own.items()}
+
+    before = everything(99)
+    sent = [upload(client(i, LARGE, 2 + 3 * i), adapter=everything(i)) for i in range(count)]
+    found = method.aggregate(State(before), iter(sent)).tensors
+    assert found.keys() == before.keys()
+    for name, value in before.items():
+        values = [part.payload.tensors[f"adapter/{name}"] for part in sent]
+        expected = weighted_mean(values, [torch.tensor(float(part.client.examples)) for part in sent], value)
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_every_budget_is_deployed_with_its_own_adapter(olmoe_backbone: Backbone) -> None:
+    method, model = trivial(), olmoe_backbone.info
+    state = method.start(model, [LARGE, MIDDLE, SMALL, SMALL], torch.Generator().manual_seed(0))
+    assert ranks(state.tensors) == {"large": 3, "middle": 2, "small": 1}
+    for budget in (LARGE, MIDDLE, SMALL):
+        for model_of in (
+            method.deploy(state, model, budget),
+            method.personalize(state, model, client(0, budget), Payload()),
+        ):
+            assert (model_of.plan.rank, model_of.plan.scale) == (budget.rank, 16.0 / budget.rank)
+            assert model_of.plan.active_experts is None
+            assert all(value is state.tensors[f"{budget.name}/{name}"] for name, value in model_of.tensors.items())
+    first = [Payload(state.tensors).part(name)[QUERY][0] for name in ("large", "middle")]
+    assert not torch.equal(*first)
+
+
+def test_what_a_client_does_is_counted_for_all_budgets(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    """Steps, tokens, examples and bytes are those of the three FedIT runs together, the loss is their mean."""
+    method, model = trivial(), olmoe_backbone.info
+    state = method.start(model, [LARGE, MIDDLE, SMALL], torch.Generator().manual_seed(0))
+    mine = delivered(method, olmoe_backbone, state, tmp_path / "all")
+    single = [
+        delivered(
+            fedit(budget.rank),
+            olmoe_backbone,
+            State(Payload(state.tensors).part(budget.name)),
+            tmp_path / budget.name,
+        )
+        for budget in (LARGE, MIDDLE, SMALL)
+    ]
+    for index, delivery in enumerate(mine):
+        reports = [runs[index].report for runs in single]
+        assert delivery.report.steps == sum(report.steps for report in reports) == 6
+        assert delivery.report.tokens == sum(report.tokens for report in reports)
+        assert delivery.report.examples == sum(report.examples for report in reports)
+        assert delivery.report.loss == pytest.approx(sum(report.loss for report in reports) / 3)
+        assert delivery.report.seconds > 0
+        mean = torch.stack([runs[index].frequency for runs in single]).mean(dim=0)
+        torch.testing.assert_close(delivery.frequency, mean)
+        sent = [bytes_by_part(runs[index].upload)["adapter"] for runs in single]
+        assert bytes_by_part(delivery.upload)["adapter"] == sum(sent)
+    assert olmoe_backbone.runtime.current is None
+
+
+def test_a_dense_model_and_bad_input(llama_backbone: Backbone, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"target\(s\) experts, router name no layer of tiny llama"):
+        trivial().start(llama_backbone.info, [LARGE], torch.Generator())
+    method = trivial(targets=("attention", "mlp"))
+    federation = Federation(llama_backbone, method, CLIENTS[:2], tmp_path)
+    state = federation.start()
+    after = method.aggregate(state, federation.train(state)).tensors
+    assert after.keys() == state.tensors.keys()
+    assert all(bool(value.any()) for name, value in after.items() if name.endswith("lora_B"))
+    with pytest.raises(ConfigError, match=r"method\.rank: trivial has no such option"):
+        build_method("trivial", {"rank": 6})
