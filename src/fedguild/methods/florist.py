@@ -1,0 +1,211 @@
+"""FLoRIST: the clients' LoRA modules are stacked as in FLoRA, and the stack is cut at a share of its energy.
+
+H. Ramesh, J. Dass, "FLoRIST: Singular Value Thresholding for Efficient and Accurate Federated
+Fine-Tuning of Large Language Models", arXiv:2506.09199, 2025.
+
+The algorithm, in our words:
+    1  each round, for the sampled clients c:
+    2      client: LoRA of its own rank r_c: fresh, or cut from the global pair (`next_round`)
+    3      client: minimise the mean loss with s_c B_c A_c on every adapted layer
+    4      server: stack B A = sum_c p_c s_c B_c A_c, as FLoRA does
+    5      server: B = U_B S_B V_B, A = U_A S_A V_A, P = S_B V_B U_A S_A = U_P S_P V_P   (R x R)
+    6      server: p = min{k: sum_(j<=k) sigma_j^2 / sum_j sigma_j^2 >= tau}, sigma = diag S_P
+    7      server: B_g = U_B U_P S_P[:, :p],  A_g = (V_P V_A)[:p]
+    8      server: send one pair B_g, A_g to all; everybody merges W_(t+1) = W_t + B_g A_g
+
+Symbols: r_c `budget.rank`, s_c `scale_of`, p_c = n_c / sum n, tau `threshold`, p `counts`; line 5 is
+`decompose`, lines 6 and 7 `thresholded`.
+
+Readings and deviations (docs/methods/florist.md):
+    - Line 5 takes QR of either factor in place of its singular value decomposition: U_B U_P, S_P and
+      V_P V_A come out the same, and half of the work is saved.
+    - p is chosen for every module. Experts that share a tensor each have their own p, and the tensor has
+      the largest of them: the other experts' pairs end in zeros.
+    - `next_round: truncate` keeps no history: the global pair is the model, a client starts from its
+      first r_c ranks (scale undone), and ranks that the pair does not have start fresh, B = 0 there.
+    - A stack of nothing but zeros has no p (0 / 0); it gets p = 1 and stays zero.
+    - Every budget runs the whole pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.cohort import Cohort
+from fedguild.methods.common import (
+    ADAPTER,
+    ADAPTER_SEED,
+    collected,
+    fresh_adapter,
+    fresh_seed,
+    in_part,
+    new_seed,
+    size_shares,
+)
+from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.payload import Payload, with_part
+from fedguild.server.aggregation import pad_rank
+from fedguild.server.low_rank import Factors, Svd, by_module, decompose, named, weighted_product
+from fedguild.server.merges import appended, delivery, echo, merges, no_merges
+from fedguild.server.method import Deployment, State, Upload
+
+PAIR = "pair"
+"""The part of the state and of downloads with B_g and A_g, where they are not merged."""
+COUNT = "rounds_aggregated"
+"""The state's scalar that makes every round's fresh adapters differ."""
+
+
+class FloristSettings(BaseModel):
+    """The options of FLoRIST."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    threshold: float = Field(0.9, gt=0, le=1, description="tau, the share of the squared singular values that is kept")
+    next_round: Literal["merge", "truncate"] = Field(
+        "merge",
+        description="what the pair is to the next round: merged into the backbone under a fresh LoRA, or the LoRA that "
+        "clients start from at their rank",
+    )
+    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; a client's scale is alpha / its budget's rank")
+    targets: tuple[str, ...] = Field(
+        ("attention", "experts"),
+        description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts",
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of LoRA on linear layers")
+
+
+class Florist:
+    """Stacked LoRA of unequal ranks, cut by singular value thresholding; see the module's docstring.
+
+    The state is the history of the pairs, or with `next_round: truncate` the newest pair alone.
+    """
+
+    name: ClassVar[str] = "florist"
+    title: ClassVar[str] = "FLoRIST: LoRA with a rank by budget, stacked and cut by singular value thresholding"
+    needs_experts: ClassVar[bool] = False
+    Settings: ClassVar[type[BaseModel]] = FloristSettings
+
+    def __init__(self, settings: FloristSettings) -> None:
+        self.settings = settings
+
+    def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
+        """Returns LoRA at the budget's rank with the scale alpha / r_c; all of the model's experts stay active."""
+        settings = self.settings
+        return AdapterPlan(budget.rank, self.scale_of(budget), settings.targets, dropout=settings.dropout)
+
+    def scale_of(self, budget: Budget) -> float:
+        """Returns s_c."""
+        return self.settings.alpha / budget.rank
+
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+        """The backbone as published, and no pair."""
+        for budget in budgets:
+            trainable_shapes(model, self.plan(model, budget))
+        unchanged = no_merges()
+        return State(unchanged.tensors, {**unchanged.scalars, ADAPTER_SEED: new_seed(rng), COUNT: 0})
+
+    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+        """Line 8: the pairs to merge that the client lacks, or the one that it trains on; and a seed for line 2."""
+        sent = delivery(state, client)
+        pair = with_part(PAIR, Payload(state.tensors).part(PAIR))
+        seed = fresh_seed(int(state.scalars[ADAPTER_SEED]), int(state.scalars[COUNT]), client)
+        return Payload({**sent.tensors, **pair}, {**sent.scalars, ADAPTER_SEED: seed})
+
+    def local_update(self, cohort: Cohort) -> list[Payload]:
+        """Lines 2 and 3."""
+        model = cohort.model
+        for slot, (work, plan) in enumerate(zip(cohort.work, model.plans, strict=True)):
+            fresh = fresh_adapter(model.backbone.info, plan, int(work.download.scalars[ADAPTER_SEED]))
+            pair = work.download.part(PAIR)
+            cohort.load(slot, at_rank(pair, fresh, plan.scale) if pair else fresh)
+        for step in cohort.steps():
+            nll = step.forward()
+            step.backward(nll)
+            step.apply()
+        return [
+            Payload(with_part(ADAPTER, cohort.read(slot)), echo(work.download)) for slot, work in enumerate(cohort.work)
+        ]
+
+    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+        """Returns the names and shapes of A_c and B_c."""
+        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
+
+    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+        """Lines 4 to 7; holds all uploads, but one module's stack at a time."""
+        held = collected(uploads)
+        shares = size_shares(held)
+        if not shares:
+            return state
+        weights = [share * self.scale_of(upload.client.budget) for upload, share in zip(held, shares, strict=True)]
+        parts = [(upload.payload.part(ADAPTER), weight) for upload, weight in zip(held, weights, strict=True)]
+        pair = {
+            module: thresholded(decompose(stacked), self.settings.threshold)
+            for module, stacked in weighted_product(parts)
+        }
+        counted = {**state.scalars, COUNT: int(state.scalars[COUNT]) + 1}
+        if self.settings.next_round == "truncate":
+            return State({**state.tensors, **with_part(PAIR, named(pair))}, counted)
+        merged = appended(state, pair, held)
+        return State(merged.tensors, {**counted, **merged.scalars})
+
+    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+        """Returns the backbone with all pairs merged, or the whole newest pair on it; the same for every budget."""
+        pair = Payload(state.tensors).part(PAIR)
+        if not pair:
+            plan = self.plan(model, budget)
+            zeros = {name: torch.zeros(shape) for name, shape in trainable_shapes(model, plan).items()}
+            return Deployment(plan, zeros, merges(state))
+        rank = max(factors.rank for factors in by_module(pair).values())
+        return Deployment(AdapterPlan(rank, 1.0, self.settings.targets), pad_rank(pair, rank)[0])
+
+    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Returns the global model: nothing is private."""
+        return self.deploy(state, model, client.budget)
+
+
+def thresholded(svd: Svd, threshold: float) -> Factors:
+    """Returns the first p singular triplets (lines 6 and 7), of which the squares sum up to the threshold's share.
+
+    Args:
+        svd: Of a product [.., out, in]; every leading index has its own p.
+        threshold: tau, above 0 and up to 1.
+
+    Returns:
+        A_g [.., p, in] and B_g [.., out, p], p the largest of all; beyond its own p a product has zeros.
+    """
+    energy = svd.s.double().square().cumsum(-1)
+    share = energy / energy[..., -1:]
+    counts = torch.where(energy[..., -1] > 0, (share < threshold).sum(-1) + 1, 1)
+    rank = int(counts.max())
+    kept = (torch.arange(rank, device=counts.device) < counts[..., None]).to(svd.s.dtype)
+    return Factors(
+        svd.vh[..., :rank, :] * kept[..., None], svd.u[..., :rank] * (svd.s[..., :rank] * kept)[..., None, :]
+    )
+
+
+def at_rank(pair: Mapping[str, Tensor], fresh: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Returns a client's start at its own rank, of which `scale` times the product is the global pair's, cut.
+
+    Args:
+        pair: The global A_g [.., p, in] and B_g [.., out, p] of every module.
+        fresh: An A [.., r, in] and B = 0 [.., out, r] of every module; A fills the ranks that the pair lacks.
+        scale: The client's s_c.
+    """
+    start = dict(fresh)
+    for name, own in fresh.items():
+        axis = -2 if name.endswith("lora_A") else -1
+        rank = min(own.shape[axis], pair[name].shape[axis])
+        given = pair[name].narrow(axis, 0, rank).to(own)
+        if axis == -2:
+            is_held = given.abs().sum(-1, keepdim=True) > 0
+            given = torch.where(is_held, given, own.narrow(axis, 0, rank))
+        else:
+            given = given / scale
+        start[name] = torch.cat([given, own.narrow(axis, rank, own.shape[axis] - rank)], dim=axis)
+    return start

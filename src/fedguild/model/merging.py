@@ -1,0 +1,133 @@
+"""Low-rank changes in a backbone's own weights: W = W_0 + sum_v B_v A_v, for as long as a `with` lasts.
+
+Some methods do not carry their result in an adapter but add it to the frozen weights, round after
+round (FLoRA, FLoRIST, FedEx-LoRA). The sum over all rounds is taken in fp32 and always begins at the
+original W_0, so that a bf16 backbone is rounded once, not once a round. What is added are factors
+that are never trained: they cost nothing in a forward pass.
+
+This module also knows of which modules every weight of a backbone consists, for whoever changes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fedguild.errors import ModelError
+from fedguild.model.plan import ModelInfo
+
+Factors = tuple[Tensor, Tensor]
+"""A [.., R, in] and B [.., out, R] of the change B A."""
+
+
+def weight_modules(model: ModelInfo) -> dict[str, tuple[str, ...]]:
+    """Returns the name of every weight that an adapter may change with the modules that it consists of.
+
+    Several modules share a weight where transformers fuses them: the rows of an expert's gate
+    lie above those of its up projection in `gate_up_proj` [M, 2I, H].
+    """
+    weights: dict[str, tuple[str, ...]] = {f"{linear.name}.weight": (linear.name,) for linear in model.linears}
+    for moe in model.moe:
+        weights[f"{moe.router}.weight"] = (moe.router,)
+        *inner, down = (f"{moe.experts}.{projection}" for projection in moe.projections)
+        weights[f"{moe.experts}.gate_up_proj" if len(inner) > 1 else inner[0]] = tuple(inner)
+        weights[down] = (down,)
+    return weights
+
+
+def require_unquantised(model: nn.Module, name: str, hint: str) -> None:
+    """Raises ModelError, with the hint, where a model's weights are in 4 bit: nothing can be added to them."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ModelError(f"{name} was loaded in 4 bit, and changes cannot be merged into 4-bit weights.", hint)
+
+
+def changes(merges: Mapping[str, Tensor]) -> dict[str, list[Factors]]:
+    """Returns module -> the factors of its changes, oldest first.
+
+    Args:
+        merges: `{version}/{module}.lora_A` [.., R, in] and `{version}/{module}.lora_B` [.., out, R].
+
+    Raises:
+        ModelError: a name is of another form, or a factor lacks the other.
+    """
+    found: dict[str, dict[int, dict[str, Tensor]]] = {}
+    for name, tensor in merges.items():
+        version, _, rest = name.partition("/")
+        module, _, leaf = rest.rpartition(".")
+        if not version.isdecimal() or leaf not in ("lora_A", "lora_B"):
+            raise ModelError(
+                f"'{name}' is not a factor that can be merged.", "Names are VERSION/MODULE.lora_A or lora_B."
+            )
+        found.setdefault(module, {}).setdefault(int(version), {})[leaf] = tensor
+    lone = [f"{version}/{module}" for module, held in found.items() for version in held if len(held[version]) < 2]
+    if lone:
+        raise ModelError(f"The change {lone[0]} has only one of its two factors, lora_A and lora_B.")
+    return {
+        module: [(held[version]["lora_A"], held[version]["lora_B"]) for version in sorted(held)]
+        for module, held in found.items()
+    }
+
+
+def with_changes(weight: Tensor, modules: Sequence[str], found: Mapping[str, Sequence[Factors]]) -> Tensor:
+    """Returns W + sum_v B_v A_v as a new tensor, in fp32 or in the weight's dtype where that is wider.
+
+    Args:
+        weight: W [.., n·out, in] of n modules, one output above the other.
+        modules: The n modules.
+        found: Module -> its changes, as `changes` returns them; a module may have none.
+
+    Raises:
+        ModelError: a change does not fit its module.
+    """
+    wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+    for part, module in zip(wide.chunk(len(modules), dim=-2), modules, strict=True):
+        for down, up in found.get(module, ()):
+            if (*up.shape[:-1], down.shape[-1]) != part.shape or (*down.shape[:-2], up.shape[-1]) != down.shape[:-1]:
+                raise ModelError(
+                    f"A change B {list(up.shape)}, A {list(down.shape)} does not fit {module} {list(part.shape)}.",
+                    "The factors are of another model.",
+                )
+            part += up.to(wide) @ down.to(wide)
+    return wide
+
+
+@contextmanager
+def merged(model: nn.Module, info: ModelInfo, merges: Mapping[str, Tensor]) -> Iterator[None]:
+    """Adds changes to a model's weights; takes them off again, bit by bit, however the block ends.
+
+    The original weights wait in the host's memory meanwhile. Weights that no change is for, and what
+    is tied to them, are not touched.
+
+    Args:
+        model: The model of transformers.
+        info: What it looks like.
+        merges: As `changes` takes them; nothing is done, at no cost, where there are none.
+
+    Raises:
+        ModelError: the weights are in 4 bit, or a change fits no weight.
+    """
+    if not merges:
+        yield
+        return
+    require_unquantised(model, info.name, "Set model.load_in_4bit=false: the method adds its rounds to the weights.")
+    found = changes(merges)
+    places = {weight: parts for weight, parts in weight_modules(info).items() if not found.keys().isdisjoint(parts)}
+    unknown = sorted(found.keys() - {module for parts in places.values() for module in parts})
+    if unknown:
+        raise ModelError(
+            f"{info.name} has no {unknown[0]} to merge a change into.", "The factors are of another model."
+        )
+    originals: dict[str, Tensor] = {}
+    try:
+        for name, modules in places.items():
+            weight = model.get_parameter(name)
+            changed = with_changes(weight, modules, found)
+            originals[name] = weight.detach().to("cpu", copy=True)
+            weight.data.copy_(changed)
+        yield
+    finally:
+        for name, original in originals.items():
+            model.get_parameter(name).data.copy_(original)

@@ -1,0 +1,84 @@
+"""The server's half of merging: the history of a run's changes to its backbone, as a part of the state.
+
+Every round that changes the backbone appends a version, a pair of factors for each module with the
+scale folded in: W_t = W_0 + sum_{v <= t} B_v A_v. The state keeps all of them, because a client may
+join at any time. One whose upload led to the newest version holds those before it, and gets this one
+alone; everybody else gets the whole history (`fedguild.client.merges` is the other half).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from fedguild.client.budget import ClientInfo
+from fedguild.client.merges import DIGEST, MERGE, VERSION, by_version, digest, merge_version
+from fedguild.packing import pack
+from fedguild.payload import Payload, Scalar, with_part
+from fedguild.server.low_rank import Factors, named
+from fedguild.server.method import State, Upload
+
+HOLDERS, HELD = "merge_holders", "merge_held"
+"""In the state: the indices of the clients that hold every version up to `merge_held`, of which `HELD` is the name."""
+
+
+def no_merges() -> State:
+    """Returns the part of a state that says that the backbone is as published."""
+    return State({HOLDERS: torch.zeros(0, dtype=torch.int64)}, {VERSION: 0, HELD: 0, DIGEST: ""})
+
+
+def merges(state: State) -> dict[str, Tensor]:
+    """Returns all changes, `{version}/{module}.lora_A` and `.lora_B`, as `Backbone.merged` takes them."""
+    return Payload(state.tensors).part(MERGE)
+
+
+def part_of(state: State) -> State:
+    """Returns what a state holds of merges, without the rest."""
+    tensors = {name: value for name, value in state.tensors.items() if name.startswith(f"{MERGE}/") or name == HOLDERS}
+    return State(tensors, {name: state.scalars[name] for name in (VERSION, HELD, DIGEST)})
+
+
+def delivery(state: State, client: ClientInfo) -> Payload:
+    """Returns what a download holds of merges: the versions that the client lacks, and which is the newest."""
+    held = int(state.scalars[HELD]) if client.index in state.tensors[HOLDERS].tolist() else 0
+    lacking = {
+        f"{version}/{name}": value
+        for version, factors in by_version(merges(state)).items()
+        if version > held
+        for name, value in factors.items()
+    }
+    return Payload(with_part(MERGE, lacking), {name: state.scalars[name] for name in (VERSION, DIGEST)})
+
+
+def echo(download: Payload) -> dict[str, Scalar]:
+    """Returns the scalars of an upload that say which version the client trained on, and thus holds."""
+    return {VERSION: merge_version(download)}
+
+
+def appended(state: State, change: Mapping[str, Factors], uploads: Iterable[Upload]) -> State:
+    """Returns the merges of a state with one more version.
+
+    Args:
+        state: The state before.
+        change: Module -> factors, the scale folded in; without ranks (R = 0) or modules there is no new version.
+        uploads: Those that led to it. A client that trained on an older version than the state's, as one
+            that was late did, does not hold the state's.
+    """
+    before = part_of(state)
+    version = int(before.scalars[VERSION])
+    holders = sorted(upload.client.index for upload in uploads if upload.payload.scalars.get(VERSION) == version)
+    tensors, scalars = dict(before.tensors), {**before.scalars, HELD: version}
+    factors = named({module: pair for module, pair in change.items() if pair.rank})
+    if factors:
+        scalars |= {VERSION: version + 1, DIGEST: digest(str(before.scalars[DIGEST]), _content(factors))}
+        tensors |= with_part(f"{MERGE}/{version + 1}", factors)
+    return State({**tensors, HOLDERS: torch.tensor(holders, dtype=torch.int64)}, scalars)
+
+
+def _content(factors: Mapping[str, Tensor]) -> bytes:
+    """Returns a version as bytes; their names alone where tensors have shapes but no values, as in a profile."""
+    if any(value.is_meta for value in factors.values()):
+        return "".join(sorted(factors)).encode()
+    return pack(factors, {})

@@ -1,0 +1,102 @@
+"""The local engine trains on the backbone that the downloads are about, and gives it back as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedguild.client.merges import MergeLedger
+from fedguild.engines.local import LocalEngine
+from fedguild.methods.flora import Flora, FloraSettings
+from fedguild.model.backbone import Backbone
+from fedguild.server.method import State
+from fedguild.server.rounds import RoundRules, Task, run_round
+from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client
+
+CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 4), client(2, LARGE, 4)]
+RULES = RoundRules(participation=1.0, quorum=0.5, norm_limit=None, seed=1)
+
+
+@pytest.fixture
+def federation(olmoe_backbone: Backbone, tmp_path: Path) -> Federation:
+    return Federation(olmoe_backbone, Flora(FloraSettings()), CLIENTS, tmp_path)
+
+
+def engine_of(federation: Federation, cohort: int = 1, ledger: MergeLedger | None = None) -> LocalEngine:
+    return LocalEngine(
+        federation.backbone, federation.examples, SETTINGS, federation.memory, cohort_size=cohort, seed=1, ledger=ledger
+    )
+
+
+def tasks_of(federation: Federation, state: State) -> list[Task]:
+    return [Task(2, who, federation.method.download(state, federation.model, who)) for who in CLIENTS]
+
+
+def after_a_round(federation: Federation) -> State:
+    state = federation.start()
+    return federation.method.aggregate(state, federation.train(state))
+
+
+def test_the_weights_are_merged_once_for_all_cohorts(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, merged, seen = after_a_round(federation), Backbone.merged, []
+
+    def watched(backbone: Backbone, merges: dict[str, torch.Tensor]):
+        seen.append(len(merges))
+        return merged(backbone, merges)
+
+    monkeypatch.setattr(Backbone, "merged", watched)
+    before = federation.backbone.fingerprint()
+    arriving = engine_of(federation).train(federation.method, federation.model, tasks_of(federation, state))
+    prints = []
+    for delivery in arriving:
+        assert delivery.upload is not None
+        prints.append(federation.backbone.fingerprint())
+    assert len(seen) == 1
+    assert seen[0] > 0
+    assert len(set(prints)) == 1
+    assert prints[0] != before
+    assert federation.backbone.fingerprint() == before
+
+
+def test_whoever_lacks_changes_fails_and_says_so(federation: Federation, tmp_path: Path) -> None:
+    """The others of the round would go on; this site gets the whole history next time."""
+    state = after_a_round(federation)
+    state = federation.method.aggregate(state, federation.train(state, 2))
+    engine = engine_of(federation, ledger=MergeLedger(tmp_path / "elsewhere"))
+    deliveries = list(engine.train(federation.method, federation.model, tasks_of(federation, state)))
+    assert [delivery.task.client for delivery in deliveries] == CLIENTS
+    for delivery in deliveries:
+        assert delivery.upload is None
+        assert "elsewhere lacks 1 of the 2 versions of the backbone's changes" in delivery.failure
+        assert delivery.plan.rank == delivery.task.client.budget.rank
+    newcomer = client(7, LARGE, 4)
+    task = Task(3, newcomer, federation.method.download(state, federation.model, newcomer))
+    engine.examples = {7: federation.examples[0]}
+    (delivery,) = engine.train(federation.method, federation.model, [task])
+    assert delivery.failure == ""
+    assert delivery.upload is not None
+
+
+def test_a_round_that_fails_half_way_gives_the_backbone_back(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the error is still being handled, with its frames alive."""
+    state, before = after_a_round(federation), federation.backbone.fingerprint()
+
+    def broken(self: Flora, state: State, uploads):
+        next(iter(uploads))
+        raise RuntimeError("the disk is full")
+
+    monkeypatch.setattr(Flora, "aggregate", broken)
+    engine = engine_of(federation)
+    with pytest.raises(RuntimeError, match="the disk is full") as caught:
+        run_round(2, federation.method, state, federation.model, CLIENTS, engine, RULES)
+    assert caught.traceback
+    assert not federation.backbone.is_merged
+    assert federation.backbone.fingerprint() == before
+
+
+def test_nobody_to_train_is_nothing_to_merge(federation: Federation) -> None:
+    assert list(engine_of(federation).train(federation.method, federation.model, [])) == []

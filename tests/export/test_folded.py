@@ -1,0 +1,67 @@
+"""A factor between A and B in an export: plain peft and plain transformers get two factors, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from fedguild.export.adapter import write_adapter
+from fedguild.export.merged import write_merged
+from fedguild.export.weights import folded
+from fedguild.model.plan import AdapterPlan, lora_shapes
+from tests.export.conftest import assert_same_logits, backbone_of, deployment_of, plain_logits, slot_logits
+
+TARGETS = {"olmoe": ("attention", "router", "experts"), "llama": ("attention", "mlp")}
+
+pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+
+
+def between(family: str) -> AdapterPlan:
+    return AdapterPlan(3, 0.7, TARGETS[family], middle=True, frozen=("lora_A", "lora_B"))
+
+
+@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("form", ["adapter", "merged"])
+def test_the_written_model_gives_our_logits(
+    form: str, family: str, base_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = base_folder(family)
+    backbone = backbone_of(base)
+    deployment = deployment_of(backbone, between(family))
+    if form == "adapter":
+        write_adapter(tmp_path, backbone.info, deployment, base=str(base))
+        written = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
+    else:
+        write_merged(tmp_path, backbone, deployment)
+        written = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ours = slot_logits(backbone, deployment)
+    assert_same_logits(plain_logits(written), ours)
+    change = (plain_logits(AutoModelForCausalLM.from_pretrained(base)) - ours).abs().max()
+    assert change > 0.01 * ours.abs().max()
+
+
+def test_a_frozen_a_is_written_like_any_other(base_folder: Callable[..., Path], tmp_path: Path) -> None:
+    base = base_folder("olmoe")
+    backbone = backbone_of(base)
+    deployment = deployment_of(backbone, AdapterPlan(2, 0.5, TARGETS["olmoe"], frozen=("lora_A",)))
+    write_adapter(tmp_path, backbone.info, deployment, base=str(base))
+    written = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
+    assert_same_logits(plain_logits(written), slot_logits(backbone, deployment))
+
+
+def test_folding_multiplies_r_and_a(base_folder: Callable[..., Path]) -> None:
+    backbone = backbone_of(base_folder("olmoe"))
+    deployment = deployment_of(backbone, between("olmoe"))
+    plain = folded(deployment)
+    assert {name: tuple(value.shape) for name, value in plain.tensors.items()} == lora_shapes(backbone.info, plain.plan)
+    for name, value in plain.tensors.items():
+        before = deployment.tensors[name]
+        if name.endswith("lora_A"):
+            before = deployment.tensors[name.replace("lora_A", "lora_R")] @ before
+        assert torch.equal(value, before)
+    assert folded(plain) == plain

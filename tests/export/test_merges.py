@@ -1,0 +1,131 @@
+"""Exports of what a run merged into its backbone, in the hands of plain transformers and peft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from fedguild import experiment
+from fedguild.config import Config
+from fedguild.errors import ModelError
+from fedguild.export import Subject, export_adapter, export_merged
+from fedguild.export.adapter import obstacle, write_adapter
+from fedguild.export.merged import merged_weights, write_merged
+from fedguild.export.weights import in_one_adapter
+from fedguild.model.backbone import Backbone, make_backbone
+from fedguild.model.plan import AdapterPlan
+from fedguild.server.method import Deployment
+from tests.backbones import random_adapter, tiny_model
+from tests.experiment.runs import save_model
+from tests.export.conftest import BUDGETS, assert_same_logits, backbone_of, deployment_of, plain_logits, slot_logits
+from tests.oracles.merges import change_of
+
+BaseFolder = Callable[..., Path]
+EVERYTHING = ("attention", "router", "experts")
+
+pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+
+
+def merged_deployment(backbone: Backbone, plan: AdapterPlan, targets: tuple[str, ...] | None = None) -> Deployment:
+    """Random factors, on two versions of random changes of other ranks."""
+    merged: dict[str, Tensor] = {}
+    for version, rank in ((1, 2), (2, 4)):
+        change = random_adapter(backbone.info, AdapterPlan(rank, 1.0, targets or plan.targets), seed=version, size=0.2)
+        merged |= {f"{version}/{name}": value.float() for name, value in change.items()}
+    return Deployment(plan, deployment_of(backbone, plan).tensors, merged)
+
+
+def our_logits(backbone: Backbone, deployment: Deployment) -> Tensor:
+    with backbone.merged(deployment.merged):
+        return slot_logits(backbone, deployment)
+
+
+@pytest.mark.parametrize("family", ["olmoe", "mixtral", "llama"])
+def test_transformers_and_peft_give_our_logits(family: str, base_folder: BaseFolder, tmp_path: Path) -> None:
+    """The merged changes are far from nothing, and the backbone is left as it was."""
+    base = base_folder(family)
+    backbone = backbone_of(base)
+    before = backbone.fingerprint()
+    targets = EVERYTHING if backbone.info.moe else ("attention", "mlp")
+    deployment = merged_deployment(backbone, AdapterPlan(3, 0.7, targets))
+    ours = our_logits(backbone, deployment)
+    assert (slot_logits(backbone, deployment) - ours).abs().max() > 0.05 * ours.abs().max()
+    (tmp_path / "merged").mkdir()
+    write_merged(tmp_path / "merged", backbone, deployment)
+    assert_same_logits(plain_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), ours)
+    (tmp_path / "adapter").mkdir()
+    assert obstacle(backbone.info, deployment) == ""
+    write_adapter(tmp_path / "adapter", backbone.info, deployment, base=str(base))
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    assert loaded.peft_config["default"].r == 3 + 2 + 4
+    assert_same_logits(plain_logits(loaded), ours)
+    assert backbone.fingerprint() == before
+
+
+def test_modules_of_fewer_ranks_are_filled_up() -> None:
+    backbone = make_backbone(tiny_model("llama"), None, name="tiny")
+    deployment = merged_deployment(backbone, AdapterPlan(3, 0.7, ("q_proj", "v_proj")), ("q_proj",))
+    folded = in_one_adapter(deployment)
+    assert (folded.plan.rank, folded.plan.scale, folded.merged) == (9, 1.0, {})
+    assert {tensor.shape[0] for name, tensor in folded.tensors.items() if name.endswith("lora_A")} == {9}
+    assert_same_logits(slot_logits(backbone, folded), our_logits(backbone, deployment))
+
+
+def test_one_rounding_to_bf16() -> None:
+    backbone = make_backbone(tiny_model(dtype=torch.bfloat16), None, name="tiny")
+    deployment = merged_deployment(backbone, AdapterPlan(2, 0.7, ("experts",)))
+    module = f"{backbone.info.moe[1].experts}.down_proj"
+    up, down = (deployment.tensors[f"{module}.{leaf}"].double() for leaf in ("lora_B", "lora_A"))
+    change = change_of(deployment.merged, module)
+    assert change is not None
+    exact = backbone.model.state_dict()[module].double() + change + 0.7 * up @ down
+    found = dict(merged_weights(backbone, deployment))[module]
+    assert found.dtype == torch.bfloat16
+    assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
+
+
+def test_what_an_adapter_does_not_carry_is_named(tmp_path: Path) -> None:
+    backbone = make_backbone(tiny_model(), None, name="tiny")
+    beside = merged_deployment(backbone, AdapterPlan(2, 1.0, ("q_proj",)), ("q_proj", "v_proj"))
+    assert "merged changes beside the adapter's modules" in obstacle(backbone.info, beside)
+    assert "v_proj" in obstacle(backbone.info, beside)
+    wide = merged_deployment(backbone, AdapterPlan(11, 1.0, ("q_proj",)))
+    assert obstacle(backbone.info, wide) == (
+        "what its run merged makes it an adapter of rank 17, beyond the model's width of 16"
+    )
+    with pytest.raises(ModelError, match="adapter of rank 17"):
+        write_adapter(tmp_path, backbone.info, wide, base="base")
+
+
+@pytest.mark.parametrize(("export", "form"), [(export_adapter, "adapter"), (export_merged, "merged")])
+def test_a_runs_merges_are_exported(export: Callable[..., object], form: str, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    config = Config.model_validate(
+        {
+            "name": "stacked",
+            "method": {"name": "fedex-lora", "rank": 2, "targets": ["attention", "experts"]},
+            "model": {"path": str(base), "device": "cpu"},
+            "data": {"options": {"train_examples": 40, "families": ["sum"]}, "partition": {"minimum": 4}},
+            "federation": {"clients": 2, "rounds": 2, "budgets": BUDGETS},
+            "training": {"steps": 2, "learning_rate": 0.05, "batch_size": 2},
+            "evaluation": {"every": 2, "max_examples": 1, "max_new_tokens": 1},
+        }
+    )
+    experiment.run(config, tmp_path / "run")
+    assert export(tmp_path / "run", Subject("large"), tmp_path / "out").form == form  # type: ignore[attr-defined]
+    restored, state, _ = experiment.restore(tmp_path / "run")
+    deployment = restored.method.deploy(state, restored.backbone.info, restored.budgets[0])
+    assert deployment is not None
+    assert deployment.merged
+    plain = AutoModelForCausalLM.from_pretrained(base if form == "adapter" else tmp_path / "out")
+    exported = PeftModel.from_pretrained(plain, tmp_path / "out") if form == "adapter" else plain
+    assert_same_logits(plain_logits(exported), our_logits(restored.backbone, deployment))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert ("| merged beneath | the changes of 2 rounds |" in card) is (form == "merged")
+    assert ("| LoRA | rank 6, scale 1," in card) is (form == "adapter")

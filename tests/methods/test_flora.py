@@ -1,0 +1,246 @@
+"""FLoRA: the stack is the exact average of the products, is merged, and every round starts afresh."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.merges import VERSION
+from fedguild.engines.local import LocalEngine
+from fedguild.methods.common import ADAPTER, ADAPTER_SEED
+from fedguild.methods.flexlora import FlexLoRA, FlexLoRASettings
+from fedguild.methods.flora import Flora, FloraSettings
+from fedguild.methods.florist import Florist, FloristSettings
+from fedguild.model.backbone import Backbone
+from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.payload import Payload, with_part
+from fedguild.seeding import torch_rng
+from fedguild.server.low_rank import by_module
+from fedguild.server.merges import echo, merges
+from fedguild.server.method import State, Upload
+from fedguild.server.rounds import Task
+from fedguild.wire.accounting import bytes_by_part
+from tests.backbones import tiny_backbone
+from tests.evaluation.test_profile import OLMOE
+from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors
+from tests.oracles.flora import exact_change
+from tests.oracles.low_rank import dense_product
+from tests.oracles.merges import change_of, changed_weights
+
+EVERYTHING = ("attention", "router", "experts")
+QUERY = "model.layers.0.self_attn.q_proj"
+BUDGETS = (Budget("two", 4, 2), Budget("three", 4, 3), Budget("five", 4, 5))
+
+
+def flora(**options: object) -> Flora:
+    return Flora(FloraSettings(**{"alpha": 6.0, "targets": EVERYTHING, **options}))
+
+
+def start(method: Flora, model: ModelInfo) -> State:
+    return method.start(model, BUDGETS, torch_rng(0, "start"))
+
+
+def trained(method: Flora, state: State, model: ModelInfo, who: list[ClientInfo], **changes: Tensor) -> list[Upload]:
+    """Uploads of random factors, at every client's own rank."""
+    return [
+        Upload(
+            1,
+            one,
+            Payload(
+                with_part(ADAPTER, {**random_tensors(model, method.plan(model, one.budget), seed), **changes}),
+                echo(method.download(state, model, one)),
+            ),
+        )
+        for seed, one in enumerate(who)
+    ]
+
+
+def clients_of(*examples: int) -> list[ClientInfo]:
+    return [client(index, budget, count) for index, (budget, count) in enumerate(zip(BUDGETS, examples, strict=False))]
+
+
+def modules_of(upload: Upload) -> list[str]:
+    return list(by_module(upload.payload.part(ADAPTER)))
+
+
+def test_two_clients_by_hand(olmoe_backbone: Backbone) -> None:
+    """alpha = 2, n = 1 and 3, ranks 1 and 2: the weights are 1/4 · 2/1 = 1/2 and 3/4 · 2/2 = 3/4, on A alone."""
+    method, model = flora(alpha=2.0, targets=("q_proj",)), olmoe_backbone.info
+    state = method.start(model, (SMALL, MIDDLE), torch_rng(0, "start"))
+    sent = (
+        (client(0, SMALL, 1), torch.tensor([[4.0, 0.0]]), torch.tensor([[1.0], [2.0]])),
+        (client(1, MIDDLE, 3), torch.tensor([[0.0, 4.0], [8.0, 0.0]]), torch.tensor([[3.0, 0.0], [0.0, 5.0]])),
+    )
+    uploads = [
+        Upload(1, who, Payload(with_part(ADAPTER, {f"{QUERY}.lora_A": down, f"{QUERY}.lora_B": up})))
+        for who, down, up in sent
+    ]
+    state = method.aggregate(state, uploads)
+    assert state.scalars[VERSION] == 1
+    found = merges(state)
+    assert torch.equal(found[f"1/{QUERY}.lora_A"], torch.tensor([[2.0, 0.0], [0.0, 3.0], [6.0, 0.0]]))
+    assert torch.equal(found[f"1/{QUERY}.lora_B"], torch.tensor([[1.0, 3.0, 0.0], [2.0, 0.0, 5.0]]))
+
+
+@pytest.mark.parametrize("scale", [None, 2.0])
+def test_the_change_is_the_exact_average_of_the_products(olmoe_backbone: Backbone, scale: float | None) -> None:
+    """Over mixed ranks and scales, of linear layers, routers and every expert."""
+    method, model = flora(scale=scale), olmoe_backbone.info
+    state, who = start(method, model), clients_of(2, 5, 8)
+    uploads = trained(method, state, model, who)
+    after = method.aggregate(state, iter(uploads))
+    scales = [scale or 6.0 / one.budget.rank for one in who]
+    for module in modules_of(uploads[0]):
+        clients = [upload.payload.part(ADAPTER) for upload in uploads]
+        expected = exact_change(clients, [2, 5, 8], scales, module)
+        found = change_of(merges(after), module)
+        assert found is not None
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_flexlora_at_full_rank_and_florist_at_threshold_one(olmoe_backbone: Backbone) -> None:
+    method, model = flora(), olmoe_backbone.info
+    state, who = start(method, model), clients_of(2, 5, 8)
+    uploads = trained(method, state, model, who)
+    flexlora = FlexLoRA(FlexLoRASettings(rank=10, alpha=6.0, targets=EVERYTHING))
+    whole = flexlora.aggregate(flexlora.start(model, BUDGETS, torch_rng(0, "start")), iter(uploads))
+    florist = Florist(FloristSettings(threshold=1.0, alpha=6.0, targets=EVERYTHING))
+    pair = florist.aggregate(florist.start(model, BUDGETS, torch_rng(0, "start")), iter(uploads))
+    after = method.aggregate(state, iter(uploads))
+    for module in modules_of(uploads[0]):
+        expected = change_of(merges(after), module)
+        assert expected is not None
+        product = dense_product(whole.tensors[f"{module}.lora_A"], whole.tensors[f"{module}.lora_B"])
+        torch.testing.assert_close(product, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(change_of(merges(pair), module), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_every_client_starts_afresh_and_unlike_any_other(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    """By a scalar alone; with B = 0, so that nothing is changed before the first step."""
+    who = [client(0, LARGE), client(1, LARGE), client(2, SMALL)]
+    federation = Federation(olmoe_backbone, flora(), who, tmp_path)
+    state = federation.start()
+    drawn = []
+    for round in (1, 2):
+        seeds = [federation.method.download(state, federation.model, one).scalars[ADAPTER_SEED] for one in who]
+        assert len(set(seeds)) == len(seeds)
+        uploads = federation.train(state, round, learning_rate=0.0)
+        for sent in uploads:
+            factors = by_module(sent.payload.part(ADAPTER))
+            assert all(not pair.up.any() and pair.down.any() for pair in factors.values())
+            drawn.append(factors[QUERY].down[0])
+        state = federation.method.aggregate(state, uploads)
+        assert not any(change_of(merges(state), module).any() for module in modules_of(uploads[0]))  # type: ignore[union-attr]
+    assert len({tuple(row.tolist()) for row in drawn}) == len(drawn)
+    again = Federation(tiny_backbone("olmoe"), flora(), who, tmp_path / "again")
+    same = again.train(again.start(), learning_rate=0.0)
+    assert torch.equal(by_module(same[0].payload.part(ADAPTER))[QUERY].down[0], drawn[0])
+
+
+def first_loss(backbone: Backbone, method: Flora, state: State, folder: Path) -> float:
+    """A client's loss over its examples before it changes anything."""
+    federation = Federation(backbone, method, [client(0, LARGE, 4)], folder)
+    settings = replace(SETTINGS, learning_rate=0.0)
+    engine = LocalEngine(backbone, federation.examples, settings, federation.memory, seed=1)
+    task = Task(9, federation.clients[0], method.download(state, federation.model, federation.clients[0]))
+    (delivery,) = engine.train(method, federation.model, [task])
+    return delivery.report.loss
+
+
+def test_a_round_trains_on_what_the_rounds_before_merged(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    """A client starts at the loss of a model that has all rounds' changes in its weights."""
+    method = flora()
+    federation = Federation(olmoe_backbone, method, [client(0, LARGE, 4), client(1, SMALL, 5)], tmp_path)
+    published = state = federation.start()
+    for round in range(1, 4):
+        state = method.aggregate(state, federation.train(state, round))
+    deployment = method.deploy(state, federation.model, LARGE)
+    assert deployment is not None
+    assert not any(value.any() for value in deployment.tensors.values())
+    assert {name.partition("/")[0] for name in deployment.merged} == {"1", "2", "3"}
+    changed = tiny_backbone("olmoe")
+    weights = changed_weights(changed.model.state_dict(), deployment.merged)
+    changed.model.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    merged_loss = first_loss(olmoe_backbone, method, state, tmp_path)
+    assert merged_loss == pytest.approx(first_loss(changed, method, published, tmp_path / "changed"), rel=1e-4)
+    assert abs(merged_loss - first_loss(olmoe_backbone, method, published, tmp_path / "published")) > 0.01
+
+
+def test_downloads_are_the_stack_and_uploads_are_of_every_clients_rank(
+    olmoe_backbone: Backbone, tmp_path: Path
+) -> None:
+    """The stack has the ranks of all clients together, which is what UB-SMoE's Table 15 leaves out."""
+    who = [client(0, LARGE), client(1, MIDDLE), client(2, SMALL)]
+    federation = Federation(olmoe_backbone, flora(), who, tmp_path)
+    state = federation.start()
+    assert bytes_by_part(federation.method.download(state, federation.model, who[0])).keys() == {"header"}
+    uploads = federation.train(state)
+    state = federation.method.aggregate(state, uploads)
+    sizes = [bytes_by_part(sent.payload)["adapter"] for sent in uploads]
+    assert [size / sizes[2] for size in sizes] == [3.0, 2.0, 1.0]
+    for one in who:
+        parts = bytes_by_part(federation.method.download(state, federation.model, one))
+        assert parts["merge"] == sum(sizes)
+
+
+def test_traffic_on_olmoe_in_bf16() -> None:
+    """UB-SMoE, Table 15: 212.75 MB up on average over the ranks 20, 12, 8 and 6; its 92 ranks go down to all."""
+    method, ranks = flora(targets=("attention", "experts")), (20, 12, 8, 6)
+    sizes = []
+    for rank in ranks:
+        shapes = method.expected_upload(OLMOE, client(0, Budget("b", 8, rank)), Payload())
+        sizes.append(2 * sum(math.prod(shape) for shape in shapes.values()) / 2**20)
+    assert sum(sizes) / len(sizes) == 212.75
+    assert 2 * sum(sizes) == 1702.0
+
+
+def test_an_expert_that_nobody_activated_stays_bit_by_bit(olmoe_backbone: Backbone) -> None:
+    method, model = flora(targets=("experts",)), olmoe_backbone.info
+    state, who = start(method, model), clients_of(2, 5)
+    uploads = trained(method, state, model, who)
+    for sent in uploads:
+        for name, value in sent.payload.part(ADAPTER).items():
+            if name.endswith("lora_B"):
+                value[3] = 0.0
+    after = method.aggregate(state, iter(uploads))
+    weights = {name: value.clone() for name, value in olmoe_backbone.model.state_dict().items()}
+    with olmoe_backbone.merged(merges(after)):
+        for layer in model.moe:
+            for name in (f"{layer.experts}.gate_up_proj", f"{layer.experts}.down_proj"):
+                changed = olmoe_backbone.model.state_dict()[name]
+                assert torch.equal(changed[3], weights[name][3])
+                assert not torch.equal(changed[2], weights[name][2])
+
+
+def test_one_client_alone_is_merged_whole(olmoe_backbone: Backbone) -> None:
+    method, model = flora(), olmoe_backbone.info
+    state, who = start(method, model), clients_of(7)
+    uploads = trained(method, state, model, who)
+    own = by_module(uploads[0].payload.part(ADAPTER))
+    found = merges(method.aggregate(state, iter(uploads)))
+    torch.testing.assert_close(found[f"1/{QUERY}.lora_A"], 3.0 * own[QUERY].down)
+    assert torch.equal(found[f"1/{QUERY}.lora_B"], own[QUERY].up)
+
+
+def test_clients_without_examples_change_nothing(olmoe_backbone: Backbone) -> None:
+    method, model = flora(), olmoe_backbone.info
+    state = start(method, model)
+    assert method.aggregate(state, iter(trained(method, state, model, clients_of(0, 0)))) is state
+    assert method.aggregate(state, iter(())) is state
+    some = trained(method, state, model, clients_of(0, 4))
+    alone = method.aggregate(state, iter(some[1:]))
+    both = method.aggregate(state, iter(some))
+    for module in modules_of(some[0]):
+        torch.testing.assert_close(change_of(merges(both), module), change_of(merges(alone), module))
+
+
+def test_the_plan_has_every_clients_own_scale(olmoe_backbone: Backbone) -> None:
+    model = olmoe_backbone.info
+    assert flora().plan(model, BUDGETS[2]) == AdapterPlan(5, 6.0 / 5, EVERYTHING)
+    assert flora(scale=2.0).plan(model, BUDGETS[2]).scale == 2.0
