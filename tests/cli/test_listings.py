@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from fedguild.cli import doctor
-from fedguild.config import Config, load_config, presets
+from fedguild.config import Config, load_config, presets, tables
 from fedguild.config.data import PartitionSettings
 from fedguild.data import ClientData, Example, PartitionTable, partition
 from fedguild.data.partition import SCHEMES
@@ -21,7 +21,9 @@ def test_presets_are_listed(invoke: Invoke) -> None:
     shown = invoke("presets").stdout
     assert all(preset.name in shown for preset in presets())
     listed = json.loads(invoke("presets", "--json").stdout)
-    assert [entry["name"] for entry in listed] == [preset.name for preset in presets()]
+    assert [entry["name"] for entry in listed if entry["kind"] == "preset"] == [preset.name for preset in presets()]
+    assert [entry["name"] for entry in listed if entry["kind"] == "table"] == [table.name for table in tables()]
+    assert "reference: fedamole" in invoke("presets", "fedamole/table-1").stdout
 
 
 def test_a_preset_written_out_is_the_same_config(invoke: Invoke) -> None:

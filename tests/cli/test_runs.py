@@ -119,6 +119,56 @@ def test_cells_of_a_comparison(tmp_path: Path) -> None:
         plan_cells(["flame/tiny-tasks", "flame/tiny-tasks"], [0], tmp_path)
 
 
+def test_a_table_runs_every_cell_and_writes_a_page_for_each_column(invoke: Invoke, experiment: FakeExperiment) -> None:
+    arguments = ("compare", "fedamole/table-1-tiny", "--rows", "fedit,fedamole", "--seeds", "0,1", "--output", "grid")
+    result = invoke(*arguments, "--columns", "dirichlet-0.1,dirichlet-1")
+    assert result.exit_code == 0, result.output
+    assert [str(folder) for _, folder in experiment.calls] == [
+        f"grid/{column}/{row}/seed-{seed}"
+        for column in ("dirichlet-0.1", "dirichlet-1")
+        for row in ("fedit", "fedamole")
+        for seed in (0, 1)
+    ]
+    assert "fedit − fedamole" in result.stdout
+    assert "fedamole/table-1-tiny:" in result.stdout
+    written = Path("grid/table.md").read_text()
+    assert "## dirichlet-0.1" in written
+    assert "## dirichlet-1" in written
+    assert Path("grid/dirichlet-1/comparison.html").is_file()
+    experiment.calls.clear()
+    answer = json.loads(invoke(*arguments, "--columns", "dirichlet-1", "--json").stdout)
+    assert experiment.calls == []
+    assert answer["reference"] == "fedamole"
+
+
+def test_a_table_of_one_column_and_settings_on_top(invoke: Invoke, experiment: FakeExperiment) -> None:
+    given = ("compare", "fedamole/table-1-tiny", "training.steps=2", "--columns", "dirichlet-1", "--rows", "fdlora")
+    result = invoke(*given)
+    assert result.exit_code == 0, result.output
+    assert [str(folder) for _, folder in experiment.calls] == [
+        f"runs/fedamole-table-1-tiny/dirichlet-1/fdlora/seed-{seed}" for seed in (0, 1, 2)
+    ]
+    assert "Table: runs/fedamole-table-1-tiny/table.md" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["fedamole/table-1-tiny", "--rows", "flame"], "has no row 'flame'"),
+        (["fedamole/table-1-tiny", "--columns", "snli"], "has no column 'snli'"),
+        (["fedamole/table-1-tiny", "--reference", "flame"], "none of the compared rows"),
+        (["fedamole/table-1-tiny", "flame/tiny-tasks"], "it is compared alone"),
+        ([*PAIR, "--rows", "flame"], "none is given"),
+    ],
+)
+def test_a_table_refuses_nonsense_before_anything_runs(
+    invoke: Invoke, experiment: FakeExperiment, arguments: list[str], told: str
+) -> None:
+    result = invoke("compare", *arguments)
+    assert (result.exit_code, experiment.calls) == (2, [])
+    assert told in result.stderr
+
+
 def test_evaluate(invoke: Invoke, experiment: FakeExperiment) -> None:
     result = invoke("evaluate", "runs/a", "--split", "validation", "--json")
     assert json.loads(result.stdout) == {

@@ -14,7 +14,8 @@ from typing import Literal
 
 from fedguild.cli.output import note
 from fedguild.cli.progress import TerminalProgress
-from fedguild.config import Config, load_config
+from fedguild.config import Config, TableCell, load_config
+from fedguild.config.table import ONLY_COLUMN
 from fedguild.errors import ConfigError, FedGuildError
 from fedguild.files import write_text
 
@@ -82,6 +83,53 @@ def plan_cells(configs: Sequence[str], seeds: Sequence[int], output: Path) -> li
     if repeated is not None:
         raise ConfigError(f"Two of the configs are named '{repeated}'.", "Give each a `name` of its own.")
     return cells
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Cells whose scores stand in one table.
+
+    Attributes:
+        title: A table's column; empty where there is only one.
+        folder: The folder that the cells' folders lie in.
+        cells: The cells.
+    """
+
+    title: str
+    folder: Path
+    cells: tuple[Cell, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the compared configs, in their order."""
+        return list(dict.fromkeys(cell.config.name for cell in self.cells))
+
+    def folders(self) -> dict[str, list[Path]]:
+        """Returns the folders of every config's runs."""
+        return {name: [cell.folder for cell in self.cells if cell.config.name == name] for name in self.names}
+
+
+def plan_table(
+    cells: Sequence[TableCell], overrides: Sequence[str], seeds: Sequence[int], output: Path
+) -> list[Comparison]:
+    """Returns a comparison for every column of a table, in the order of its cells.
+
+    Raises:
+        ConfigError: a cell's config is wrong.
+    """
+    columns = list(dict.fromkeys(cell.column for cell in cells))
+    comparisons = []
+    for column in columns:
+        folder = output if columns == [ONLY_COLUMN] else output / column
+        runs = [
+            Cell(cell.preset, config, folder / config.name / f"seed-{seed}")
+            for cell in cells
+            if cell.column == column
+            for seed in seeds
+            for config in [cell.config([*overrides, f"seed={seed}"])]
+        ]
+        comparisons.append(Comparison("" if columns == [ONLY_COLUMN] else column, folder, tuple(runs)))
+    return comparisons
 
 
 def complete(cells: Sequence[Cell], jobs: int) -> None:

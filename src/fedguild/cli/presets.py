@@ -9,7 +9,7 @@ from rich.table import Table
 
 from fedguild.cli.options import JsonOption, OverridesArgument
 from fedguild.cli.output import show, show_json
-from fedguild.config import Config, load_config, presets
+from fedguild.config import Config, load_config, presets, tables
 from fedguild.config.reference import settings_of
 
 EXAMPLES = (
@@ -34,6 +34,8 @@ def command(
         _list_settings(as_json)
     elif name is None:
         _list_presets(as_json)
+    elif table := next((known for known in tables() if known.name == name), None):
+        typer.echo(table.path.read_text("utf-8"), nl=False)
     else:
         config = load_config(name, overrides or ())
         if as_json:
@@ -44,12 +46,21 @@ def command(
 
 def _list_presets(as_json: bool) -> None:
     if as_json:
-        show_json([{"name": preset.name, "description": preset.description} for preset in presets()])
+        show_json(
+            [
+                {"name": entry.name, "kind": kind, "description": entry.description}
+                for kind, entries in (("preset", presets()), ("table", tables()))
+                for entry in entries
+            ]
+        )
         return
-    table = Table("preset", "what it is", box=None, header_style="bold", pad_edge=False)
+    listed = Table("preset", "what it is", box=None, header_style="bold", pad_edge=False)
     for preset in presets():
-        table.add_row(preset.name, preset.description)
-    show(table)
+        listed.add_row(preset.name, preset.description)
+    compared = Table("table", "what `fedguild compare TABLE` prints", box=None, header_style="bold", pad_edge=False)
+    for table in tables():
+        compared.add_row(table.name, table.description)
+    show(listed, "", compared)
 
 
 def _list_settings(as_json: bool) -> None:

@@ -6,5 +6,6 @@ frozen `Config`. The stages after this one take plain arguments and never see it
 
 from fedguild.config.loading import Preset, load_config, presets
 from fedguild.config.schema import Config
+from fedguild.config.table import ShippedTable, Table, TableCell, table_cells, tables
 
-__all__ = ["Config", "Preset", "load_config", "presets"]
+__all__ = ["Config", "Preset", "ShippedTable", "Table", "TableCell", "load_config", "presets", "table_cells", "tables"]

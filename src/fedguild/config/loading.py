@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -39,19 +39,20 @@ def presets() -> tuple[Preset, ...]:
     return tuple(
         Preset(
             name=path.relative_to(PRESETS_FOLDER).with_suffix("").as_posix(),
-            description=_first_sentence(path.read_text("utf-8")),
+            description=first_sentence(path.read_text("utf-8")),
             path=path,
         )
         for path in sorted(PRESETS_FOLDER.rglob("*.yaml"))
     )
 
 
-def _first_sentence(yaml: str) -> str:
+def first_sentence(yaml: str) -> str:
+    """Returns the first sentence of the comment that a YAML file opens with."""
     comment = " ".join(line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), yaml.splitlines()))
     return re.split(r"(?<=\.)\s|;\s", comment, maxsplit=1)[0]
 
 
-def load_config(path_or_preset: str, overrides: Sequence[str] = ()) -> Config:
+def load_config(path_or_preset: str, overrides: Sequence[str] = (), *, between: Sequence[Layer] = ()) -> Config:
     """Returns the validated config of a file or preset.
 
     A config may build on another with `extends: <preset or file beside it>`. Mappings are
@@ -61,13 +62,15 @@ def load_config(path_or_preset: str, overrides: Sequence[str] = ()) -> Config:
     Args:
         path_or_preset: A YAML file, or the name of a preset.
         overrides: `key.sub=value`, the value read as YAML; of two for one key the later wins.
+        between: Settings above the file's and below the overrides.
 
     Raises:
         ConfigError: there is no such file or preset, it is not YAML, or a setting is unknown or
             out of range; the message names the source and the full key of every such setting.
     """
     path = _find(path_or_preset, beside=None)
-    layers = [*_file_layers(path, ()), *map(_override_layer, overrides)]
+    above = [replace(layer, settings=_with_method_as_mapping(layer.settings)) for layer in between]
+    layers = [*_file_layers(path, ()), *above, *map(_override_layer, overrides)]
     settings: dict[str, Any] = {"name": _default_name(path)}
     for layer in layers:
         settings = _merged(settings, layer.settings)

@@ -1,0 +1,101 @@
+"""The cells of a comparison as tasks of a Ray cluster: each a run of its own on one GPU, or on CPU cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedguild.cli.cells import Cell
+from fedguild.cli.output import note
+from fedguild.errors import ConfigError, FedGuildError
+
+TRIES = 3
+"""How often a cell whose process or machine died is tried; it goes on from its last complete round."""
+
+
+def complete_on_ray(cells: Sequence[Cell], address: str | None, cores: int) -> None:
+    """Brings every cell to its end on a Ray cluster, as many at a time as it has room for.
+
+    Args:
+        cells: The cells; their folders must be on storage that every machine of the cluster sees.
+        address: The cluster's; None to start Ray on this machine.
+        cores: CPU cores of each cell, and its threads; with GPUs each cell has one to itself.
+
+    Raises:
+        ConfigError: Ray is missing or cannot be reached, or has fewer cores than a cell wants.
+        FedGuildError: a run failed; the others have been stopped and can be resumed.
+    """
+    open_cells = [cell for cell in cells if cell.state() != "finished"]
+    for cell in cells:
+        if cell not in open_cells:
+            note(f"{cell.title}: finished already")
+    if not open_cells:
+        return
+    ray = _ray()
+    from fedguild.engines.ray_cluster import connect
+
+    started = connect(address, cores)
+    try:
+        resources = ray.cluster_resources()
+        gpus = 1 if resources.get("GPU", 0.0) else 0
+        if cores > resources.get("CPU", 0.0):
+            raise ConfigError(f"--cores is {cores}, but Ray has {resources.get('CPU', 0.0):g} CPU core(s).")
+        task = ray.remote(num_cpus=cores, num_gpus=gpus, max_retries=TRIES - 1)(_complete)
+        waiting = {
+            task.remote(str(cell.folder.resolve()), cell.config.resolved_yaml(), cores): cell for cell in open_cells
+        }
+        while waiting:
+            (done,), _ = ray.wait(list(waiting), num_returns=1)
+            _finish(ray, done, waiting.pop(done), list(waiting))
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _finish(ray: Any, done: Any, cell: Cell, others: Sequence[Any]) -> None:
+    """Says that a cell has ended; where it failed, stops the others and raises."""
+    try:
+        problem, hint = ray.get(done)
+    except ray.exceptions.RayError as error:
+        problem, hint = str(error).strip().splitlines()[0], "Its machine or process died; the same command goes on."
+    if not problem and cell.state() != "finished":
+        problem = f"it ended on a machine that does not share {cell.folder} with this one"
+        hint = "Give an --output on storage that every machine of the cluster sees."
+    if problem:
+        for other in others:
+            ray.cancel(other, force=True)
+        raise FedGuildError(f"{cell.title} failed: {problem}", hint)
+    note(f"{cell.title}: finished")
+
+
+def _complete(folder: str, resolved_yaml: str, threads: int) -> tuple[str, str]:
+    """Runs or resumes one cell in a process of Ray's; returns what went wrong and what to do, or nothing twice."""
+    import torch
+    import yaml
+
+    from fedguild import experiment
+    from fedguild.config import Config
+
+    torch.set_num_threads(threads)
+    try:
+        if (Path(folder) / "config.yaml").is_file():
+            experiment.resume(Path(folder))
+        else:
+            experiment.run(Config.model_validate(yaml.safe_load(resolved_yaml)), Path(folder))
+    except FedGuildError as error:
+        return error.message, error.hint
+    return "", ""
+
+
+def _ray() -> Any:
+    """Returns the package.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("--engine ray needs Ray.", "pip install 'fedguild[ray]'") from error
+    return ray

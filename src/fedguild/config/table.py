@@ -1,0 +1,152 @@
+"""Tables of several methods, as a paper prints them: rows, columns, and a preset for every cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from fedguild.config.base import Section
+from fedguild.config.explaining import Layer, explained
+from fedguild.config.loading import first_sentence, load_config, presets
+from fedguild.config.schema import Config
+from fedguild.config.yaml_reading import parse
+from fedguild.errors import ConfigError, nearest
+
+TABLES_FOLDER = Path(__file__).parent / "tables"
+ONLY_COLUMN = "all"
+"""The column of a table that has no others."""
+
+
+class TableEntry(Section):
+    """A row or a column: what of it goes into the preset's name, and settings of its own."""
+
+    preset: str | None = Field(
+        default=None, description="Its part of the preset's name; null: the name of the row or column."
+    )
+    settings: dict[str, Any] = Field(default_factory=dict, description="Settings on top of the preset's.")
+
+
+class Table(Section):
+    """A table of several methods under several conditions.
+
+    The settings of a row lie above its preset's, those of a column above both.
+    """
+
+    preset: str = Field(description="The preset of a cell; `{row}` and `{column}` stand for their parts of its name.")
+    seeds: tuple[int, ...] = Field(default=(0, 1, 2), min_length=1, description="The seeds of every cell.")
+    score: Literal["mean", "mtal", "received", "pooled"] = Field(
+        default="mean", description="The score that the table shows where it has several columns."
+    )
+    reference: str = Field(description="The row that the others are compared with.")
+    rows: dict[str, TableEntry] = Field(min_length=1, description="The methods and variants, in their order.")
+    columns: dict[str, TableEntry] = Field(
+        default_factory=lambda: {ONLY_COLUMN: TableEntry()}, min_length=1, description="The conditions, in their order."
+    )
+    settings: dict[str, Any] = Field(default_factory=dict, description="Settings of every cell, above all others.")
+
+    @model_validator(mode="after")
+    def _knows_its_reference(self) -> Self:
+        if self.reference not in self.rows:
+            raise ValueError(f"reference '{self.reference}' is none of the rows {', '.join(self.rows)}")
+        return self
+
+
+@dataclass(frozen=True)
+class ShippedTable:
+    """A table that ships with the package.
+
+    Attributes:
+        name: Path below the tables folder without its ending, for example `ub-smoe/table-4`.
+        description: The first sentence of the comment that the file opens with.
+        path: The YAML file.
+    """
+
+    name: str
+    description: str
+    path: Path
+
+    def load(self) -> Table:
+        """Returns the table.
+
+        Raises:
+            ConfigError: the file is not a table.
+        """
+        settings = parse(self.path.read_text("utf-8"), str(self.path))
+        try:
+            return Table.model_validate(settings)
+        except ValidationError as error:
+            raise explained(error, [Layer(str(self.path), settings)], Table) from error
+
+
+@dataclass(frozen=True)
+class TableCell:
+    """A method under a condition.
+
+    Attributes:
+        row: The row's name.
+        column: The column's name.
+        preset: The preset that it starts from.
+        layers: The settings above it.
+    """
+
+    row: str
+    column: str
+    preset: str
+    layers: tuple[Layer, ...]
+
+    def config(self, overrides: Sequence[str] = ()) -> Config:
+        """Returns the config of the cell; its run is named after the row."""
+        return load_config(self.preset, overrides, between=self.layers)
+
+
+def tables() -> tuple[ShippedTable, ...]:
+    """Returns every table that ships with the package, sorted by name."""
+    return tuple(
+        ShippedTable(
+            name=path.relative_to(TABLES_FOLDER).with_suffix("").as_posix(),
+            description=first_sentence(path.read_text("utf-8")),
+            path=path,
+        )
+        for path in sorted(TABLES_FOLDER.rglob("*.yaml"))
+    )
+
+
+def table_cells(name: str, table: Table, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> list[TableCell]:
+    """Returns the cells of a table, column by column.
+
+    Args:
+        name: The table's name, for messages.
+        table: The table.
+        rows: The rows wanted; all where empty.
+        columns: The columns wanted; all where empty.
+
+    Raises:
+        ConfigError: a wanted row or column, or a cell's preset, does not exist.
+    """
+    _require_known(name, "row", rows, table.rows)
+    _require_known(name, "column", columns, table.columns)
+    known = {preset.name for preset in presets()}
+    cells = []
+    for column in columns or table.columns:
+        for row in rows or table.rows:
+            across, down = table.rows[row], table.columns[column]
+            preset = table.preset.format(row=across.preset or row, column=down.preset or column)
+            if preset not in known:
+                raise ConfigError(f"{name}: there is no preset '{preset}' for {row}, {column}.", nearest(preset, known))
+            layers = (
+                Layer(f"{name}, row {row}", across.settings),
+                Layer(f"{name}, column {column}", down.settings),
+                Layer(name, {**table.settings, "name": row}),
+            )
+            cells.append(TableCell(row, column, preset, layers))
+    return cells
+
+
+def _require_known(table: str, kind: str, wanted: Sequence[str], known: dict[str, TableEntry]) -> None:
+    for name in wanted:
+        if name not in known:
+            raise ConfigError(f"The table {table} has no {kind} '{name}'.", nearest(name, known))

@@ -1,0 +1,59 @@
+"""Cells of a comparison on Ray: each ends as it would here, an error says whose it is, nothing is run twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedguild import experiment
+from fedguild.cli.cells import Cell
+from fedguild.cli.ray_cells import complete_on_ray
+from fedguild.errors import FedGuildError
+from tests.experiment.runs import assert_same, ended, save_model, small_config
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "olmoe")
+
+
+def cell(model: Path, folder: Path, *settings: str) -> Cell:
+    return Cell("small", small_config(model, "federation.rounds=2", *settings), folder)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_cells_end_as_they_do_here(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [cell(model, tmp_path / f"there/seed-{seed}", f"seed={seed}") for seed in (0, 1)]
+    complete_on_ray(cells, None, 1)
+    assert [each.state() for each in cells] == ["finished", "finished"]
+    experiment.run(cells[1].config, tmp_path / "here")
+    assert_same(ended(tmp_path / "there/seed-1"), ended(tmp_path / "here"))
+    capsys.readouterr()
+    before = [(each.folder / "metrics.jsonl").stat().st_mtime_ns for each in cells]
+    complete_on_ray(cells, None, 1)
+    assert [(each.folder / "metrics.jsonl").stat().st_mtime_ns for each in cells] == before
+    assert capsys.readouterr().err.count("finished already") == 2
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_cell_that_fails_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FedGuildError, match=r"seed 0 failed: .*nowhere"):
+        complete_on_ray([cell(tmp_path / "nowhere", tmp_path / "run", "seed=0")], None, 1)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_more_cores_than_there_are_is_said_at_once(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(FedGuildError, match=r"--cores is 9, but Ray has 2 CPU"):
+        complete_on_ray([cell(model, tmp_path / "run")], None, 9)
