@@ -1,0 +1,149 @@
+"""Two LoRAs in one slot, their logits mixed by a gate: g · z_first + (1 - g) · z_second, one g per row.
+
+g = sigmoid(w · phi + b), where phi is the mean of the prompt's features in the frozen backbone. Every
+row of a batch runs twice, all rows under the slots' LoRA and then all rows under their second one; a
+hook on the head mixes the two. In a generation both runs get the mixed logits, so that they go on alike.
+
+Source of the mixture: B. Guo, Y. Mei, D. Xiao, W. Wu, "PFL-MoE: Personalized Federated Learning Based on
+Mixture of Experts", APWeb-WAIM 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fedguild.data.batches import SlotBatch
+from fedguild.errors import ConfigError
+from fedguild.model.adapters.lora import initial_value
+from fedguild.model.plan import AdapterPlan, ModelInfo, lora_shapes
+from fedguild.model.prompt_features import Features, prompt_features, target_rows
+
+if TYPE_CHECKING:
+    from fedguild.model.slots import SlotModel
+
+SECOND = "personal."
+"""What the names of the second LoRA begin with."""
+WEIGHT, BIAS = "logit_gate.weight", "logit_gate.bias"
+"""Names of w [H] and b []."""
+
+
+@dataclass(frozen=True)
+class LogitMixture:
+    """The second LoRA and the gate, as they are: neither is trained here, nor is the plan's own LoRA.
+
+    Attributes:
+        rank: Rank of both LoRAs.
+        targets: What both adapt, as in the plan.
+        features: What phi is the mean of.
+    """
+
+    rank: int
+    targets: tuple[str, ...]
+    features: Features = "hidden"
+
+    def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
+        """Returns `personal.{name}` of every name of the LoRA, and the gate's w [H] and b []."""
+        second = lora_shapes(model, AdapterPlan(self.rank, 1.0, self.targets))
+        return {**{f"{SECOND}{name}": shape for name, shape in second.items()}, WEIGHT: (model.hidden,), BIAS: ()}
+
+    def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+        """Returns LoRA's start, and a gate of zeros, which is g = 1/2."""
+        return initial_value(name, shape, 0.0, rng)
+
+    def slot_axis(self, name: str) -> int:
+        """Returns 0; the second LoRA is laid out like the first when the part attaches."""
+        return 0
+
+    def decays(self, name: str) -> bool:
+        """Returns True."""
+        return True
+
+    def attach(self, model: SlotModel, parts: Sequence[LogitMixture]) -> None:
+        """Doubles every batch, and mixes the head's logits.
+
+        Raises:
+            ConfigError: the slots' features differ.
+        """
+        if any(part.features != self.features for part in parts):
+            raise ConfigError("The clients of a cohort must share the features of their gates.")
+        model.run_twice(SECOND)
+        mixing = _Mixing(model, self.features)
+        model.widen = mixing.widen
+        head = model.backbone.model.get_output_embeddings()
+        model.on_close(head.register_forward_hook(mixing.mix).remove)
+
+
+def gate_values(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Returns g [R] = sigmoid(w · phi + b), in the features' dtype.
+
+    Args:
+        features: phi, [R, H].
+        weight: w of each row's slot, [R, H].
+        bias: b of each row's slot, [R].
+    """
+    return ((features * weight.to(features.dtype)).sum(dim=-1) + bias.to(features.dtype)).sigmoid()
+
+
+def mixed(gate: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Returns g · first + (1 - g) · second, in at least fp32; g has the leading dimension of the logits [N, .., V]."""
+    kind = torch.promote_types(first.dtype, torch.float32)
+    share = gate.to(kind).view(-1, *[1] * (first.dim() - 1))
+    return second.to(kind).lerp(first.to(kind), share)
+
+
+class _Mixing:
+    """What a batch and the head have to know of each other.
+
+    Args:
+        model: The slots, the gate's storage allocated.
+        features: What phi is the mean of.
+    """
+
+    def __init__(self, model: SlotModel, features: Features) -> None:
+        self._model = model
+        self._features = features
+        self._of_rows = self._of_targets = torch.zeros(0)
+
+    def widen(self, batch: SlotBatch) -> SlotBatch:
+        """Returns the batch with all rows a second time behind themselves; remembers g of each row and target."""
+        model = self._model
+        rows = torch.tensor(batch.rows_per_slot, device=model.device)
+        weight, bias = (model.loaded[name].stored.detach().repeat_interleave(rows, dim=0) for name in (WEIGHT, BIAS))
+        self._of_rows = gate_values(prompt_features(model.backbone, batch, self._features), weight, bias)
+        self._of_targets = self._of_rows[target_rows(batch).to(model.device)]
+        return doubled(batch)
+
+    def mix(self, _: nn.Module, args: Any, logits: Tensor) -> Tensor:
+        """Returns [P, V] mixed logits where positions were selected; in a generation [2R, .., V], alike in both."""
+        current = self._model.backbone.runtime.current
+        if current is None:
+            return logits
+        if current.select is not None:
+            return mixed(self._of_targets, *logits.chunk(2))
+        both = mixed(self._of_rows, *logits.chunk(2))
+        return torch.cat([both, both])
+
+
+def doubled(batch: SlotBatch) -> SlotBatch:
+    """Returns a batch of 2S slots, its rows and positions twice, one after the other; the targets are the same."""
+
+    def twice(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else torch.cat([tensor, tensor])
+
+    side = batch.input_ids if batch.decoder_ids is None else batch.decoder_ids
+    return replace(
+        batch,
+        input_ids=torch.cat([batch.input_ids] * 2),
+        mask=torch.cat([batch.mask] * 2),
+        rows_per_slot=batch.rows_per_slot * 2,
+        predict_at=torch.cat([batch.predict_at, batch.predict_at + side.numel()]),
+        position_ids=twice(batch.position_ids),
+        attention=twice(batch.attention),
+        decoder_ids=twice(batch.decoder_ids),
+        decoder_mask=twice(batch.decoder_mask),
+    )
