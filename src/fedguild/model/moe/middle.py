@@ -1,0 +1,79 @@
+"""The low-rank products of one layer's experts with a trained factor between frozen ones: s · B R A x.
+
+Only R is trained, so no gradient of the widths of A and B is formed: what the backward pass needs
+are r values of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedguild.model.moe.low_rank import LowRank, stacked
+
+
+@dataclass(frozen=True)
+class MiddleRank:
+    """How a layer's products s · B R A x are grouped.
+
+    Attributes:
+        low_rank: The grouping, the same as of s · B A x.
+    """
+
+    tensors_per_projection: ClassVar[int] = 3
+    low_rank: LowRank
+
+    def add(self, total: Tensor, rows: Tensor, trained: Sequence[Tensor]) -> Tensor:
+        """Adds scale · B R A x of every row x [n, in] to the frozen product [n, p·out] of p projections.
+
+        Args:
+            total: [n, p·out], one projection beside the other.
+            rows: [n, in].
+            trained: A [M, S, r, in], B [M, S, r, out] and R [M, S, r, r] of the first projection, of the second, …
+
+        Returns:
+            scale · A x [n, p·r], which the backward pass needs.
+        """
+        downs, ups, middles = trained[0::3], trained[1::3], trained[2::3]
+        low = self.low_rank.compress(rows, stacked(downs))
+        parts = zip(total.chunk(len(ups), dim=1), low.chunk(len(ups), dim=1), ups, middles, strict=True)
+        for part, part_low, up, middle in parts:
+            self.low_rank.add_rows(part, self.low_rank.rows(part_low, middle, transposed=True), up)
+        return low
+
+    def back(
+        self,
+        d_rows: Tensor,
+        d_total: Tensor,
+        rows: Tensor,
+        trained: Sequence[Tensor],
+        kept: Tensor | None,
+        weight: Tensor | None,
+        needed: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Adds scale · Aᵀ Rᵀ Bᵀ dy to the gradient of the rows; returns the gradients Σ w Bᵀ dy (s A x)ᵀ of every R.
+
+        Args:
+            d_rows: [n, in].
+            d_total: dy, [n, p·out].
+            rows: x, [n, in].
+            trained: The factors, as `add` takes them.
+            kept: What `add` returned.
+            weight: w, [n, 1], where dy does not have the routing weight in it yet.
+            needed: Of which factors a gradient is wanted: of every R alone.
+        """
+        assert kept is not None
+        assert not any((*needed[0::3], *needed[1::3])), "A and B around a middle factor are frozen"
+        downs, ups, middles = trained[0::3], trained[1::3], trained[2::3]
+        parts = d_total.chunk(len(ups), dim=1)
+        d_highs = [self.low_rank.rows(part, up, transposed=True) for part, up in zip(parts, ups, strict=True)]
+        d_lows = [self.low_rank.rows(d_high, middle) for d_high, middle in zip(d_highs, middles, strict=True)]
+        self.low_rank.add_rows(d_rows, self.low_rank.scaled(torch.cat(d_lows, dim=1)), stacked(downs))
+        lows = (kept if weight is None else kept * weight).chunk(len(ups), dim=1)
+        gradients: list[Tensor | None] = [None] * len(trained)
+        gradients[2::3] = [self.low_rank.outer(d_high, low) for d_high, low in zip(d_highs, lows, strict=True)]
+        return gradients

@@ -1,0 +1,198 @@
+"""Factors that are loaded but not trained, and a trained factor between them, against merged weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
+from fedguild.data.batches import Encoded, collate
+from fedguild.errors import ConfigError
+from fedguild.model.moe import dispatch as dispatch_module
+from fedguild.model.moe.low_rank import LowRank
+from fedguild.model.plan import AdapterPlan, adapter_shapes, leaf, trainable_shapes
+from fedguild.model.slots import SlotModel
+from tests.backbones import END, PAD, random_adapter, random_rows, tiny_backbone, tiny_model
+from tests.oracles.lora import MergedModel
+
+FAMILIES = {
+    "olmoe": ("attention", "router", "experts"),
+    "qwen2_moe": ("attention", "mlp", "router", "experts"),
+    "llama": ("attention", "mlp"),
+}
+BETWEEN = {"middle": True, "frozen": ("lora_A", "lora_B")}
+KINDS = {
+    "A frozen": {"frozen": ("lora_A",)},
+    "B frozen": {"frozen": ("lora_B",)},
+    "R between": BETWEEN,
+}
+ROWS = [
+    [Encoded(tuple(ids), 2) for ids in random_rows(lengths, seed)] for seed, lengths in enumerate([[7, 5], [], [9]])
+]
+
+
+@pytest.fixture(params=[0, 8], ids=["groups", "blocks of 8"])
+def layout(request, monkeypatch):
+    """Forces one of the ways of the experts' low-rank products."""
+    monkeypatch.setattr(dispatch_module, "BLOCK_HEIGHTS", (request.param,) if request.param else ())
+    monkeypatch.setattr(dispatch_module, "FILLER_LIMIT", 1000.0)
+    monkeypatch.setattr("fedguild.model.moe.view.prefers_blocks", lambda _: bool(request.param))
+
+
+def mixed_plans(family: str, **kind) -> list[AdapterPlan]:
+    """Three slots of mixed rank, scale and active experts."""
+    moe = family != "llama"
+    return [
+        AdapterPlan(rank, scale, FAMILIES[family], active if moe else None, **kind)
+        for rank, scale, active in ((3, 0.5, 2), (1, 2.0, None), (4, 1.0, 1))
+    ]
+
+
+def losses_and_gradients(backbone, plans, adapters):
+    with SlotModel(backbone, plans) as model:
+        for slot, adapter in enumerate(adapters):
+            model.load(slot, adapter)
+        losses = model.token_losses(collate(ROWS, PAD))
+        losses.sum().backward()
+        assert all(tensor.stored.grad is None for name, tensor in model.loaded.items() if name not in model.trainables)
+        gradients = [
+            {name: t.own(slot, of=t.stored.grad).clone() for name, t in model.trainables.items()}
+            for slot in range(len(plans))
+        ]
+    return losses.detach(), gradients
+
+
+@pytest.mark.usefixtures("layout")
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_slots_equal_their_merged_models_in_losses_and_gradients(family, kind):
+    """One slot without rows; fp64."""
+    backbone = tiny_backbone(family, dtype=torch.float64)
+    plans = mixed_plans(family, **kind)
+    adapters = [random_adapter(backbone.info, plan, seed) for seed, plan in enumerate(plans)]
+    losses, found = losses_and_gradients(backbone, plans, adapters)
+    parts = losses.split([sum(row.response_tokens for row in rows) for rows in ROWS])
+    plain = tiny_model(family, dtype=torch.float64)
+    for slot, (plan, adapter) in enumerate(zip(plans, adapters, strict=True)):
+        names = set(trainable_shapes(backbone.info, plan))
+        assert names == {name for name in adapter if leaf(name) not in plan.frozen} == found[slot].keys()
+        leaves = {name: value.clone().requires_grad_(name in names) for name, value in adapter.items()}
+        if not ROWS[slot]:
+            assert all(not gradient.any() for gradient in found[slot].values())
+            continue
+        alone = MergedModel(plain, backbone.info, plan, leaves)
+        expected = torch.cat([alone.losses(row.input_ids, row.prompt_length) for row in ROWS[slot]])
+        torch.testing.assert_close(parts[slot], expected, rtol=1e-6, atol=1e-6)
+        slow = torch.autograd.grad(expected.sum(), [leaves[name] for name in sorted(names)])
+        for name, gradient in zip(sorted(names), slow, strict=True):
+            assert gradient.any(), name
+            limit = 1e-6 * float(gradient.abs().max() + 1)
+            torch.testing.assert_close(found[slot][name], gradient, rtol=1e-5, atol=limit, msg=name)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_middle_factor_under_checkpointing_and_in_half_precision(checkpointing):
+    """The same bits with layers computed again; in bf16 close to fp32, at a rank that storage pads."""
+    plan = AdapterPlan(3, 0.5, FAMILIES["olmoe"], **BETWEEN)
+    gradients = {}
+    for dtype, again in ((torch.float32, False), (torch.float32, checkpointing), (torch.bfloat16, checkpointing)):
+        backbone = tiny_backbone("olmoe", dtype=dtype, gradient_checkpointing=again, attn_implementation="eager")
+        _, (found,) = losses_and_gradients_alone(backbone, plan)
+        gradients[dtype, again] = found
+    plain, recomputed = gradients[torch.float32, False], gradients[torch.float32, checkpointing]
+    half = gradients[torch.bfloat16, checkpointing]
+    for name, gradient in plain.items():
+        assert torch.equal(recomputed[name], gradient)
+        assert half[name].isfinite().all()
+    attention = [name for name in plain if "self_attn" in name]
+    apart = sum(float((half[name] - plain[name]).norm()) for name in attention)
+    assert apart < 0.3 * sum(float(plain[name].norm()) for name in attention)
+
+
+def losses_and_gradients_alone(backbone, plan):
+    with SlotModel(backbone, [plan]) as model:
+        model.load(0, random_adapter(backbone.info, plan, 1, size=0.1))
+        losses = model.token_losses(collate(ROWS[:1], PAD))
+        losses.sum().backward()
+        return losses.detach(), [{n: t.own(0, of=t.stored.grad).clone() for n, t in model.trainables.items()}]
+
+
+@pytest.mark.parametrize("family", ["olmoe", "llama"])
+def test_slots_with_a_middle_factor_generate_what_each_prompt_gives_alone(family):
+    backbone = tiny_backbone(family)
+    plans = mixed_plans(family, **BETWEEN)
+    prompts = [random_rows(lengths, seed) for seed, lengths in enumerate([[5, 2], [3, 7], [1, 6, 6]])]
+    adapters = [random_adapter(backbone.info, plan, seed) for seed, plan in enumerate(plans)]
+    with SlotModel(backbone, plans) as model:
+        for slot, adapter in enumerate(adapters):
+            model.load(slot, adapter)
+        found = model.generate(prompts, 8)
+    plain = tiny_model(family)
+    expected = []
+    for plan, adapter, own in zip(plans, adapters, prompts, strict=True):
+        alone = MergedModel(plain, backbone.info, plan, {name: value.float() for name, value in adapter.items()})
+        expected.append([alone.greedy(prompt, 8, END) for prompt in own])
+    assert found == expected
+    assert len({tuple(text) for texts in found for text in texts}) > 3
+
+
+def test_what_is_frozen_is_loaded_but_neither_read_nor_optimised(olmoe_backbone):
+    plan = AdapterPlan(2, 1.0, FAMILIES["olmoe"], output_scale="per_layer", frozen=("lora_A", "output_scale"))
+    adapter = random_adapter(olmoe_backbone.info, plan, 0)
+    with SlotModel(olmoe_backbone, [plan, plan]) as model:
+        for slot in (0, 1):
+            model.load(slot, adapter)
+        assert {name: tuple(t.shapes[0]) for name, t in model.loaded.items()} == adapter_shapes(
+            olmoe_backbone.info, plan
+        )
+        for name, tensor in model.loaded.items():
+            torch.testing.assert_close(tensor.own(1).double(), adapter[name], rtol=1e-6, atol=1e-6)
+        assert all(name.endswith("lora_B") for name in model.read(0))
+        optimizer = SlotOptimizer(model.trainables, OptimizerSettings("adamw", weight_decay=0.1))
+        before = {name: tensor.stored.detach().clone() for name, tensor in model.loaded.items()}
+        model.token_losses(collate([ROWS[0], ROWS[2]], PAD)).sum().backward()
+        optimizer.step([0.1, 0.1])
+        assert len(optimizer.first) == len(optimizer.second) == len(model.trainables)
+        for name, tensor in model.loaded.items():
+            assert torch.equal(tensor.stored, before[name]) == (name not in model.trainables), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "products"),
+    [({}, 5), ({"frozen": ("lora_A",)}, 3), ({"frozen": ("lora_B",)}, 2), (BETWEEN, 3)],
+    ids=["all trained", "A frozen", "B frozen", "R between"],
+)
+def test_no_weight_gradient_of_a_frozen_factor_is_formed(kind, products, olmoe_backbone, monkeypatch):
+    """A layer's experts form one outer product for each trained factor; A of gate and up share one."""
+    calls = []
+    outer = LowRank.outer
+    monkeypatch.setattr(LowRank, "outer", lambda *args: calls.append(1) or outer(*args))
+    plan = AdapterPlan(4, 1.0, ("experts",), **kind)
+    with SlotModel(olmoe_backbone, [plan]) as model:
+        model.load(0, random_adapter(olmoe_backbone.info, plan, 0))
+        model.token_losses(collate(ROWS[:1], PAD)).sum().backward()
+    assert len(calls) == len(olmoe_backbone.info.moe) * products
+
+
+def test_cohorts_do_not_mix_what_is_frozen():
+    plan = AdapterPlan(2, 1.0, ("attention",))
+    others = [replace(plan, frozen=("lora_A",)), replace(plan, **BETWEEN)]
+    assert len({each.cohort_key for each in (plan, *others)}) == 3
+
+
+def test_shapes(olmoe_backbone):
+    plan = AdapterPlan(3, 1.0, ("q_proj", "experts"), **BETWEEN)
+    first = "model.layers.0.mlp.experts.down_proj"
+    assert adapter_shapes(olmoe_backbone.info, plan)[f"{first}.lora_R"] == (8, 3, 3)
+    trained = trainable_shapes(olmoe_backbone.info, plan)
+    assert trained["model.layers.1.self_attn.q_proj.lora_R"] == (3, 3)
+    assert all(name.endswith("lora_R") for name in trained)
+
+
+def test_bad_plans_say_what_is_wrong(olmoe_backbone):
+    with pytest.raises(ConfigError, match="no lora_C that could be frozen"):
+        trainable_shapes(olmoe_backbone.info, AdapterPlan(2, 1.0, ("attention",), frozen=("lora_C",)))
+    with pytest.raises(ConfigError, match="A and B must be frozen"):
+        AdapterPlan(2, 1.0, ("attention",), middle=True, frozen=("lora_A",))
