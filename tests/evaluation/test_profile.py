@@ -150,3 +150,31 @@ def test_experts_that_train_something_keep_their_input():
 def test_more_active_experts_than_there_are_is_an_error():
     with pytest.raises(ConfigError, match=r"active_experts is 65, but l0\.mlp has 64 experts"):
         cost(OLMOE, replace(FLAME, active_experts=65))
+
+
+def test_a_frozen_factor_costs_what_a_frozen_weight_does():
+    """Forward and input gradient, no weight gradient, no moments: LoRA whose A is frozen, counted by hand."""
+    plan = replace(FLAME, active_experts=2)
+    half = replace(plan, frozen=("lora_A",))
+    down = LAYERS * 20 * (4 * HIDDEN + HIDDEN + 2 * (2 * HIDDEN + WIDTH))
+    up = LAYERS * 20 * (4 * HIDDEN + EXPERTS + 2 * (2 * WIDTH + HIDDEN))
+    whole, found = cost(OLMOE, plan), cost(OLMOE, half)
+    assert (found.active_trainable, found.active_frozen) == (up, down)
+    assert whole.active_trainable == up + down
+    assert found.trainable + found.frozen == whole.trainable
+    for tokens in (1, 128):
+        assert found.forward_flops(tokens, tokens) == whole.forward_flops(tokens, tokens)
+        assert found.table_flops(tokens) == whole.table_flops(tokens)
+        assert whole.training_flops(tokens, tokens) - found.training_flops(tokens, tokens) == 2 * tokens * down
+    ours, theirs = (memory(OLMOE, each, 128, dtype=torch.bfloat16) for each in (half, plan))
+    assert ours.adapters_bytes == theirs.adapters_bytes
+    assert ours.gradients_bytes == 4 * found.trainable
+    assert ours.optimizer_bytes == 8 * found.trainable
+
+
+def test_a_factor_between_frozen_ones_is_all_that_trains():
+    plan = replace(FLAME, middle=True, frozen=("lora_A", "lora_B"))
+    found = cost(OLMOE, plan)
+    assert found.trainable == LAYERS * 400 * (4 + 1 + 3 * EXPERTS)
+    assert found.active_trainable == LAYERS * 400 * (4 + 1 + 3 * 8)
+    assert found.frozen == cost(OLMOE, FLAME).trainable

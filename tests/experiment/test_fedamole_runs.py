@@ -8,14 +8,13 @@ from statistics import fmean
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fedguild import experiment
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import load_config
 from fedguild.errors import ConfigError
 from fedguild.methods import build_method
-from fedguild.model.backbone import describe
+from fedguild.model.backbone import describe_config
 from fedguild.model.plan import ModelInfo
 from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
@@ -83,19 +82,7 @@ def test_a_run_leaves_the_backbone_as_it_was(folders: dict[str, Path], tmp_path:
 @pytest.fixture(scope="module")
 def llama_1b() -> ModelInfo:
     """What Llama-3.2-1B looks like, without weights."""
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return describe(model, "Llama-3.2-1B", [])
+    return describe_config("llama-3.2-1b")
 
 
 def mean_traffic(name: str, options: dict[str, object], model: ModelInfo) -> tuple[float, float]:

@@ -8,17 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, OlmoeConfig
 
 from fedguild import experiment
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.methods import UbSmoe
 from fedguild.methods.common import ADAPTER
 from fedguild.methods.ub_smoe import PHI, PSEUDO_GRADIENT, WITHOUT, UbSmoeSettings
-from fedguild.model.backbone import Backbone, describe
-from fedguild.model.moe.view import find_moe_layers
+from fedguild.model.backbone import Backbone, describe_config
 from fedguild.model.plan import ModelInfo, trainable_shapes
-from fedguild.model.runtime import Runtime
 from fedguild.packing import pack, unpack
 from fedguild.payload import Payload, with_part
 from fedguild.server.method import State
@@ -144,18 +141,7 @@ def test_a_killed_run_resumes_bit_by_bit(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.fixture(scope="module")
 def olmoe_1b_7b() -> ModelInfo:
     """OLMoE-1B-7B's shape on meta tensors: its real expert width is 1024."""
-    config = OlmoeConfig(
-        hidden_size=2048,
-        intermediate_size=1024,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        num_experts=64,
-        num_experts_per_tok=8,
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return describe(model, "OLMoE-1B-7B", find_moe_layers(model, "olmoe", Runtime()))
+    return describe_config("olmoe-1b-7b")
 
 
 def real_state(method: UbSmoe, model: ModelInfo) -> State:

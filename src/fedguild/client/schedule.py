@@ -49,6 +49,14 @@ class TrainingSettings:
             raise ConfigError("training: give either epochs or steps (per round), not both and not neither.")
 
 
+def steps_in_round(examples: int, settings: TrainingSettings) -> int:
+    """Returns how many optimizer steps a client with so many examples makes in a round."""
+    if settings.steps is not None:
+        return settings.steps
+    per_epoch = math.ceil(math.ceil(examples / settings.batch_size) / settings.accumulation)
+    return max(1, round((settings.epochs or 0) * per_epoch))
+
+
 def plan_steps(examples: int, settings: TrainingSettings, rng: np.random.Generator) -> list[list[list[int]]]:
     """Returns a round's optimizer steps, each a list of batches of example indices.
 
@@ -62,8 +70,7 @@ def plan_steps(examples: int, settings: TrainingSettings, rng: np.random.Generat
     """
     if examples < 1:
         raise DataError("A client without training examples cannot train.", "Give every client at least one example.")
-    per_epoch = math.ceil(math.ceil(examples / settings.batch_size) / settings.accumulation)
-    total = settings.steps if settings.steps is not None else max(1, round((settings.epochs or 0) * per_epoch))
+    total = steps_in_round(examples, settings)
     steps: list[list[list[int]]] = []
     for batches in _epochs(examples, settings, rng):
         for start in range(0, len(batches), settings.accumulation):

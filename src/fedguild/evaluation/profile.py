@@ -3,25 +3,27 @@
 No weights are loaded. A multiplication with its addition counts as two FLOPs; norms, softmaxes
 and activation functions are left out, as is usual.
 
-What is trained is what `trainable_shapes` names, LoRA and parts alike. A trainable [M, ..] of a
-layer's experts works for a token in the token's active experts only; every other value of a
-trainable is multiplied with every token once. That holds for matrices: LoRA's factors, and the
-changes of experts and routers trained in full, whose product D x runs beside the frozen W x. It
-counts a part's scalars and vectors as if they were matrices, which adds little.
+The adapter is what `adapter_shapes` names, LoRA and parts alike, what is trained of it
+`trainable_shapes`. A tensor [M, ..] of a layer's experts works for a token in the token's active
+experts only; every other value is multiplied with every token once. That holds for matrices: LoRA's
+factors, and the changes of experts and routers trained in full, whose product D x runs beside the
+frozen W x. It counts a part's scalars and vectors as if they were matrices, which adds little.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from fedguild.errors import ConfigError
-from fedguild.model.plan import AdapterPlan, ModelInfo, MoeInfo, trainable_shapes
+from fedguild.model.plan import AdapterPlan, ModelInfo, MoeInfo, adapter_shapes, trainable_shapes
 
-TRAINABLE_BYTES = 4  # trainables, their gradients and moments are fp32
+TRAINABLE_BYTES = 4  # adapters, their gradients and moments are fp32
 LOGIT_COPIES = 2  # fp32 logits and their gradient
+NF4_BYTES = 0.5 + 4 / 64  # four bits a weight, and an fp32 scale for each block of 64 (no double quantisation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Cost:
         product_parameters: Backbone parameters that a token is multiplied with: the active ones
             without those that are looked up (the input embedding) or added.
         attention_width: Σ over layers of heads times head width.
+        frozen: Parameters of the adapter that are not trained, such as a shared A of LoRA.
+        active_frozen: Of those, what a token uses.
     """
 
     parameters: int
@@ -44,6 +48,8 @@ class Cost:
     active_trainable: int
     product_parameters: int
     attention_width: int
+    frozen: int = 0
+    active_frozen: int = 0
 
     def table_flops(self, tokens: int, *, adapters: bool = True) -> int:
         """Returns the forward FLOPs as FLAME's tables count them: two per active parameter and token.
@@ -51,7 +57,7 @@ class Cost:
         Table 2 (tokens=128, without adapters) leaves LoRA out, Table 1 counts it. The input
         embedding, which is looked up, counts as if it were multiplied.
         """
-        return 2 * tokens * (self.active_parameters + (self.active_trainable if adapters else 0))
+        return 2 * tokens * (self.active_parameters + (self.active_trainable + self.active_frozen if adapters else 0))
 
     def forward_flops(self, tokens: int, context_tokens: int) -> int:
         """Returns the FLOPs of a forward pass.
@@ -61,23 +67,23 @@ class Cost:
             context_tokens: Length of one sequence. Scores and values of the whole square are
                 counted, masked or not (PaLM, appendix B).
         """
-        per_token = 2 * (self.product_parameters + self.active_trainable)
+        per_token = 2 * (self.product_parameters + self.active_trainable + self.active_frozen)
         return tokens * (per_token + self._attention_flops(context_tokens))
 
     def training_flops(self, tokens: int, context_tokens: int, *, checkpointing: bool = False) -> int:
         """Returns the FLOPs of a training step: forward and backward, without the optimizer.
 
-        Frozen products cost one forward and one input gradient, the weight gradient is never
-        formed; the products of what is trained cost their forward three times (themselves, the input
-        gradient, the weight gradient), as does attention. So an expert trained in full costs five
-        times its forward: twice for W, three times for D.
+        Frozen products, of the backbone or of an adapter's frozen factor, cost one forward and one input
+        gradient, the weight gradient is never formed; the products of what is trained cost their forward
+        three times (themselves, the input gradient, the weight gradient), as does attention. So an expert
+        trained in full costs five times its forward: twice for W, three times for D.
 
         Args:
             tokens: Tokens in the step, over all its sequences.
             context_tokens: Length of one sequence.
             checkpointing: Whether the forward pass is run again in the backward pass.
         """
-        frozen, trained = 2 * self.product_parameters, 2 * self.active_trainable
+        frozen, trained = 2 * (self.product_parameters + self.active_frozen), 2 * self.active_trainable
         step = tokens * (2 * frozen + 3 * (trained + self._attention_flops(context_tokens)))
         return step + (self.forward_flops(tokens, context_tokens) if checkpointing else 0)
 
@@ -116,21 +122,19 @@ def cost(model: ModelInfo, plan: AdapterPlan) -> Cost:
     Raises:
         ConfigError: the plan wants more active experts than a layer has, or targets no layer.
     """
-    idle_parameters, idle_trainable = 0, 0
-    sizes = {name: math.prod(shape) for name, shape in trainable_shapes(model, plan).items()}
-    for moe in model.moe:
-        idle = moe.num_experts - active_experts(moe, plan)
-        idle_parameters += idle * expert_parameters(moe)
-        adapters = sum(size for name, size in sizes.items() if name.startswith(f"{moe.experts}."))
-        idle_trainable += idle * adapters // moe.num_experts
+    idle_parameters = sum((moe.num_experts - active_experts(moe, plan)) * expert_parameters(moe) for moe in model.moe)
+    trainable, active_trainable = _adapter_parameters(model, plan, trainable_shapes(model, plan))
+    whole, active_whole = _adapter_parameters(model, plan, adapter_shapes(model, plan))
     return Cost(
         parameters=model.parameters,
         active_parameters=model.parameters - idle_parameters,
-        trainable=sum(sizes.values()),
-        active_trainable=sum(sizes.values()) - idle_trainable,
+        trainable=trainable,
+        active_trainable=active_trainable,
         product_parameters=_product_parameters(model, plan),
         attention_width=sum(linear.inputs for linear in model.linears if linear.name.endswith((".o_proj", ".o")))
         or model.layers * model.hidden,
+        frozen=whole - trainable,
+        active_frozen=active_whole - active_trainable,
     )
 
 
@@ -142,6 +146,7 @@ def memory(
     dtype: torch.dtype,
     moments: int = 2,
     checkpointing: bool = False,
+    four_bit: bool = False,
 ) -> Memory:
     """Returns an estimate of what a training step of one client holds.
 
@@ -155,19 +160,39 @@ def memory(
         dtype: Of the backbone's weights and activations; trainables are fp32.
         moments: Moments that the optimizer keeps: 2 for Adam, 1 for SGD with momentum, 0 for SGD.
         checkpointing: Whether only each layer's input is kept, and one layer's insides at a time.
+        four_bit: Whether linear layers and experts are in NF4 (`fedguild.model.four_bit`).
     """
-    trainable_bytes = TRAINABLE_BYTES * cost(model, plan).trainable
+    counted = cost(model, plan)
+    trainable_bytes = TRAINABLE_BYTES * counted.trainable
     kept = _kept_activations(model, plan)
     if checkpointing:
         kept = model.layers * model.hidden + kept // max(model.layers, 1)
     values = kept + _working_activations(model, plan)
     return Memory(
-        weights_bytes=dtype.itemsize * model.parameters,
-        adapters_bytes=trainable_bytes,
+        weights_bytes=weight_bytes(model, dtype, four_bit=four_bit),
+        adapters_bytes=trainable_bytes + TRAINABLE_BYTES * counted.frozen,
         gradients_bytes=trainable_bytes,
         optimizer_bytes=moments * trainable_bytes,
         activations_bytes=tokens * (dtype.itemsize * values + 4 * LOGIT_COPIES * model.vocabulary),
     )
+
+
+def weight_bytes(model: ModelInfo, dtype: torch.dtype, *, four_bit: bool = False) -> int:
+    """Returns the bytes of the backbone's weights while it runs.
+
+    Args:
+        model: The backbone.
+        dtype: Of its weights, and of what stays unpacked.
+        four_bit: Whether linear layers and experts are in NF4; embeddings, routers, norms and the head are
+            not. The experts of one layer, or one linear layer, are unpacked at a time.
+    """
+    if not four_bit:
+        return dtype.itemsize * model.parameters
+    linears = [linear.inputs * linear.outputs for linear in model.linears]
+    experts = [moe.num_experts * expert_parameters(moe) for moe in model.moe]
+    packed = sum(linears) + sum(experts)
+    unpacked = model.parameters - packed + max([*linears, *experts], default=0)
+    return math.ceil(NF4_BYTES * packed) + dtype.itemsize * unpacked
 
 
 def active_experts(moe: MoeInfo, plan: AdapterPlan) -> int:
@@ -184,7 +209,17 @@ def active_experts(moe: MoeInfo, plan: AdapterPlan) -> int:
 
 def expert_parameters(moe: MoeInfo) -> int:
     """Returns the parameters of one expert: its gate, where it has one, up and down projection."""
-    return len(moe.projections) * moe.hidden * moe.width
+    return moe.expert_parameters
+
+
+def _adapter_parameters(model: ModelInfo, plan: AdapterPlan, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """Returns how many values these shapes have, and how many of them a token uses."""
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    idle = 0
+    for moe in model.moe:
+        own = sum(size for name, size in sizes.items() if name.startswith(f"{moe.experts}."))
+        idle += (moe.num_experts - active_experts(moe, plan)) * own // moe.num_experts
+    return sum(sizes.values()), sum(sizes.values()) - idle
 
 
 def _product_parameters(model: ModelInfo, plan: AdapterPlan) -> int:
@@ -197,14 +232,14 @@ def _kept_activations(model: ModelInfo, plan: AdapterPlan) -> int:
     """Returns the values per token that the forward pass keeps for the backward pass, about.
 
     Every linear layer keeps its input, and what follows it keeps its output; an active expert
-    keeps what its input projections give, and its input where it trains something; a layer keeps two
+    keeps what its input projections give, and its input where it has an adapter; a layer keeps two
     residuals and two normalised inputs.
     """
     linears = sum(linear.inputs + linear.outputs for linear in model.linears)
-    trained = tuple(trainable_shapes(model, plan))
+    adapter = tuple(adapter_shapes(model, plan))
     experts = 0
     for moe in model.moe:
-        inputs = any(name.startswith(f"{moe.experts}.") for name in trained)
+        inputs = any(name.startswith(f"{moe.experts}.") for name in adapter)
         experts += active_experts(moe, plan) * ((len(moe.projections) - 1) * moe.width + inputs * moe.hidden)
     return linears + experts + 4 * model.layers * model.hidden
 

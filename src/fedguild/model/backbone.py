@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
@@ -18,6 +19,8 @@ from fedguild.data.batches import Seq2Seq
 from fedguild.errors import ConfigError, ModelError
 from fedguild.model.four_bit import four_bit_options, quantise_experts
 from fedguild.model.frozen_linear import speed_up_frozen_linears
+from fedguild.model.known import find_known, known_models
+from fedguild.model.merging import merged
 from fedguild.model.moe.switch import stack_experts
 from fedguild.model.moe.view import MoeLayer, attach, find_moe_layers
 from fedguild.model.plan import LinearInfo, ModelInfo
@@ -42,6 +45,7 @@ class Backbone:
         runtime: What the hooks share.
         device: Where it lies.
         dtype: The dtype of its products.
+        is_merged: Whether its weights hold changes at the moment; see `merged`.
     """
 
     model: Any
@@ -51,6 +55,7 @@ class Backbone:
     runtime: Runtime
     device: torch.device
     dtype: torch.dtype
+    is_merged: bool = False
 
     def fingerprint(self) -> str:
         """Returns a digest of every weight, to prove that nothing changed one."""
@@ -59,6 +64,26 @@ class Backbone:
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+    @contextmanager
+    def merged(self, merges: Mapping[str, Tensor]) -> Iterator[None]:
+        """Adds low-rank changes to the weights inside the block; afterwards they are bit by bit as before.
+
+        Args:
+            merges: `{version}/{module}.lora_A` [.., R, in] and `.lora_B` [.., out, R], the scale folded in;
+                none leave everything as it is, at no cost.
+
+        Raises:
+            ModelError: changes are merged already, the weights are in 4 bit, or a change fits no weight.
+        """
+        if self.is_merged:
+            raise ModelError("The weights of this backbone hold the changes of another state.", "End that block first.")
+        self.is_merged = bool(merges)
+        try:
+            with merged(self.model, self.info, merges):
+                yield
+        finally:
+            self.is_merged = False
 
     @contextmanager
     def caching(self) -> Iterator[None]:
@@ -198,21 +223,45 @@ def describe(model: Any, name: str, layers: list[MoeLayer]) -> ModelInfo:
 def describe_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelInfo:
     """Returns what a model looks like from its config alone, without weights.
 
+    Args:
+        path: `embedded`, a folder, a `config.json`, a known model's hub id or short name (which needs no
+            download), or any other hub id.
+        revision: Branch, tag or commit on the hub, which is then asked for known models too.
+        trust_remote_code: Whether the hub's own model code may run.
+
     Raises:
-        ModelError: there is no such config.
+        ModelError: there is no such config, or its experts are not supported.
     """
+    known = find_known(path) if revision is None and not Path(path).exists() else None
     source = str(CHECKPOINT) if path == EMBEDDED else path
     try:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        if known is not None:
+            config = AutoConfig.for_model(**known.config)
+        else:
+            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"Cannot read the config of '{path}': {str(error).splitlines()[0]}",
-            "Give a hub id, a folder with config.json, or 'embedded'.",
+            "Give a hub id, a folder with config.json, that file itself, 'embedded', or offline one of: "
+            f"{', '.join(model.name for model in known_models())}.",
         ) from error
+    return _described(config, known.hub_id if known else path, trust_remote_code)
+
+
+def describe_architecture(config: Mapping[str, Any], name: str) -> ModelInfo:
+    """Returns what a model of these keys of a `config.json`, `model_type` among them, looks like.
+
+    Raises:
+        ModelError: its experts are not supported.
+    """
+    return _described(AutoConfig.for_model(**config), name)
+
+
+def _described(config: PreTrainedConfig, name: str, trust_remote_code: bool = False) -> ModelInfo:
     with torch.device("meta"):
         model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
         stack_experts(model)
-    return describe(model, path, find_moe_layers(model, str(config.model_type), Runtime()))
+    return describe(model, name, find_moe_layers(model, str(config.model_type), Runtime()))
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:

@@ -1,0 +1,118 @@
+"""`fedguild profile`: what a config would cost, and what the papers say it costs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedguild.cli.options import JsonOption, OverridesArgument
+from fedguild.cli.output import note, show, show_json
+from fedguild.config import load_config
+from fedguild.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedguild.profiling import WireDtype
+
+EXAMPLES = (
+    "fedguild profile ub-smoe/olmoe-commonsense",
+    "fedguild profile ub-smoe/olmoe-commonsense --wire-dtype bf16 method.send_pseudo_gradient=always",
+    "fedguild profile flame/olmoe-dolly --model Qwen/Qwen3-30B-A3B --checkpointing --json",
+    "fedguild profile --published",
+)
+
+
+def command(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="CONFIG", help="A preset (see `fedguild presets`) or a YAML file.", show_default=False),
+    ] = None,
+    overrides: OverridesArgument = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="ID|PATH",
+            help="Another backbone: a hub id (known ones need no download), a folder, or a config.json.",
+        ),
+    ] = None,
+    clients: Annotated[int | None, typer.Option("--clients", min=1, help="Number of clients.")] = None,
+    examples: Annotated[
+        int | None,
+        typer.Option("--examples", min=1, help="Training examples of a client; by default the config's cap, or 1000."),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option("--context", min=1, help="Tokens of a sequence; by default data.max_tokens.")
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option("--tokens", min=1, help="Tokens of a forward pass; by default training.batch_size sequences."),
+    ] = None,
+    wire_dtype: Annotated[
+        str, typer.Option("--wire-dtype", metavar="fp32|bf16", help="What a number on the wire is counted as.")
+    ] = "fp32",
+    checkpointing: Annotated[
+        bool | None,
+        typer.Option(
+            "--checkpointing/--no-checkpointing",
+            help="Whether activations are recomputed; by default as the config says.",
+            show_default=False,
+        ),
+    ] = None,
+    published: Annotated[
+        bool, typer.Option("--published", help="Show the papers' figures beside ours, and which setting gives them.")
+    ] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", hidden=True)] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a config costs its clients and its server, from the model's config alone."""
+    if published:
+        _show_published(as_json, markdown)
+        return
+    if config is None:
+        raise ConfigError("There is no config to profile.", "Give a preset or a YAML file, or --published.")
+    given = list(overrides or ())
+    given += [f"model.path={model}"] if model else []
+    given += [f"federation.clients={clients}"] if clients else []
+    settings = load_config(config, given)
+
+    from fedguild.cli.profile_tables import tables
+    from fedguild.evaluation.tiers import as_records
+    from fedguild.profiling import WIRE_DTYPES, known_examples, profile_config
+
+    if wire_dtype not in WIRE_DTYPES:
+        raise ConfigError(f"--wire-dtype is '{wire_dtype}'.", f"Known: {', '.join(WIRE_DTYPES)}.")
+    dtype: WireDtype = "bf16" if wire_dtype == "bf16" else "fp32"
+    found = profile_config(
+        settings, examples=examples, tokens=tokens, context=context, wire_dtype=dtype, checkpointing=checkpointing
+    )
+    if as_json:
+        show_json(as_records(found))
+        return
+    show(*tables(found))
+    if settings.training.steps is None and examples is None and known_examples(settings) is None:
+        note(f"The config does not say how many examples a client has: {found.workload.examples} (see --examples).")
+
+
+def _show_published(as_json: bool, markdown: bool) -> None:
+    from fedguild.cli.profile_tables import published_markdown, published_tables, server_markdown
+    from fedguild.evaluation.published import compare
+    from fedguild.evaluation.published_claims import CLAIMS
+    from fedguild.evaluation.servers import SERVERS
+    from fedguild.methods import build_method
+
+    found, missing = [], {}
+    for claim in CLAIMS:
+        try:
+            found.append(compare(claim, build_method))
+        except ConfigError as error:  # FDLoRA without its extra
+            missing[claim.what] = error
+    if as_json:
+        show_json([row.record() for row in found])
+    elif markdown:
+        typer.echo(published_markdown(found))
+        typer.echo(f"## The server\n\n{server_markdown(SERVERS)}")
+    else:
+        show(*published_tables(found))
+    for what, reason in missing.items():
+        note(f"{what} is left out: {reason.message} {reason.hint}")

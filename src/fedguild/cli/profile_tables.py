@@ -1,0 +1,208 @@
+"""A profile as tables that read without colour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from fedguild.report.units import byte_count, duration, flops, si
+
+if TYPE_CHECKING:
+    from fedguild.evaluation.published import Comparison
+    from fedguild.evaluation.servers import Server
+    from fedguild.evaluation.tiers import Direction, Profile, TierProfile
+
+VARIES = {
+    "no": "exact",
+    "at most": "upper bounds: what is sent depends on the data",
+    "mean": "means over the clients: who is sent how much depends on the data",
+}
+
+
+def tables(found: Profile) -> Iterator[RenderableType]:
+    """Yields a profile's tables: tiers, traffic, memory, server."""
+    work = found.workload
+    yield (
+        f"{found.method} on {found.model.name}: {work.examples} examples a client, {work.tokens} tokens a pass in "
+        f"sequences of {work.context_tokens}\n"
+    )
+    yield _tiers(found)
+    yield ""
+    yield _traffic(found)
+    yield ""
+    yield _memory(found)
+    yield ""
+    yield _server(found)
+    if found.server.entry.note:
+        yield f"\n{found.server.entry.note}\n"
+
+
+def _tiers(found: Profile) -> Table:
+    shown = _table("Each client, in one round")
+    for name in ("tier", "clients", "experts", "rank", "parameters", "active", "trainable", "active trainable"):
+        shown.add_column(name, justify="left" if name == "tier" else "right")
+    for name in ("forward pass", "training step", "steps", "round forward", "round backward"):
+        shown.add_column(name, justify="right")
+    for tier in found.tiers:
+        counted = tier.cost
+        shown.add_row(
+            tier.budget.name,
+            str(tier.clients),
+            str(tier.plan.active_experts or found.model.top_k or "–"),
+            str(tier.plan.rank),
+            si(counted.parameters),
+            si(counted.active_parameters),
+            si(counted.trainable),
+            si(counted.active_trainable),
+            flops(tier.flops_forward),
+            flops(tier.flops_training_step),
+            str(tier.steps),
+            flops(tier.flops_round_forward),
+            flops(tier.flops_round - tier.flops_round_forward),
+        )
+    return shown
+
+
+def _traffic(found: Profile) -> Table:
+    """Returns the bytes by payload part, a column for each; tiers and rounds with the same bytes share a row."""
+    rows: dict[tuple[str, Direction], list[str]] = {}
+    for tier in found.tiers:
+        for what, direction in _directions(tier):
+            rows.setdefault((what, direction), []).append(tier.budget.name)
+    parts = sorted({part for _, direction in rows for part in direction.parts})
+    dtype = str(found.workload.wire_dtype).removeprefix("torch.")
+    shown = _table(f"Bytes by payload part, numbers in {dtype} ({VARIES[found.server.entry.varies]})")
+    for name in ("tier", "payload", "in all", *parts):
+        shown.add_column(name, justify="left" if name in ("tier", "payload") else "right", overflow="fold")
+    for (what, direction), names in rows.items():
+        who = "all" if len(names) == len(found.tiers) else ", ".join(names)
+        shown.add_row(who, what, byte_count(direction.bytes), *(_size(direction.parts, part) for part in parts))
+    return shown
+
+
+def _directions(tier: TierProfile) -> Iterator[tuple[str, Direction]]:
+    for what, first, later in (
+        ("up", tier.first_upload, tier.upload),
+        ("down", tier.first_download, tier.download),
+    ):
+        if first == later:
+            yield what, later
+        else:
+            yield f"{what}, first round", first
+            yield f"{what}, later", later
+    if tier.absent_download and tier.absent_download != tier.download:
+        yield "down, after an absence", tier.absent_download
+
+
+def _size(parts: Mapping[str, int], name: str) -> str:
+    return byte_count(parts[name]) if name in parts else "·"
+
+
+def _memory(found: Profile) -> Table:
+    shown = _table("Peak memory of a client that trains alone (estimate)")
+    for name in ("tier", "weights in", "checkpointing", "weights", "adapter", "gradients", "optimizer", "activations"):
+        shown.add_column(name, justify="left" if name in ("tier", "weights in", "checkpointing") else "right")
+    shown.add_column("in all", justify="right")
+    for tier in found.tiers:
+        for row in tier.memory:
+            held = row.estimate
+            sizes = (held.weights_bytes, held.adapters_bytes, held.gradients_bytes, held.optimizer_bytes)
+            shown.add_row(
+                tier.budget.name,
+                row.weights,
+                "yes" if row.checkpointing else "no",
+                *(byte_count(size) for size in (*sizes, held.activations_bytes, held.total_bytes)),
+            )
+    return shown
+
+
+def _server(found: Profile) -> Table:
+    server = found.server
+    shown = _table(f"Server, C = {server.participants} clients in a round, n = the size of an upload")
+    shown.add_column("what")
+    shown.add_column("figure")
+    shown.add_row("memory", server.entry.memory)
+    shown.add_row("time", server.entry.time)
+    shown.add_row("state between rounds", byte_count(server.state_bytes))
+    shown.add_row("memory while aggregating, about", byte_count(server.memory_bytes))
+    shown.add_row("uploads of a round", byte_count(server.received_bytes))
+    shown.add_row("running mean over them, on this machine", duration(server.running_sum_seconds))
+    return shown
+
+
+HEADINGS = ("where", "what", "settings", "published", "ours", "off", "verdict")
+
+
+def published_tables(rows: Sequence[Comparison]) -> Iterator[RenderableType]:
+    """Yields a table for every paper: its figures, what we count with, ours, how far they lie off, and why."""
+    for paper, own in _by_paper(rows):
+        shown = _table(paper)
+        for name in HEADINGS:
+            shown.add_column(name, justify="right" if name in HEADINGS[3:6] else "left", overflow="fold")
+        for row in own:
+            shown.add_row(*_cells(row))
+        yield shown
+        yield ""
+        yield from _reasons(own)
+        yield ""
+
+
+def published_markdown(rows: Sequence[Comparison]) -> str:
+    """Returns the same in Markdown, as it stands in docs/methods/costs.md."""
+    lines = []
+    for paper, own in _by_paper(rows):
+        lines += [f"## {paper}", "", _markdown_row(HEADINGS), _markdown_row(["---"] * len(HEADINGS))]
+        lines += [_markdown_row(_cells(row)) for row in own]
+        reasons = list(_reasons(own))
+        lines += ["", *(f"- {reason}" for reason in reasons), *([""] if reasons else [])]
+    return "\n".join(lines)
+
+
+def _by_paper(rows: Sequence[Comparison]) -> list[tuple[str, list[Comparison]]]:
+    papers = dict.fromkeys(row.claim.paper for row in rows)
+    return [(paper, [row for row in rows if row.claim.paper == paper]) for paper in papers]
+
+
+def _reasons(rows: Sequence[Comparison]) -> Iterator[str]:
+    """Yields why published figures are not to be had, each reason once."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.claim.why:
+            found.setdefault((row.claim.where, row.claim.why), []).append(row.claim.what)
+    for (where, why), what in found.items():
+        yield f"{where}, {'; '.join(dict.fromkeys(what))}: {why}."
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cells(row: Comparison) -> tuple[str, ...]:
+    claim = row.claim
+    large = max(claim.published, row.ours) >= 1e5
+    shown = [si(value) if large else f"{value:,.2f}" for value in (claim.published, row.ours)]
+    return (
+        claim.where,
+        f"{claim.what}: {claim.quantity}",
+        claim.settings,
+        *shown,
+        f"{row.deviation:+.1%}",
+        row.verdict,
+    )
+
+
+def _table(title: str) -> Table:
+    return Table(box=None, header_style="bold", pad_edge=False, title=title, title_justify="left")
+
+
+def server_markdown(servers: Mapping[str, Server]) -> str:
+    """Returns every method's order of memory and time in Markdown, as it stands in docs/methods/costs.md."""
+    heading = ("method", "memory", "time", "bytes of a profile")
+    rows = [
+        (f"`{name}`", entry.memory, entry.time, VARIES[entry.varies].partition(":")[0])
+        for name, entry in sorted(servers.items())
+    ]
+    return "\n".join(map(_markdown_row, (heading, ["---"] * len(heading), *rows)))
