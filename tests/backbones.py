@@ -25,7 +25,7 @@ from transformers import (
 from transformers.models.switch_transformers import SwitchTransformersTop1Router
 
 from fedguild.model.backbone import Backbone, make_backbone
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.model.plan import AdapterPlan, ModelInfo, adapter_shapes
 from fedguild.seeding import torch_rng
 
 VOCABULARY = 32
@@ -141,11 +141,11 @@ def tiny_backbone(
 
 
 def random_adapter(info: ModelInfo, plan: AdapterPlan, seed: int, size: float = 0.3) -> dict[str, Tensor]:
-    """Returns trainables far from zero: factors of normal values, output scales around 1."""
+    """Returns adapters far from zero: factors of normal values, output scales around 1."""
     rng = torch_rng(seed, "adapter")
     return {
         name: torch.randn(shape, generator=rng, dtype=torch.float64) * size + name.endswith("output_scale")
-        for name, shape in trainable_shapes(info, plan).items()
+        for name, shape in adapter_shapes(info, plan).items()
     }
 
 

@@ -14,7 +14,7 @@ MOST_LINES = 400
 STAGES = ("config", "data", "model", "client", "wire", "server", "evaluation", "report")
 BELOW = ("errors", "seeding", "files", "payload", "packing", "sealed", "progress", "environment")
 """What every stage may use, and what uses no stage."""
-LAST = ("setup", "scoring", "experiment", "export", "cli", "__main__")
+LAST = ("setup", "profiling", "scoring", "experiment", "export", "federation", "cli", "__main__")
 """What uses every stage, in this order."""
 
 

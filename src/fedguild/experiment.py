@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fedguild.config import Config, load_config
@@ -19,13 +20,25 @@ from fedguild.scoring import evaluate_state
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
 from fedguild.server.method import Enrolling, Observing, State
-from fedguild.server.record import EvaluationRecord, PartitionRecord, Record, Rejection, RoundRecord, RunLog
-from fedguild.server.rounds import Outcome, RoundRules, frequencies, run_round
-from fedguild.setup import Experiment, PreparedData, Split, make_engine, prepare, prepare_data
+from fedguild.server.record import (
+    EvaluationRecord,
+    PartitionRecord,
+    Record,
+    Rejection,
+    RoundRecord,
+    RunLog,
+    StrayUpload,
+)
+from fedguild.server.rounds import Outcome, frequencies, run_round
+from fedguild.setup import Experiment, PreparedData, Split, make_engine, prepare, prepare_data, round_rules
 
 __all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
 
+Preparation = Callable[[Config, Path, Progress | None], Experiment]
+
 CHECKPOINTS = "checkpoints"
+ACCEPTED = "accepted"
+"""Where a checkpoint says whose uploads of its round are in the state."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +66,16 @@ class RunResult:
     summaries: Mapping[str, float] = field(default_factory=dict)
 
 
-def run(config: Config, output: Path, *, progress: Progress | None = None) -> RunResult:
+def run(
+    config: Config, output: Path, *, progress: Progress | None = None, preparation: Preparation | None = None
+) -> RunResult:
     """Runs a config in a new folder.
+
+    Args:
+        config: The run.
+        output: The folder.
+        progress: Who is told how it goes.
+        preparation: Builds what the run holds; None for this machine alone, with simulated clients.
 
     Raises:
         CheckpointError: the folder holds a run already.
@@ -64,10 +85,10 @@ def run(config: Config, output: Path, *, progress: Progress | None = None) -> Ru
         raise CheckpointError(
             f"{output} holds a run already.", f"Go on with `fedguild resume {output}`, or choose another folder."
         )
-    return _begin(config, output, progress)
+    return _begin((preparation or prepare)(config, output, progress))
 
 
-def resume(output: Path, *, progress: Progress | None = None) -> RunResult:
+def resume(output: Path, *, progress: Progress | None = None, preparation: Preparation | None = None) -> RunResult:
     """Goes on with a run from its last complete round.
 
     Raises:
@@ -77,10 +98,11 @@ def resume(output: Path, *, progress: Progress | None = None) -> RunResult:
     last = checkpoint.latest(output / CHECKPOINTS)
     if last is None:
         (output / RunLog.FILE).unlink(missing_ok=True)
-        return _begin(config, output, progress)
+        return _begin((preparation or prepare)(config, output, progress))
     saved = checkpoint.load(output / CHECKPOINTS, last, fingerprint=config.fingerprint())
     RunLog(output).truncate_after(last)
-    return _rounds(prepare(config, output, progress), saved.state, first=last + 1)
+    accepted = saved.extra.get(ACCEPTED, ())
+    return _rounds((preparation or prepare)(config, output, progress), saved.state, first=last + 1, accepted=accepted)
 
 
 def evaluate(output: Path, *, round: int | None = None, split: Split = "test") -> RunResult:
@@ -110,42 +132,39 @@ def restore(
     return prepare(config, output, progress), saved.state, number
 
 
-def _begin(config: Config, output: Path, progress: Progress | None) -> RunResult:
+def _begin(experiment: Experiment) -> RunResult:
     """Runs a config from its start."""
-    experiment = prepare(config, output, progress)
+    config = experiment.config
     state = experiment.method.start(
         experiment.backbone.info, experiment.budgets, torch_rng(config.seed, "start", config.method.name)
     )
     if isinstance(experiment.method, Enrolling):
         state = experiment.method.enroll(state, experiment.backbone.info, experiment.clients)
     _write_facts(experiment)
-    RunLog(output).append(*evaluate_state(experiment, state, 0))
+    RunLog(experiment.folder).append(*evaluate_state(experiment, state, 0))
     _save(experiment, 0, state)
     return _rounds(experiment, state, first=1)
 
 
-def _rounds(experiment: Experiment, state: State, first: int) -> RunResult:
+def _rounds(experiment: Experiment, state: State, first: int, accepted: Collection[int] = ()) -> RunResult:
     """Runs the rounds from `first` on: train, aggregate, evaluate, record, checkpoint."""
     config, log = experiment.config, RunLog(experiment.folder)
-    rules = RoundRules(
-        config.federation.participation, config.federation.quorum, config.federation.norm_limit, config.seed
-    )
-    engine = make_engine(experiment)
+    rules, model = round_rules(config), experiment.backbone.info
     total, saving_seconds = config.federation.rounds, 0.0
-    with Tracker(experiment.folder, enabled=config.tracking.tensorboard, first_round=first) as tracker:
+    with (
+        closing(make_engine(experiment)) as engine,
+        Tracker(experiment.folder, enabled=config.tracking.tensorboard, first_round=first) as tracker,
+    ):
         for number in range(first, total + 1):
             experiment.progress.round_started(number, total)
             started = time.perf_counter()
-            outcome = run_round(
-                number, experiment.method, state, experiment.backbone.info, experiment.clients, engine, rules
-            )
-            state = outcome.state
-            for client, reason in outcome.rejected.items():
-                experiment.progress.message(f"Round {number}: the upload of client {client} was rejected: {reason}")
-            records: list[Record] = [*client_records(outcome, experiment.backbone.info)]
+            outcome = run_round(number, experiment.method, state, model, experiment.clients, engine, rules, accepted)
+            state, accepted = outcome.state, outcome.accepted
+            _tell(experiment.progress, outcome)
+            records: list[Record] = [*client_records(outcome, model)]
             records += routing_record(number, frequencies(outcome.deliveries), outcome.tokens())
             if isinstance(experiment.method, Observing):
-                records += observation_records(number, experiment.method.observe(state, experiment.backbone.info))
+                records += observation_records(number, experiment.method.observe(state, model))
             with outcome.clock.phase("evaluate"):
                 if number % config.evaluation.every == 0 or number == total:
                     records += evaluate_state(experiment, state, number)
@@ -154,7 +173,7 @@ def _rounds(experiment: Experiment, state: State, first: int) -> RunResult:
             log.append(*records)
             tracker.add(records)
             started = time.perf_counter()
-            _save(experiment, number, state)
+            _save(experiment, number, state, accepted)
             saving_seconds = time.perf_counter() - started
     experiment.progress.stage("Writing the report")
     last = [record for record in log.read() if isinstance(record, EvaluationRecord) and record.round == total]
@@ -168,16 +187,30 @@ def _round_record(outcome: Outcome, seconds: float) -> RoundRecord:
         phase_seconds=outcome.phase_seconds,
         participants=[client.index for client in outcome.asked],
         rejected=[Rejection(client=client, reason=reason) for client, reason in sorted(outcome.rejected.items())],
+        unneeded=outcome.unneeded,
+        retried=outcome.retried,
+        strays=[StrayUpload(**asdict(stray)) for stray in outcome.strays],
     )
 
 
-def _save(experiment: Experiment, number: int, state: State) -> None:
+def _tell(progress: Progress, outcome: Outcome) -> None:
+    """Says what went wrong in a round that its records keep."""
+    for client, reason in outcome.rejected.items():
+        progress.message(f"Round {outcome.round}: the upload of client {client} was rejected: {reason}")
+    for stray in outcome.strays:
+        what = f"an upload of client {stray.client} for round {stray.round}"
+        fate = f"was dropped: {stray.dropped}" if stray.dropped else "came late and was aggregated"
+        progress.message(f"Round {outcome.round}: {what} {fate}")
+
+
+def _save(experiment: Experiment, number: int, state: State, accepted: Collection[int] = ()) -> None:
     folder = experiment.folder / CHECKPOINTS
     checkpoint.save(
         folder,
         number,
         state,
         fingerprint=experiment.config.fingerprint(),
+        extra={ACCEPTED: list(accepted)},
         keep=experiment.config.federation.keep_checkpoints,
     )
     experiment.memory.forget(checkpoint.rounds(folder)[0])
@@ -187,12 +220,8 @@ def _write_facts(experiment: Experiment) -> None:
     """Writes what a run knows before its first round; the config last, as it marks the folder as a run's."""
     folder, table, backbone = experiment.folder, experiment.data.partition_table, experiment.backbone
     write_json(folder / "environment.json", describe_environment(backbone.device, backbone.dtype))
-    split = {
-        name: [len(getattr(client, name)) for client in experiment.data.clients]
-        for name in ("train", "validation", "test")
-    }
     partition_record = PartitionRecord(
-        labels=list(table.labels), counts=[list(row) for row in table.counts], split=split
+        labels=list(table.labels), counts=[list(row) for row in table.counts], split=experiment.data.sizes()
     )
     write_json(folder / "partition.json", partition_record.model_dump(mode="json"))
     write_text(folder / "config.yaml", experiment.config.resolved_yaml())

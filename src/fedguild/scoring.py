@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config
 from fedguild.data import Example
 from fedguild.evaluation.profile import cost
-from fedguild.evaluation.records import evaluation_record, summary_record
+from fedguild.evaluation.records import Where, evaluation_record, summary_record
 from fedguild.evaluation.tasks import Scoring
 from fedguild.evaluation.tasks import evaluate as score
 from fedguild.model.plan import AdapterPlan
@@ -22,6 +24,8 @@ from fedguild.server.method import Deployment, State
 from fedguild.server.record import EvaluationRecord, Record
 from fedguild.setup import Experiment, Split
 
+Model = tuple[str, Budget, Deployment]
+"""A model's name (its budget's or its client's), the budget that it runs at, and what it is."""
 MODELS_AT_ONCE = 8
 """How many models share a forward pass where the cohort size is `auto`."""
 
@@ -31,17 +35,17 @@ def evaluate_state(experiment: Experiment, state: State, number: int, split: Spl
     settings, method, model = experiment.config.evaluation, experiment.method, experiment.backbone.info
     split = split or settings.split
     pooled = experiment.data.pooled(split, settings.max_examples, experiment.config.seed)
-    deployed = [(budget, method.deploy(state, model, budget)) for budget in experiment.budgets]
+    budgets = experiment.budgets if pooled or experiment.remote is None else []
+    deployed = [(budget, method.deploy(state, model, budget)) for budget in budgets]
     global_models = [(budget.name, budget, deployment) for budget, deployment in deployed if deployment is not None]
     records = _scored(experiment, global_models, [pooled] * len(global_models), ("budget", number, split))
     summary: list[Record] = [summary_record("mean", records)] if records else []
-    held_out = [getattr(data, split)[: settings.max_examples] for data in experiment.data.clients]
     if settings.clients or not global_models:
-        scored = _scored(experiment, _own_models(experiment, state, number), held_out, ("client", number, split))
+        scored = score_clients(experiment, "client", state, number, split)
         summary.append(summary_record("mtal", scored))
         records += scored
     if settings.received:
-        scored = _scored(experiment, _next_models(experiment, state), held_out, ("received", number, split))
+        scored = score_clients(experiment, "received", state, number, split)
         summary.append(summary_record("received", scored))
         records += scored
     if settings.pooled:
@@ -56,37 +60,66 @@ def evaluate_state(experiment: Experiment, state: State, number: int, split: Spl
     return [*records, *summary]
 
 
+def score_clients(
+    experiment: Experiment, scope: Literal["client", "received"], state: State, number: int, split: Split
+) -> list[EvaluationRecord]:
+    """Scores every client on its own held-out examples: its own model, or the one that it would receive next."""
+    if experiment.remote is not None:
+        return experiment.remote.score(scope, state, number, split)
+    models = _own_models(experiment, state, number) if scope == "client" else _next_models(experiment, state)
+    limit = experiment.config.evaluation.max_examples
+    held_out = [getattr(data, split)[:limit] for data in experiment.data.clients]
+    return _scored(experiment, models, held_out, (scope, number, split))
+
+
 def _scored(
     experiment: Experiment,
-    models: Sequence[tuple[str, Budget, Deployment]],
+    models: Sequence[Model],
     examples: Sequence[Sequence[Example]],
-    where: tuple[Literal["budget", "client", "received", "pooled"], int, Split],
+    where: Where,
 ) -> list[EvaluationRecord]:
-    """Scores several models, as many at once as a cohort holds."""
+    """Scores several models, those on the same changed backbone together, as many at once as a cohort holds."""
+    at_once = experiment.config.federation.cohort_size
+    width = MODELS_AT_ONCE if at_once == "auto" else at_once
+    records: list[EvaluationRecord] = []
+    for _, group in groupby(zip(models, examples, strict=True), key=lambda pair: _identity(pair[0][2].merged)):
+        members = list(group)
+        with experiment.backbone.merged(members[0][0][2].merged):
+            for start in range(0, len(members), width):
+                records += _scored_at_once(experiment, members[start : start + width], where)
+    return records
+
+
+def _scored_at_once(
+    experiment: Experiment, members: Sequence[tuple[Model, Sequence[Example]]], where: Where
+) -> list[EvaluationRecord]:
+    """Scores several models, each on its examples, in one pass."""
     config, backbone = experiment.config, experiment.backbone
     settings = config.evaluation
-    records: list[EvaluationRecord] = []
-    width = MODELS_AT_ONCE if config.federation.cohort_size == "auto" else config.federation.cohort_size
-    for start in range(0, len(models), width):
-        part = models[start : start + width]
-        plans = [evaluated_plan(experiment, budget, deployment) for _, budget, deployment in part]
-        with SlotModel(backbone, plans) as model:
-            for slot, (_, _, deployment) in enumerate(part):
-                model.load(slot, deployment.tensors)
-            with torch.inference_mode():
-                scores = score(
-                    model,
-                    examples[start : start + width],
-                    backbone.tokenizer,
-                    max_tokens=config.data.max_tokens,
-                    max_new_tokens=settings.max_new_tokens,
-                    batch_tokens=settings.batch_tokens,
-                    scoring=_scoring(config),
-                )
-        for (name, _, _), plan, result in zip(part, plans, scores, strict=True):
-            flops = cost(backbone.info, plan).table_flops(1, adapters=False)
-            records.append(evaluation_record(name, where, result, plan, flops, perplexity=settings.perplexity))
-    return records
+    plans = [evaluated_plan(experiment, budget, deployment) for (_, budget, deployment), _ in members]
+    with SlotModel(backbone, plans) as model:
+        for slot, ((_, _, deployment), _) in enumerate(members):
+            model.load(slot, deployment.tensors)
+        with torch.inference_mode():
+            scores = score(
+                model,
+                [examples for _, examples in members],
+                backbone.tokenizer,
+                max_tokens=config.data.max_tokens,
+                max_new_tokens=settings.max_new_tokens,
+                batch_tokens=settings.batch_tokens,
+                scoring=_scoring(config),
+            )
+    flops = [cost(backbone.info, plan).table_flops(1, adapters=False) for plan in plans]
+    return [
+        evaluation_record(name, where, result, plan, per_token, perplexity=settings.perplexity)
+        for ((name, _, _), _), plan, result, per_token in zip(members, plans, scores, flops, strict=True)
+    ]
+
+
+def _identity(merged: Mapping[str, Tensor]) -> list[tuple[str, int]]:
+    """Returns what two models have in common whose backbones hold the same tensors."""
+    return [(name, id(tensor)) for name, tensor in merged.items()]
 
 
 def evaluated_plan(experiment: Experiment, budget: Budget, deployment: Deployment) -> AdapterPlan:
@@ -107,7 +140,7 @@ def _scoring(config: Config) -> Scoring:
     )
 
 
-def _own_models(experiment: Experiment, state: State, number: int) -> list[tuple[str, Budget, Deployment]]:
+def _own_models(experiment: Experiment, state: State, number: int) -> list[Model]:
     """Returns each client's model as it uses it after the round."""
     kept = [experiment.memory.load(client.name, number + 1) for client in experiment.clients]
     return [
@@ -115,13 +148,11 @@ def _own_models(experiment: Experiment, state: State, number: int) -> list[tuple
     ]
 
 
-def _next_models(experiment: Experiment, state: State) -> list[tuple[str, Budget, Deployment]]:
+def _next_models(experiment: Experiment, state: State) -> list[Model]:
     """Returns the model that each client would receive next."""
     return [_personal(experiment, state, client, Payload()) for client in experiment.clients]
 
 
-def _personal(
-    experiment: Experiment, state: State, client: ClientInfo, memory: Payload
-) -> tuple[str, Budget, Deployment]:
+def _personal(experiment: Experiment, state: State, client: ClientInfo, memory: Payload) -> Model:
     deployment = experiment.method.personalize(state, experiment.backbone.info, client, memory)
     return client.name, client.budget, deployment

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
+from uuid import uuid4
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
@@ -24,18 +25,23 @@ from fedguild.data import (
     pooled_test,
     split_clients,
 )
-from fedguild.data.batches import encode
+from fedguild.data.batches import Encoded, encode
 from fedguild.data.sampling import sample
+from fedguild.engines.coded import CodedEngine
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
+from fedguild.files import write_text
 from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone, load_backbone
 from fedguild.progress import Progress, Silent
 from fedguild.seeding import numpy_rng
-from fedguild.server.method import Method
+from fedguild.server.method import Method, State
+from fedguild.server.record import EvaluationRecord
+from fedguild.server.rounds import Engine, RoundRules
 
 Split = Literal["test", "validation"]
 MEMORY = "clients"
+IDENTITY = "run-id"
 
 
 @dataclass(frozen=True)
@@ -59,10 +65,34 @@ class PreparedData:
         validation = tuple(example for client in self.clients for example in client.validation)
         return sample(validation, limit, numpy_rng(seed, "pooled validation"))
 
+    def sizes(self) -> dict[str, list[int]]:
+        """Returns the number of each client's examples by split."""
+        return {
+            name: [len(getattr(client, name)) for client in self.clients] for name in ("train", "validation", "test")
+        }
+
+
+class Remote(Protocol):
+    """Clients on machines of their own: they train there, and score their own models there."""
+
+    @property
+    def engine(self) -> Engine:
+        """Trains them."""
+        ...
+
+    def score(
+        self, scope: Literal["client", "received"], state: State, number: int, split: Split
+    ) -> list[EvaluationRecord]:
+        """Returns the scores of every client's own model, or of the one that it would receive next."""
+        ...
+
 
 @dataclass
 class Experiment:
-    """Everything that a run holds while it runs."""
+    """Everything that a run holds while it runs.
+
+    `remote` is None where the clients are simulated, by the engine that the config names.
+    """
 
     config: Config
     folder: Path
@@ -73,6 +103,7 @@ class Experiment:
     clients: list[ClientInfo]
     memory: ClientMemory
     progress: Progress
+    remote: Remote | None = None
 
 
 def prepare_data(config: Config) -> PreparedData:
@@ -115,24 +146,8 @@ def prepare(config: Config, output: Path, progress: Progress | None = None) -> E
     progress.stage("Reading the data")
     data = prepare_data(config)
     progress.stage(f"Loading the model {config.model.path}")
-    model = config.model
-    backbone = load_backbone(
-        model.path,
-        revision=model.revision,
-        dtype=model.dtype,
-        device=model.device,
-        load_in_4bit=model.load_in_4bit,
-        attention=model.attention,
-        trust_remote_code=model.trust_remote_code,
-        gradient_checkpointing=model.gradient_checkpointing,
-    )
-    if method.needs_experts:
-        backbone.info.require_experts(method.title)
-    top_k = backbone.info.top_k
-    tiers = {
-        tier.name: Budget(tier.name, tier.active_experts or top_k, tier.rank) for tier in config.federation.budgets
-    }
-    _check_budgets(list(tiers.values()), backbone)
+    backbone = load_model(config)
+    tiers = budget_tiers(config, method, backbone)
     clients = [
         ClientInfo(index, tiers[tier.name], len(data.clients[index].train))
         for index, tier in enumerate(config.federation.budget_per_client())
@@ -141,22 +156,130 @@ def prepare(config: Config, output: Path, progress: Progress | None = None) -> E
     return Experiment(config, output, method, data, backbone, list(tiers.values()), clients, memory, progress)
 
 
-def make_engine(experiment: Experiment) -> LocalEngine:
-    """Returns the engine that trains the run's clients."""
-    config, tokenizer = experiment.config, experiment.backbone.tokenizer
-    encoded = {
-        index: [encode(example, tokenizer, config.data.max_tokens) for example in data.train]
-        for index, data in enumerate(experiment.data.clients)
+def load_model(config: Config) -> Backbone:
+    """Returns the config's backbone, loaded."""
+    return load_backbone(**config.model.model_dump())
+
+
+def budget_tiers(config: Config, method: Method, backbone: Backbone) -> dict[str, Budget]:
+    """Returns the config's budgets by name, as this model can run them.
+
+    Raises:
+        ModelError: the method needs experts, and the model has none.
+        ConfigError: a budget asks for more active experts than the model has.
+    """
+    if method.needs_experts:
+        backbone.info.require_experts(method.title)
+    top_k = backbone.info.top_k
+    tiers = {
+        tier.name: Budget(tier.name, tier.active_experts or top_k, tier.rank) for tier in config.federation.budgets
     }
+    _check_budgets(list(tiers.values()), backbone)
+    return tiers
+
+
+def make_engine(experiment: Experiment) -> Engine:
+    """Returns the engine that the config names; close it after the last round.
+
+    Raises:
+        ConfigError: its extra is not installed, or its settings do not fit this machine.
+    """
+    if experiment.remote is not None:
+        return experiment.remote.engine
+    federation = experiment.config.federation
+    engine = _ENGINES[federation.engine.name](experiment)
+    return engine if federation.codec == "fp32" else CodedEngine(engine, federation.codec)
+
+
+def _local_engine(experiment: Experiment) -> Engine:
+    config = experiment.config
     return LocalEngine(
         experiment.backbone,
-        encoded,
+        _encoded(experiment),
         training_settings(config),
         experiment.memory,
         cohort_size=config.federation.cohort_size,
         seed=config.seed,
         on_step=experiment.progress.step,
     )
+
+
+def _ray_engine(experiment: Experiment) -> Engine:
+    try:
+        from fedguild.engines.ray import RayEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"federation.engine.name is ray, but the package '{error.name}' is not installed.",
+            "Install the extra: pip install 'fedguild[ray]'.",
+        ) from error
+    config = experiment.config
+    settings = config.federation.engine.ray
+    return RayEngine(
+        config.model.model_dump(),
+        _encoded(experiment),
+        training_settings(config),
+        experiment.memory,
+        cohort_size=config.federation.cohort_size,
+        seed=config.seed,
+        address=settings.address,
+        actors=settings.actors,
+        gpu_fraction=settings.gpu_fraction,
+        cpus_per_actor=settings.cpus_per_actor,
+        on_step=experiment.progress.step,
+    )
+
+
+def _flower_engine(experiment: Experiment) -> Engine:
+    raise ConfigError(
+        "federation.engine.name is flower, but a run with real clients is not begun from here.",
+        "`fedguild federation init` writes a federation, `fedguild federation run` runs it; to simulate the clients "
+        "on this machine, set federation.engine.name=local.",
+    )
+
+
+_ENGINES: dict[str, Callable[[Experiment], Engine]] = {
+    "local": _local_engine,
+    "ray": _ray_engine,
+    "flower": _flower_engine,
+}
+
+
+def _encoded(experiment: Experiment) -> dict[int, list[Encoded]]:
+    """Returns client index -> its training examples as token ids."""
+    tokenizer, longest = experiment.backbone.tokenizer, experiment.config.data.max_tokens
+    return {
+        index: [encode(example, tokenizer, longest) for example in data.train]
+        for index, data in enumerate(experiment.data.clients)
+    }
+
+
+def round_rules(config: Config) -> RoundRules:
+    """Returns what the config's federation section asks of a round."""
+    federation = config.federation
+    return RoundRules(
+        participation=federation.participation,
+        quorum=federation.quorum,
+        norm_limit=federation.norm_limit,
+        seed=config.seed,
+        over_selection=federation.over_selection,
+        retries=federation.retries,
+        deadline_seconds=federation.deadline_seconds,
+        late=federation.late,
+        upload_limit_bytes=federation.upload_limit_bytes,
+        codec=federation.codec,
+    )
+
+
+def run_identity(folder: Path) -> str:
+    """Returns the identity of a run, 32 hexadecimal digits: drawn when first asked for, the same ever after.
+
+    Two runs of one config are two runs. What travels between machines carries it, so that nobody
+    takes one run's tasks, uploads or memory for another's.
+    """
+    path = folder / IDENTITY
+    if not path.is_file():
+        write_text(path, uuid4().hex + "\n")
+    return path.read_text("utf-8").strip()
 
 
 def training_settings(config: Config) -> TrainingSettings:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fedguild import experiment
 from fedguild.cli.cells import Cell
-from fedguild.cli.ray_cells import complete_on_ray
+from fedguild.cli.ray_cells import _finish, complete_on_ray
 from fedguild.errors import FedGuildError
 from tests.experiment.runs import assert_same, ended, save_model, small_config
 
@@ -51,6 +52,21 @@ def test_cells_end_as_they_do_here(model: Path, tmp_path: Path, capsys: pytest.C
 def test_a_cell_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(FedGuildError, match=r"seed 0 failed: .*nowhere"):
         complete_on_ray([cell(tmp_path / "nowhere", tmp_path / "run", "seed=0")], None, 1)
+
+
+def test_an_error_within_a_run_is_told_as_it_is(model: Path, tmp_path: Path) -> None:
+    """Not by the first line of Ray's traceback, nor as if a machine had died; the others are stopped."""
+    raised = ray.exceptions.RayTaskError("_complete", "ray::_complete()\n", ValueError("too little memory"))
+    stopped: list[str] = []
+
+    def get(_: object) -> None:
+        raise raised.as_instanceof_cause()
+
+    stand_in = SimpleNamespace(get=get, cancel=lambda task, force: stopped.append(task), exceptions=ray.exceptions)
+    with pytest.raises(FedGuildError, match=r"seed 0 failed: ValueError: too little memory") as caught:
+        _finish(stand_in, "this", cell(model, tmp_path / "run", "seed=0"), ["other"])
+    assert str(tmp_path / "run") in caught.value.hint
+    assert stopped == ["other"]
 
 
 @pytest.mark.usefixtures("cluster")

@@ -91,3 +91,36 @@ def test_a_sealed_file_of_something_else_is_named(tmp_path):
     write_sealed(tmp_path / "client-000" / "round-00001.memory", b"hello")
     with pytest.raises(CheckpointError, match=r"round-00001\.memory is not a client's memory: header too small"):
         ClientMemory(tmp_path).load("client-000", before_round=2)
+
+
+def test_forgetting_again_looks_at_nobody_who_has_nothing_to_forget(tmp_path, monkeypatch):
+    memory = ClientMemory(tmp_path)
+    kept = Payload({"gate": torch.ones(1)})
+    for index in range(5):
+        memory.save(f"client-00{index}", 1, kept)
+    memory.save("client-001", 2, kept)
+    looked_at = []
+    rounds_of = ClientMemory._rounds
+    monkeypatch.setattr(
+        ClientMemory, "_rounds", lambda self, client: (looked_at.append(client), rounds_of(self, client))[1]
+    )
+    memory.forget(1)
+    assert len(looked_at) == 5
+    looked_at.clear()
+    memory.save("client-003", 3, kept)
+    memory.forget(2)
+    assert looked_at == ["client-001", "client-003"]
+    looked_at.clear()
+    memory.forget(3)
+    assert looked_at == ["client-003"]
+    left = {path.name: [file.name for file in path.iterdir()] for path in tmp_path.iterdir()}
+    assert left == {
+        "client-000": ["round-00001.memory"],
+        "client-001": ["round-00002.memory"],
+        "client-002": ["round-00001.memory"],
+        "client-003": ["round-00003.memory"],
+        "client-004": ["round-00001.memory"],
+    }
+    looked_at.clear()
+    memory.forget(4)
+    assert looked_at == []

@@ -130,6 +130,7 @@ def test_method_settings_in_python_and_from_yaml_are_the_same() -> None:
         "output=elsewhere",
         "model.device=cpu",
         "federation.cohort_size=2",
+        "federation.engine={name: ray, ray: {actors: 4}}",
         "federation.keep_checkpoints=9",
         "evaluation.batch_tokens=512",
         "tracking.tensorboard=true",
@@ -143,7 +144,18 @@ def test_the_fingerprint_ignores_what_changes_no_result(override: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["seed=1", "method.temperature=3", "model.dtype=float16", "data.limit=5", "evaluation.split=validation"]
+    "override",
+    [
+        "seed=1",
+        "method.temperature=3",
+        "model.dtype=float16",
+        "data.limit=5",
+        "evaluation.split=validation",
+        "federation.over_selection=0.5",
+        "federation.retries=1",
+        "federation.deadline_seconds=60",
+        "federation.late=next_round",
+    ],
 )
 def test_the_fingerprint_sees_what_changes_results(override: str) -> None:
     plain = load_config("flame/tiny-tasks").fingerprint()

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from fedguild.client.budget import Budget
 from fedguild.config import Table, load_config, table_cells, tables
 from fedguild.config.table import TABLES_FOLDER, ShippedTable
 from fedguild.errors import ConfigError
 from fedguild.methods import build_method
+from tests.backbones import tiny_backbone
 
 NAMES = [table.name for table in tables()]
 
@@ -43,10 +45,37 @@ def test_the_cells_of_a_column_differ_in_nothing_but_the_method(name: str) -> No
         configs = [cell.config() for cell in cells if cell.column == column]
         for section in ("data", "evaluation"):
             assert len({getattr(config, section).model_dump_json() for config in configs}) == 1, (column, section)
-        assert len({config.federation.clients for config in configs}) == 1
+        for key in ("clients", "participation", "budgets"):
+            assert len({repr(getattr(config.federation, key)) for config in configs}) == 1, (column, key)
         rounds = {config.federation.rounds for config in configs}
         assert max(rounds) - min(rounds) <= 1, "FDLoRA's first stage is a round of its own"
-        assert len({config.training.learning_rate for config in configs}) == 1
+        trainings = [config.training.model_dump() for config in configs]
+        for training in trainings:
+            del training["optimizer"], training["weight_decay"]  # AdamW is FDLoRA's own
+        assert all(training == trainings[0] for training in trainings), column
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("ub-smoe/")])
+def test_rows_of_ub_smoe_have_its_alpha_and_targets(name: str) -> None:
+    """LoRA's alpha of 20 on attention and experts (Appendix E.5); the losses of SMoE-LLB need the routers' too."""
+    for cell in table_cells(name, shipped(name).load()):
+        config = cell.config()
+        settings = build_method(config.method.name, config.method.options).settings
+        routers = ("router",) if config.method.name == "smoe-llb" else ()
+        assert set(settings.targets) == {"attention", "experts", *routers}, (cell.row, cell.column)
+        assert getattr(settings, "alpha", 20) == 20, (cell.row, cell.column)
+
+
+@pytest.mark.parametrize("name", ["ub-smoe/table-4-homogeneous", "ub-smoe/table-4-homogeneous-tiny"])
+def test_homogeneous_clients_train_with_their_budgets_experts(name: str) -> None:
+    model = tiny_backbone("olmoe", num_experts=16, num_experts_per_tok=8).info
+    table = shipped(name).load()
+    for cell in table_cells(name, table):
+        config = cell.config()
+        (budget,) = config.federation.budgets
+        options = {**config.method.options, "rank": 4}
+        plan = build_method(config.method.name, options).plan(model, Budget(budget.name, budget.active_experts, 4))
+        assert plan.active_experts == budget.active_experts == {"b1": 1, "b2": 2, "b3": 4, "b4": 8}[cell.column]
 
 
 def small_table() -> Table:
@@ -104,3 +133,29 @@ def test_a_bad_setting_of_a_row_is_named_with_its_place() -> None:
     broken = table.model_copy(update={"settings": {"federation": {"round": 3}}})
     with pytest.raises(ConfigError, match=r"mine: unknown key 'federation.round'"):
         table_cells("mine", broken)[0].config()
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "column", "preset"),
+    [
+        ("ub-smoe/table-5", "ub-smoe", "non-iid", "ub-smoe/olmoe-telequad"),
+        ("ub-smoe/table-7", "ub-smoe", "uniform", "ub-smoe/olmoe-commonsense-32-uniform"),
+        ("ub-smoe/table-7", "ub-smoe", "long-tail", "ub-smoe/olmoe-commonsense-32-long-tail"),
+        ("ub-smoe/table-7", "ub-smoe", "reverse", "ub-smoe/olmoe-commonsense-32-reverse"),
+        ("flame/table-2", "flame", "dolly-5", "flame/olmoe-dolly"),
+        ("flame/table-4", "flame", "dolly-0.5-half", "flame/olmoe-dolly-40"),
+        ("flame/table-4", "flame", "alpagasus-0.5-half", "flame/olmoe-alpagasus-40"),
+        ("ub-smoe/table-6-tiny", "dmr", "all", "ub-smoe/tiny-commonsense-dmr"),
+        ("ub-smoe/table-6-tiny", "flame", "all", "flame/tiny-commonsense"),
+        ("ub-smoe/table-6-tiny", "smoe-llb", "all", "smoe-llb/tiny-commonsense"),
+        ("fedalign-moe/figures-13-14-tiny", "index", "ag_news-0.1", "fedalign-moe/tiny-ag_news-index"),
+    ],
+)
+def test_a_cell_that_ships_as_a_preset_too_is_that_preset(name: str, row: str, column: str, preset: str) -> None:
+    """All that decides a result is the same, the method's defaults written out."""
+    (cell,) = table_cells(name, shipped(name).load(), rows=[row], columns=[column])
+    configs = [cell.config(["seed=3"]), load_config(preset, ["seed=3"])]
+    settings = [build_method(config.method.name, config.method.options).settings for config in configs]
+    assert settings[0] == settings[1]
+    same = [config.model_copy(update={"method": configs[0].method}) for config in configs]
+    assert same[0].fingerprint() == same[1].fingerprint()

@@ -14,8 +14,9 @@ import torch
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.memory import ClientMemory
-from fedguild.engines import local
-from fedguild.engines.local import LocalEngine, auto_cohort_size, free_bytes
+from fedguild.engines import cohorts, local
+from fedguild.engines.cohorts import auto_cohort_size, free_bytes
+from fedguild.engines.local import LocalEngine
 from fedguild.errors import FedGuildError
 from fedguild.evaluation.profile import memory
 from fedguild.methods import build_method
@@ -228,17 +229,17 @@ class ByBudget:
 
 
 def test_clients_with_other_targets_train_in_other_cohorts(olmoe_backbone, flame, tmp_path, monkeypatch):
-    cohorts = []
+    trained = []
 
     def watched(backbone: Backbone, plans: Sequence[AdapterPlan]) -> SlotModel:
-        cohorts.append([plan.targets[0] for plan in plans])
+        trained.append([plan.targets[0] for plan in plans])
         return SlotModel(backbone, plans)
 
-    monkeypatch.setattr(local, "SlotModel", watched)
+    monkeypatch.setattr(cohorts, "SlotModel", watched)
     method = ByBudget()
     tasks = [Task(ROUND, who, Payload()) for who in CLIENTS]
     found = list(engine_of(olmoe_backbone, flame, tmp_path, "auto").train(method, olmoe_backbone.info, tasks))
-    assert cohorts == [["router"], ["attention", "attention"], ["router"], ["attention"]]
+    assert trained == [["router"], ["attention", "attention"], ["router"], ["attention"]]
     assert [delivery.task.client for delivery in found] == list(CLIENTS)
     for delivery in found:
         shapes = trainable_shapes(olmoe_backbone.info, delivery.plan)
@@ -251,7 +252,7 @@ def test_auto_fills_its_share_of_the_free_memory(olmoe_backbone, room, clients, 
     plan = AdapterPlan(4, 1.0, ("attention", "experts"))
     need = memory(olmoe_backbone.info, plan, 640, dtype=torch.float32)
     one = need.total_bytes - need.weights_bytes
-    free = int(room * one / local.MEMORY_SHARE)
+    free = int(room * one / cohorts.MEMORY_SHARE)
     assert auto_cohort_size(olmoe_backbone, plan, 640, clients, free) == expected
 
 
@@ -270,7 +271,7 @@ def test_auto_plans_for_the_largest_client_and_the_longest_batch(olmoe_backbone,
         asked.append(arguments)
         return 1
 
-    monkeypatch.setattr(local, "auto_cohort_size", one)
+    monkeypatch.setattr(cohorts, "auto_cohort_size", one)
     monkeypatch.setattr(local, "free_bytes", lambda device: 12345)
     engine = engine_of(olmoe_backbone, flame, tmp_path, "auto")
     list(engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone)))

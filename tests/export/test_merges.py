@@ -77,6 +77,16 @@ def test_modules_of_fewer_ranks_are_filled_up() -> None:
     assert_same_logits(slot_logits(backbone, folded), our_logits(backbone, deployment))
 
 
+def test_a_factor_in_the_middle_is_folded_before_the_changes_join() -> None:
+    backbone = make_backbone(tiny_model(), None, name="tiny")
+    plan = AdapterPlan(3, 0.7, EVERYTHING, middle=True, frozen=("lora_A", "lora_B"))
+    changes = merged_deployment(backbone, AdapterPlan(3, 0.7, EVERYTHING)).merged
+    deployment = Deployment(plan, deployment_of(backbone, plan).tensors, changes)
+    found = in_one_adapter(deployment)
+    assert (found.plan.rank, found.plan.middle, found.merged) == (9, False, {})
+    assert_same_logits(slot_logits(backbone, found), our_logits(backbone, deployment))
+
+
 def test_one_rounding_to_bf16() -> None:
     backbone = make_backbone(tiny_model(dtype=torch.bfloat16), None, name="tiny")
     deployment = merged_deployment(backbone, AdapterPlan(2, 0.7, ("experts",)))

@@ -266,6 +266,15 @@ def test_a_and_b_are_sent_once(federation):
     assert all(always.download(state, model, who).part("basis") for who in federation.clients)
 
 
+def test_a_and_b_are_written_once(federation):
+    """A client's memory is of the round in which it got them, and serves all later ones."""
+    state = begun(federation)
+    for round in (2, 3, 4):
+        state = federation.method.aggregate(state, iter(federation.train(state, round)))
+        for who in federation.clients:
+            assert [path.name for path in (federation.memory.folder / who.name).iterdir()] == ["round-00002.memory"]
+
+
 def test_what_a_client_keeps_is_what_it_would_receive(federation, tmp_path):
     """A round with A and B from memory gives the bits of one in which they are sent again."""
     state = begun(federation)
@@ -292,6 +301,19 @@ def test_a_client_that_lost_a_and_b_does_not_count_and_gets_them_again(federatio
     assert method.download(after, model, federation.clients[1]).part("basis")
     again = federation.train(after, 4)
     assert not any(upload.payload.scalars["lost"] for upload in again)
+
+
+def test_a_gradient_that_comes_late_counts_for_nothing(federation):
+    """In round 2 A and B are there already, and its sender does not have them: they are still to be sent."""
+    late = federation.train(federation.start(), 1, (0,))
+    state = begun(federation, who=(1, 2))
+    method, model = federation.method, federation.model
+    uploads = federation.train(state, 2, (1, 2))
+    after, without = (method.aggregate(state, iter(sent)) for sent in (uploads + late, uploads))
+    assert after.tensors[HOLDERS].tolist() == [1, 2]
+    assert all(torch.equal(after.tensors[name], value) for name, value in without.tensors.items())
+    assert method.download(after, model, federation.clients[0]).part("basis")
+    assert not any(upload.payload.scalars["lost"] for upload in federation.train(after, 3))
 
 
 def test_the_upload_does_not_grow_with_the_model(olmoe_backbone):

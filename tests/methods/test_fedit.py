@@ -59,7 +59,10 @@ def test_every_budget_trains_the_same_without_ranks(olmoe_backbone: Backbone) ->
 
 
 def test_ranks_by_budget_share_one_scale(olmoe_backbone: Backbone) -> None:
+    own = [fedit(active_experts="budget").plan(olmoe_backbone.info, budget) for budget in (LARGE, MIDDLE, SMALL)]
+    assert [plan.active_experts for plan in own] == [4, 2, 1]
     plans = [fedit(rank_by_budget=True).plan(olmoe_backbone.info, budget) for budget in (LARGE, MIDDLE, SMALL)]
+    assert [plan.active_experts for plan in plans] == [None, None, None]
     assert [plan.rank for plan in plans] == [3, 2, 1]
     assert [plan.scale for plan in plans] == [2.0, 2.0, 2.0]
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from fedguild.client.budget import Budget
 from fedguild.errors import ConfigError, ModelError
 from fedguild.methods import FedIT, Flame, build_method
-from fedguild.methods.flame import ROUTING, FlameSettings
+from fedguild.methods.common import ROUTING
+from fedguild.methods.flame import FlameSettings
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
 from fedguild.server.method import State, Upload

@@ -49,7 +49,7 @@ def dense(factors: Factors) -> Tensor:
 def test_two_clients_by_hand(olmoe_backbone: Backbone) -> None:
     """alpha = 2, n = 1 and 3: Delta W = 1/4 · 2 · diag(8, 0) + 3/4 · 1 · diag(0, 4) = diag(4, 3), sigma^2 = 16 and 9.
 
-    The first triplet has 16 / 25 = 0.64 of the energy.
+    The first triplet has 16 / 25 = 0.64 of the energy; 0.63 leaves rounding some room.
     """
     pair = weighted_product(
         [
@@ -64,9 +64,9 @@ def test_two_clients_by_hand(olmoe_backbone: Backbone) -> None:
         ]
     )
     ((_, stacked),) = pair
-    for threshold, expected in ((0.64, [[4.0, 0.0], [0.0, 0.0]]), (0.65, [[4.0, 0.0], [0.0, 3.0]])):
+    for threshold, expected in ((0.63, [[4.0, 0.0], [0.0, 0.0]]), (0.65, [[4.0, 0.0], [0.0, 3.0]])):
         found = thresholded(decompose(stacked), threshold)
-        assert found.rank == (1 if threshold == 0.64 else 2)
+        assert found.rank == (1 if threshold == 0.63 else 2)
         torch.testing.assert_close(found.up @ found.down, torch.tensor(expected), atol=1e-6, rtol=1e-6)
 
 

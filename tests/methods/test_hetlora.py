@@ -355,6 +355,19 @@ def test_a_tail_that_is_not_whole_counts_as_pruned(olmoe_backbone: Backbone) -> 
     assert torch.equal(after[f"adapter/{QUERY}.lora_A"][2], before.tensors[f"adapter/{QUERY}.lora_A"][2])
 
 
+@pytest.mark.parametrize("scope", ["client", "module"])
+def test_the_norm_of_an_adapter_beyond_the_range_of_fp32(scope: str, olmoe_backbone: Backbone) -> None:
+    """A client that went far astray, its values finite, weighs what it weighs and stops nobody's round."""
+    model, who = olmoe_backbone.info, [client(0, LARGE), client(1, LARGE)]
+    sent = [{name: value * size for name, value in adapter_of(model, 3, 0).items()} for size in (1e13, 3e13)]
+    uploads = [upload(one, adapter=adapter) for one, adapter in zip(who, sent, strict=True)]
+    found = hetlora(norm_scope=scope).aggregate(state_of(adapter_of(model, 3, 99), who), iter(uploads)).tensors
+    for name, value in adapter_of(model, 3, 0).items():
+        torch.testing.assert_close(
+            found[f"adapter/{name}"] / 1e13, (1 * value + 9 * 3 * value) / 10, rtol=1e-4, atol=1e-5
+        )
+
+
 def test_an_upload_of_another_rank_is_refused(olmoe_backbone: Backbone) -> None:
     model, who, method = olmoe_backbone.info, client(0, LARGE), hetlora(gamma=0.7)
     state = state_of(adapter_of(model, 3, 99), [who])

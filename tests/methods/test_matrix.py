@@ -23,7 +23,7 @@ from fedguild.client.schedule import TrainingSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import UploadError
 from fedguild.methods import METHODS, build_method
-from fedguild.model.plan import trainable_shapes
+from fedguild.model.plan import adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
@@ -57,18 +57,52 @@ class Case:
 _EVERYTHING = ["attention", "router", "experts"]
 _MOLE = {"rank": 2, "experts": 6, "active_experts": 2, "experts_per_client": 4, "embedding_share": 0.3}
 CASES = {
+    "a3smoe": Case({"rank": 2, "targets": _EVERYTHING}),
     "fdlora": Case({"rank": 2, "synchronise_every": 2, "held_out": 0.3, "fusion_batches": 2}, "llama"),
     "fdlora on experts": Case({"rank": 2, "targets": ["q_proj", "experts"], "held_out": 0.3, "dropout": 0.0}),
     "fedalign-moe": Case({"rank": 2, "targets": ["attention"]}),
     "fedalign-moe with full experts": Case({"experts": "full", "gate": "averaged"}),
     "fedamole": Case(_MOLE, "llama"),
     "fedamole with vanilla routers": Case({**_MOLE, "router": "vanilla", "assignment": "random"}, "llama"),
+    "fedavg": Case({"rank": 2, "gate": "lora", "targets": ["attention"]}),
+    "fedavg on full experts": Case({"experts": "full", "personal": True}),
+    "fedavg on a dense model": Case({"rank": 2, "gate": "none", "experts": "none", "targets": ["attention"]}, "llama"),
+    "fed-sb": Case({"rank": 2, "targets": _EVERYTHING, "step_size": 0.05}),
+    "fed-sb from whole gradients": Case(
+        {"rank": 2, "targets": ["attention"], "start": "dense", "step_size": 0.05, "weights": "uniform"}, "llama"
+    ),
+    "fed-sb from random factors": Case({"rank": 3, "start": "random", "send_basis": "always"}),
     "fedit": Case({"rank": 3, "targets": _EVERYTHING, "rank_by_budget": True}),
+    "fedit with the budget's experts": Case({"rank": 2, "active_experts": "budget"}),
     "fedit with personal adapters": Case({"rank": 2, "targets": ["q_proj"], "dropout": 0.3, "personal": True}, "llama"),
+    "fedprox": Case({"rank": 2, "mu": 0.5, "targets": ["attention"]}),
+    "fedprox on full experts": Case({"experts": "full", "gate": "lora", "personal": True}),
+    "fedmoe": Case({"rank": 2, "stage_one_rounds": 1, "held_out": 0.4, "memory": {"small": 0.75}, "patience": 1}),
+    "fedmoe in its first stage": Case({"rank": 2, "targets": [], "gain": "loss", "held_out": 0.4}, "mixtral"),
     "fedprompt": Case({"tokens": 3}, "llama"),
     "fedptuning": Case({"tokens": 3, "width": 8}, "llama"),
+    "fedex-lora": Case({"rank": 2, "targets": _EVERYTHING}),
+    "ffa-lora": Case({"rank": 2, "targets": _EVERYTHING}),
+    "ffa-lora on a dense model": Case(
+        {"rank": 2, "targets": ["q_proj"], "dropout": 0.3, "weights": "uniform"}, "llama"
+    ),
     "flame": Case({"rank": 2, "targets": _EVERYTHING}),
     "flame by steps": Case({"rank": 2, "rescaler": "shared", "frequency": "step"}),
+    "flexlora": Case({"rank": 3, "targets": _EVERYTHING}),
+    "flexlora on a dense model": Case({"rank": 4, "targets": ["attention", "mlp"], "dropout": 0.2}, "llama"),
+    "hetlora": Case({"rank": 3, "targets": _EVERYTHING, "penalty_weight": 0.1}),
+    "hetlora that prunes hard": Case({"rank": 3, "penalty_weight": 10.0, "gamma": 0.7, "norm_scope": "module"}),
+    "smoe-llb": Case({"rank": 2, "balance_weight": 0.5, "z_weight": 0.1}),
+    "trivial": Case({"targets": _EVERYTHING}),
+    "trivial on a dense model": Case({"targets": ["q_proj", "mlp"], "dropout": 0.2}, "llama"),
+    "flora": Case({"targets": _EVERYTHING}),
+    "flora on a dense model": Case({"targets": ["q_proj", "v_proj"], "scale": 2.0, "dropout": 0.3}, "llama"),
+    "florist": Case({"targets": _EVERYTHING}),
+    "florist by truncation": Case({"targets": _EVERYTHING, "next_round": "truncate"}),
+    "pfl-moe": Case({"rank": 2, "targets": ["q_proj", "experts"]}),
+    "pfl-moe with embeddings": Case(
+        {"rank": 2, "targets": ["q_proj"], "dropout": 0.3, "features": "embedding", "personal_epochs": 1}, "llama"
+    ),
     "ub-smoe": Case({"rank": 2, "targets": _EVERYTHING, "candidates": 3}),
     "ub-smoe by tokens": Case(
         {"rank": 2, "pseudo_gradient": "token", "send_pseudo_gradient": "always", "measure_cosine": True}
@@ -295,6 +329,23 @@ def test_a_round_without_some_clients(label: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", cases())
+def test_an_upload_of_the_round_before_arrives_in_the_next(label: str, tmp_path: Path) -> None:
+    """It is aggregated behind the others' or by itself, and whoever sent it takes part again like anybody else."""
+    federation = fresh(label, tmp_path)
+    method, model = federation.method, federation.model
+    late, state = federation.train(federation.start(), 1, (0,)), federation.start()
+    state = method.aggregate(state, iter(federation.train(state, 1, (1, 2, 3))))
+    others = federation.train(state, 2, (1, 2, 3))
+    for arrived in (others + late, late):
+        after = method.aggregate(state, iter(arrived))
+        for sent in train(federation, after, 3):
+            expected = method.expected_upload(model, sent.client, method.download(after, model, sent.client))
+            check_upload(sent.payload, expected, client=sent.client.name)
+            assert not sent.payload.scalars.get("lost"), f"{sent.client.name} was taken for one that has what it needs"
+        deployed(federation, after, 3)
+
+
+@pytest.mark.parametrize("label", cases())
 def test_a_client_that_lost_its_memory_takes_part_again(label: str, tmp_path: Path) -> None:
     federation = fresh(label, tmp_path)
     method, model, state = federation.method, federation.model, federation.start()
@@ -316,7 +367,7 @@ def deployed(federation: Federation, state: State, round: int = 2) -> None:
             models.append(method.personalize(state, model, who, memory))
     for deployment in (one for one in models if one is not None):
         shapes = {name: tuple(value.shape) for name, value in deployment.tensors.items()}
-        assert shapes == {name: tuple(shape) for name, shape in trainable_shapes(model, deployment.plan).items()}
+        assert shapes == {name: tuple(shape) for name, shape in adapter_shapes(model, deployment.plan).items()}
         with SlotModel(federation.backbone, [deployment.plan]) as slots:
             slots.load(0, deployment.tensors)
 

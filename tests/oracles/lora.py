@@ -14,10 +14,10 @@ from fedguild.model.plan import AdapterPlan, ModelInfo
 def merged_parameters(
     model: Any, info: ModelInfo, plan: AdapterPlan, adapter: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Returns name -> W + s·BA of every weight that the adapter changes, differentiable in the adapter.
+    """Returns name -> W + s·BA (or s·BRA) of every weight that the adapter changes, differentiable in the adapter.
 
-    Experts trained in full are W + D, as are routers. The output scale is folded into the experts' down
-    projection. `model` is a plain transformers model with fused experts; gate and up lie one above the
+    Linear layers and experts trained in full are W + D, as are routers. The output scale is folded into the
+    experts' down projection. `model` is a plain transformers model with fused experts; gate and up lie one above the
     other in `gate_up_proj`.
     """
     own = dict(model.named_parameters())
@@ -25,6 +25,9 @@ def merged_parameters(
     for linear in info.linears:
         if f"{linear.name}.lora_A" in adapter:
             merged[f"{linear.name}.weight"] = own[f"{linear.name}.weight"] + _product(linear.name, plan, adapter)
+        if f"{linear.name}.delta" in adapter:
+            weight = merged.get(f"{linear.name}.weight", own[f"{linear.name}.weight"])
+            merged[f"{linear.name}.weight"] = weight + adapter[f"{linear.name}.delta"]
     for moe in info.moe:
         if f"{moe.router}.lora_A" in adapter:
             merged[f"{moe.router}.weight"] = own[f"{moe.router}.weight"] + _product(moe.router, plan, adapter)
@@ -93,7 +96,8 @@ class MergedModel:
 
 
 def _product(module: str, plan: AdapterPlan, adapter: Mapping[str, Tensor]) -> Tensor:
-    return plan.scale * (adapter[f"{module}.lora_B"] @ adapter[f"{module}.lora_A"])
+    up, down = adapter[f"{module}.lora_B"], adapter[f"{module}.lora_A"]
+    return plan.scale * (up @ adapter[f"{module}.lora_R"] @ down if plan.middle else up @ down)
 
 
 def _output_scale(block: str, plan: AdapterPlan, adapter: Mapping[str, Tensor]) -> Tensor | float:

@@ -159,6 +159,9 @@ def test_comparable_ignores_the_clock_and_the_memory_only() -> None:
         "round": 1,
         "participants": [0, 1, 2],
         "rejected": [{"client": 1, "reason": "NaN in adapter/a"}],
+        "unneeded": [],
+        "retried": [],
+        "strays": [],
     }
 
 

@@ -15,8 +15,18 @@ from fedguild.errors import QuorumError
 from fedguild.methods import FedIT, build_method
 from fedguild.model.plan import ModelInfo
 from fedguild.payload import Payload
+from fedguild.server.clock import Clock
 from fedguild.server.method import Method, State
-from fedguild.server.rounds import Clock, Delivery, Outcome, RoundRules, Task, frequencies, run_round
+from fedguild.server.rounds import (
+    WAIT_FOR_ALL,
+    Delivery,
+    Outcome,
+    RoundRules,
+    Task,
+    Terms,
+    frequencies,
+    run_round,
+)
 from fedguild.server.sampling import sample
 from fedguild.wire.codec import encode
 
@@ -32,7 +42,9 @@ class Scripted:
         self.script = script or {}
         self.tasks: list[Task] = []
 
-    def train(self, method: Method, model: ModelInfo, tasks: Sequence[Task]) -> Iterator[Delivery]:
+    def train(
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+    ) -> Iterator[Delivery]:
         self.tasks = list(tasks)
         for task in tasks:
             honest = plus(task.download, task.client.index + 1)
@@ -206,7 +218,7 @@ class Hands:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr("fedguild.server.rounds.time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr("fedguild.server.clock.time", SimpleNamespace(perf_counter=lambda: self.now))
 
 
 def test_the_phases_add_up_to_the_round(method, state, model, monkeypatch):

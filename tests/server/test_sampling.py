@@ -4,7 +4,7 @@ import pytest
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.errors import ConfigError, QuorumError
-from fedguild.server.sampling import quorum_count, require_quorum, sample
+from fedguild.server.sampling import fastest, quorum_count, require_quorum, sample, wanted_count
 
 
 def clients(count: int) -> list[ClientInfo]:
@@ -93,3 +93,32 @@ def test_too_few_valid_uploads_raise_with_counts_and_reasons():
 def test_no_valid_upload_is_never_enough():
     with pytest.raises(QuorumError, match="0 of 4 clients"):
         require_quorum(0, 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("participation", "over_selection", "asked"),
+    [(0.5, 0.0, 5), (0.5, 0.2, 6), (0.5, 0.3, 7), (0.2, 0.5, 3), (0.5, 3.0, 10), (1.0, 0.5, 10), (0.01, 0.3, 2)],
+)
+def test_over_selection_asks_more_rounded_up_and_at_most_all(participation, over_selection, asked):
+    assert len(sample(1, clients(10), participation, 0, over_selection=over_selection)) == asked
+    assert wanted_count(10, participation) == len(sample(1, clients(10), participation, 0))
+
+
+def test_a_negative_over_selection_is_refused():
+    with pytest.raises(ConfigError, match=r"over_selection must be at least 0, but is -0\.1"):
+        sample(1, clients(4), 1.0, 0, over_selection=-0.1)
+
+
+def test_the_fastest_are_drawn_by_round_and_not_by_order():
+    members = clients(20)
+    drawn = [fastest(members, 5, 0, round) for round in range(40)]
+    assert all(len(chosen) == 5 for chosen in drawn)
+    assert drawn[3] == fastest(members[::-1], 5, 0, 3)
+    assert len(set(drawn)) > 30
+    counts = [sum(client.index in chosen for chosen in drawn) for client in members]
+    assert min(counts) >= 2, "over-selection favours nobody"
+
+
+@pytest.mark.parametrize("enough", [None, 4, 9])
+def test_all_are_the_fastest_where_all_are_wanted(enough):
+    assert fastest(clients(4), enough, 0, 1) == {0, 1, 2, 3}

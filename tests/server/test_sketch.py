@@ -35,6 +35,18 @@ def test_a_sketch_as_wide_as_the_matrix_loses_nothing():
     torch.testing.assert_close(sketched(matrix, 9), matrix, rtol=1e-9, atol=1e-9)
 
 
+def test_rows_and_columns_of_zeros_stay_zero_bit_by_bit():
+    """Of units that never were active, in a matrix of a lower rank than the sketch: not rounding, which has a sign."""
+    matrix = (normal(2, 30, 4, seed=3) @ normal(2, 4, 25, seed=4)).float()
+    matrix[0, 11], matrix[1, :, 7] = 0.0, 0.0
+    omega, psi = normal(25, 9, seed=1).sign().float(), normal(19, 30, seed=2).sign().float()
+    found = reconstructed(matrix @ omega, psi @ matrix, psi)
+    product = found.up @ found.down
+    assert torch.equal(product.sign(), matrix.sign())
+    assert not product[0, 11].any()
+    assert not product[1, :, 7].any()
+
+
 def test_the_error_is_near_that_of_the_best_approximation():
     """Of half the rank: 8 times its square at most on average (Tropp et al., Theorem 4.3, for l = 2 k + 1)."""
     u, _ = torch.linalg.qr(normal(60, 60, seed=5))

@@ -3,7 +3,7 @@ import torch
 
 from fedguild.errors import UploadError
 from fedguild.payload import Payload
-from fedguild.server.validation import Omissible, check_upload
+from fedguild.server.validation import Envelope, Omissible, check_envelope, check_upload
 
 EXPECTED = {"adapter/a": (2, 3), "adapter/b": (4,), "adapter/scale": ()}
 
@@ -98,3 +98,35 @@ def test_a_tensor_that_may_be_left_out_is_checked_where_it_is_there():
         check_upload(Payload({"update/1": torch.ones(3)}), expected, client="client-007")
     with pytest.raises(UploadError, match=r"norm is 2\.82843"):
         check_upload(Payload(whole), expected, client="client-007", norm_limit=2.5)
+
+
+ASKED = {(4, 0), (5, 0), (5, 2)}
+"""Client 0 may still answer two rounds, client 2 one."""
+
+
+@pytest.mark.parametrize("answered", sorted(ASKED))
+def test_an_envelope_that_answers_a_task_passes(answered: tuple[int, int]) -> None:
+    check_envelope(Envelope("ab12", *answered, size_bytes=100), run="ab12", asked=ASKED, limit_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("envelope", "reason"),
+    [
+        (Envelope("cd34", 5, 0, 9), "client-000: the upload is of the run 'cd34', but this is the run 'ab12'."),
+        (Envelope("ab12", 5, 1, 9), "client-001: an upload arrived, but this client was not asked for one."),
+        (Envelope("ab12", 3, 0, 9), "client-000: the upload is of round 3, but round 4, 5 was asked for."),
+        (Envelope("ab12", 4, 2, 9), "client-002: the upload is of round 4, but round 5 was asked for."),
+        (
+            Envelope("ab12", 5, 2, 101),
+            "client-002: the upload has 101 bytes, beyond the limit of 100 (federation.upload_limit_bytes).",
+        ),
+    ],
+)
+def test_an_envelope_that_answers_nothing_is_refused_with_a_reason(envelope: Envelope, reason: str) -> None:
+    with pytest.raises(UploadError) as caught:
+        check_envelope(envelope, run="ab12", asked=ASKED, limit_bytes=100)
+    assert caught.value.message == reason
+
+
+def test_without_a_limit_any_size_passes() -> None:
+    check_envelope(Envelope("ab12", 5, 2, 10**15), run="ab12", asked=ASKED)

@@ -65,7 +65,7 @@ def plan_cells(configs: Sequence[str], seeds: Sequence[int], output: Path) -> li
         output: The folder that the cells' folders lie in.
 
     Raises:
-        ConfigError: there is no config, one is wrong, or two have the same name.
+        ConfigError: there is no config, one or a method's options are wrong, or two have the same name.
     """
     overrides = [text for text in configs if "=" in text]
     names = [text for text in configs if "=" not in text]
@@ -76,7 +76,7 @@ def plan_cells(configs: Sequence[str], seeds: Sequence[int], output: Path) -> li
     cells = []
     for name in names:
         for seed in seeds:
-            config = load_config(name, [*overrides, f"seed={seed}"])
+            config = _with_known_options(load_config(name, [*overrides, f"seed={seed}"]))
             cells.append(Cell(name, config, output / config.name / f"seed-{seed}"))
     folders = [cell.folder for cell in cells]
     repeated = next((cell.config.name for cell in cells if folders.count(cell.folder) > 1), None)
@@ -115,7 +115,7 @@ def plan_table(
     """Returns a comparison for every column of a table, in the order of its cells.
 
     Raises:
-        ConfigError: a cell's config is wrong.
+        ConfigError: a cell's config, or what it gives its method, is wrong.
     """
     columns = list(dict.fromkeys(cell.column for cell in cells))
     comparisons = []
@@ -126,10 +126,22 @@ def plan_table(
             for cell in cells
             if cell.column == column
             for seed in seeds
-            for config in [cell.config([*overrides, f"seed={seed}"])]
+            for config in [_with_known_options(cell.config([*overrides, f"seed={seed}"]))]
         ]
         comparisons.append(Comparison("" if columns == [ONLY_COLUMN] else column, folder, tuple(runs)))
     return comparisons
+
+
+def _with_known_options(config: Config) -> Config:
+    """Returns a config whose method takes its options: a row that does not is told before the others have run.
+
+    Raises:
+        ConfigError: the method, or one of its options, is unknown or out of range.
+    """
+    from fedguild.methods import build_method
+
+    build_method(config.method.name, config.method.options)
+    return config
 
 
 def complete(cells: Sequence[Cell], jobs: int) -> None:

@@ -57,6 +57,10 @@ def _finish(ray: Any, done: Any, cell: Cell, others: Sequence[Any]) -> None:
     """Says that a cell has ended; where it failed, stops the others and raises."""
     try:
         problem, hint = ray.get(done)
+    except ray.exceptions.RayTaskError as error:  # raised by the run itself: not tried again
+        reason = error if error.cause is None else error.cause
+        problem = f"{type(reason).__name__}: {str(reason).strip() or 'no message'}"
+        hint = f"Its folder: {cell.folder}"
     except ray.exceptions.RayError as error:
         problem, hint = str(error).strip().splitlines()[0], "Its machine or process died; the same command goes on."
     if not problem and cell.state() != "finished":

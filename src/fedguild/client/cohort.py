@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
@@ -21,6 +22,7 @@ from fedguild.client.schedule import TrainingSettings, learning_rate, plan_steps
 from fedguild.data.batches import Encoded, SlotBatch, collate
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.moe.statistics import RoutingStatistics
+from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.seeding import derive, numpy_rng
@@ -62,6 +64,16 @@ class LocalReport:
     seconds: float = 0.0
     _targets: int = field(default=0, repr=False)
     _loss_sum: float = field(default=0.0, repr=False)
+
+    def add(self, other: LocalReport) -> None:
+        """Counts another training of the same client in; the loss becomes the mean over the tokens of both."""
+        self.steps += other.steps
+        self.tokens += other.tokens
+        self.examples += other.examples
+        self.seconds += other.seconds
+        self._targets += other._targets
+        self._loss_sum += other._loss_sum
+        self.loss = self._loss_sum / max(1, self._targets)
 
 
 class Cohort:
@@ -157,15 +169,47 @@ class Cohort:
                 self.model.token_losses(batch)
             yield batch
 
+    @contextmanager
+    def afresh(self, plans: Sequence[AdapterPlan]) -> Iterator[Cohort]:
+        """Yields the same clients in slots of other plans, for a training of its own within the round.
+
+        Examples, batches and randomness are this cohort's; the optimizer is new. This cohort's own slots are
+        closed for good. What the training did is counted in `reports` and `routing`.
+
+        Args:
+            plans: Each client's, in slot order.
+        """
+        self.model.close()
+        with SlotModel(self.model.backbone, plans) as model:
+            again = Cohort(
+                model,
+                self.work,
+                self.settings,
+                round_index=self.round,
+                seed=self.seed,
+                pad_id=self.pad_id,
+                on_step=self._on_step,
+            )
+            yield again
+        for report, more in zip(self.reports, again.reports, strict=True):
+            report.add(more)
+        if self.routing is None or again.routing is None:
+            self.routing = self.routing or again.routing
+        else:
+            self.routing.add(again.routing)
+
     @property
     def trainables(self) -> Mapping[str, SlotTensor]:
         """Every trainable of all slots, by name."""
         return self.model.trainables
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self, most: Sequence[int] | None = None) -> Iterator[Step]:
         """Yields the forward passes of the round; `Step.apply` moves on after each.
 
         Statistics of the routing are counted meanwhile, in `routing`.
+
+        Args:
+            most: Each client's most optimizer steps, where the round is to be cut short.
         """
         plans = [
             plan_steps(
@@ -173,6 +217,8 @@ class Cohort:
             )
             for part in self.work
         ]
+        if most is not None:
+            plans = [plan[:limit] for plan, limit in zip(plans, most, strict=True)]
         total = max(len(plan) for plan in plans)
         started = time.perf_counter()
         with self.model.collect_routing() as self.routing:
@@ -246,13 +292,16 @@ class Step:
         self._targets = targets
         self._rates = rates
 
-    def forward(self) -> Tensor:
+    def forward(self, label_smoothing: float = 0.0) -> Tensor:
         """Returns [S], each client's part of its mean negative log-likelihood, in nats.
 
         The mean is over the response tokens of the client's whole optimizer step, so the parts
         of accumulated passes add up to it. A client that has finished gives 0.
+
+        Args:
+            label_smoothing: See `SlotModel.token_losses`.
         """
-        losses = self.cohort.model.token_losses(self.batch)
+        losses = self.cohort.model.token_losses(self.batch, label_smoothing)
         counts = [_targets(rows) for rows in self._rows]
         sums = torch.stack([part.sum() for part in losses.split(counts)])
         self._report(sums.detach().tolist(), counts)

@@ -43,7 +43,7 @@ class OptimizerSettings:
 
 
 class SlotOptimizer:
-    """Optimizer state of all slots' trainables; starts from nothing (re-created every round).
+    """Optimizer state of all slots' trainables; starts from nothing (re-created every round) at the first step.
 
     Args:
         trainables: Name -> trainable of all slots.
@@ -57,10 +57,6 @@ class SlotOptimizer:
         self.steps = [0] * self.slots
         self.first: list[Tensor] = []
         self.second: list[Tensor] = []
-        if settings.kind != "sgd" or settings.momentum:
-            self.first = [torch.zeros_like(t.stored, requires_grad=False) for t in self.trainables]
-        if settings.kind != "sgd":
-            self.second = [torch.zeros_like(t.stored, requires_grad=False) for t in self.trainables]
 
     def zero_grad(self) -> None:
         """Forgets the gradients."""
@@ -94,6 +90,8 @@ class SlotOptimizer:
                 weights and moments; Adam's bias correction still counts the slot's steps, as in
                 `torch.optim.SparseAdam`. A name left out is updated as a whole.
         """
+        if not any(self.steps):
+            self._allocate()
         together: dict[tuple[float, int], list[int]] = defaultdict(list)
         for slot, rate in enumerate(rates):
             if rate is not None:
@@ -109,6 +107,13 @@ class SlotOptimizer:
                 if chosen:
                     decay = self.settings.weight_decay if decays else 0.0
                     self._update(chosen, slots, rate, count, decay, updated or {})
+
+    def _allocate(self) -> None:
+        """Creates the moments, which a pass for the gradients alone does without."""
+        if self.settings.kind != "sgd" or self.settings.momentum:
+            self.first = [torch.zeros_like(t.stored, requires_grad=False) for t in self.trainables]
+        if self.settings.kind != "sgd":
+            self.second = [torch.zeros_like(t.stored, requires_grad=False) for t in self.trainables]
 
     def _update(
         self,

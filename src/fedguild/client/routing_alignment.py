@@ -46,6 +46,21 @@ def probabilities(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(dim=-1)
 
 
+def token_means(values: Tensor, slot: Tensor, keep: Tensor | None, slots: int) -> Tensor:
+    """Returns [S, ..], each slot's mean of `values` [N, ..] over its real tokens; 0 for a slot without any.
+
+    Args:
+        values: A value, or several, of every token.
+        slot: [N] slot of each token.
+        keep: [N] bool, False for padding; None where every token is real.
+        slots: S.
+    """
+    real = torch.ones_like(slot) if keep is None else keep
+    real = real.to(values.dtype).view(-1, *[1] * (values.dim() - 1))
+    sums = values.new_zeros(slots, *values.shape[1:]).index_add(0, slot, values * real)
+    return sums / real.new_zeros(slots, *real.shape[1:]).index_add(0, slot, real).clamp(min=1)
+
+
 @dataclass(frozen=True)
 class LayerStatistics:
     """What one client measured in one layer.
@@ -209,9 +224,7 @@ class Regulariser:
         divergence = kl_terms(p, reference, self.divergence)
         counts = top_k_mask(p, self.top_k) | top_k_mask(reference, self.top_k)
         per_token = (target.weights.to(p)[slot] * divergence * counts).sum(dim=-1)
-        real = torch.ones_like(per_token) if keep is None else keep.to(per_token.dtype)
-        tokens = per_token.new_zeros(self.slots).index_add(0, slot, real)
-        return per_token.new_zeros(self.slots).index_add(0, slot, per_token * real) / tokens.clamp(min=1)
+        return token_means(per_token, slot, keep, self.slots)
 
 
 def kl_terms(p: Tensor, reference: Tensor, divergence: Divergence) -> Tensor:

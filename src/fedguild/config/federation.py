@@ -25,23 +25,85 @@ class BudgetSettings(Section):
     share: float = Field(default=1.0, gt=0, description="Number of clients in this tier, relative to the other tiers.")
 
 
+class RaySettings(Section):
+    """Where the `ray` engine finds its machines, and what each of its actors gets."""
+
+    address: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Address of a Ray cluster, for example auto or 10.0.0.1:6379; null: start Ray on this machine.",
+    )
+    actors: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto",
+        description="Processes that each hold the backbone; auto: as many as the GPUs hold, or one where there is "
+        "no GPU.",
+    )
+    gpu_fraction: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Part of a GPU and of its memory that an actor gets; ignored where there is no GPU.",
+    )
+    cpus_per_actor: int = Field(default=1, ge=1, description="CPU cores of an actor, and threads it computes with.")
+
+
+class EngineSettings(Section):
+    """Where the clients train. Results do not depend on it, but for floating-point rounding."""
+
+    name: Literal["local", "ray", "flower"] = Field(
+        default="local",
+        description="local: one cohort after the other in this process; ray: cohorts spread over the GPUs and machines "
+        "that Ray sees; flower: real clients over the network.",
+    )
+    ray: RaySettings = Field(default_factory=RaySettings, description="The `ray` engine.")
+
+
 class FederationSettings(Section):
     """Who takes part, how often, and what the server insists on."""
 
     clients: int = Field(default=8, ge=1, description="Number of clients.")
     rounds: int = Field(default=6, ge=1, description="Number of communication rounds.")
     participation: float = Field(
-        default=1.0, gt=0, le=1, description="Share of the clients that is asked in each round."
+        default=1.0, gt=0, le=1, description="Share of the clients whose uploads each round wants."
     )
     quorum: float = Field(
         default=0.5,
         gt=0,
         le=1,
-        description="Share of the asked clients whose uploads must be valid, else the run stops.",
+        description="Share of the uploads that a round wants which must arrive and be valid, else the run stops.",
+    )
+    over_selection: float = Field(
+        default=0.0,
+        ge=0,
+        description="Clients asked beyond what participation says, as a share of that; the round closes as soon as as "
+        "many have delivered as participation says.",
+    )
+    deadline_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="How long each attempt of a round waits for its clients; null: as long as it takes. The engines "
+        "local and ray finish a cohort that has begun.",
+    )
+    retries: int = Field(
+        default=0, ge=0, description="How often clients that failed are asked again in the same round."
+    )
+    late: Literal["drop", "next_round"] = Field(
+        default="drop",
+        description="What becomes of an upload that arrives in the round after its own; next_round: it is aggregated "
+        "there, unless its client delivered a newer one.",
+    )
+    upload_limit_bytes: int | None = Field(
+        default=None, ge=1, description="Largest encoded upload; beyond it the upload is rejected. null: no limit."
     )
     cohort_size: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto", description="Clients trained in one forward and backward pass; auto: as many as memory holds."
     )
+    codec: Literal["fp32", "bf16", "int8"] = Field(
+        default="fp32",
+        description="How large tensors travel: fp32 exactly; bf16 rounded; int8 rounded, with a scale per row. The "
+        "same on every engine, and counted.",
+    )
+    engine: EngineSettings = Field(default_factory=EngineSettings, description="Where the clients train.")
     budgets: tuple[BudgetSettings, ...] = Field(
         default=(BudgetSettings(name="all"),),
         min_length=1,

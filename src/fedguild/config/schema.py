@@ -23,6 +23,7 @@ NOT_IN_FINGERPRINT = (
     ("model", "device"),
     ("model", "gradient_checkpointing"),
     ("federation", "cohort_size"),
+    ("federation", "engine"),
     ("federation", "keep_checkpoints"),
     ("evaluation", "batch_tokens"),
 )

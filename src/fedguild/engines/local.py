@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby
-from typing import Literal
+import time
+from collections.abc import Iterator, Mapping, Sequence
 
-import psutil
-import torch
-
-from fedguild.client.cohort import Cohort, LocalWork
+from fedguild.client.cohort import LocalWork
 from fedguild.client.memory import ClientMemory
+from fedguild.client.merges import MergeLedger
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded
-from fedguild.engines.peak_memory import peak_bytes, reset_peak
-from fedguild.errors import FedGuildError
-from fedguild.evaluation.profile import memory
+from fedguild.engines.cohorts import (
+    CohortSize,
+    OnStep,
+    Planned,
+    Trainer,
+    delivery,
+    free_bytes,
+    halving,
+    in_task_order,
+    plan_groups,
+    split_by_need,
+)
+from fedguild.errors import CheckpointError
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import AdapterPlan, ModelInfo
-from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
+from fedguild.model.plan import ModelInfo
 from fedguild.server.method import Method
-from fedguild.server.rounds import Delivery, Task
-
-CohortSize = int | Literal["auto"]
-MEMORY_SHARE = 0.6
-"""Part of the free memory that `auto` fills with clients."""
+from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 
 
 class LocalEngine:
@@ -41,6 +41,7 @@ class LocalEngine:
         seed: The run's seed.
         on_step: Called after each optimizer step with the cohort's (steps done, steps in all, mean
             loss).
+        ledger: The changes of the backbone that were received; by default in a folder beside `memory`.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class LocalEngine:
         *,
         cohort_size: CohortSize = "auto",
         seed: int,
-        on_step: Callable[[int, int, float], None] | None = None,
+        on_step: OnStep | None = None,
+        ledger: MergeLedger | None = None,
     ) -> None:
         self.backbone = backbone
         self.examples = examples
@@ -60,105 +62,64 @@ class LocalEngine:
         self.memory = memory
         self.cohort_size = cohort_size
         self.seed = seed
-        self.on_step = on_step
+        self.ledger = ledger or MergeLedger.beside(memory)
+        self.trainer = Trainer(backbone, settings, seed, on_step)
 
-    def train(self, method: Method, model: ModelInfo, tasks: Sequence[Task]) -> Iterator[Delivery]:
+    def train(
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+    ) -> Iterator[Delivery]:
         """Yields every task's delivery, in client order; each client's memory is kept before.
 
-        A client whose training diverged keeps the memory that it had.
+        A client whose training diverged keeps the memory that it had. The deadline is looked at
+        before each cohort: one that has begun is waited for. With `terms.enough`, so many clients
+        train, drawn at random.
+
+        While they train, the backbone's weights hold the changes that the downloads are about
+        (`fedguild.client.merges`); where some of those are missing, all clients fail.
 
         Raises:
             FedGuildError: the device does not hold one client, or the memory cannot be written.
+            ModelError: the backbone cannot hold the changes.
         """
-        planned = [(task, method.plan(model, task.client.budget)) for task in tasks]
-        for _, group in groupby(planned, key=lambda pair: pair[1].cohort_key):
-            members = list(group)
-            size = self._size([plan for _, plan in members], [task for task, _ in members])
-            while members:
-                cohort, members = members[:size], members[size:]
-                try:
-                    deliveries = self._train_cohort(method, cohort)
-                except torch.OutOfMemoryError as error:
-                    if len(cohort) == 1:
-                        raise FedGuildError(
-                            f"The memory of {self.backbone.device} does not hold one client's training.",
-                            "Lower training.batch_size or data.max_tokens, or set model.gradient_checkpointing=true.",
-                        ) from error
-                    members, size = cohort + members, len(cohort) // 2
-                    torch.cuda.empty_cache()
-                    continue
-                yield from deliveries
+        planned, left_out = split_by_need(method, model, tasks, terms, self.seed)
+        yield from in_task_order(tasks, left_out, self._deliveries(method, planned, terms.deadline_seconds))
 
-    def _train_cohort(self, method: Method, members: Sequence[tuple[Task, AdapterPlan]]) -> list[Delivery]:
-        reset_peak(self.backbone.device)
-        tasks = [task for task, _ in members]
-        with SlotModel(self.backbone, [plan for _, plan in members]) as model:
-            cohort = Cohort(
-                model,
-                [self._work(task) for task in tasks],
-                self.settings,
-                round_index=tasks[0].round,
-                seed=self.seed,
-                pad_id=self.backbone.tokenizer.pad_token_id if self.backbone.tokenizer is not None else 0,
-                on_step=self.on_step,
-            )
-            uploads = method.local_update(cohort)
-        peak = peak_bytes(self.backbone.device)
-        for task, kept in zip(tasks, cohort.kept, strict=True):
-            if kept and all(bool(tensor.isfinite().all()) for tensor in kept.values()):
-                self.memory.save(task.client.name, task.round, Payload(kept))
-        frequency = None
-        if model.backbone.info.moe and cohort.routing is not None:
-            frequency = cohort.routing.frequency().float().cpu()
-        return [
-            Delivery(
-                task,
-                upload,
-                plan,
-                replace(cohort.reports[slot]),
-                None if frequency is None else frequency[:, slot],
-                peak,
-            )
-            for slot, ((task, plan), upload) in enumerate(zip(members, uploads, strict=True))
-        ]
+    def close(self) -> None:
+        """Has nothing to let go of."""
+
+    def _deliveries(self, method: Method, planned: Sequence[Planned], deadline: float | None) -> Iterator[Delivery]:
+        started = time.monotonic()
+
+        def train(cohort: Sequence[Planned]) -> list[Delivery]:
+            if deadline is not None and time.monotonic() - started > deadline:
+                return [too_late(task, plan, deadline) for task, plan in cohort]
+            return self._train_cohort(method, cohort)
+
+        if not planned:
+            return
+        try:
+            merges = self.ledger.receive(*(task.download for task, _ in planned))
+        except CheckpointError as error:
+            yield from (Delivery(task, None, plan, failure=error.message) for task, plan in planned)
+            return
+        with self.backbone.merged(merges):
+            for members in plan_groups(planned):
+                yield from halving(members, self._size(members), train, self.backbone.device)
+
+    def _train_cohort(self, method: Method, members: Sequence[Planned]) -> list[Delivery]:
+        work = [self._work(task) for task, _ in members]
+        trained = self.trainer.train(method, [plan for _, plan in members], work, members[0][0].round)
+        for (task, _), result in zip(members, trained, strict=True):
+            if result.kept is not None:
+                self.memory.save(task.client.name, task.round, result.kept)
+        return [delivery(task, plan, result) for (task, plan), result in zip(members, trained, strict=True)]
 
     def _work(self, task: Task) -> LocalWork:
         kept = self.memory.load(task.client.name, task.round)
         return LocalWork(task.client, self.examples[task.client.index], task.download, kept)
 
-    def _size(self, plans: Sequence[AdapterPlan], tasks: Sequence[Task]) -> int:
+    def _size(self, members: Sequence[Planned]) -> int:
         if self.cohort_size != "auto":
             return self.cohort_size
-        longest = max(len(row.input_ids) for task in tasks for row in self.examples[task.client.index])
-        largest = max(plans, key=lambda plan: (plan.rank, plan.active_experts or self.backbone.info.top_k))
-        return auto_cohort_size(
-            self.backbone, largest, self.settings.batch_size * longest, len(plans), free_bytes(self.backbone.device)
-        )
-
-
-def auto_cohort_size(backbone: Backbone, plan: AdapterPlan, tokens: int, clients: int, free: int) -> int:
-    """Returns how many clients to train at once: as many as fit `MEMORY_SHARE` of the free bytes.
-
-    Args:
-        backbone: The loaded backbone, whose weights are not counted again.
-        plan: The largest plan of the clients.
-        tokens: Tokens of one client's forward pass, padding included.
-        clients: How many there are.
-        free: Free bytes of the device's memory.
-    """
-    need = memory(
-        backbone.info,
-        plan,
-        tokens,
-        dtype=backbone.dtype,
-        checkpointing=any(getattr(module, "gradient_checkpointing", False) for module in backbone.model.modules()),
-    )
-    per_client = need.total_bytes - need.weights_bytes
-    return max(1, min(clients, int(MEMORY_SHARE * free / per_client)))
-
-
-def free_bytes(device: torch.device) -> int:
-    """Returns the free bytes of the device's memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+        longest = max(len(row.input_ids) for task, _ in members for row in self.examples[task.client.index])
+        return self.trainer.cohort_size([plan for _, plan in members], longest, free_bytes(self.backbone.device))

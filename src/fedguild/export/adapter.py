@@ -17,7 +17,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedguild.errors import ModelError
-from fedguild.export.weights import adapted_weights, beyond_weights, changed_weights, output_scales, stacked_factors
+from fedguild.export.weights import (
+    adapted_weights,
+    beyond_weights,
+    changed_weights,
+    in_one_adapter,
+    merged_beyond,
+    output_scales,
+    stacked_factors,
+    summed_rank,
+)
 from fedguild.files import write_json
 from fedguild.model.moe.switch import FAMILY as SWITCH
 from fedguild.model.moe.switch import published_modules
@@ -36,6 +45,11 @@ def obstacle(model: ModelInfo, deployment: Deployment) -> str:
         return f"it trains more than LoRA, namely {', '.join(beyond)}"
     if changed:
         return f"{len(changed)} of its weights are trained in full, for example {next(iter(changed))}"
+    if apart := merged_beyond(deployment):
+        return f"its run merged changes beside the adapter's modules, for example into {apart[0]}"
+    rank = summed_rank(deployment)
+    if deployment.merged and rank > model.hidden:
+        return f"what its run merged makes it an adapter of rank {rank}, beyond the model's width of {model.hidden}"
     active = deployment.plan.active_experts or model.top_k
     if active != model.top_k:
         return f"it runs {active} of the model's {model.top_k} active experts"
@@ -50,6 +64,8 @@ def write_adapter(
 ) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors` into a folder.
 
+    What a run merged into the backbone becomes a part of the adapter, which gets the summed rank.
+
     Args:
         folder: Where to write; it must exist.
         model: The backbone.
@@ -63,6 +79,7 @@ def write_adapter(
     missing = obstacle(model, deployment)
     if missing:
         raise ModelError(f"An adapter alone cannot carry the model: {missing}.", "Export the merged form (--merged).")
+    deployment = in_one_adapter(deployment)
     write_json(folder / CONFIG_FILE, peft_config(model, deployment.plan, base=base, revision=revision))
     save_file(peft_tensors(model, deployment), folder / WEIGHTS_FILE, metadata={"format": "pt"})
 

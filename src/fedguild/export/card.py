@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedguild import __version__
+from fedguild.client.merges import by_version
 from fedguild.export.weights import output_scales
 from fedguild.model.plan import ModelInfo
 from fedguild.server.method import Deployment
@@ -85,6 +86,11 @@ def _facts(origin: Origin, model: ModelInfo, deployment: Deployment) -> dict[str
         "budget": origin.budget,
         **({"client": origin.client} if origin.client else {}),
         "LoRA": f"rank {plan.rank}, scale {plan.scale:g}, on {', '.join(plan.targets)}",
+        **(
+            {"merged beneath": f"the changes of {len(by_version(deployment.merged))} rounds"}
+            if deployment.merged
+            else {}
+        ),
     }
     if model.moe:
         experts = model.moe[0].num_experts

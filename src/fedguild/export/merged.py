@@ -1,8 +1,9 @@
 """A deployment merged into its backbone: a whole Hugging Face checkpoint that needs nothing of ours.
 
-Every adapted weight becomes s (W + scale · BA + D), computed in fp32 and cast to the backbone's dtype,
-where D is the change of what is trained in full (experts, routers), and s, the output scale of the
-layer, falls on the experts' down projection alone. The weights are merged, converted to the names of
+Every adapted weight becomes s (W + C + scale · BA + D), computed in fp32 and cast to the backbone's
+dtype, where C are the low-rank changes that the run merged into the backbone, D is the change of what
+is trained in full (experts, routers), and s, the output scale of the layer, falls on the experts' down
+projection alone. The weights are merged, converted to the names of
 the model's hub repository and written one after the other; the backbone itself stays as it is.
 """
 
@@ -19,9 +20,17 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from fedguild.errors import ModelError
-from fedguild.export.weights import adapted_weights, beyond_weights, changed_weights, output_scales, stacked_factors
+from fedguild.export.weights import (
+    adapted_weights,
+    beyond_weights,
+    changed_weights,
+    folded,
+    output_scales,
+    stacked_factors,
+)
 from fedguild.files import write_json
 from fedguild.model.backbone import Backbone
+from fedguild.model.merging import changes, require_unquantised, weight_modules, with_changes
 from fedguild.model.moe.switch import unstacked
 from fedguild.server.method import Deployment
 
@@ -61,23 +70,26 @@ def write_merged(folder: Path, backbone: Backbone, deployment: Deployment, *, sh
 
 def require_mergeable(backbone: Backbone) -> None:
     """Raises ModelError where the backbone's weights are quantised."""
-    if getattr(backbone.model, "hf_quantizer", None) is not None:
-        raise ModelError(
-            f"{backbone.info.name} was loaded in 4 bit, and an adapter cannot be merged into 4-bit weights.",
-            "Export the adapter alone, or run the config again with model.load_in_4bit=false and merge that.",
-        )
+    require_unquantised(
+        backbone.model,
+        backbone.info.name,
+        "Export the adapter alone, or run the config again with model.load_in_4bit=false and merge that.",
+    )
 
 
 def merged_weights(backbone: Backbone, deployment: Deployment) -> Iterator[tuple[str, Tensor]]:
     """Yields every weight of the backbone by its name, merged, in the backbone's dtype and on its device."""
-    info = backbone.info
+    info, deployment = backbone.info, folded(deployment)
     adapted, changed = adapted_weights(info, deployment.plan), changed_weights(info, deployment.plan)
+    modules, merges = weight_modules(info), changes(deployment.merged)
     scales = output_scales(info, deployment)
     factors = {f"{moe.experts}.down_proj": scales[moe.name] for moe in info.moe}
     for name, weight in backbone.model.state_dict().items():
         if name not in backbone.model.all_tied_weights_keys:
+            is_changed = not merges.keys().isdisjoint(modules.get(name, ()))
+            before = with_changes(weight, modules[name], merges) if is_changed else weight
             lora, full = adapted.get(name, ()), changed.get(name, ())
-            yield name, _merged(weight, lora, full, factors.get(name, 1.0), deployment)
+            yield name, _merged(before, lora, full, factors.get(name, 1.0), deployment).to(weight.dtype)
 
 
 def _merged(
@@ -86,7 +98,7 @@ def _merged(
     """Returns factor · (W + scale · BA + D) in the weight's dtype; the weight itself where that is the same.
 
     Args:
-        weight: W, [.., n·out, in], of n modules with a common input, one output above the other.
+        weight: W, or W + C in fp32, [.., n·out, in], of n modules with a common input, one output above the other.
         adapted: The modules, where they have LoRA; else empty.
         changed: The modules, where they are trained in full; else empty.
         factor: The layer's output scale, or 1.

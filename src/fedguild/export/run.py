@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +15,7 @@ from fedguild.export.adapter import obstacle, write_adapter
 from fedguild.export.card import FILE, Origin, adapter_card, merged_card
 from fedguild.export.folder import new_folder, require_new
 from fedguild.export.merged import require_mergeable, write_merged
-from fedguild.export.weights import beyond_weights
+from fedguild.export.weights import beyond_weights, in_one_adapter
 from fedguild.files import write_text
 from fedguild.model.backbone import EMBEDDED
 from fedguild.model.plan import AdapterPlan
@@ -80,8 +80,8 @@ def export_adapter(run_folder: Path, subject: Subject, output: Path, round: int 
     """Writes a model of a run as a PEFT adapter folder.
 
     Where an adapter alone cannot carry the model (an output scale other than 1, active experts
-    other than the base model's own, weights trained in full), the merged form is written and
-    `reason` says why.
+    other than the base model's own, weights trained in full, merged changes of a high rank), the
+    merged form is written and `reason` says why.
 
     Args:
         run_folder: A run.
@@ -96,12 +96,34 @@ def export_adapter(run_folder: Path, subject: Subject, output: Path, round: int 
             backbone is in 4 bit.
         FedGuildError: the output folder holds something, or cannot be written.
     """
-    experiment, deployment, origin = _restored(run_folder, subject, output, round)
+    return _write(*_restored(run_folder, subject, output, round), output)
+
+
+def export_own(experiment: Experiment, state: State, number: int, output: Path) -> Exported:
+    """Writes the own model of an experiment's only client, as `export_adapter` does.
+
+    Args:
+        experiment: One client's part of a run.
+        state: The method's state after the round.
+        number: The round.
+        output: The folder to write; new or empty.
+
+    Raises:
+        ModelError: no form holds what the method trains.
+        FedGuildError: the output folder holds something, or cannot be written.
+    """
+    require_new(output)
+    subject = Subject(client=experiment.clients[0].name)
+    return _write(experiment, *_chosen(experiment, state, number, subject), output)
+
+
+def _write(experiment: Experiment, deployment: Deployment, origin: Origin, output: Path) -> Exported:
     missing = obstacle(experiment.backbone.info, deployment)
     if missing:
         _merge(experiment, deployment, origin, output)
         return Exported(output, "merged", f"the merged form, as an adapter alone cannot carry the model: {missing}")
     model, settings = experiment.backbone.info, experiment.config.model
+    deployment = in_one_adapter(deployment)
     with new_folder(output) as folder:
         base = settings.path
         if base == EMBEDDED:
@@ -141,6 +163,11 @@ def _restored(
     if (run_folder / "config.yaml").is_file():
         subject.require_in(load_config(str(run_folder / "config.yaml")))
     experiment, state, number = restore(run_folder, round)
+    return experiment, *_chosen(experiment, state, number, subject)
+
+
+def _chosen(experiment: Experiment, state: State, number: int, subject: Subject) -> tuple[Deployment, Origin]:
+    """Returns one of an experiment's models, and where it comes from."""
     budget, deployment = _deployed(experiment, state, number, subject)
     _require_writable(experiment, deployment.plan)
     path = experiment.config.model.path
@@ -155,7 +182,7 @@ def _restored(
         base_code=f'folder + "/{BASE}"' if path == EMBEDDED else f'"{path}"',
         hub_id=path if is_hub_id else "",
     )
-    return experiment, deployment, origin
+    return deployment, origin
 
 
 def _deployed(experiment: Experiment, state: State, number: int, subject: Subject) -> tuple[Budget, Deployment]:
@@ -175,7 +202,7 @@ def _deployed(experiment: Experiment, state: State, number: int, subject: Subjec
             f"Under {method.name} every client has a model of its own; there is no global one to export.",
             "Export a client's: `--client client-000`.",
         )
-    return budget, Deployment(evaluated_plan(experiment, budget, deployment), deployment.tensors)
+    return budget, replace(deployment, plan=evaluated_plan(experiment, budget, deployment))
 
 
 def _require_writable(experiment: Experiment, plan: AdapterPlan) -> None:

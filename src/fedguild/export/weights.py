@@ -9,43 +9,84 @@ import torch
 from torch import Tensor
 
 from fedguild.model.adapters.full_experts import FullExperts
+from fedguild.model.adapters.full_linears import FullLinears
 from fedguild.model.adapters.full_router import FullRouter
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.model.merging import changes, weight_modules
+from fedguild.model.plan import AdapterPlan, ModelInfo, adapter_shapes, lora_shapes
+from fedguild.server.aggregation import pad_rank
+from fedguild.server.low_rank import DOWN, UP
 from fedguild.server.method import Deployment
 
 
 def adapted_weights(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[str, ...]]:
     """Returns the name of every weight that LoRA adapts with the modules that it consists of."""
-    return _weights_with("lora_A", model, trainable_shapes(model, replace(plan, parts=())))
+    return _weights_with("lora_A", model, lora_shapes(model, plan))
 
 
 def changed_weights(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[str, ...]]:
     """Returns the name of every weight W that becomes W + D with the modules that it consists of.
 
-    D is `{module}.delta`, of the module's own shape: experts and routers trained in full.
+    D is `{module}.delta`, of the module's own shape: linear layers, experts and routers trained in full.
     """
-    return _weights_with("delta", model, trainable_shapes(model, plan))
+    return _weights_with("delta", model, adapter_shapes(model, plan))
 
 
 def beyond_weights(plan: AdapterPlan) -> list[str]:
     """Returns the parts of a plan that the backbone's weights cannot hold, by name: they act beside them."""
-    return [type(part).__name__ for part in plan.parts if not isinstance(part, FullExperts | FullRouter)]
+    return [type(part).__name__ for part in plan.parts if not isinstance(part, FullExperts | FullLinears | FullRouter)]
 
 
-def _weights_with(leaf: str, model: ModelInfo, trainables: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Returns the name of every weight whose modules have a trainable `{module}.{leaf}`, with its modules.
+def folded(deployment: Deployment) -> Deployment:
+    """Returns a deployment whose product B R A is one of two factors: B and R A, computed in fp32.
 
-    Several modules share a weight where transformers fuses them: the rows of an expert's gate
-    lie above those of its up projection in `gate_up_proj` [M, 2I, H].
+    As it is where there is no factor in the middle.
     """
-    names = set(trainables)
-    weights: dict[str, tuple[str, ...]] = {f"{linear.name}.weight": (linear.name,) for linear in model.linears}
-    for moe in model.moe:
-        weights[f"{moe.router}.weight"] = (moe.router,)
-        *inner, down = (f"{moe.experts}.{projection}" for projection in moe.projections)
-        weights[f"{moe.experts}.gate_up_proj" if len(inner) > 1 else inner[0]] = tuple(inner)
-        weights[down] = (down,)
-    return {weight: modules for weight, modules in weights.items() if f"{modules[0]}.{leaf}" in names}
+    plan, tensors = deployment.plan, dict(deployment.tensors)
+    for name in [name for name in tensors if name.endswith(".lora_R")]:
+        module = name.removesuffix(".lora_R")
+        tensors[f"{module}.{DOWN}"] = tensors.pop(name).float() @ tensors[f"{module}.{DOWN}"].float()
+    return replace(deployment, plan=replace(plan, middle=False, frozen=()), tensors=tensors)
+
+
+def _weights_with(leaf: str, model: ModelInfo, adapter: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Returns the name of every weight whose modules have a `{module}.{leaf}` in the adapter, with its modules."""
+    names = set(adapter)
+    return {weight: modules for weight, modules in weight_modules(model).items() if f"{modules[0]}.{leaf}" in names}
+
+
+def summed_rank(deployment: Deployment) -> int:
+    """Returns the rank of an adapter that holds what is merged beneath it too."""
+    found = changes(deployment.merged).values()
+    return deployment.plan.rank + max((sum(down.shape[-2] for down, _ in pairs) for pairs in found), default=0)
+
+
+def merged_beyond(deployment: Deployment) -> list[str]:
+    """Returns the modules with merged changes that are not part of the adapter."""
+    adapted = {name.removesuffix(f".{DOWN}") for name in deployment.tensors if name.endswith(f".{DOWN}")}
+    return sorted(changes(deployment.merged).keys() - adapted)
+
+
+def in_one_adapter(deployment: Deployment) -> Deployment:
+    """Returns a deployment without merged changes, whose adapter holds them: of the summed rank, with scale 1.
+
+    A factor in the adapter's middle is folded first. The ranks of the adapter, its scale in B, come before
+    those of the changes; a module with fewer ranks than another is filled up with zeros. The model is the
+    same, up to rounding, unless `merged_beyond` names modules.
+    """
+    deployment = folded(deployment)
+    if not deployment.merged:
+        return deployment
+    plan, found, rank = deployment.plan, changes(deployment.merged), summed_rank(deployment)
+    tensors = dict(deployment.tensors)
+    for module in (name.removesuffix(f".{DOWN}") for name in deployment.tensors if name.endswith(f".{DOWN}")):
+        down, up = (tensors[f"{module}.{leaf}"].float() for leaf in (DOWN, UP))
+        pairs = [(down, plan.scale * up), *found.get(module, ())]
+        joined = {
+            f"{module}.{DOWN}": torch.cat([down.to(up) for down, _ in pairs], dim=-2),
+            f"{module}.{UP}": torch.cat([other.to(up) for _, other in pairs], dim=-1),
+        }
+        tensors |= pad_rank(joined, rank)[0]
+    return Deployment(replace(plan, rank=rank, scale=1.0), tensors)
 
 
 def stacked_factors(tensors: Mapping[str, Tensor], modules: Sequence[str]) -> tuple[Tensor, Tensor]:

@@ -8,29 +8,81 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedguild.errors import ConfigError, nearest
+from fedguild.methods.a3smoe import A3Smoe
 from fedguild.methods.fdlora import FDLoRA
+from fedguild.methods.fed_sb import FedSB
 from fedguild.methods.fedalign_moe import FedAlignMoe
 from fedguild.methods.fedamole import FedAMoLE
+from fedguild.methods.fedavg import FedAvg
+from fedguild.methods.fedex_lora import FedExLoRA
 from fedguild.methods.fedit import FedIT
+from fedguild.methods.fedmoe import FedMoe
 from fedguild.methods.fedprompt import FedPrompt
+from fedguild.methods.fedprox import FedProx
 from fedguild.methods.fedptuning import FedPTuning
+from fedguild.methods.ffa_lora import FFALoRA
 from fedguild.methods.flame import Flame
+from fedguild.methods.flexlora import FlexLoRA
+from fedguild.methods.flora import Flora
+from fedguild.methods.florist import Florist
+from fedguild.methods.hetlora import HetLoRA
+from fedguild.methods.pfl_moe import PflMoe
+from fedguild.methods.smoe_llb import SmoeLlb
+from fedguild.methods.trivial import Trivial
 from fedguild.methods.ub_smoe import UbSmoe
 from fedguild.server.method import Method
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (FDLoRA, FedAlignMoe, FedAMoLE, FedIT, FedPrompt, FedPTuning, Flame, UbSmoe)
+    method.name: method
+    for method in (
+        A3Smoe,
+        FDLoRA,
+        FedSB,
+        FedAlignMoe,
+        FedAMoLE,
+        FedAvg,
+        FedExLoRA,
+        FedIT,
+        FedMoe,
+        FedPrompt,
+        FedProx,
+        FedPTuning,
+        FFALoRA,
+        Flame,
+        FlexLoRA,
+        Flora,
+        Florist,
+        HetLoRA,
+        PflMoe,
+        SmoeLlb,
+        Trivial,
+        UbSmoe,
+    )
 }
 
 __all__ = [
     "METHODS",
+    "A3Smoe",
     "FDLoRA",
+    "FFALoRA",
     "FedAMoLE",
     "FedAlignMoe",
+    "FedAvg",
+    "FedExLoRA",
     "FedIT",
+    "FedMoe",
     "FedPTuning",
     "FedPrompt",
+    "FedProx",
+    "FedSB",
     "Flame",
+    "FlexLoRA",
+    "Flora",
+    "Florist",
+    "HetLoRA",
+    "PflMoe",
+    "SmoeLlb",
+    "Trivial",
     "UbSmoe",
     "build_method",
 ]

@@ -55,8 +55,8 @@ from fedguild.client.gradients import (
     sketching_factors,
 )
 from fedguild.errors import ConfigError
-from fedguild.methods.common import ADAPTER, active_experts_of, in_part
-from fedguild.model.plan import AdapterPlan, ModelInfo, adapter_shapes, targeted_shapes, trainable_shapes
+from fedguild.methods.common import ADAPTER, active_experts_of, in_part, new_seed, zero_adapter
+from fedguild.model.plan import AdapterPlan, ModelInfo, targeted_shapes, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import torch_rng
 from fedguild.server.aggregation import WeightedMean
@@ -137,7 +137,7 @@ class FedSB:
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
         """Returns a state without A and B, or with random ones where they come from nowhere."""
         plans = [self.plan(model, budget) for budget in budgets]
-        seed = int(torch.randint(2**62, (), generator=rng))
+        seed = new_seed(rng)
         holders = {HOLDERS: torch.zeros(0, dtype=torch.int64)}
         if self.settings.start != "random":
             return State(holders, {STAGE: "gradient", SEED: seed})
@@ -159,7 +159,7 @@ class FedSB:
         for slot, (work, basis) in enumerate(zip(cohort.work, bases, strict=True)):
             cohort.load(slot, {**basis, **work.download.part(ADAPTER)})
             if self.settings.send_basis == "once":
-                cohort.keep(slot, basis)
+                cohort.keep(slot, work.download.part(BASIS))
         for step in cohort.steps():
             nll = step.forward()
             step.backward(nll)
@@ -184,13 +184,15 @@ class FedSB:
         mean, holders = WeightedMean(), set(state.tensors[HOLDERS].tolist())
         shapes: dict[str, torch.Size] = {}
         for upload in uploads:
+            sent = upload.payload.part(part)
             if upload.payload.scalars.get(LOST):
                 holders.discard(upload.client.index)
+                continue
+            if not sent:  # a gradient that came late, when A and B were found already
                 continue
             if part == ADAPTER:
                 holders.add(upload.client.index)
             weight = float(upload.client.examples) if self.settings.weights == "size" else 1.0
-            sent = upload.payload.part(part)
             mean.add(sent, weight)
             shapes |= {name: value.shape for name, value in sent.items()}
         kept = {HOLDERS: torch.tensor(sorted(holders), dtype=torch.int64)}
@@ -206,9 +208,7 @@ class FedSB:
     def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns B R A; before the first round it is zero."""
         plan, known = self.plan(model, budget), Payload(state.tensors)
-        found = {**known.part(BASIS), **known.part(ADAPTER)}
-        shapes = adapter_shapes(model, plan)
-        return Deployment(plan, found or {name: torch.zeros(shape) for name, shape in shapes.items()})
+        return Deployment(plan, {**known.part(BASIS), **known.part(ADAPTER)} or zero_adapter(model, plan))
 
     def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global model: A and B, which a client keeps, are the same for all."""

@@ -49,6 +49,7 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.embedding_privacy import privatised
+from fedguild.methods.common import new_seed
 from fedguild.model.adapters.mole import Held, Mixture, MixtureOfLora
 from fedguild.model.adapters.mole_embeddings import Embeddings
 from fedguild.model.adapters.mole_pool import STACK, held_experts, single_experts, stacked_experts
@@ -194,7 +195,7 @@ class FedAMoLE:
             if self._invariant:
                 stack = name.rpartition(".")[0]
                 experts[f"{stack}.{EMBEDDING}"] = torch.zeros(self.settings.experts, self.settings.rank)
-        seed = int(torch.randint(2**62, (1,), generator=rng))
+        seed = new_seed(rng)
         return Pool(common, experts, {}, {}, {}, torch.zeros(0, dtype=torch.bool), seed, 0).state()
 
     def enroll(self, state: State, model: ModelInfo, clients: Sequence[ClientInfo]) -> State:

@@ -18,6 +18,8 @@ Deviations and additions:
       that of the full rank, so that a rank means the same for every client. It is the
       rank-compressed contrast to FLAME (the budgets of FLAME Table 1), without HetLoRA's pruning
       and sparsity weights.
+    - `active_experts: budget` trains with the budget's active experts, as UB-SMoE's homogeneous setting does, in which
+      all clients have the same budget (its Table 4). The rank-budget baselines leave all experts active.
     - `personal` is FedIT-FT, as FedAMoLE compares with it: a client's own model is its adapter after
       line 4, before line 5. There is no training beyond that; what travels is the same.
 """
@@ -32,8 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.errors import ConfigError
-from fedguild.methods.common import ADAPTER, in_part, initial_adapter
+from fedguild.methods.common import ADAPTER, in_part, initial_adapter, require_within_rank, require_within_top_k
 from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import WeightedMean, pad_rank, truncate_rank
@@ -56,6 +57,9 @@ class FedITSettings(BaseModel):
         "size", description="a client's weight in the average: its number of examples, or the same for all"
     )
     rank_by_budget: bool = Field(False, description="whether each client trains at its budget's rank")
+    active_experts: Literal["model", "budget"] = Field(
+        "model", description="experts that a client activates per token: as many as the model, or as its budget"
+    )
     personal: bool = Field(
         False, description="FedIT-FT: whether a client's own model is its adapter as it trained it, before the average"
     )
@@ -73,17 +77,13 @@ class FedIT:
         self.settings = settings
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
-        """Returns LoRA at the method's rank, or at the budget's; all of the model's experts stay active."""
+        """Returns LoRA at the method's rank, or at the budget's, with the model's active experts or the budget's."""
         settings = self.settings
-        if settings.rank_by_budget and not 1 <= budget.rank <= settings.rank:
-            raise ConfigError(
-                f"Budget '{budget.name}' has rank {budget.rank}, but the global adapter has rank {settings.rank}.",
-                f"Set federation.budgets[].rank from 1 to {settings.rank}, or raise method.rank.",
-            )
         return AdapterPlan(
-            rank=budget.rank if settings.rank_by_budget else settings.rank,
+            rank=require_within_rank(budget, settings.rank) if settings.rank_by_budget else settings.rank,
             scale=settings.alpha / settings.rank,
             targets=settings.targets,
+            active_experts=require_within_top_k(model, budget) if settings.active_experts == "budget" else None,
             dropout=settings.dropout,
         )
 

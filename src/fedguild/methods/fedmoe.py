@@ -51,7 +51,7 @@ from fedguild.client.load_balancing import LoadBalancing
 from fedguild.client.routing_alignment import observing
 from fedguild.client.sub_moe import Validation, validate
 from fedguild.errors import ConfigError
-from fedguild.methods.common import ADAPTER, in_part, initial_adapter
+from fedguild.methods.common import ADAPTER, in_part, initial_adapter, new_seed
 from fedguild.model.adapters.full_router import FullRouter, delta_name
 from fedguild.model.adapters.held_experts import HeldExperts
 from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
@@ -139,8 +139,7 @@ class FedMoe:
         dense, experts = by_part(model, initial_adapter(model, self.plan(model, budgets[0]), rng))
         for budget in budgets:
             self._room(model, budget)
-        seed = int(torch.randint(2**62, (1,), generator=rng))
-        return State({**with_part(ADAPTER, dense), **with_part(EXPERTS, experts)}, {"seed": seed})
+        return State({**with_part(ADAPTER, dense), **with_part(EXPERTS, experts)}, {"seed": new_seed(rng)})
 
     def enroll(self, state: State, model: ModelInfo, clients: Sequence[ClientInfo]) -> State:
         """Gives everybody the sets of stage 1: all experts, or random ones where these do not fit.

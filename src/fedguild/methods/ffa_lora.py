@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import ADAPTER, active_experts_of, in_part
+from fedguild.methods.common import ADAPTER, active_experts_of, in_part, new_seed
 from fedguild.model.adapters.lora import kaiming_uniform
 from fedguild.model.plan import AdapterPlan, ModelInfo, adapter_shapes, trainable_shapes
 from fedguild.payload import Payload, with_part
@@ -87,7 +87,7 @@ class FFALoRA:
         """Line 1."""
         plans = [self.plan(model, budget) for budget in budgets]
         zeros = {name: torch.zeros(shape) for name, shape in trainable_shapes(model, plans[0]).items()}
-        return State(zeros, {SEED: int(torch.randint(2**62, (), generator=rng))})
+        return State(zeros, {SEED: new_seed(rng)})
 
     def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3: the global B, and what A is drawn from."""

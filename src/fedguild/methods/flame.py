@@ -40,15 +40,20 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import ADAPTER, in_part, initial_adapter, require_within_top_k
+from fedguild.methods.common import (
+    ADAPTER,
+    ROUTING,
+    activation_frequency,
+    in_part,
+    initial_adapter,
+    require_within_top_k,
+)
 from fedguild.model.plan import AdapterPlan, ModelInfo, OutputScaleKind, trainable_shapes
 from fedguild.payload import Payload, with_part
-from fedguild.server.aggregation import WeightedMean
+from fedguild.server.aggregation import WeightedMean, activation_weights, weights_by_name
 from fedguild.server.method import Deployment, State, Upload
 
 RESCALER = "rescaler"
-ROUTING = "routing"
-"""The payload part with a_i^j / S_i: for each layer's experts one tensor [M]."""
 OUTPUT_SCALE: Mapping[str, OutputScaleKind] = {
     "per_layer": "per_layer",
     "shared": "shared",
@@ -141,9 +146,7 @@ class Flame:
         adapter, rescaler = WeightedMean(), WeightedMean()
         for upload in uploads:
             tensors = upload.payload.part(ADAPTER)
-            gamma = self.gamma(upload)
-            examples = float(upload.client.examples)
-            adapter.add(tensors, {name: gamma.get(_module(name), examples) for name in tensors})
+            adapter.add(tensors, weights_by_name(tensors, self.gamma(upload), float(upload.client.examples)))
             own = upload.payload.part(RESCALER)
             rescaler.add({f"{upload.client.budget.name}/{name}": value for name, value in own.items()}, 1.0)
         before = Payload(state.tensors)
@@ -156,10 +159,8 @@ class Flame:
 
     def gamma(self, upload: Upload) -> dict[str, Tensor]:
         """Returns each layer's gamma_i [M] = (a_i^j / S_i)^t |D_i|, by the path of its experts (Eq. 6)."""
-        return {
-            experts: frequency.double().clamp(0, 1).pow(self.settings.temperature) * upload.client.examples
-            for experts, frequency in upload.payload.part(ROUTING).items()
-        }
+        frequency = upload.payload.part(ROUTING)
+        return activation_weights(frequency, upload.client.examples, self.settings.temperature)
 
     def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global LoRA with the budget's k and the mean s of its clients."""
@@ -180,22 +181,14 @@ class Flame:
         tensors = cohort.read(slot)
         scales = {name: tensors.pop(name) for name in list(tensors) if _is_scale(name)}
         cohort.keep(slot, scales)
-        assert cohort.routing is not None
-        frequency = cohort.routing.frequency(self.settings.frequency)[:, slot].float().cpu()
-        layers = [layer.experts for layer in cohort.model.backbone.info.moe]
         return Payload(
             {
                 **with_part(ADAPTER, tensors),
                 **with_part(RESCALER, scales),
-                **with_part(ROUTING, dict(zip(layers, frequency, strict=True))),
+                **with_part(ROUTING, activation_frequency(cohort, slot, self.settings.frequency)),
             }
         )
 
 
 def _is_scale(name: str) -> bool:
     return name.endswith("output_scale")
-
-
-def _module(name: str) -> str:
-    """Returns the path of the experts that an expert's LoRA belongs to: `….experts` of `….experts.up_proj.lora_A`."""
-    return name.rsplit(".", 2)[0]

@@ -38,7 +38,7 @@ from torch.nn.functional import pad
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import ADAPTER, collected, in_part, initial_adapter, require_within_rank, size_shares
+from fedguild.methods.common import ADAPTER, collected, in_part, initial_adapter, require_within_rank, scaled_products
 from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import truncate_rank
@@ -77,7 +77,11 @@ class FlexLoRA:
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with the scale alpha / r_c; all of the model's experts stay active."""
         rank, settings = require_within_rank(budget, self.settings.rank), self.settings
-        return AdapterPlan(rank, settings.alpha / rank, settings.targets, dropout=settings.dropout)
+        return AdapterPlan(rank, self.scale_of(budget), settings.targets, dropout=settings.dropout)
+
+    def scale_of(self, budget: Budget) -> float:
+        """Returns alpha / r_c."""
+        return self.settings.alpha / budget.rank
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
         """Line 1; Delta W is 0."""
@@ -106,16 +110,11 @@ class FlexLoRA:
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
         """Lines 5 and 6, the clients in their order; holds all uploads, but one module's sum at a time."""
-        held = collected(uploads)
-        shares = size_shares(held)
-        if not shares:
+        parts = scaled_products(collected(uploads), self.scale_of)
+        if not parts:
             return state
-        before, alpha = by_module(state.tensors), self.settings.alpha
-        clients = [
-            (upload.payload.part(ADAPTER), share * alpha / upload.client.budget.rank)
-            for upload, share in zip(held, shares, strict=True)
-        ]
-        return State(named({module: self._leading(own, before[module]) for module, own in weighted_product(clients)}))
+        before = by_module(state.tensors)
+        return State(named({module: self._leading(own, before[module]) for module, own in weighted_product(parts)}))
 
     def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the best approximation of Delta W at the budget's rank, in LoRA's scale."""

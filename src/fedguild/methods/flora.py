@@ -42,7 +42,8 @@ from fedguild.methods.common import (
     fresh_seed,
     in_part,
     new_seed,
-    size_shares,
+    scaled_products,
+    zero_adapter,
 )
 from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
 from fedguild.payload import Payload, with_part
@@ -123,19 +124,16 @@ class Flora:
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
         """Line 4; holds all uploads, as the stack does."""
         held = collected(uploads)
-        shares = size_shares(held)
-        if not shares:
+        parts = scaled_products(held, self.scale_of)
+        if not parts:
             return state
-        weights = [share * self.scale_of(upload.client.budget) for upload, share in zip(held, shares, strict=True)]
-        parts = [(upload.payload.part(ADAPTER), weight) for upload, weight in zip(held, weights, strict=True)]
         merged = appended(state, dict(weighted_product(parts)), held)
         return State(merged.tensors, {**state.scalars, **merged.scalars})
 
     def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the merged backbone, whole for every budget, under an adapter of zeros."""
         plan = self.plan(model, budget)
-        zeros = {name: torch.zeros(shape) for name, shape in trainable_shapes(model, plan).items()}
-        return Deployment(plan, zeros, merges(state))
+        return Deployment(plan, zero_adapter(model, plan), merges(state))
 
     def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global model: nothing is private."""

@@ -46,7 +46,8 @@ from fedguild.methods.common import (
     fresh_seed,
     in_part,
     new_seed,
-    size_shares,
+    scaled_products,
+    zero_adapter,
 )
 from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
 from fedguild.payload import Payload, with_part
@@ -139,11 +140,9 @@ class Florist:
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
         """Lines 4 to 7; holds all uploads, but one module's stack at a time."""
         held = collected(uploads)
-        shares = size_shares(held)
-        if not shares:
+        parts = scaled_products(held, self.scale_of)
+        if not parts:
             return state
-        weights = [share * self.scale_of(upload.client.budget) for upload, share in zip(held, shares, strict=True)]
-        parts = [(upload.payload.part(ADAPTER), weight) for upload, weight in zip(held, weights, strict=True)]
         pair = {
             module: thresholded(decompose(stacked), self.settings.threshold)
             for module, stacked in weighted_product(parts)
@@ -159,8 +158,7 @@ class Florist:
         pair = Payload(state.tensors).part(PAIR)
         if not pair:
             plan = self.plan(model, budget)
-            zeros = {name: torch.zeros(shape) for name, shape in trainable_shapes(model, plan).items()}
-            return Deployment(plan, zeros, merges(state))
+            return Deployment(plan, zero_adapter(model, plan), merges(state))
         rank = max(factors.rank for factors in by_module(pair).values())
         return Deployment(AdapterPlan(rank, 1.0, self.settings.targets), pad_rank(pair, rank)[0])
 

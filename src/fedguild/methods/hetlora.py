@@ -197,7 +197,8 @@ class HetLoRA:
         """Returns w_k before it is divided by its sum (line 6): one number, or one for each matrix."""
         if self.settings.weights == "size":
             return float(client.examples)
-        norms = {module: product_norm(factors) for module, factors in by_module(adapter).items()}
+        wide = {name: value.double() for name, value in adapter.items()}
+        norms = {module: product_norm(factors) for module, factors in by_module(wide).items()}
         if self.settings.norm_scope == "client":
             return math.hypot(*(value for norm in norms.values() for value in norm.flatten().tolist()))
         return {f"{module}.{leaf}": norm for module, norm in norms.items() for leaf in (DOWN, UP)}

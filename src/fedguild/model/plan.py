@@ -1,13 +1,13 @@
 """What a client trains, and what a model looks like, as plain facts without weights.
 
-Every name and shape of a trainable follows from (`ModelInfo`, `AdapterPlan`) by
-`trainable_shapes`: the adapters build from it, the server validates uploads against it, and
-the profile counts with it.
+Every name and shape of an adapter follows from (`ModelInfo`, `AdapterPlan`): `adapter_shapes` is what
+a client loads, `trainable_shapes` what it trains of that. The adapters build from the first, the
+server validates uploads against the second, and the profile counts with both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -55,6 +55,11 @@ class MoeInfo:
     hidden: int
     width: int
     projections: tuple[str, ...] = EXPERT_PROJECTIONS
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of one expert: its gate, where it has one, up and down projection."""
+        return len(self.projections) * self.hidden * self.width
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ class AdapterPart(Protocol):
         """Hooks the trainables into the backbone; undone by what it gives to `model.on_close`.
 
         Args:
-            model: The slots, their storage allocated (`model.trainables[name].stored`).
+            model: The slots, their storage allocated (`model.loaded[name].stored`).
             parts: Each slot's own part, in slot order; `self` is the first.
         """
         ...
@@ -150,6 +155,9 @@ class AdapterPlan:
         output_scale_start: Where s_i starts (or stays).
         dropout: Dropout rate on the input of the low-rank product, in training.
         parts: What is trained beyond LoRA and the output scale.
+        middle: Whether an r×r factor R stands between A and B: the product is s · B R A.
+        frozen: Leaf names (`lora_A`) of what is loaded but not trained: it has no gradient and no optimizer
+            state, and is not part of what a client reads out after training.
     """
 
     rank: int
@@ -160,17 +168,21 @@ class AdapterPlan:
     output_scale_start: float = 1.0
     dropout: float = 0.0
     parts: tuple[AdapterPart, ...] = ()
+    middle: bool = False
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ConfigError(f"A LoRA rank must be at least 1, but is {self.rank}.")
+        if self.middle and not {"lora_A", "lora_B"} <= set(self.frozen):
+            raise ConfigError("With a factor between A and B, A and B must be frozen.", "frozen: lora_A, lora_B.")
         if self.active_experts is not None and self.active_experts < 1:
             raise ConfigError(f"active_experts must be at least 1, but is {self.active_experts}.")
 
     @property
     def cohort_key(self) -> tuple[Any, ...]:
         """What the plans of one cohort have in common."""
-        return (self.targets, self.output_scale, tuple(type(part) for part in self.parts))
+        return (self.targets, self.output_scale, self.middle, self.frozen, tuple(type(part) for part in self.parts))
 
 
 def targeted_linears(model: ModelInfo, plan: AdapterPlan) -> tuple[LinearInfo, ...]:
@@ -197,30 +209,80 @@ def targeted_linears(model: ModelInfo, plan: AdapterPlan) -> tuple[LinearInfo, .
     return tuple(chosen)
 
 
-def trainable_shapes(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[int, ...]]:
-    """Returns name -> shape of everything that the plan trains, without the slot axis.
+def leaf(name: str) -> str:
+    """Returns the last part of a name: `lora_A` of `model.layers.0.self_attn.q_proj.lora_A`."""
+    return name.rsplit(".", 1)[-1]
 
-    LoRA: `{module}.lora_A` [r, in] and `{module}.lora_B` [out, r]. Experts:
-    `{experts}.{gate,up,down}_proj.lora_A` [M, r, in] and `.lora_B` [M, out, r]. Output scale:
-    `{block}.output_scale` [] per layer, or `output_scale` [] where it is shared. Parts: as their `shapes` say.
+
+def trainable_shapes(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[int, ...]]:
+    """Returns name -> shape of everything that the plan trains: `adapter_shapes` without what is frozen."""
+    return {name: shape for name, shape in adapter_shapes(model, plan).items() if leaf(name) not in plan.frozen}
+
+
+def targeted_shapes(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[int, ...]]:
+    """Returns module -> shape of every weight that the targets name: [out, in], of experts [M, out, in].
+
+    Raises:
+        ConfigError: a target names no layer of this model.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for linear in targeted_linears(model, plan):
-        shapes[f"{linear.name}.lora_A"] = (plan.rank, linear.inputs)
-        shapes[f"{linear.name}.lora_B"] = (linear.outputs, plan.rank)
+    shapes = _linear_shapes(model, plan)
     for moe in model.moe:
-        if "router" in plan.targets:
-            shapes[f"{moe.router}.lora_A"] = (plan.rank, moe.hidden)
-            shapes[f"{moe.router}.lora_B"] = (moe.num_experts, plan.rank)
-        if "experts" in plan.targets:
-            for projection in moe.projections:
-                inputs, outputs = (moe.width, moe.hidden) if projection == "down_proj" else (moe.hidden, moe.width)
-                shapes[f"{moe.experts}.{projection}.lora_A"] = (moe.num_experts, plan.rank, inputs)
-                shapes[f"{moe.experts}.{projection}.lora_B"] = (moe.num_experts, outputs, plan.rank)
+        shapes.update(_moe_shapes(moe, plan))
+    return shapes
+
+
+def adapter_shapes(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[int, ...]]:
+    """Returns name -> shape of everything that a client of the plan loads, without the slot axis.
+
+    Raises:
+        ConfigError: a target names no layer of this model, or what is frozen is not part of the adapter.
+    """
+    shapes = lora_shapes(model, plan)
+    for part in plan.parts:
+        shapes.update(part.shapes(model))
+    unknown = set(plan.frozen) - {leaf(name) for name in shapes}
+    if unknown:
+        raise ConfigError(f"The adapter has no {', '.join(sorted(unknown))} that could be frozen.")
+    return shapes
+
+
+def lora_shapes(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[int, ...]]:
+    """Returns name -> shape of what the plan loads without its parts, without the slot axis.
+
+    LoRA: `{module}.lora_A` [r, in] and `{module}.lora_B` [out, r], and `{module}.lora_R` [r, r] where there is a
+    factor between them. Experts: `{experts}.{gate,up,down}_proj.lora_A` [M, r, in], `.lora_B` [M, out, r] and
+    `.lora_R` [M, r, r]. Output scale: `{block}.output_scale` [] per layer, or `output_scale` [] where it is shared.
+    """
+    shapes = _factor_shapes(_linear_shapes(model, plan), plan)
+    for moe in model.moe:
+        shapes.update(_factor_shapes(_moe_shapes(moe, plan), plan))
         if plan.output_scale == "per_layer":
             shapes[f"{moe.name}.output_scale"] = ()
     if plan.output_scale == "shared" and model.moe:
         shapes["output_scale"] = ()
-    for part in plan.parts:
-        shapes.update(part.shapes(model))
+    return shapes
+
+
+def _linear_shapes(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[int, ...]]:
+    return {linear.name: (linear.outputs, linear.inputs) for linear in targeted_linears(model, plan)}
+
+
+def _moe_shapes(moe: MoeInfo, plan: AdapterPlan) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    if "router" in plan.targets:
+        shapes[moe.router] = (moe.num_experts, moe.hidden)
+    if "experts" in plan.targets:
+        for projection in moe.projections:
+            inner = (moe.hidden, moe.width) if projection == "down_proj" else (moe.width, moe.hidden)
+            shapes[f"{moe.experts}.{projection}"] = (moe.num_experts, *inner)
+    return shapes
+
+
+def _factor_shapes(weights: Mapping[str, tuple[int, ...]], plan: AdapterPlan) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for module, (*experts, outputs, inputs) in weights.items():
+        shapes[f"{module}.lora_A"] = (*experts, plan.rank, inputs)
+        shapes[f"{module}.lora_B"] = (*experts, outputs, plan.rank)
+        if plan.middle:
+            shapes[f"{module}.lora_R"] = (*experts, plan.rank, plan.rank)
     return shapes

@@ -18,7 +18,7 @@ from fedguild.model.adapters.storage import SlotTensor, padded_rank
 from fedguild.model.backbone import Backbone
 from fedguild.model.inputs import model_inputs
 from fedguild.model.moe.statistics import RoutingStatistics
-from fedguild.model.plan import AdapterPart, AdapterPlan, trainable_shapes
+from fedguild.model.plan import AdapterPart, AdapterPlan, leaf, lora_shapes
 from fedguild.model.runtime import Pass
 
 
@@ -28,9 +28,10 @@ class SlotModel:
     Slots may differ in rank, scale and active experts; they share targets and the kind of
     output scale. Use as a context manager; one at a time on a backbone.
 
-    `trainables` has the storage of everything that is trained, by name; `attached` what a part's
-    `attach` leaves for its method, by the part's type; `widen` what a part does to every batch before
-    the backbone runs it.
+    `loaded` has the storage of everything in the adapters, by name, and `trainables` of what is
+    trained, all but the frozen; `attached` what a part's `attach` leaves for its method, by the part's
+    type; `widen` what a part does to every batch before the backbone runs it; `copies` how often a
+    pass then runs every row, each time under a LoRA of its own.
 
     Args:
         backbone: The frozen model.
@@ -51,19 +52,22 @@ class SlotModel:
         self.slots = len(plans)
         self.device = backbone.device
         self.dropout = Dropout([plan.dropout for plan in plans])
-        self.trainables: dict[str, SlotTensor] = {}
+        self.loaded: dict[str, SlotTensor] = {}
         self.attached: dict[type, Any] = {}
         self.widen: Callable[[SlotBatch], SlotBatch] = _as_it_is
+        self.copies = 1
+        self._running: dict[str, Tensor] = {}
         self._undo: list[Callable[[], None]] = []
         self._rank = padded_rank(max(plan.rank for plan in plans), backbone.dtype)
         self._scale = torch.tensor([plan.scale for plan in plans], device=self.device, dtype=self._dtype)
         self._allocate()
+        self.trainables = {name: tensor for name, tensor in self.loaded.items() if tensor.stored.requires_grad}
         try:
             self._attach()
         except BaseException:
             self.close()
             raise
-        backbone.runtime.current = self._pass((1,) * self.slots, None)
+        backbone.runtime.current = self._pass((1,) * self.slots * self.copies, None)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -90,7 +94,7 @@ class SlotModel:
         self._undo.append(undo)
 
     def load(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
-        """Sets a slot's trainables.
+        """Sets tensors of a slot's adapter, frozen or trained.
 
         Args:
             slot: Index of the slot.
@@ -100,14 +104,14 @@ class SlotModel:
             ModelError: a name is unknown or a shape does not fit.
         """
         for name, value in tensors.items():
-            target = self.trainables.get(name)
+            target = self.loaded.get(name)
             shape = None if target is None else target.shapes[slot]
             if target is None or shape != tuple(value.shape):
                 raise ModelError(f"{name} {tuple(value.shape)} does not fit slot {slot}, which expects {shape}.")
             target.write(slot, value)
 
     def read(self, slot: int) -> dict[str, Tensor]:
-        """Returns copies of a slot's trainables, in fp32 on the CPU, at its own shapes."""
+        """Returns copies of a slot's trainables, nothing frozen, in fp32 on the CPU, at its own shapes."""
         dtype = self._dtype
         return {
             name: tensor.own(slot).to("cpu", dtype, copy=True).contiguous()
@@ -120,8 +124,36 @@ class SlotModel:
         """How the model takes a text if it is an encoder-decoder model, else None."""
         return self.backbone.info.seq2seq
 
-    def token_losses(self, batch: SlotBatch) -> Tensor:
+    def run_twice(self, second: str) -> None:
+        """Gives every slot a second LoRA, its tensors called `{second}{name}`; neither of the two is trained.
+
+        For a part, which has declared these names and doubles every batch: a pass runs its rows under the
+        slots' LoRA, and behind them all rows again under the second.
+        """
+        self.copies = 2
+        self._scale = self._scale.repeat(2)
+        for name in [name for name in self.loaded if f"{second}{name}" in self.loaded]:
+            own = self.loaded[name]
+            both = self._running[name] = torch.cat([own.stored.detach()] * 2, dim=own.axis)
+            for key, half in zip((name, f"{second}{name}"), both.split(self.slots, dim=own.axis), strict=True):
+                self.loaded[key] = replace(own, name=key, stored=half)
+                self.trainables.pop(key, None)
+
+    def token_losses(self, batch: SlotBatch, label_smoothing: float = 0.0) -> Tensor:
         """Returns [P], the negative log-likelihood in nats of every target of the batch.
+
+        With label smoothing ε it is the cross-entropy with 1 - ε on the target and ε spread over the vocabulary.
+
+        Raises:
+            ModelError: the batch is for another kind of model, encoder-decoder or causal.
+        """
+        targets = batch.targets.to(self.device)
+        return nn.functional.cross_entropy(
+            self.logits(batch), targets, reduction="none", label_smoothing=label_smoothing
+        )
+
+    def logits(self, batch: SlotBatch) -> Tensor:
+        """Returns [P, V], the logits that predict every target of the batch, in fp32 (or fp64).
 
         Raises:
             ModelError: the batch is for another kind of model, encoder-decoder or causal.
@@ -141,8 +173,8 @@ class SlotModel:
         finally:
             runtime.counting = False
         kind = torch.float64 if logits.dtype is torch.float64 else torch.float32
-        logits = logits.reshape(-1, logits.shape[-1]).to(kind)
-        return nn.functional.cross_entropy(logits, batch.targets, reduction="none")
+        selected: Tensor = logits.reshape(-1, logits.shape[-1]).to(kind)
+        return selected
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[Sequence[int]]], max_new_tokens: int) -> list[list[list[int]]]:
@@ -189,7 +221,7 @@ class SlotModel:
         """Counts the activated experts of the forward passes inside the block."""
         moe = self.backbone.info.moe
         experts = max((layer.num_experts for layer in moe), default=0)
-        statistics = RoutingStatistics.empty(len(moe), self.slots, experts, self.device)
+        statistics = RoutingStatistics.empty(len(moe), self.slots * self.copies, experts, self.device)
         self.backbone.runtime.statistics = statistics
         try:
             yield statistics
@@ -204,33 +236,31 @@ class SlotModel:
         decoder_mask: Tensor | None = None,
     ) -> Pass:
         own = self.backbone.info.top_k
-        active = [plan.active_experts or own for plan in self.plans]
+        active = [plan.active_experts or own for plan in self.plans] * self.copies
         present = [k for k, count in zip(active, rows, strict=True) if count] or [own]
         mixed = len(set(present)) > 1
         table = torch.tensor(active, device=self.device) if mixed else None
         return Pass(rows, mask, table, max(present), select, decoder_mask)
 
     def _allocate(self) -> None:
-        """Creates the storage of every trainable that any slot has."""
-        per_slot = [trainable_shapes(self.backbone.info, replace(plan, parts=())) for plan in self.plans]
+        """Creates the storage of everything that any slot loads."""
+        per_slot = [lora_shapes(self.backbone.info, plan) for plan in self.plans]
         experts = {layer.experts for layer in self.backbone.info.moe}
         self._lora = [name for name in per_slot[0] if name.endswith("lora_A")]
         for name in per_slot[0]:
             shapes = tuple(shapes.get(name) for shapes in per_slot)
             full = list(per_slot[0][name])
-            if name.endswith("lora_A"):
-                full[-2] = self._rank
-            elif name.endswith("lora_B"):
-                full[-1] = self._rank
+            for axis in {"lora_A": (-2,), "lora_B": (-1,), "lora_R": (-2, -1)}.get(leaf(name), ()):
+                full[axis] = self._rank
             in_experts = name.rsplit(".", 2)[0] in experts
             axis = 1 if in_experts else 0
             swapped = in_experts and name.endswith("lora_B")
             if swapped:
                 full[-1], full[-2] = full[-2], full[-1]
             full.insert(axis, self.slots)
-            stored = torch.zeros(full, dtype=self._dtype, device=self.device, requires_grad=True)
+            stored = self._zeros(name, full)
             is_scale = name.endswith("output_scale")
-            self.trainables[name] = SlotTensor(name, stored, axis, swapped, shapes, decays=not is_scale)
+            self.loaded[name] = SlotTensor(name, stored, axis, swapped, shapes, decays=not is_scale)
             if is_scale:
                 stored.detach().fill_(1.0)
         for parts in zip(*(plan.parts for plan in self.plans), strict=True):
@@ -244,32 +274,37 @@ class SlotModel:
             full = [max(sizes) for sizes in zip(*(shape for shape in shapes if shape is not None), strict=True)]
             axis = parts[0].slot_axis(name)
             full.insert(axis, self.slots)
-            stored = torch.zeros(full, dtype=self._dtype, device=self.device, requires_grad=True)
-            self.trainables[name] = SlotTensor(name, stored, axis, False, shapes, parts[0].decays(name))
+            self.loaded[name] = SlotTensor(name, self._zeros(name, full), axis, False, shapes, parts[0].decays(name))
+
+    def _zeros(self, name: str, shape: Sequence[int]) -> Tensor:
+        is_trained = leaf(name) not in self.plans[0].frozen
+        return torch.zeros(shape, dtype=self._dtype, device=self.device, requires_grad=is_trained)
 
     def _attach(self) -> None:
-        """Hooks the adapters into the backbone."""
+        """Hooks the adapters into the backbone: the parts first, as they may change what LoRA runs with."""
         model = self.backbone.model
+        for parts in zip(*(plan.parts for plan in self.plans), strict=True):
+            parts[0].attach(self, parts)
         for module in (name.removesuffix(".lora_A") for name in self._lora):
             if not self._is_moe_part(module):
                 linear = model.get_submodule(module)
                 self.on_close(linear.register_forward_hook(self._linear_hook(module)).remove)
         for layer in self.backbone.moe:
             info = layer.info
-            if f"{info.router}.lora_A" in self.trainables:
-                layer.router_lora = (*self._factors(info.router), self._scale)
+            if f"{info.router}.lora_A" in self.loaded:
+                layer.logit_terms.append(self._lora_term(info.router))
             modules = [f"{info.experts}.{projection}" for projection in info.projections]
-            if f"{modules[-1]}.lora_A" in self.trainables:
+            if f"{modules[-1]}.lora_A" in self.loaded:
                 layer.expert_lora = tuple(self._factors(module) for module in modules)
-                layer.expert_scale = self._scale[:, None].expand(self.slots, self._rank).contiguous()
+                layer.expert_scale = self._scale[:, None].expand(-1, self._rank).contiguous()
             layer.output_scale = self._output_scale(info.name)
         head = model.get_output_embeddings()
         self.on_close(head.register_forward_pre_hook(self._select_hook()).remove)
-        for parts in zip(*(plan.parts for plan in self.plans), strict=True):
-            parts[0].attach(self, parts)
 
-    def _factors(self, module: str) -> tuple[Tensor, Tensor]:
-        return self.trainables[f"{module}.lora_A"].stored, self.trainables[f"{module}.lora_B"].stored
+    def _factors(self, module: str) -> tuple[Tensor, ...]:
+        """Returns the storage of A and B, and of R where there is one."""
+        names = (f"{module}.{kind}" for kind in ("lora_A", "lora_B", "lora_R"))
+        return tuple(self._running.get(name, self.loaded[name].stored) for name in names if name in self.loaded)
 
     def _is_moe_part(self, module: str) -> bool:
         return any(
@@ -282,16 +317,26 @@ class SlotModel:
             return None
         if kind == "fixed":
             return torch.tensor([plan.output_scale_start for plan in self.plans], device=self.device, dtype=self._dtype)
-        return self.trainables["output_scale" if kind == "shared" else f"{block}.output_scale"].stored
+        return self.loaded["output_scale" if kind == "shared" else f"{block}.output_scale"].stored
+
+    def _lora_term(self, module: str) -> Callable[[Tensor], Tensor]:
+        down, up, *middle = self._factors(module)
+
+        def term(hidden: Tensor) -> Tensor:
+            current = self.backbone.runtime.current
+            assert current is not None
+            return slot_product(hidden, down, up, self._scale, current.rows_per_slot, *middle)
+
+        return term
 
     def _linear_hook(self, module: str) -> Callable[..., Tensor]:
-        down, up = self._factors(module)
+        term = self._lora_term(module)
 
         def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             current = self.backbone.runtime.current
-            assert current is not None
-            hidden = self.dropout(args[0], module, current)
-            return output + slot_product(hidden, down, up, self._scale, current.rows_per_slot)
+            if current is None:  # plain use of the backbone
+                return output
+            return output + term(self.dropout(args[0], module, current))
 
         return hook
 

@@ -6,7 +6,7 @@ client, by expert (FLAME Eq. 7) and by rank row, because they broadcast.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -135,6 +135,31 @@ def pad_rank(tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tensor
         shape[axis] = rank
         held[name] = (torch.arange(rank, device=tensor.device) < own_rank).to(torch.float32).reshape(shape)
     return padded, held
+
+
+def activation_weights(frequency: Mapping[str, Tensor], examples: float, temperature: float) -> dict[str, Tensor]:
+    """Returns a client's weight gamma for each expert, (a / S)^t |D| (FLAME Eq. 6), with 0^0 = 1.
+
+    Args:
+        frequency: Path of a layer's experts -> [M] a / S, how often the client activated each, in [0, 1].
+        examples: |D|, the client's number of training examples.
+        temperature: t; 0 weighs by size alone.
+
+    Returns:
+        Path of a layer's experts -> [M] gamma, in fp64.
+    """
+    return {experts: share.double().clamp(0, 1).pow(temperature) * examples for experts, share in frequency.items()}
+
+
+def weights_by_name(names: Iterable[str], experts: Mapping[str, Tensor], otherwise: float) -> dict[str, Weight]:
+    """Returns the weight of every trainable: its layer's [M] where it belongs to experts, else `otherwise`.
+
+    Args:
+        names: Trainables, for example `….experts.up_proj.lora_A` and `….q_proj.lora_A`.
+        experts: Path of a layer's experts (`….experts`) -> [M] weight of each.
+        otherwise: Weight of all that is not in these experts.
+    """
+    return {name: experts.get(name.rsplit(".", 2)[0], otherwise) for name in names}
 
 
 def _over_leading(name: str, tensor: Tensor, weight: Weight) -> Tensor:

@@ -47,11 +47,14 @@ class Deployment:
 
     Attributes:
         plan: Rank, targets, active experts and output scale.
-        tensors: Name -> tensor for every name of `trainable_shapes(model, plan)`.
+        tensors: Name -> tensor for every name of `adapter_shapes(model, plan)`.
+        merged: What is added to the backbone's weights beneath the adapter, as `Backbone.merged` takes it.
+            The models of one state hold the same tensors here, not copies, and so are scored together.
     """
 
     plan: AdapterPlan
     tensors: Mapping[str, Tensor]
+    merged: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,12 +99,16 @@ class Enrolling(Protocol):
 
 
 class Method(Protocol):
-    """One federated method. `Settings` declares its options once, with help and range."""
+    """One federated method. `Settings` declares its options once, with help and range.
+
+    Where the clients train elsewhere, a method is built again from its `name` and its `settings`.
+    """
 
     name: ClassVar[str]
     title: ClassVar[str]
     needs_experts: ClassVar[bool]
     Settings: ClassVar[type[BaseModel]]
+    settings: Any
 
     def __init__(self, settings: Any) -> None: ...
 

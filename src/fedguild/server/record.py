@@ -39,6 +39,22 @@ class Rejection(_Row):
     reason: str
 
 
+class StrayUpload(_Row):
+    """An upload that arrived outside of its turn.
+
+    Attributes:
+        round: The round that it belongs to.
+        client: Index of the client that sent it.
+        upload_bytes: Size of the encoded upload.
+        dropped: Why it was not aggregated; empty where it was, in the round of this record.
+    """
+
+    round: int
+    client: int
+    upload_bytes: int
+    dropped: str = ""
+
+
 class RoundRecord(_Row):
     """A complete round.
 
@@ -47,7 +63,10 @@ class RoundRecord(_Row):
         seconds: Wall time of the whole round.
         phase_seconds: Wall time by phase, for example `train`, `evaluate`, `aggregate`.
         participants: Indices of the clients that were asked.
-        rejected: Uploads that were not aggregated.
+        rejected: Clients that failed, and uploads that were not aggregated.
+        unneeded: Indices of the clients that were not waited for, as enough others had delivered.
+        retried: Indices of the clients that were asked more than once.
+        strays: Uploads that arrived late, twice or unasked.
     """
 
     kind: Literal["round"] = "round"
@@ -56,6 +75,9 @@ class RoundRecord(_Row):
     phase_seconds: dict[str, float] = Field(default_factory=dict)
     participants: list[int]
     rejected: list[Rejection] = Field(default_factory=list)
+    unneeded: list[int] = Field(default_factory=list)
+    retried: list[int] = Field(default_factory=list)
+    strays: list[StrayUpload] = Field(default_factory=list)
 
 
 class ClientRecord(_Row):

@@ -1,64 +1,48 @@
-"""One round, the same on every engine and for every method: who is asked, what is accepted."""
+"""One round, the same on every engine and for every method: who is asked, what is accepted.
+
+Every fault of a client or of the way to it ends here: what is missing is asked for again or goes
+without, what is wrong or out of turn is left out and recorded, and too little of it is an error.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
-from fedguild.client.cohort import LocalReport
 from fedguild.errors import UploadError
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.plan import ModelInfo
 from fedguild.payload import Payload
+from fedguild.server.clock import Clock
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms, not_needed, too_late
 from fedguild.server.method import Method, State, Upload
-from fedguild.server.sampling import require_quorum, sample
-from fedguild.server.validation import check_upload
-from fedguild.wire.accounting import Traffic, count_traffic
+from fedguild.server.sampling import require_quorum, sample, wanted_count
+from fedguild.server.validation import check_size, check_upload
+from fedguild.wire.accounting import Traffic, count_traffic, size_bytes
+from fedguild.wire.codec import Codec, shrunk_shapes
 
+__all__ = [
+    "WAIT_FOR_ALL",
+    "Delivery",
+    "Engine",
+    "LatePolicy",
+    "Outcome",
+    "RoundRules",
+    "Stray",
+    "Task",
+    "Terms",
+    "frequencies",
+    "not_needed",
+    "run_round",
+    "too_late",
+]
 
-@dataclass(frozen=True)
-class Task:
-    """What a client is asked to do in a round."""
-
-    round: int
-    client: ClientInfo
-    download: Payload
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """What came back from a client.
-
-    Attributes:
-        task: What it was asked.
-        upload: Its payload; None where it failed.
-        plan: What it trained.
-        report: What its training did.
-        frequency: [L, M] share of its tokens that activated each expert; None for a dense model.
-        peak_memory_bytes: Peak memory of its cohort, where the engine measures it.
-        failure: Why there is no upload.
-    """
-
-    task: Task
-    upload: Payload | None
-    plan: AdapterPlan
-    report: LocalReport = field(default_factory=LocalReport)
-    frequency: Tensor | None = None
-    peak_memory_bytes: int | None = None
-    failure: str = ""
-
-
-class Engine(Protocol):
-    """Runs the clients of a round somewhere; methods never see it."""
-
-    def train(self, method: Method, model: ModelInfo, tasks: Sequence[Task]) -> Iterator[Delivery]:
-        """Yields every task's delivery, in client order."""
-        ...
+LatePolicy = Literal["drop", "next_round"]
+NOTHING = "nothing was delivered"
 
 
 @dataclass(frozen=True)
@@ -66,16 +50,47 @@ class RoundRules:
     """What a round insists on.
 
     Attributes:
-        participation: Share of the clients that is asked.
-        quorum: Share (float) or number (int) of the asked that must deliver a valid upload.
+        participation: Share of the clients whose uploads a round wants.
+        quorum: Share (float) or number (int) of the wanted that must deliver a valid upload.
         norm_limit: Largest norm of an upload; None for no limit.
         seed: The run's seed, for the sampling.
+        over_selection: Clients asked beyond the wanted, as a share of the wanted; the round closes
+            with the wanted number.
+        retries: How often clients that failed are asked again in the same round.
+        deadline_seconds: How long each attempt waits for its clients; None for as long as it takes.
+        late: What becomes of an upload that arrives in the round after its own: `drop`, or
+            `next_round` to aggregate it there.
+        upload_limit_bytes: Largest encoded upload; None for no limit.
+        codec: How payloads are written on the wire, for the count of their bytes.
     """
 
     participation: float
     quorum: float | int
     norm_limit: float | None
     seed: int
+    over_selection: float = 0.0
+    retries: int = 0
+    deadline_seconds: float | None = None
+    late: LatePolicy = "drop"
+    upload_limit_bytes: int | None = None
+    codec: Codec = "fp32"
+
+
+@dataclass(frozen=True)
+class Stray:
+    """An upload that arrived outside of its turn: of an earlier round, a second time, or unasked.
+
+    Attributes:
+        round: The round that it belongs to.
+        client: The index of the client that it is from.
+        upload_bytes: Its size.
+        dropped: Why it was not aggregated; empty where it was.
+    """
+
+    round: int
+    client: int
+    upload_bytes: int
+    dropped: str = ""
 
 
 @dataclass
@@ -86,9 +101,13 @@ class Outcome:
         round: Its number, from 1.
         state: The method's state after it.
         asked: The clients that were asked.
-        deliveries: What came back, uploads dropped.
-        traffic: Bytes of each asked client.
+        deliveries: What came back last from each of them, uploads dropped, in client order.
+        traffic: Bytes of each asked client, over all its attempts.
         rejected: Client index -> why its upload was not aggregated.
+        accepted: Indices of the clients whose upload of this round was aggregated.
+        unneeded: Indices of the clients that were not waited for, as enough others delivered.
+        retried: Indices of the clients that were asked more than once.
+        strays: What arrived outside of its turn.
         phase_seconds: Wall time by phase.
     """
 
@@ -98,6 +117,10 @@ class Outcome:
     deliveries: list[Delivery] = field(default_factory=list)
     traffic: dict[int, Traffic] = field(default_factory=dict)
     rejected: dict[int, str] = field(default_factory=dict)
+    accepted: list[int] = field(default_factory=list)
+    unneeded: list[int] = field(default_factory=list)
+    retried: list[int] = field(default_factory=list)
+    strays: list[Stray] = field(default_factory=list)
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -116,104 +139,182 @@ def run_round(
     clients: Sequence[ClientInfo],
     engine: Engine,
     rules: RoundRules,
+    accepted_before: Collection[int] = (),
 ) -> Outcome:
     """Runs one round.
 
     Uploads are validated as they arrive and aggregated as running sums, so that the server holds
-    one upload at a time. An upload that fails validation is left out and recorded.
+    one upload at a time (and those of late clients). First come those of the first attempt, in
+    client order, then those of each retry, then the late ones. An upload that fails validation is
+    left out and recorded; no upload is aggregated twice.
+
+    Args:
+        round_index: The round, from 1.
+        method: The method.
+        state: Its state before the round.
+        model: The backbone's description.
+        clients: Everybody who could take part.
+        engine: Where they train.
+        rules: What the round insists on.
+        accepted_before: `Outcome.accepted` of the round before, whose uploads `state` holds.
 
     Raises:
         QuorumError: too few valid uploads; the state from before is untouched.
     """
-    asked = sample(round_index, clients, rules.participation, rules.seed)
+    asked = sample(round_index, clients, rules.participation, rules.seed, over_selection=rules.over_selection)
+    wanted = min(wanted_count(len(clients), rules.participation), len(asked))
     outcome = Outcome(round_index, state, asked)
     with outcome.clock.phase("download"):
         tasks = [Task(round_index, client, method.download(state, model, client)) for client in asked]
-    arriving = engine.train(method, model, tasks)
     with outcome.clock.phase("aggregate"):
-        uploads = _valid(arriving, method, model, rules, outcome)
-        outcome.state = method.aggregate(state, uploads)
+        intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, frozenset(accepted_before))
+        with closing(intake.uploads()) as uploads:  # so that the engine ends its work also where this fails
+            outcome.state = method.aggregate(state, uploads)
+    intake.close()
     reasons = {client.name: outcome.rejected[client.index] for client in asked if client.index in outcome.rejected}
-    require_quorum(len(asked) - len(outcome.rejected), len(asked), rules.quorum, reasons)
+    require_quorum(len(outcome.accepted), wanted, rules.quorum, reasons)
     return outcome
 
 
-def _valid(
-    arriving: Iterator[Delivery],
-    method: Method,
-    model: ModelInfo,
-    rules: RoundRules,
-    outcome: Outcome,
-) -> Iterator[Upload]:
-    """Yields the uploads that pass validation, and records all that arrived."""
-    while True:
-        with outcome.clock.phase("train"):
-            delivery = next(arriving, None)
-        if delivery is None:
+class _Intake:
+    """Asks the clients of one round and sorts what arrives into an outcome."""
+
+    def __init__(
+        self,
+        method: Method,
+        model: ModelInfo,
+        engine: Engine,
+        rules: RoundRules,
+        outcome: Outcome,
+        tasks: Sequence[Task],
+        wanted: int,
+        accepted_before: frozenset[int],
+    ) -> None:
+        self.method, self.model, self.engine, self.rules = method, model, engine, rules
+        self.outcome, self.wanted, self.accepted_before = outcome, wanted, accepted_before
+        self.tasks = {task.client.index: task for task in tasks}
+        self.accepted: set[int] = set()
+        self.unneeded: set[int] = set()
+        self.retried: set[int] = set()
+        self.arrived: dict[int, Delivery] = {}
+        self.late: dict[int, Delivery] = {}
+
+    def uploads(self) -> Generator[Upload, None, None]:
+        """Yields what is to be aggregated, and records all that arrives."""
+        for attempt in range(1 + self.rules.retries):
+            open_tasks = [task for index, task in self.tasks.items() if index not in self.accepted]
+            missing = self.wanted - len(self.accepted)
+            if missing == 0:
+                break
+            if attempt:
+                self.retried.update(task.client.index for task in open_tasks)
+            yield from self._attempt(open_tasks, missing)
+        yield from self._late_uploads()
+
+    def close(self) -> None:
+        """Completes the outcome: everybody who was asked is accepted, rejected or not needed."""
+        outcome = self.outcome
+        for index, task in self.tasks.items():
+            if index not in self.arrived:
+                self._count(task, None)
+                outcome.rejected[index] = NOTHING
+        outcome.accepted = sorted(self.accepted)
+        outcome.unneeded = sorted(self.unneeded)
+        outcome.retried = sorted(self.retried)
+        outcome.deliveries = [self.arrived[index] for index in self.tasks if index in self.arrived]
+
+    def _attempt(self, tasks: Sequence[Task], missing: int) -> Iterator[Upload]:
+        """Asks clients once; yields the valid uploads of this round, up to the missing number."""
+        enough = missing if missing < len(tasks) else None
+        arriving = self.engine.train(self.method, self.model, tasks, Terms(self.rules.deadline_seconds, enough))
+        while True:
+            with self.outcome.clock.phase("train"):
+                delivery = next(arriving, None)
+            if delivery is None:
+                return
+            with self.outcome.clock.phase("validate"):
+                accepted = self._sorted_in(delivery)
+            if accepted is not None:
+                yield accepted
+
+    def _sorted_in(self, delivery: Delivery) -> Upload | None:
+        """Records a delivery; returns its upload where it is to be aggregated now."""
+        outcome, index = self.outcome, delivery.task.client.index
+        if delivery.task.round != outcome.round or index not in self.tasks:
+            self._set_aside(delivery)
+            return None
+        if index in self.accepted:
+            self._stray(delivery, f"the client's upload of round {outcome.round} was aggregated already")
+            return None
+        self._count(self.tasks[index], delivery.upload)
+        self.arrived[index] = replace(delivery, upload=None)
+        outcome.rejected.pop(index, None)
+        self.unneeded.discard(index)
+        if not delivery.needed or len(self.accepted) == self.wanted:
+            self.unneeded.add(index)
+            return None
+        reason = delivery.failure or self._rejection(self.tasks[index], delivery.upload)
+        if reason or delivery.upload is None:
+            outcome.rejected[index] = reason or NOTHING
+            return None
+        self.accepted.add(index)
+        return Upload(outcome.round, delivery.task.client, delivery.upload)
+
+    def _set_aside(self, delivery: Delivery) -> None:
+        """Keeps an upload of the round before where the rules say so; drops all others."""
+        if delivery.upload is None:
             return
-        client, upload = delivery.task.client, delivery.upload
-        with outcome.clock.phase("validate"):
-            reason = delivery.failure or _rejection(delivery, method, model, rules)
-            traffic = count_traffic(outcome.round, client.index, delivery.task.download, upload)
-        outcome.traffic[client.index] = traffic
-        outcome.deliveries.append(_without_upload(delivery))
-        if reason or upload is None:
-            outcome.rejected[client.index] = reason or "nothing was delivered"
+        index, age = delivery.task.client.index, self.outcome.round - delivery.task.round
+        if age == 0:
+            self._stray(delivery, "the client was not asked in this round")
+        elif age < 0:
+            self._stray(delivery, f"it is of round {delivery.task.round}, but this is round {self.outcome.round}")
+        elif age > 1 or self.rules.late == "drop":
+            self._stray(delivery, f"it is {age} round(s) late")
+        elif index in self.accepted_before or index in self.late:
+            self._stray(delivery, f"the client's upload of round {delivery.task.round} was aggregated already")
         else:
-            yield Upload(outcome.round, client, upload)
+            self.late[index] = delivery
 
+    def _late_uploads(self) -> Iterator[Upload]:
+        """Yields the uploads of the round before that nothing newer stands in for, in client order."""
+        for index, delivery in sorted(self.late.items()):
+            if index in self.accepted:
+                self._stray(delivery, f"the client's upload of round {self.outcome.round} was aggregated instead")
+                continue
+            with self.outcome.clock.phase("validate"):
+                reason = self._rejection(delivery.task, delivery.upload)
+            self._stray(delivery, reason)
+            if not reason and delivery.upload is not None:
+                yield Upload(delivery.task.round, delivery.task.client, delivery.upload)
 
-def _rejection(delivery: Delivery, method: Method, model: ModelInfo, rules: RoundRules) -> str:
-    if delivery.upload is None:
-        return "nothing was delivered"
-    client = delivery.task.client
-    try:
-        expected = method.expected_upload(model, client, delivery.task.download)
-        check_upload(delivery.upload, expected, client=client.name, norm_limit=rules.norm_limit)
-    except UploadError as error:
-        return error.message
-    return ""
+    def _rejection(self, task: Task, upload: Payload | None) -> str:
+        """Returns what is wrong with a task's upload; empty where nothing is."""
+        if upload is None:
+            return NOTHING
+        client = task.client.name
+        try:
+            if self.rules.upload_limit_bytes is not None:
+                check_size(self._size_bytes(upload), self.rules.upload_limit_bytes, client=client)
+            expected = self.method.expected_upload(self.model, task.client, task.download)
+            check_upload(upload, expected, client=client, norm_limit=self.rules.norm_limit)
+        except UploadError as error:
+            return error.message
+        return ""
 
+    def _count(self, task: Task, upload: Payload | None) -> None:
+        """Adds an attempt's bytes to its client's."""
+        index = task.client.index
+        traffic = count_traffic(self.outcome.round, index, task.download, upload, self.rules.codec)
+        before = self.outcome.traffic.get(index)
+        self.outcome.traffic[index] = traffic if before is None else before + traffic
 
-def _without_upload(delivery: Delivery) -> Delivery:
-    return Delivery(
-        delivery.task,
-        None,
-        delivery.plan,
-        delivery.report,
-        delivery.frequency,
-        delivery.peak_memory_bytes,
-        delivery.failure,
-    )
+    def _size_bytes(self, upload: Payload) -> int:
+        return size_bytes(shrunk_shapes(upload, self.rules.codec))
 
-
-class Clock:
-    """Adds up wall time by phase; a phase inside another is not counted in the outer one."""
-
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self._seconds = seconds
-        self._inner = [0.0]
-
-    def phase(self, name: str) -> _Phase:
-        """Returns a context that adds its wall time to a phase."""
-        return _Phase(self, name)
-
-
-class _Phase:
-    def __init__(self, clock: Clock, name: str) -> None:
-        self._clock, self._name = clock, name
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-        self._clock._inner.append(0.0)
-
-    def __exit__(self, *_: object) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        whole = time.perf_counter() - self._started
-        own = whole - self._clock._inner.pop()
-        self._clock._inner[-1] += whole
-        self._clock._seconds[self._name] = self._clock._seconds.get(self._name, 0.0) + own
+    def _stray(self, delivery: Delivery, dropped: str) -> None:
+        size = 0 if delivery.upload is None else self._size_bytes(delivery.upload)
+        self.outcome.strays.append(Stray(delivery.task.round, delivery.task.client.index, size, dropped))
 
 
 def frequencies(deliveries: Sequence[Delivery]) -> Mapping[int, Tensor]:

@@ -9,27 +9,50 @@ from fedguild.client.budget import ClientInfo
 from fedguild.errors import ConfigError, QuorumError
 from fedguild.seeding import numpy_rng
 
+ROUNDING_SLACK = 1e-9
+"""What a share times a count may lie above a whole number without being rounded up."""
+
+
+def wanted_count(clients: int, participation: float, minimum: int = 1) -> int:
+    """Returns how many uploads a round wants: participation * clients, a half rounded up, at least `minimum`.
+
+    Raises:
+        ConfigError: participation is out of range.
+    """
+    if not 0.0 < participation <= 1.0:
+        raise ConfigError(f"participation must be above 0 and at most 1, but is {participation}.")
+    return max(math.floor(participation * clients + 0.5), minimum, 1)
+
 
 def sample(
-    round: int, clients: Sequence[ClientInfo], participation: float, seed: int, minimum: int = 1
+    round: int,
+    clients: Sequence[ClientInfo],
+    participation: float,
+    seed: int,
+    minimum: int = 1,
+    *,
+    over_selection: float = 0.0,
 ) -> list[ClientInfo]:
-    """Returns the clients of a round, drawn uniformly without replacement, sorted by index.
+    """Returns the clients that a round asks, drawn uniformly without replacement, sorted by index.
 
-    Their number is participation * len(clients), a half rounded up, but at least `minimum` and
-    at least 1. The draw depends on (seed, round) and the set of clients, not on their order.
+    Their number is `wanted_count`, and with over-selection that many times (1 + over_selection),
+    rounded up, at most all. The draw depends on (seed, round) and the set of clients, not on their
+    order.
 
     Args:
         round: The round.
         clients: Everybody who could take part.
         participation: Share of the clients that takes part, above 0 and at most 1.
         seed: The run's seed.
-        minimum: The fewest clients that a round asks.
+        minimum: The fewest clients that a round wants.
+        over_selection: Clients asked beyond the wanted, as a share of the wanted, at least 0.
 
     Raises:
-        ConfigError: participation is out of range, or there are fewer clients than `minimum`.
+        ConfigError: a share is out of range, or there are fewer clients than `minimum`.
     """
-    if not 0.0 < participation <= 1.0:
-        raise ConfigError(f"participation must be above 0 and at most 1, but is {participation}.")
+    wanted = wanted_count(len(clients), participation, minimum)
+    if over_selection < 0.0:
+        raise ConfigError(f"over_selection must be at least 0, but is {over_selection}.")
     fewest = max(minimum, 1)
     if len(clients) < fewest:
         raise ConfigError(
@@ -37,7 +60,7 @@ def sample(
             "Add clients or lower the minimum per round.",
         )
     ordered = sorted(clients, key=lambda client: client.index)
-    count = max(math.floor(participation * len(ordered) + 0.5), fewest)
+    count = min(math.ceil(wanted * (1.0 + over_selection) - ROUNDING_SLACK), len(ordered))
     drawn = numpy_rng(seed, "sample", round).choice(len(ordered), size=count, replace=False)
     return [ordered[position] for position in sorted(drawn.tolist())]
 
@@ -55,8 +78,7 @@ def quorum_count(asked: int, quorum: float | int) -> int:
     is_share = isinstance(quorum, float)
     if quorum < 0 or (is_share and quorum > 1.0):
         raise ConfigError(f"quorum must be a number of clients or a share from 0.0 to 1.0, but is {quorum}.")
-    rounding_slack = 1e-9
-    needed = math.ceil(quorum * asked - rounding_slack) if is_share else int(quorum)
+    needed = math.ceil(quorum * asked - ROUNDING_SLACK) if is_share else int(quorum)
     return max(needed, 1)
 
 
@@ -80,3 +102,17 @@ def require_quorum(valid: int, asked: int, quorum: float | int, reasons: Mapping
         f"{valid} of {asked} clients delivered a valid upload, but the quorum is {needed}.{listed}",
         "The last complete round is untouched: mend the clients, or lower the quorum, and resume.",
     )
+
+
+def fastest(clients: Sequence[ClientInfo], enough: int | None, seed: int, round: int) -> frozenset[int]:
+    """Returns the indices of the clients that a simulation takes for the fastest: `enough` of them, drawn at random.
+
+    An engine that trains clients one after the other has no fast and slow ones. It draws who would
+    have been faster, from (seed, round) and the set of clients, so that over-selection favours
+    nobody and every simulating engine agrees. None for `enough` means all.
+    """
+    ordered = sorted(client.index for client in clients)
+    if enough is None or enough >= len(ordered):
+        return frozenset(ordered)
+    drawn = numpy_rng(seed, "fastest", round).choice(len(ordered), size=enough, replace=False)
+    return frozenset(ordered[position] for position in drawn.tolist())

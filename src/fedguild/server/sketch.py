@@ -21,13 +21,16 @@ OVERSAMPLING = 10
 def reconstructed(left: Tensor, right: Tensor, psi: Tensor) -> Factors:
     """Returns the matrix that two sketches stand for, as Q X with Q = orth(G Ω) and X = (Ψ Q)⁺ Ψ G.
 
+    Rows and columns of zeros come back as zeros, not as what rounding makes of them.
+
     Args:
         left: G Ω, [.., out, k].
         right: Ψ G, [.., l, in].
         psi: Ψ, [l, out], l ≥ k.
     """
     basis, _ = torch.linalg.qr(left)
-    return Factors(down=torch.linalg.lstsq(psi.to(basis) @ basis, right.to(basis)).solution, up=basis)
+    down = torch.linalg.lstsq(psi.to(basis) @ basis, right.to(basis)).solution
+    return Factors(down * right.any(-2, keepdim=True), basis * left.any(-1, keepdim=True))
 
 
 def leading(matrix: Tensor, rank: int, rng: torch.Generator, iterations: int = 10) -> Svd:

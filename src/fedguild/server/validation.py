@@ -1,9 +1,14 @@
-"""The gate that every upload passes before it can touch the server's state."""
+"""The gates that every upload passes before it can touch the server's state.
+
+`check_envelope` looks at the outside of what came over a network, before anything is decoded;
+`check_upload` at every value of what was decoded.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,10 +20,68 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes that an upload's tensors may have; the server computes in fp32."""
 
 
+@dataclass(frozen=True)
+class Envelope:
+    """What an upload says about itself before it is opened.
+
+    Attributes:
+        run: The identity of the run that it is for, as the task told it (`fedguild.setup.run_identity`).
+        round: The round of the task that it answers, from 1.
+        client: The index of the client that it is from.
+        size_bytes: Length of the encoded payload.
+    """
+
+    run: str
+    round: int
+    client: int
+    size_bytes: int
+
+
 class Omissible(tuple[int, ...]):
     """The shape of a tensor that an upload may leave out, for example of an expert that was never activated."""
 
     __slots__ = ()
+
+
+def check_envelope(
+    envelope: Envelope, *, run: str, asked: Collection[tuple[int, int]], limit_bytes: int | None = None
+) -> None:
+    """Raises unless an upload answers something that was asked; nothing is decoded.
+
+    Args:
+        envelope: What it says about itself.
+        run: The identity of the run that goes on here.
+        asked: (round, client index) of every task that was sent out and may still be answered, of
+            the current round and, where late uploads are looked at, of earlier ones.
+        limit_bytes: Largest encoded upload; None for no limit.
+
+    Raises:
+        UploadError: it is of another run, from a client that was never asked, of a round in which
+            that client was not asked, or too large. The message names the client.
+    """
+    who = f"client-{envelope.client:03d}"
+    if envelope.run != run:
+        raise UploadError(f"{who}: the upload is of the run '{envelope.run}', but this is the run '{run}'.")
+    rounds = sorted(round for round, client in asked if client == envelope.client)
+    if not rounds:
+        raise UploadError(f"{who}: an upload arrived, but this client was not asked for one.")
+    if envelope.round not in rounds:
+        listed = ", ".join(map(str, rounds))
+        raise UploadError(f"{who}: the upload is of round {envelope.round}, but round {listed} was asked for.")
+    check_size(envelope.size_bytes, limit_bytes, client=who)
+
+
+def check_size(size_bytes: int, limit_bytes: int | None, *, client: str) -> None:
+    """Raises unless an encoded upload is within the limit; None for no limit.
+
+    Raises:
+        UploadError: it is too large; the message names the client and both sizes.
+    """
+    if limit_bytes is not None and size_bytes > limit_bytes:
+        raise UploadError(
+            f"{client}: the upload has {size_bytes} bytes, beyond the limit of {limit_bytes} "
+            "(federation.upload_limit_bytes)."
+        )
 
 
 def check_upload(

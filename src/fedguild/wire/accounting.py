@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from fedguild.packing import packed_bytes, tensor_bytes
 from fedguild.payload import Payload
+from fedguild.wire.codec import Codec, shrunk_shapes
 
 HEADER = "header"
 """The part under which names, shapes and scalars are counted."""
@@ -57,7 +58,21 @@ class Traffic:
         """Bytes from the client to the server."""
         return sum(self.upload_by_part.values())
 
+    def __add__(self, other: Traffic) -> Traffic:
+        """Returns the bytes of two attempts of one client in one round."""
+        down, up = (
+            {part: first.get(part, 0) + second.get(part, 0) for part in sorted({*first, *second})}
+            for first, second in (
+                (self.download_by_part, other.download_by_part),
+                (self.upload_by_part, other.upload_by_part),
+            )
+        )
+        return Traffic(self.round, self.client, down, up)
 
-def count_traffic(round: int, client: int, download: Payload, upload: Payload | None) -> Traffic:
-    """Returns the traffic of a client's download and of its upload, where one arrived."""
-    return Traffic(round, client, bytes_by_part(download), bytes_by_part(upload) if upload is not None else {})
+
+def count_traffic(round: int, client: int, download: Payload, upload: Payload | None, codec: Codec = "fp32") -> Traffic:
+    """Returns the traffic of a client's download and of its upload, where one arrived, as the codec writes them."""
+    sent, received = (
+        {} if payload is None else bytes_by_part(shrunk_shapes(payload, codec)) for payload in (download, upload)
+    )
+    return Traffic(round, client, sent, received)

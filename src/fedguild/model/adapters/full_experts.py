@@ -56,6 +56,5 @@ class FullExperts:
         """Gives every layer its changes; the layer drops them when the slots close."""
         for layer in model.backbone.moe:
             layer.expert_delta = tuple(
-                model.trainables[f"{layer.info.experts}.{projection}.delta"].stored
-                for projection in layer.info.projections
+                model.loaded[f"{layer.info.experts}.{projection}.delta"].stored for projection in layer.info.projections
             )

@@ -43,7 +43,7 @@ class FullRouter:
     def attach(self, model: SlotModel, parts: Sequence[FullRouter]) -> None:
         """Adds D_c h to every router's logits; the layers drop the term when the model closes."""
         for layer in model.backbone.moe:
-            layer.logit_terms.append(_term(model, model.trainables[delta_name(layer.info.router)].stored))
+            layer.logit_terms.append(_term(model, model.loaded[delta_name(layer.info.router)].stored))
 
 
 def delta_name(router: str) -> str:

@@ -84,9 +84,9 @@ class ModulatedRouting:
         if self.modulation == "none" and self.gating == "native":
             return
         for layer in model.backbone.moe:
-            _require_softmax(layer, model.backbone.info)
+            require_softmax("Modulated routing", layer, model.backbone.info)
             name = f"{layer.info.name}.phi"
-            phi = model.trainables[name].stored if name in model.trainables else None
+            phi = model.loaded[name].stored if name in model.loaded else None
             layer.chooser = ModulatedChooser(self, phi if self.learned or phi is None else phi.detach(), layer.rule)
 
 
@@ -142,10 +142,11 @@ class ModulatedChooser:
         return (chosen - modulated.logsumexp(dim=-1, keepdim=True)).exp() * self.rule.scaling
 
 
-def _require_softmax(layer: MoeLayer, model: ModelInfo) -> None:
+def require_softmax(who: str, layer: MoeLayer, model: ModelInfo) -> None:
+    """Raises ModelError where a family's router is not a softmax over all experts, which `who` needs."""
     if layer.rule.score != "softmax" or layer.rule.groups > 1:
         raise ModelError(
-            f"Modulated routing needs a router that is a softmax over all experts; that of {model.name} "
+            f"{who} needs a router that is a softmax over all experts; that of {model.name} "
             f"({model.family}) {'scores by sigmoid' if layer.rule.score != 'softmax' else 'limits expert groups'}.",
             "Choose OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE or a DeepSeek-V2 without groups.",
         )

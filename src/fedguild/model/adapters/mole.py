@@ -220,14 +220,14 @@ class Mixture:
             yield gathered
         finally:
             self._gathering = None
-        trainables = self._model.trainables
+        loaded = self._model.loaded
         for module, held in self._held.items():
-            gathered.project(module, trainables[f"{module}.router"], trainables[f"{module}.experts.lora_A"], held)
+            gathered.project(module, loaded[f"{module}.router"], loaded[f"{module}.experts.lora_A"], held)
 
     def _hook(self, module: str) -> Callable[..., Tensor]:
         stored = {
             name.removeprefix(f"{module}."): trainable.stored
-            for name, trainable in self._model.trainables.items()
+            for name, trainable in self._model.loaded.items()
             if name.startswith(f"{module}.")
         }
 

@@ -73,7 +73,7 @@ class SoftPrompt:
             ConfigError: the slots' prompts differ in length, or the text has no token.
             ModelError: the model is an encoder-decoder model.
         """
-        trainable = model.trainables[PROMPT]
+        trainable = model.loaded[PROMPT]
         for slot, part in enumerate(parts):
             if part.text:
                 trainable.write(slot, _text_embeddings(model, part.text, part.tokens))
@@ -137,7 +137,7 @@ class EncodedPrompt:
         if len({part.width for part in parts}) > 1:
             raise ConfigError("The clients of a cohort must share the width of the prompt encoder.")
         names = self.shapes(model.backbone.info)
-        _prepend(model, parts, lambda: _encoded({name: model.trainables[name].stored for name in names}))
+        _prepend(model, parts, lambda: _encoded({name: model.loaded[name].stored for name in names}))
 
     def _sizes(self) -> list[tuple[int, int]]:
         """Returns each layer's (inputs, outputs)."""

@@ -1,4 +1,4 @@
-"""A trainable with a slot axis, and each slot's slice of it as the world outside sees it."""
+"""A tensor of an adapter with a slot axis, and each slot's slice of it as the world outside sees it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SlotTensor:
-    """One trainable of all slots.
+    """One tensor of all slots' adapters, trained or frozen.
 
     A slot with a lower rank than the storage uses its first ranks; the rest stays zero, because
     a zero column of B gives the row of A no gradient and a zero row of A gives the column of B
     none.
 
     Attributes:
-        name: The trainable's name, as `trainable_shapes` gives it.
-        stored: The tensor that is trained; its slot axis is `axis`.
+        name: Its name, as `adapter_shapes` gives it.
+        stored: The tensor, which requires a gradient if it is trained; its slot axis is `axis`.
         axis: Position of the slot axis in `stored`.
         swapped: Whether a slot's slice is stored with its last two axes exchanged.
-        shapes: Each slot's own shape; None for a slot that does not have this trainable.
+        shapes: Each slot's own shape; None for a slot that does not have this tensor.
         decays: Whether weight decay applies to it.
     """
 

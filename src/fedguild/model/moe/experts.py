@@ -1,9 +1,9 @@
 """The experts of one layer with what several slots train of them, without ever forming W + BA.
 
 One autograd function computes a whole layer. The frozen weights get no gradient; what is trained
-is added to the frozen products, grouped by (expert, slot): LoRA (low_rank.py), dense changes
-(full.py), or both. The backward pass uses <dy, W h> = <Wᵀ dy, h>, W with all that is added to it,
-so the unweighted outputs of the experts are never kept.
+is added to the frozen products, grouped by (expert, slot): LoRA (low_rank.py), also with a factor in
+its middle (middle.py), dense changes (full.py), or both. The backward pass uses <dy, W h> = <Wᵀ dy, h>,
+W with all that is added to it, so the unweighted outputs of the experts are never kept.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,16 +19,19 @@ from torch import Tensor
 from fedguild.model.moe.dispatch import Dispatch, combine, gather
 from fedguild.model.moe.full import FullChange
 from fedguild.model.moe.low_rank import LowRank
+from fedguild.model.moe.middle import MiddleRank
 from fedguild.model.moe.products import grouped_rows
 
-Factors = tuple[Tensor, Tensor]
+T = TypeVar("T")
+Factors = tuple[Tensor, ...]
+"""A [M, S, r, in] and B [M, S, r, out] of a projection, and R [M, S, r, r] where there is one."""
 
 
 class Addition(Protocol):
     """What is trained beside a frozen product, of p projections with a common input: gate and up, or down alone.
 
     Attributes:
-        tensors_per_projection: How many tensors it trains for each projection.
+        tensors_per_projection: How many tensors it has for each projection.
     """
 
     tensors_per_projection: ClassVar[int]
@@ -45,7 +48,8 @@ class Addition(Protocol):
         trained: Sequence[Tensor],
         kept: Tensor | None,
         weight: Tensor | None,
-    ) -> list[Tensor]:
+        needed: Sequence[bool],
+    ) -> list[Tensor | None]:
         """Adds its share to the gradient of the rows; returns the gradients of what is trained.
 
         Args:
@@ -56,6 +60,7 @@ class Addition(Protocol):
             kept: What `add` returned.
             weight: [n, 1] routing weights, where `d_total` does not have them in it; the gradients
                 returned have them in any case, `d_rows` stays without.
+            needed: Of which of `trained` a gradient is wanted; None is returned for the others.
         """
         ...
 
@@ -94,15 +99,16 @@ def run_experts(
         plan: The layer's dispatch.
         frozen: Returns the layer's frozen weights. Either pass asks for them and lets them go, so
             weights that are kept in 4 bit are in full one layer at a time.
-        lora: (A [M, S, r, in], B [M, S, r, out]) of every projection, down last; None without LoRA.
+        lora: The factors of every projection, down last; None without LoRA.
         scale: [S, r] LoRA's scale of each slot's ranks.
         delta: [M, S, out, in] of every projection, what each slot adds to W; None where it adds none.
     """
     additions: list[Addition] = []
     trained: list[Tensor] = []
     if lora is not None and scale is not None:
-        additions.append(LowRank.of(plan, scale.to(tokens.dtype)))
-        trained += [factor for pair in lora for factor in pair]
+        low_rank = LowRank.of(plan, scale.to(tokens.dtype))
+        additions.append(low_rank if len(lora[0]) == 2 else MiddleRank(low_rank))
+        trained += [factor for factors in lora for factor in factors]
     if delta is not None:
         additions.append(FullChange(plan.group_ends))
         trained += delta
@@ -140,6 +146,7 @@ class _Experts(torch.autograd.Function):
         count = len(additions)
         kept_inner, kept_outer, trained = saved[:count], saved[count : 2 * count], saved[2 * count :]
         parts = _split(additions, trained, own.input_projections)
+        needed = _split(additions, ctx.needs_input_grad[5:], own.input_projections)
         dy = gather(grads[0].contiguous(), plan)
         with torch.enable_grad():
             z_leaf = z.detach().requires_grad_()
@@ -148,8 +155,8 @@ class _Experts(torch.autograd.Function):
 
         dh = grouped_rows(dy, own.down, plan.expert_ends)
         d_outer = [
-            addition.back(dh, dy, h.detach(), outer, kept, weight)
-            for (addition, _, outer), kept in zip(parts, kept_outer, strict=True)
+            addition.back(dh, dy, h.detach(), outer, kept, weight, wanted)
+            for (addition, _, outer), kept, (_, _, wanted) in zip(parts, kept_outer, needed, strict=True)
         ]
         d_pair = (dh * h.detach()).sum(dim=1)[plan.row_of_pair]
         d_weights = torch.zeros_like(weights).reshape(-1).index_copy_(0, plan.active, d_pair.to(weights.dtype))
@@ -157,19 +164,22 @@ class _Experts(torch.autograd.Function):
         (dz,) = torch.autograd.grad(h, z_leaf, dh.mul_(weight))
         d_rows = grouped_rows(dz, own.gate_up, plan.expert_ends)
         d_inner = [
-            addition.back(d_rows, dz, rows, inner, kept, None)
-            for (addition, inner, _), kept in zip(parts, kept_inner, strict=True)
+            addition.back(d_rows, dz, rows, inner, kept, None, wanted)
+            for (addition, inner, _), kept, (_, wanted, _) in zip(parts, kept_inner, needed, strict=True)
         ]
         gradients = [d for inner, outer in zip(d_inner, d_outer, strict=True) for d in (*inner, *outer)]
-        d_trained = (d.to(tensor.dtype).reshape(tensor.shape) for d, tensor in zip(gradients, trained, strict=True))
+        d_trained = (
+            None if d is None else d.to(tensor.dtype).reshape(tensor.shape)
+            for d, tensor in zip(gradients, trained, strict=True)
+        )
         return (combine(d_rows, plan), d_weights.view_as(weights), None, None, None, *d_trained)
 
 
 def _split(
-    additions: Sequence[Addition], trained: Sequence[Tensor], input_projections: int
-) -> list[tuple[Addition, tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """Returns each addition with its tensors of gate and up, and its tensors of down."""
-    left = iter(trained)
+    additions: Sequence[Addition], each_tensors: Sequence[T], input_projections: int
+) -> list[tuple[Addition, tuple[T, ...], tuple[T, ...]]]:
+    """Returns each addition with what there is of its tensors of gate and up, and of its tensors of down."""
+    left = iter(each_tensors)
     return [
         (addition, tuple(islice(left, input_projections * each)), tuple(islice(left, each)))
         for addition in additions

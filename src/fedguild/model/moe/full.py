@@ -42,7 +42,8 @@ class FullChange:
         trained: Sequence[Tensor],
         kept: Tensor | None,
         weight: Tensor | None,
-    ) -> list[Tensor]:
+        needed: Sequence[bool],
+    ) -> list[Tensor | None]:
         """Adds Dᵀ dy to the gradient of the rows; returns the gradient Σ w dy xᵀ [G, out, in] of every D.
 
         Args:
@@ -52,12 +53,13 @@ class FullChange:
             trained: The p changes.
             kept: What `add` returned.
             weight: w, [n, 1], where dy does not have the routing weight in it yet.
+            needed: Which of the changes are trained; the others' gradients are not computed.
         """
         weighted = rows if weight is None else rows * weight
-        gradients = []
-        for part, change in zip(d_total.chunk(len(trained), dim=1), trained, strict=True):
+        gradients: list[Tensor | None] = []
+        for part, change, wanted in zip(d_total.chunk(len(trained), dim=1), trained, needed, strict=True):
             d_rows += grouped_rows(part, self._matrices(change, part.dtype), self.ends)
-            gradients.append(grouped_outer(part, weighted, self.ends))
+            gradients.append(grouped_outer(part, weighted, self.ends) if wanted else None)
         return gradients
 
     def _matrices(self, change: Tensor, dtype: torch.dtype) -> Tensor:

@@ -77,7 +77,7 @@ class LowRank:
             scale · A x [n, p·r], which the backward pass needs.
         """
         downs, ups = trained[0::2], trained[1::2]
-        low = self.compress(rows, _stacked(downs))
+        low = self.compress(rows, stacked(downs))
         for part, part_low, up in zip(total.chunk(len(ups), dim=1), low.chunk(len(ups), dim=1), ups, strict=True):
             self.add_rows(part, part_low, up)
         return low
@@ -90,7 +90,8 @@ class LowRank:
         trained: Sequence[Tensor],
         kept: Tensor | None,
         weight: Tensor | None,
-    ) -> list[Tensor]:
+        needed: Sequence[bool],
+    ) -> list[Tensor | None]:
         """Adds scale · Aᵀ Bᵀ dy to the gradient of the rows; returns the gradients of every A and B.
 
         Args:
@@ -100,18 +101,23 @@ class LowRank:
             trained: The factors, as `add` takes them.
             kept: What `add` returned.
             weight: [n, 1], where dy does not have the routing weight in it yet.
+            needed: Which of the factors are trained; the others' gradients are not computed.
         """
         assert kept is not None
         downs, ups = trained[0::2], trained[1::2]
         parts = d_total.chunk(len(ups), dim=1)
         d_lows = [self.rows(part, up, transposed=True) for part, up in zip(parts, ups, strict=True)]
         d_low = self.scaled(torch.cat(d_lows, dim=1) if len(d_lows) > 1 else d_lows[0])
-        self.add_rows(d_rows, d_low, _stacked(downs))
+        self.add_rows(d_rows, d_low, stacked(downs))
         if weight is not None:
             d_low, kept = d_low.mul_(weight), kept * weight
-        d_downs = self.outer(d_low, rows).chunk(len(downs), dim=1)
-        d_ups = [self.outer(low, part) for low, part in zip(kept.chunk(len(ups), dim=1), parts, strict=True)]
-        return [gradient for pair in zip(d_downs, d_ups, strict=True) for gradient in pair]
+        gradients: list[Tensor | None] = [None] * len(trained)
+        if any(needed[0::2]):
+            gradients[0::2] = self.outer(d_low, rows).chunk(len(downs), dim=1)
+        if any(needed[1::2]):
+            lows = kept.chunk(len(ups), dim=1)
+            gradients[1::2] = [self.outer(low, part) for low, part in zip(lows, parts, strict=True)]
+        return gradients
 
     def rows(self, rows: Tensor, stored: Tensor, transposed: bool = False) -> Tensor:
         """Returns [n, b], the rows [n, a] times their group's matrix.
@@ -162,6 +168,6 @@ class LowRank:
         return blocks
 
 
-def _stacked(downs: Sequence[Tensor]) -> Tensor:
+def stacked(downs: Sequence[Tensor]) -> Tensor:
     """Returns the A [M, S, r, in] of p projections as one, [M, S, p·r, in]."""
     return torch.cat(tuple(downs), dim=2) if len(downs) > 1 else downs[0]

@@ -48,6 +48,13 @@ class RoutingStatistics:
         hits, total = (self.counts, self.layer_tokens) if unit == "token" else (self.step_hits, self.steps[None])
         return hits.double() / total.clamp(min=1)[..., None].double()
 
+    def add(self, other: RoutingStatistics) -> None:
+        """Counts in what others saw, of the same layers and slots."""
+        self.counts += other.counts
+        self.layer_tokens += other.layer_tokens
+        self.step_hits += other.step_hits
+        self.steps += other.steps
+
     def close_step(self, before: Tensor, tokens_before: Tensor) -> None:
         """Counts one optimizer step, given the counts and tokens from before it."""
         self.step_hits += (self.counts > before).to(self.step_hits.dtype)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fedguild.errors import ModelError
-from fedguild.model.adapters.lora import slot_product
 from fedguild.model.moe.dispatch import dispatch
 from fedguild.model.moe.experts import Factors, FrozenExperts, run_experts
 from fedguild.model.moe.low_rank import prefers_blocks
@@ -81,8 +80,7 @@ class MoeLayer:
         rule: The family's routing.
         runtime: The backbone's runtime.
         capacity: Most tokens of a row that an expert takes, or None without a limit.
-        router_lora: (A [S, r, H], B [S, M, r], scale [S]) or None.
-        expert_lora: (A, B) of gate, up and down, stored as `run_experts` takes them, or None.
+        expert_lora: The factors of gate, up and down, stored as `run_experts` takes them, or None.
         expert_scale: [S, r] LoRA's scale of each slot's ranks, or None.
         expert_delta: [M, S, out, in] of every projection, what each slot adds to the frozen weights, or None.
         output_scale: [S] factor on the routed output, or None.
@@ -98,7 +96,6 @@ class MoeLayer:
     rule: RoutingRule
     runtime: Runtime
     capacity: int | None = None
-    router_lora: tuple[Tensor, Tensor, Tensor] | None = None
     expert_lora: tuple[Factors, ...] | None = None
     expert_scale: Tensor | None = None
     expert_delta: tuple[Tensor, ...] | None = None
@@ -109,7 +106,7 @@ class MoeLayer:
 
     def detach(self) -> None:
         """Takes away everything that was attached."""
-        self.router_lora = self.expert_lora = self.expert_scale = self.output_scale = self.chooser = None
+        self.expert_lora = self.expert_scale = self.output_scale = self.chooser = None
         self.expert_delta = None
         self.logit_terms.clear()
         self.observers.clear()
@@ -119,8 +116,6 @@ class MoeLayer:
         current = self.runtime.current
         assert current is not None
         slot = current.slot_of_token(logits.shape[0], logits.device)
-        if self.router_lora is not None:
-            logits = logits + slot_product(hidden, *self.router_lora, current.rows_per_slot).to(logits.dtype)
         for term in self.logit_terms:
             logits = logits + term(hidden).to(logits.dtype)
         active = None if current.active_experts is None else current.active_experts[slot]

@@ -1,0 +1,37 @@
+"""An engine whose payloads lose on their way what the wire's codec would lose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from fedguild.model.plan import ModelInfo
+from fedguild.server.method import Method
+from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Engine, Task, Terms
+from fedguild.wire.codec import Codec, through
+
+
+class CodedEngine:
+    """Wraps an engine that hands payloads over as they are, in one process or on one cluster.
+
+    Args:
+        engine: Trains the clients.
+        codec: What downloads and uploads go through.
+    """
+
+    def __init__(self, engine: Engine, codec: Codec) -> None:
+        self.engine = engine
+        self.codec = codec
+
+    def train(
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+    ) -> Iterator[Delivery]:
+        """Yields the engine's deliveries, trained from the rounded downloads, with rounded uploads."""
+        rounded = [replace(task, download=through(task.download, self.codec)) for task in tasks]
+        for delivery in self.engine.train(method, model, rounded, terms):
+            upload = None if delivery.upload is None else through(delivery.upload, self.codec)
+            yield replace(delivery, upload=upload)
+
+    def close(self) -> None:
+        """Closes the engine."""
+        self.engine.close()

@@ -1,0 +1,211 @@
+"""Training cohorts on one backbone: what the local engine does in its process, and `ray` in each actor.
+
+Nothing here knows where tasks come from or where uploads go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Literal, TypeVar
+
+import psutil
+import torch
+from torch import Tensor
+
+from fedguild.client.cohort import Cohort, LocalReport, LocalWork
+from fedguild.client.schedule import TrainingSettings
+from fedguild.engines.peak_memory import peak_bytes, reset_peak
+from fedguild.errors import FedGuildError
+from fedguild.evaluation.profile import memory
+from fedguild.model.backbone import Backbone
+from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.slots import SlotModel
+from fedguild.payload import Payload
+from fedguild.server.method import Method
+from fedguild.server.rounds import Delivery, Task, Terms, not_needed
+from fedguild.server.sampling import fastest
+
+CohortSize = int | Literal["auto"]
+Planned = tuple[Task, AdapterPlan]
+Member = TypeVar("Member")
+Result = TypeVar("Result")
+OnStep = Callable[[int, int, float], None]
+
+MEMORY_SHARE = 0.6
+"""Part of the free memory that `auto` fills with clients."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one client's training gives.
+
+    Attributes:
+        upload: What it sends.
+        kept: What it leaves in its memory; None where it keeps what it had, as it diverged or has nothing to keep.
+        report: What its training did.
+        frequency: [L, M] share of its tokens that activated each expert; None for a dense model.
+        peak_memory_bytes: Peak memory of its cohort.
+    """
+
+    upload: Payload
+    kept: Payload | None
+    report: LocalReport
+    frequency: Tensor | None
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Trains one cohort after the other on a backbone.
+
+    Attributes:
+        backbone: The frozen model.
+        settings: How clients train.
+        seed: The run's seed.
+        on_step: Called after each optimizer step with the cohort's (steps done, steps in all, mean loss).
+    """
+
+    backbone: Backbone
+    settings: TrainingSettings
+    seed: int
+    on_step: OnStep | None = None
+
+    def train(
+        self, method: Method, plans: Sequence[AdapterPlan], work: Sequence[LocalWork], round_index: int
+    ) -> list[Trained]:
+        """Trains one cohort; returns what its clients give, in slot order.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for it.
+        """
+        reset_peak(self.backbone.device)
+        with SlotModel(self.backbone, plans) as model:
+            cohort = Cohort(
+                model,
+                work,
+                self.settings,
+                round_index=round_index,
+                seed=self.seed,
+                pad_id=self.backbone.tokenizer.pad_token_id if self.backbone.tokenizer is not None else 0,
+                on_step=self.on_step,
+            )
+            uploads = method.local_update(cohort)
+        peak = peak_bytes(self.backbone.device)
+        routing = cohort.routing if self.backbone.info.moe else None
+        frequency = None if routing is None else routing.frequency().float().cpu()
+        return [
+            Trained(
+                upload,
+                Payload(kept) if kept and all(bool(tensor.isfinite().all()) for tensor in kept.values()) else None,
+                replace(report),
+                None if frequency is None else frequency[:, slot],
+                peak,
+            )
+            for slot, (upload, kept, report) in enumerate(zip(uploads, cohort.kept, cohort.reports, strict=True))
+        ]
+
+    def cohort_size(self, plans: Sequence[AdapterPlan], longest: int, free: int) -> int:
+        """Returns how many of these clients to train at once.
+
+        Args:
+            plans: What they train.
+            longest: Tokens of their longest example.
+            free: Free bytes of the device's memory.
+        """
+        largest = max(plans, key=lambda plan: (plan.rank, plan.active_experts or self.backbone.info.top_k))
+        return auto_cohort_size(self.backbone, largest, self.settings.batch_size * longest, len(plans), free)
+
+
+def halving(
+    members: Sequence[Member],
+    size: int,
+    train: Callable[[Sequence[Member]], Sequence[Result]],
+    device: torch.device,
+) -> Iterator[Result]:
+    """Yields what `train` gives for `size` members at a time, fewer from the first time that the memory is full.
+
+    Raises:
+        FedGuildError: the device does not hold one member.
+    """
+    left = list(members)
+    while left:
+        cohort, left = left[:size], left[size:]
+        try:
+            results = train(cohort)
+        except torch.OutOfMemoryError as error:
+            if len(cohort) == 1:
+                raise FedGuildError(
+                    f"The memory of {device} does not hold one client's training.",
+                    "Lower training.batch_size or data.max_tokens, or set model.gradient_checkpointing=true.",
+                ) from error
+            left, size = cohort + left, len(cohort) // 2
+            torch.cuda.empty_cache()
+            continue
+        yield from results
+
+
+def plan_groups(planned: Sequence[Planned]) -> list[list[Planned]]:
+    """Returns runs of neighbours that can train in one cohort."""
+    return [list(group) for _, group in groupby(planned, key=lambda pair: pair[1].cohort_key)]
+
+
+def split_by_need(
+    method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms, seed: int
+) -> tuple[list[Planned], dict[int, Delivery]]:
+    """Returns the tasks to train with their plans, and client index -> the delivery of those not needed.
+
+    Which clients are needed is drawn (`fedguild.server.sampling.fastest`).
+    """
+    planned = [(task, method.plan(model, task.client.budget)) for task in tasks]
+    if not planned:
+        return [], {}
+    chosen = fastest([task.client for task in tasks], terms.enough, seed, tasks[0].round)
+    left_out = {
+        task.client.index: not_needed(task, plan, len(chosen))
+        for task, plan in planned
+        if task.client.index not in chosen
+    }
+    return [pair for pair in planned if pair[0].client.index in chosen], left_out
+
+
+def in_task_order(
+    tasks: Sequence[Task], left_out: dict[int, Delivery], trained: Iterator[Delivery]
+) -> Iterator[Delivery]:
+    """Yields the deliveries of all tasks in their order; those of the trained are taken as they come."""
+    for task in tasks:
+        yield left_out[task.client.index] if task.client.index in left_out else next(trained)
+
+
+def delivery(task: Task, plan: AdapterPlan, trained: Trained) -> Delivery:
+    """Returns what goes to the round."""
+    return Delivery(task, trained.upload, plan, trained.report, trained.frequency, trained.peak_memory_bytes)
+
+
+def auto_cohort_size(backbone: Backbone, plan: AdapterPlan, tokens: int, clients: int, free: int) -> int:
+    """Returns how many clients to train at once: as many as fit `MEMORY_SHARE` of the free bytes.
+
+    Args:
+        backbone: The loaded backbone, whose weights are not counted again.
+        plan: The largest plan of the clients.
+        tokens: Tokens of one client's forward pass, padding included.
+        clients: How many there are.
+        free: Free bytes of the device's memory.
+    """
+    need = memory(
+        backbone.info,
+        plan,
+        tokens,
+        dtype=backbone.dtype,
+        checkpointing=any(getattr(module, "gradient_checkpointing", False) for module in backbone.model.modules()),
+    )
+    per_client = need.total_bytes - need.weights_bytes
+    return max(1, min(clients, int(MEMORY_SHARE * free / per_client)))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Returns the free bytes of the device's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

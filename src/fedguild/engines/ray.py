@@ -1,0 +1,320 @@
+"""The `ray` engine: cohorts spread over actors, one process and one backbone each, wherever Ray has room.
+
+Payloads go through Ray's object store as safetensors bytes. What clients keep between rounds stays
+with the driver (the process that runs the rounds), which also aggregates and evaluates. An actor that
+dies is replaced and its cohort trained again; as a cohort's result depends on its inputs alone, the
+round does not notice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ObjectLostError, RayActorError
+
+from fedguild.client.memory import ClientMemory
+from fedguild.client.merges import DIGEST, MergeLedger
+from fedguild.client.schedule import TrainingSettings
+from fedguild.data.batches import Encoded
+from fedguild.engines.cohorts import (
+    CohortSize,
+    OnStep,
+    Planned,
+    Trained,
+    delivery,
+    in_task_order,
+    plan_groups,
+    split_by_need,
+)
+from fedguild.engines.ray_actor import CohortActor, Plain, job_of, pack_examples, trained_of
+from fedguild.engines.ray_cluster import actors_on, connect, place, require_room
+from fedguild.errors import CheckpointError, FedGuildError
+from fedguild.model.plan import ModelInfo
+from fedguild.payload import Payload
+from fedguild.server.method import Method
+from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
+from fedguild.wire.codec import encode
+
+TRIES = 3
+"""How many actors may die over one cohort before its clients count as failed."""
+LOST = (RayActorError, ObjectLostError)
+"""What Ray raises where a process or a machine is gone."""
+
+
+class RayEngine:
+    """Trains cohorts on actors.
+
+    Args:
+        backbone: The arguments of `load_backbone`, for the actors.
+        examples: Client index -> its training examples, encoded.
+        settings: How clients train.
+        memory: What clients keep between rounds; stays here.
+        cohort_size: Clients in one forward and backward pass; `auto` as many as an actor's memory
+            holds, and no more than gives every actor its share.
+        seed: The run's seed.
+        address: A Ray cluster's; None to use the Ray that this process is connected to, or else to
+            start one on this machine.
+        actors: How many; `auto` as many as the GPUs hold, or one.
+        gpu_fraction: Part of a GPU and of its memory that an actor gets.
+        cpus_per_actor: CPU cores of an actor, and its threads.
+        on_step: Called after each cohort with (cohorts done, cohorts in all, its clients' mean loss).
+        ledger: The changes of the backbone that were received; by default in a folder beside `memory`.
+
+    Raises:
+        ConfigError: Ray cannot be reached, or has no room for the actors.
+        FedGuildError: an actor cannot load the backbone.
+    """
+
+    def __init__(
+        self,
+        backbone: Plain,
+        examples: Mapping[int, Sequence[Encoded]],
+        settings: TrainingSettings,
+        memory: ClientMemory,
+        *,
+        cohort_size: CohortSize = "auto",
+        seed: int,
+        address: str | None = None,
+        actors: CohortSize = "auto",
+        gpu_fraction: float = 1.0,
+        cpus_per_actor: int = 1,
+        on_step: OnStep | None = None,
+        ledger: MergeLedger | None = None,
+    ) -> None:
+        self.memory = memory
+        self.ledger = ledger or MergeLedger.beside(memory)
+        self.cohort_size = cohort_size
+        self.seed = seed
+        self.on_step = on_step
+        self._started_ray = connect(address, 0 if actors == "auto" else actors * cpus_per_actor)
+        device, gpus = place(str(backbone["device"]), ray.cluster_resources().get("GPU", 0.0))
+        count = actors_on(gpus, gpu_fraction) if actors == "auto" else actors
+        require_room(count, cpus_per_actor, gpu_fraction if gpus else 0.0)
+        self._size_of_actor = {"num_cpus": cpus_per_actor, "num_gpus": gpu_fraction if gpus else 0}
+        packed = ray.put(pack_examples(examples))
+        path = Path(str(backbone["path"]))
+        where = {**backbone, "device": device, "path": str(path.resolve() if path.exists() else path)}
+        self._built_from = (where, asdict(settings), seed, cpus_per_actor, gpu_fraction, packed)
+        self._actors = [self._new_actor() for _ in range(count)]
+        self.describe()
+
+    def describe(self) -> list[Plain]:
+        """Returns of every actor its process, how often it loaded the backbone, its threads and its device.
+
+        Raises:
+            FedGuildError: an actor did not come up.
+        """
+        try:
+            found: list[Plain] = ray.get([actor.describe.remote() for actor in self._actors])
+        except RayActorError as error:
+            raise FedGuildError(
+                f"An actor of the ray engine did not come up: {str(error).strip()}",
+                "The backbone must fit the memory of each actor, and every machine needs FedGuild and the model.",
+            ) from error
+        return found
+
+    def train(
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+    ) -> Iterator[Delivery]:
+        """Yields every task's delivery, in client order; each client's memory is kept before.
+
+        Cohorts go to the actors as these become free. The deadline is looked at before each: one
+        that has begun is waited for. With `terms.enough`, so many clients train, drawn at random as
+        on the local engine. The clients of a cohort over which `TRIES` actors died fail.
+
+        Raises:
+            FedGuildError: a device does not hold one client, or the memory cannot be written.
+        """
+        planned, left_out = split_by_need(method, model, tasks, terms, self.seed)
+        yield from in_task_order(tasks, left_out, self._deliveries(method, planned, terms.deadline_seconds))
+
+    def close(self) -> None:
+        """Ends the actors, and Ray where this engine started it."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        if self._started_ray:
+            ray.shutdown()
+
+    def _deliveries(self, method: Method, planned: Sequence[Planned], deadline: float | None) -> Iterator[Delivery]:
+        if not planned:
+            return
+        try:
+            merges = self.ledger.receive(*(task.download for task, _ in planned))
+        except CheckpointError as error:
+            yield from (Delivery(task, None, plan, failure=error.message) for task, plan in planned)
+            return
+        cohorts = [cohort for members in plan_groups(planned) for cohort in self._cohorts(method, members)]
+        work = _Work(method, cohorts, merges, self.memory, self._actors, self._new_actor, deadline)
+        for position, cohort in enumerate(cohorts):
+            trained = work.wait_for(position)
+            if isinstance(trained, str):
+                yield from (Delivery(task, None, plan, failure=trained) for task, plan in cohort)
+                continue
+            for (task, _), result in zip(cohort, trained, strict=True):
+                if result.kept is not None:
+                    self.memory.save(task.client.name, task.round, result.kept)
+            if self.on_step is not None:
+                losses = [result.report.loss for result in trained]
+                self.on_step(position + 1, len(cohorts), sum(losses) / len(losses))
+            for (task, plan), result in zip(cohort, trained, strict=True):
+                work.keep_going()
+                yield delivery(task, plan, result)
+
+    def _cohorts(self, method: Method, members: Sequence[Planned]) -> list[list[Planned]]:
+        """Returns clients that can train together in cohorts, so many that every actor gets some."""
+        if self.cohort_size == "auto":
+            size = min(self._fitting(_job(method, members)), -(-len(members) // len(self._actors)))
+        else:
+            size = self.cohort_size
+        return [list(members[start : start + size]) for start in range(0, len(members), size)]
+
+    def _fitting(self, job: Plain) -> int:
+        """Returns how many of a job's clients an actor holds at once, as the first that is alive says."""
+        for position, actor in enumerate(self._actors):
+            try:
+                return int(ray.get(actor.cohort_size.remote(job)))
+            except LOST:
+                self._actors[position] = self._new_actor()
+        return 1
+
+    def _new_actor(self) -> Any:
+        return ray.remote(CohortActor).options(max_restarts=0, **self._size_of_actor).remote(*self._built_from)
+
+
+@dataclass
+class _Answer:
+    """What an actor returned of a cohort: a small summary that is here, and bytes that may be far away."""
+
+    summary: Plain
+    blobs: Any
+
+
+class _Work:
+    """The cohorts of one `train`: who trains which, what is waiting, and what is over.
+
+    Args:
+        method: The method.
+        cohorts: All of them, in client order.
+        merges: The changes that the backbone is to hold.
+        memory: What the clients keep.
+        actors: The engine's actors; a dead one is replaced in place.
+        new_actor: Makes another.
+        deadline_seconds: No cohort begins later than so long from now; None for no deadline.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        cohorts: Sequence[Sequence[Planned]],
+        merges: Mapping[str, Any],
+        memory: ClientMemory,
+        actors: list[Any],
+        new_actor: Callable[[], Any],
+        deadline_seconds: float | None,
+    ) -> None:
+        self.method, self.cohorts, self.memory = method, cohorts, memory
+        self.actors, self.new_actor, self.deadline = actors, new_actor, deadline_seconds
+        self.started = time.monotonic()
+        self.merges = ray.put(encode(Payload(merges)))
+        self.waiting = deque(range(len(cohorts)))
+        self.idle = deque(range(len(actors)))
+        self.running: dict[Any, tuple[int, int, Any]] = {}
+        self.answers: dict[int, _Answer] = {}
+        self.deaths: Counter[int] = Counter()
+        self.receivers = Counter(_content(task.download) for cohort in cohorts for task, _ in cohort)
+        self.downloads: dict[Any, Any] = {}
+
+    def wait_for(self, position: int) -> list[Trained] | str:
+        """Returns what a cohort's training gave, or why it gave nothing; lets go of it here.
+
+        Raises:
+            FedGuildError: its actor's device does not hold one client.
+        """
+        while True:
+            while position not in self.answers:
+                if self.deaths[position] == TRIES:
+                    return f"{TRIES} actors died while they trained it"
+                self._hand_out()
+                if not self.running:
+                    return too_late(*self.cohorts[position][0], self.deadline or 0.0).failure
+                self._collect(timeout_seconds=None)
+            answer = self.answers.pop(position)
+            if "error" in answer.summary:
+                raise FedGuildError(answer.summary["error"], answer.summary["hint"])
+            try:
+                blobs = ray.get(answer.blobs)
+            except LOST:
+                self._again(position)
+                continue
+            return [
+                trained_of(report, *blobs[3 * slot : 3 * slot + 3])
+                for slot, report in enumerate(answer.summary["reports"])
+            ]
+
+    def keep_going(self) -> None:
+        """Gives actors that have become free their next cohort, without waiting."""
+        self._collect(timeout_seconds=0.0)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Gives waiting cohorts to idle actors, unless the deadline is over."""
+        while self.waiting and self.idle and not self._is_over():
+            seat, position = self.idle.popleft(), self.waiting.popleft()
+            tasks = [task for task, _ in self.cohorts[position]]
+            downloads = [self._put(task.download) for task in tasks]
+            memories = [encode(self.memory.load(task.client.name, task.round)) for task in tasks]
+            job = _job(self.method, self.cohorts[position])
+            train = self.actors[seat].train.options(num_returns=2)
+            summary, blobs = train.remote(job, *downloads, *memories, self.merges)
+            self.running[summary] = seat, position, blobs
+
+    def _is_over(self) -> bool:
+        return self.deadline is not None and time.monotonic() - self.started > self.deadline
+
+    def _collect(self, timeout_seconds: float | None) -> None:
+        """Takes the summaries of cohorts that are over; replaces actors that died."""
+        finished = ray.wait(list(self.running), timeout=timeout_seconds)[0] if self.running else []
+        for reference in finished:
+            seat, position, blobs = self.running.pop(reference)
+            try:
+                self.answers[position] = _Answer(ray.get(reference), blobs)
+            except LOST:
+                self._again(position)
+                self.actors[seat] = self.new_actor()
+            self.idle.append(seat)
+
+    def _again(self, position: int) -> None:
+        """Puts a cohort whose actor or result is gone first in the queue."""
+        self.deaths[position] += 1
+        if self.deaths[position] < TRIES:
+            self.waiting.appendleft(position)
+
+    def _put(self, download: Payload) -> Any:
+        """Returns the reference of a download; what several clients receive alike is stored once."""
+        content = _content(download)
+        if self.receivers[content] == 1:
+            return ray.put(encode(download))
+        if content not in self.downloads:
+            self.downloads[content] = ray.put(encode(download))
+        return self.downloads[content]
+
+
+def _job(method: Method, members: Sequence[Planned]) -> Plain:
+    """Returns what an actor is told of a cohort; a method is known by its name and options alone."""
+    (first, _), *_ = members
+    options = method.settings.model_dump(mode="json")
+    digest = str(first.download.scalars.get(DIGEST, ""))
+    return job_of(method.name, options, first.round, [task.client for task, _ in members], digest)
+
+
+def _content(download: Payload) -> Any:
+    """Returns what is the same for downloads that hold the same tensors and scalars."""
+    tensors = tuple((name, id(tensor)) for name, tensor in download.tensors.items())
+    return tensors, tuple(sorted(download.scalars.items()))

@@ -1,0 +1,100 @@
+"""Which Ray the `ray` engine uses, and how many actors of which size it has room for."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from fedguild.errors import ConfigError
+
+ROUNDING_SLACK = 1e-9
+PATIENCE_SECONDS = 30.0
+"""How long actors wait for what other users of the cluster hold."""
+
+
+def connect(address: str | None, cores: int) -> bool:
+    """Connects this process to Ray; returns whether it was this call that did so.
+
+    Args:
+        address: A cluster's; None for the one that is connected already, or a new one on this machine.
+        cores: CPU cores that a new one must have at least.
+
+    Raises:
+        ConfigError: there is no cluster at the address.
+    """
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address is None:
+        options |= {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, cores)}
+    try:
+        ray.init(address=address or "local", **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"federation.engine.ray.address: there is no Ray cluster at '{address}': {str(error).splitlines()[0]}",
+            "Start one with `ray up` or `ray start --head`, or set it to null to start Ray on this machine.",
+        ) from error
+    return True
+
+
+def place(device: str, gpus: float) -> tuple[str, float]:
+    """Returns the device of every actor, and the GPUs that they share.
+
+    Args:
+        device: `auto`, `cpu`, `cuda` or `cuda:N`; which GPU an actor gets is for Ray to say.
+        gpus: The GPUs that Ray sees.
+
+    Raises:
+        ConfigError: a GPU is asked for, but Ray sees none.
+    """
+    if device == "cpu" or (device == "auto" and not gpus):
+        return "cpu", 0.0
+    if not gpus:
+        raise ConfigError(f"model.device is {device}, but Ray sees no GPU.", "Set model.device=cpu or auto.")
+    return "cuda", gpus
+
+
+def actors_on(gpus: float, gpu_fraction: float) -> int:
+    """Returns how many actors the GPUs hold, each within one of them; one where there is no GPU."""
+    return max(1, int(gpus) * int(1 / gpu_fraction + ROUNDING_SLACK))
+
+
+def require_room(actors: int, cpus: int, gpu_fraction: float) -> None:
+    """Raises unless Ray has the CPU cores and GPUs of all actors, which would wait for them in silence.
+
+    What others are about to give back is waited for, for `PATIENCE_SECONDS`.
+
+    Args:
+        actors: How many.
+        cpus: CPU cores of each.
+        gpu_fraction: Part of a GPU that each gets; 0 where they compute on the CPU.
+
+    Raises:
+        ConfigError: it does not; the message says what was asked and what there is.
+    """
+    each = f"{cpus} CPU core(s)" + (f" and {gpu_fraction:g} GPU" if gpu_fraction else "")
+    asked = f"federation.engine.ray: {actors} actor(s) with {each} each, but Ray has"
+    if not _fits(actors, cpus, gpu_fraction, held := ray.cluster_resources()):
+        raise ConfigError(f"{asked} {_words(held)}.", "Lower actors, cpus_per_actor or gpu_fraction, or add machines.")
+    begun = time.monotonic()
+    while not _fits(actors, cpus, gpu_fraction, free := ray.available_resources()):
+        if time.monotonic() - begun > PATIENCE_SECONDS:
+            raise ConfigError(
+                f"{asked} {_words(free)} free.",
+                "Others use the rest: wait for them, or lower actors or cpus_per_actor.",
+            )
+        time.sleep(0.2)
+
+
+def _fits(actors: int, cpus: int, gpu_fraction: float, resources: Mapping[str, float]) -> bool:
+    enough_gpus = not gpu_fraction or actors <= actors_on(resources.get("GPU", 0.0), gpu_fraction)
+    return enough_gpus and actors * cpus <= resources.get("CPU", 0.0)
+
+
+def _words(resources: Mapping[str, float]) -> str:
+    return f"{resources.get('CPU', 0.0):g} CPU core(s) and {resources.get('GPU', 0.0):g} GPU(s)"

@@ -1,0 +1,80 @@
+"""The proof that an engine gives what `local` gives: the same bytes, and with cohorts of one the same bits.
+
+It knows neither methods nor engines: a case of `tests.methods.test_matrix` says how a method runs, and the
+caller brings what makes the engine of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedguild import experiment
+from fedguild.config import Config
+from fedguild.methods import METHODS
+from fedguild.server.record import ClientRecord, RunLog
+from fedguild.server.rounds import Engine
+from fedguild.setup import Experiment
+from tests.experiment.runs import assert_same, ended, save_model, small_config
+from tests.methods.test_matrix import CASES
+
+FAMILIES = ("fedit", "flame", "ub-smoe", "fedalign-moe", "fedamole")
+"""One method of each family; `CASES` has all."""
+SETTINGS = (
+    "federation.rounds=2",
+    "federation.cohort_size=1",
+    "federation.participation=0.75",
+    "evaluation.every=2",
+    "evaluation.max_examples=2",
+    "evaluation.clients=true",
+    "data.options={train_examples: 96, test_examples: 12, families: [sum, reverse]}",
+)
+MakeEngine = Callable[[Experiment], Engine]
+
+
+def save_models(folder: Path) -> dict[str, Path]:
+    """Writes the random model of every family of backbones that a case runs on."""
+    return {family: save_model(folder / family, family) for family in sorted({case.family for case in CASES.values()})}
+
+
+def case_config(label: str, models: dict[str, Path], *overrides: str) -> Config:
+    """Returns the config of a case: two rounds, three of four clients in each, cohorts of one client."""
+    case = CASES[label]
+    config = small_config(models[case.family], *SETTINGS, *overrides)
+    name = label.partition(" ")[0]
+    assert name in METHODS
+    config = config.model_copy(update={"method": type(config.method)(name=name, options=dict(case.options))})
+    if case.family == "llama":
+        budgets = tuple(budget.model_copy(update={"active_experts": 0}) for budget in config.federation.budgets)
+        config = config.model_copy(update={"federation": config.federation.model_copy(update={"budgets": budgets})})
+    return config
+
+
+def assert_equal_to_local(
+    label: str, models: dict[str, Path], folder: Path, make_engine: MakeEngine, *overrides: str
+) -> None:
+    """Asserts that a case ends alike on an engine and on `local`: bytes, metrics, tensors, memory.
+
+    Args:
+        label: Of `CASES`.
+        models: What `save_models` returned.
+        folder: An empty folder for the two runs.
+        make_engine: Stands in for `fedguild.setup.make_engine`.
+        overrides: Of both configs.
+    """
+    config = case_config(label, models, *overrides)
+    experiment.run(config, folder / "local")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedguild.experiment.make_engine", make_engine)
+        experiment.run(config, folder / "other")
+    assert traffic(folder / "other") == traffic(folder / "local")
+    assert_same(ended(folder / "other"), ended(folder / "local"))
+
+
+def traffic(folder: Path) -> list[tuple[int, int, int, int, dict[str, int]]]:
+    """Returns round, client, bytes down, bytes up and bytes up by part of every client's every round."""
+    records = [record for record in RunLog(folder).read() if isinstance(record, ClientRecord)]
+    assert records
+    return [(r.round, r.client, r.download_bytes, r.upload_bytes, r.upload_parts) for r in records]

@@ -1,0 +1,184 @@
+"""What the engines that simulate clients share: who is needed, in which order, and what goes to an actor and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedguild.client.cohort import LocalReport
+from fedguild.data.batches import Encoded
+from fedguild.engines import local
+from fedguild.engines.cohorts import Trained, halving
+from fedguild.engines.ray_actor import (
+    CohortActor,
+    as_bytes,
+    as_plain,
+    client_of,
+    job_of,
+    pack_examples,
+    plain_settings,
+    trained_of,
+    unpack_rows,
+)
+from fedguild.errors import ConfigError, FedGuildError
+from fedguild.methods import build_method
+from fedguild.packing import unpack
+from fedguild.payload import Payload
+from fedguild.server.rounds import Terms
+from fedguild.setup import make_engine, prepare
+from fedguild.wire.codec import encode
+from tests.engines.test_local import CLIENTS, deliver, engine_of, kept_rounds, tasks_of
+from tests.experiment.runs import save_model, small_config
+from tests.methods.federation import LARGE, SETTINGS, client
+
+
+@pytest.fixture
+def flame():
+    return build_method("flame", {"rank": 3})
+
+
+def test_enough_trains_so_many_and_tells_the_others_in_client_order(olmoe_backbone, flame, tmp_path):
+    everybody = deliver(olmoe_backbone, flame, tmp_path / "all", 1)
+    engine = engine_of(olmoe_backbone, flame, tmp_path / "some", 1)
+    found = list(engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone), Terms(enough=2)))
+    assert [delivery.task.client for delivery in found] == list(CLIENTS)
+    needed = [index for index, delivery in enumerate(found) if delivery.needed]
+    assert len(needed) == 2
+    for index, delivery in enumerate(found):
+        if index in needed:
+            expected = everybody[index].upload.tensors
+            assert all(torch.equal(delivery.upload.tensors[name], tensor) for name, tensor in expected.items())
+        else:
+            assert delivery.upload is None
+            assert delivery.failure == "not needed: 2 others were faster"
+    trained = {name for name, files in kept_rounds(tmp_path / "some").items() if "round-00002.memory" in files}
+    assert trained == {CLIENTS[index].name for index in needed}
+
+
+def test_no_cohort_begins_after_the_deadline_and_one_that_has_begun_is_waited_for(
+    olmoe_backbone, flame, tmp_path, monkeypatch
+):
+    now = [0.0]
+    monkeypatch.setattr(local.time, "monotonic", lambda: now[0])
+    engine = engine_of(olmoe_backbone, flame, tmp_path, 2)
+    arriving = engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone), Terms(deadline_seconds=60.0))
+    found = [next(arriving)]
+    now[0] = 60.5
+    found += list(arriving)
+    late = "did not answer within 60 s"
+    assert [delivery.failure for delivery in found] == ["", "", late, late, late]
+    assert [delivery.task.client for delivery in found] == list(CLIENTS)
+    assert all(delivery.needed for delivery in found)
+
+
+def test_nobody_to_train_is_nothing_to_do(olmoe_backbone, flame, tmp_path):
+    engine = engine_of(olmoe_backbone, flame, tmp_path, 2)
+    assert list(engine.train(flame, olmoe_backbone.info, [], Terms(enough=2))) == []
+
+
+def test_halving_keeps_the_smaller_size_and_the_order():
+    tried = []
+
+    def train(members):
+        tried.append(len(members))
+        if len(members) > 3:
+            raise torch.OutOfMemoryError("no room")
+        return [10 * member for member in members]
+
+    assert list(halving(range(11), 8, train, torch.device("cpu"))) == [10 * member for member in range(11)]
+    assert tried == [8, 4, 2, 2, 2, 2, 2, 1]
+
+
+ROWS = {0: [Encoded((5, 6, 7), 1), Encoded((9,), 0)], 3: [Encoded((1, 2), 2)], 7: []}
+
+
+def test_examples_survive_the_way_to_an_actor():
+    tensors, scalars = unpack(pack_examples(ROWS))
+    assert scalars == {}
+    for index, rows in ROWS.items():
+        assert list(unpack_rows(tensors, index)) == rows
+
+
+def test_settings_and_clients_survive_as_plain_values():
+    assert plain_settings(json.loads(json.dumps(asdict(SETTINGS)))).optimizer.kind == SETTINGS.optimizer.kind
+    assert plain_settings(asdict(SETTINGS)) == SETTINGS
+    job = json.loads(json.dumps(job_of("flame", {"rank": 3}, 4, CLIENTS, "")))
+    assert tuple(client_of(plain) for plain in job["clients"]) == CLIENTS
+
+
+@pytest.mark.parametrize("kept", [None, Payload({"gate": torch.ones(3)}, {"steps": 2})])
+@pytest.mark.parametrize("frequency", [None, torch.rand(2, 3, 8)[:, 1]])
+def test_a_result_survives_the_way_back(kept, frequency):
+    report = LocalReport(steps=3, tokens=40, examples=6, loss=0.1 + 0.2, seconds=1.5)
+    result = Trained(Payload({"adapter/a": torch.randn(2, 3)}, {"n": 1}), kept, report, frequency, 77)
+    found = trained_of(json.loads(json.dumps(as_plain(result))), *as_bytes(result))
+    assert found.report == report
+    assert found.peak_memory_bytes == 77
+    for one, other in ((found.upload, result.upload), (found.kept, kept)):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert one.scalars == other.scalars
+            assert all(torch.equal(one.tensors[name], tensor) for name, tensor in other.tensors.items())
+    assert (found.frequency is None) == (frequency is None)
+    assert frequency is None or torch.equal(found.frequency, frequency)
+
+
+@pytest.fixture
+def actor(tmp_path: Path):
+    """An actor in this process, as Ray would build it, of 2 threads."""
+    folder = save_model(tmp_path / "model")
+    threads = torch.get_num_threads()
+    rows = {0: [Encoded((5, 6, 7, 8), 1)] * 4}
+    yield CohortActor(
+        {"path": str(folder), "device": "cpu", "dtype": "float32"}, asdict(SETTINGS), 1, 2, 0.5, pack_examples(rows)
+    )
+    torch.set_num_threads(threads)
+
+
+def test_an_actor_loads_once_and_computes_with_its_threads(actor):
+    assert actor.describe()["threads"] == torch.get_num_threads() == 2
+    assert actor.describe()["loads"] == 1
+
+
+def test_an_actor_trains_from_plain_values_and_bytes(actor, flame):
+    who = client(0, LARGE, 4)
+    model = actor.trainer.backbone.info
+    state = flame.start(model, [LARGE], torch.Generator().manual_seed(0))
+    job = job_of("flame", {"rank": 3}, 2, [who], "")
+    nothing = encode(Payload())
+    summary, blobs = actor.train(job, encode(flame.download(state, model, who)), nothing, nothing)
+    assert summary["reports"][0]["steps"] == SETTINGS.steps
+    trained = trained_of(summary["reports"][0], *blobs)
+    assert {name: tuple(t.shape) for name, t in trained.upload.tensors.items()} == dict(
+        flame.expected_upload(model, who, flame.download(state, model, who))
+    )
+    assert actor.cohort_size(job) == 1
+
+
+def test_what_an_actor_cannot_mend_comes_back_as_words(actor, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(type(actor.trainer), "train", full)
+    who, nothing = client(0, LARGE, 4), encode(Payload())
+    summary, blobs = actor.train(job_of("flame", {"rank": 3}, 2, [who], ""), nothing, nothing, nothing)
+    assert "does not hold one client's training" in summary["error"]
+    assert "training.batch_size" in summary["hint"]
+    assert blobs == []
+    assert isinstance(FedGuildError(summary["error"], summary["hint"]), Exception)
+
+
+def test_without_ray_the_engine_names_its_extra(tmp_path, monkeypatch):
+    import sys
+
+    for name in ("fedguild.engines.ray", "fedguild.engines.ray_cluster"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    run = prepare(small_config(save_model(tmp_path / "model"), "federation.engine={name: ray}"), tmp_path / "run")
+    with pytest.raises(ConfigError, match="the package 'ray' is not installed") as caught:
+        make_engine(run)
+    assert caught.value.hint == "Install the extra: pip install 'fedguild[ray]'."

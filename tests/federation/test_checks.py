@@ -1,0 +1,175 @@
+"""What is said to be wrong with a federation before it starts."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from fedguild.config.site import load_server, load_site
+from fedguild.errors import ConfigError
+from fedguild.federation import checks
+from fedguild.federation.project import write_project
+from tests.engines.flower.processes import free_ports
+from tests.experiment.runs import says
+
+pytest.importorskip("cryptography")
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+
+
+@pytest.fixture(scope="module")
+def guild(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("federation") / "guild"
+    port, own = free_ports(2)
+    write_project(folder, 2, "fedit/tiny-tasks", address=f"127.0.0.1:{port}")
+    site = folder / "client-000" / "site.yaml"
+    site.write_text(site.read_text().replace("port: 9094", f"port: {own}"))
+    return folder
+
+
+@pytest.fixture
+def copy(guild: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(guild, tmp_path / "guild"))
+
+
+def faults_of_server(folder: Path) -> list[checks.Fault]:
+    return list(checks.server_faults(folder / "server", load_server(folder / "server")))
+
+
+def faults_of_site(folder: Path) -> list[checks.Fault]:
+    return list(checks.site_faults(folder / "client-000", load_site(folder / "client-000")))
+
+
+@contextmanager
+def answering(certificates: Path, port: int) -> Iterator[None]:
+    """An HTTPS server with a folder's certificate."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", port), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates / "server.pem", certificates / "server.key")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def certificates_again(folder: Path, days: int = 397) -> None:
+    script = (folder / "make.sh").read_text().replace("-days 397", f"-days {days}")
+    subprocess.run(["sh", "-c", script], cwd=folder, check=True, capture_output=True)
+
+
+def test_a_new_federation_has_no_fault(guild: Path) -> None:
+    assert not faults_of_server(guild)
+    (fault,) = faults_of_site(guild)
+    says(fault.message, "Nobody answers at 127.0.0.1:")
+    assert not fault.fatal
+
+
+def test_a_client_that_reaches_its_server_has_no_fault(guild: Path) -> None:
+    with answering(guild / "server/certificates", load_server(guild / "server").port):
+        assert not faults_of_site(guild)
+
+
+def test_a_missing_certificate(copy: Path) -> None:
+    (copy / "server/certificates/server.pem").unlink()
+    (fault,) = faults_of_server(copy)
+    says(fault.message, "certificates/server.pem is missing")
+    assert fault.fatal
+
+
+def test_a_certificate_of_another_authority(copy: Path) -> None:
+    before = (copy / "server/certificates/ca.pem").read_bytes()
+    certificates_again(copy / "server/certificates")
+    with answering(copy / "server/certificates", load_server(copy / "server").port):
+        (fault,) = faults_of_site(copy)
+    says(fault.message, "was signed by another authority")
+    assert fault.fatal
+    (copy / "server/certificates/ca.pem").write_bytes(before)
+    (fault,) = faults_of_server(copy)
+    says(fault.message, "was not signed by the authority")
+
+
+def test_a_certificate_that_expired(copy: Path) -> None:
+    certificates_again(copy / "server/certificates", days=-1)
+    (fault,) = faults_of_server(copy)
+    says(fault.message, "The server's certificate", "expired on")
+
+
+def test_a_certificate_with_another_key(copy: Path) -> None:
+    shutil.copy(copy / "server/certificates/ca.key", copy / "server/certificates/server.key")
+    (fault,) = faults_of_server(copy)
+    says(fault.message, "is not the key of")
+
+
+def test_something_that_is_no_certificate(copy: Path) -> None:
+    (copy / "client-000/ca.pem").write_text("hello")
+    assert all("is not a certificate in PEM form" in fault.message for fault in faults_of_site(copy))
+
+
+def test_a_missing_key_and_one_that_others_can_read(copy: Path) -> None:
+    (copy / "client-000/node.key").chmod(0o644)
+    says(faults_of_site(copy)[0].message, "Others on this machine can read the private key")
+    (copy / "client-000/node.key").unlink()
+    fault = faults_of_site(copy)[0]
+    says(fault.message + fault.cure, "node.key is missing", "fedguild federation key")
+
+
+def test_a_port_that_is_taken(guild: Path) -> None:
+    with socket.create_server(("127.0.0.1", load_server(guild / "server").port)):
+        (fault,) = faults_of_server(guild)
+    says(fault.message + fault.cure, "cannot be listened on", "port in server.yaml")
+
+
+def test_fewer_keys_than_clients(copy: Path) -> None:
+    (copy / "server/nodes/client-001.pub").unlink()
+    (fault,) = faults_of_server(copy)
+    says(fault.message, "has 1 public key(s), but the run has 2 clients")
+    assert not fault.fatal
+
+
+def test_a_run_that_cannot_be_read(copy: Path) -> None:
+    (copy / "server/run.yaml").write_text("metod: fedit\n")
+    says(faults_of_server(copy)[0].message, "unknown key 'metod'")
+
+
+@pytest.mark.parametrize(("seconds", "found"), [(0, False), (-250, False), (6, True), (-400, True)])
+def test_a_clock_that_is_off(seconds: int, found: bool) -> None:
+    now = datetime.now(UTC)
+    assert bool(list(checks.clock_faults(now, now + timedelta(seconds=seconds)))) is found
+
+
+@pytest.mark.parametrize("version", [None, "1.40.0", "1.410.0"])
+def test_another_version_of_flower(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "installed", lambda _: version)
+    (fault,) = checks.version_faults()
+    says(fault.cure, "pip install 'fedguild[flower]'")
+
+
+def test_all_faults_are_named_at_once(copy: Path) -> None:
+    (copy / "server/certificates/server.pem").unlink()
+    (copy / "server/run.yaml").unlink()
+    with pytest.raises(ConfigError) as caught:
+        checks.require_none(iter(faults_of_server(copy)))
+    says(caught.value.message, "server.pem is missing", "run.yaml")

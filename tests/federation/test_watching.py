@@ -1,0 +1,95 @@
+"""Processes that are started together, watched, and ended together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fedguild.errors import FedGuildError
+from fedguild.federation import processes
+from fedguild.federation.processes import Child, watch
+
+SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
+BEGETS = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+
+
+def child(program: str, folder: Path, name: str = "helper") -> Child:
+    return Child(name, [sys.executable, "-c", program], dict(os.environ), folder / f"{name}.log", folder)
+
+
+def interrupt_when(condition: object, seconds: float = 20.0) -> threading.Thread:
+    """Sends Ctrl-C to this process as soon as something is so."""
+
+    def wait() -> None:
+        due = time.monotonic() + seconds
+        while not condition() and time.monotonic() < due:  # type: ignore[operator]
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_an_end_takes_the_childs_children_along(tmp_path: Path) -> None:
+    started = child(BEGETS + SLEEPS, tmp_path)
+    started.start()
+    due = time.monotonic() + 20
+    while "up" not in started.last_words() and time.monotonic() < due:
+        time.sleep(0.02)
+    family = psutil.Process(started.pid).children(recursive=True)
+    assert len(family) == 1
+    started.end()
+    psutil.wait_procs(family, timeout=5)
+    assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family)
+    assert started.ended() is not None
+
+
+def test_what_is_killed_is_started_again_and_ctrl_c_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "WATCH_SECONDS", 0.02)
+    started, told, pids = child(SLEEPS, tmp_path), [], []
+    started.start()
+    pids.append(started.pid)
+    os.kill(started.pid, signal.SIGKILL)
+    thread = interrupt_when(lambda: started.pid != pids[0])
+    watch([started], told.append, restart=True)
+    thread.join()
+    assert started.pid != pids[0]
+    assert started.ended() is not None
+    assert "The helper ended with status -9; it is started again in 1 s." in told[0]
+
+
+def test_pauses_double_until_a_life_was_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
+    started = child("pass", tmp_path)
+
+    def start() -> None:
+        started._due, started._started = None, now[0]
+
+    monkeypatch.setattr(started, "start", start)
+    pauses = []
+    for life in (0, 0, 0, 0, 0, 0, 0, 61):
+        now[0] += life
+        pauses.append(started.start_again())
+        now[0] += 100.0 if pauses[-1] is None else pauses[-1]
+        assert started.start_again() is None
+    assert pauses == [1, 2, 4, 8, 10, 10, 10, 1]
+
+
+@pytest.mark.parametrize(("status", "restart"), [(0, False), (3, False), (2, True)])
+def test_an_end_that_restarting_does_not_mend_is_an_error(status: int, restart: bool, tmp_path: Path) -> None:
+    started = child(f"import sys; print('the reason'); sys.exit({status})", tmp_path)
+    other = child(SLEEPS, tmp_path, "other")
+    for one in (started, other):
+        one.start()
+    with pytest.raises(FedGuildError, match=f"The helper ended with status {status}.\n  the reason"):
+        watch([started, other], lambda line: None, restart=restart)
+    assert other.ended() is not None
