@@ -20,8 +20,6 @@ from fedguild.setup import Experiment
 from tests.experiment.runs import assert_same, ended, save_model, small_config
 from tests.methods.test_matrix import CASES
 
-FAMILIES = ("fedit", "flame", "ub-smoe", "fedalign-moe", "fedamole")
-"""One method of each family; `CASES` has all."""
 SETTINGS = (
     "federation.rounds=2",
     "federation.cohort_size=1",

@@ -15,6 +15,7 @@ import torch
 from fedguild import experiment
 from fedguild.config import load_config
 from fedguild.errors import ConfigError, FedGuildError
+from fedguild.methods import METHODS
 from fedguild.seeding import torch_rng
 from fedguild.server.method import State
 from fedguild.server.rounds import (
@@ -28,7 +29,7 @@ from fedguild.server.rounds import (
     run_round,
 )
 from fedguild.setup import Experiment, make_engine, prepare
-from tests.engines.equality import FAMILIES, assert_equal_to_local, case_config, save_models
+from tests.engines.equality import assert_equal_to_local, case_config, save_models
 from tests.experiment.runs import assert_same, ended
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
@@ -97,7 +98,7 @@ def shared(_one_ray: None) -> Iterator[Shared]:
         engine.close()
 
 
-@pytest.mark.parametrize("label", FAMILIES)
+@pytest.mark.parametrize("label", sorted(METHODS))
 def test_two_actors_give_the_bytes_and_bits_of_the_local_engine(label, models, shared, tmp_path):
     assert_equal_to_local(label, models, tmp_path, shared.make)
     for engine in shared.engines.values():

@@ -11,7 +11,20 @@ import typer
 from typer.core import TyperGroup
 
 import fedguild
-from fedguild.cli import compare, doctor, evaluate, export, methods, partition, presets, report, resume, run
+from fedguild.cli import (
+    compare,
+    doctor,
+    evaluate,
+    export,
+    federation,
+    methods,
+    partition,
+    presets,
+    profile,
+    report,
+    resume,
+    run,
+)
 from fedguild.cli.output import explain
 from fedguild.errors import FedGuildError
 
@@ -77,9 +90,12 @@ def _options(
         warnings.simplefilter("ignore", FutureWarning)
 
 
-for module in (run, resume, compare, partition, evaluate, export, report, methods, presets, doctor):
+for module in (run, resume, compare, partition, profile, evaluate, export, report, methods, presets, doctor):
     name = module.__name__.rsplit(".", 1)[-1]
     app.command(name, epilog="\n\n".join(["Examples:", *module.EXAMPLES]))(module.command)
+
+
+app.add_typer(federation.app)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -76,6 +77,8 @@ def diagnose() -> Iterator[Finding]:
     if util.find_spec("torch"):
         yield from _device()
         yield _cores()
+    if util.find_spec("flwr"):
+        yield from _flower()
     yield _memory()
     yield _write_access()
 
@@ -110,6 +113,24 @@ def _device() -> Iterator[Finding]:
             "ok" if bfloat16 else "problem",
             "" if bfloat16 else "no bfloat16: set model.dtype=float16 or float32",
         )
+
+
+def _flower() -> Iterator[Finding]:
+    from fedguild.federation.checks import version_faults
+    from fedguild.federation.commands import VARIABLES
+
+    for fault in version_faults():
+        yield Finding("flower", metadata.version("flwr"), "problem", f"{fault.message} {fault.cure}")
+    openssl = shutil.which("openssl")
+    loss = "fedguild federation init cannot make example certificates: install openssl"
+    yield Finding("openssl", openssl or "not installed", "ok" if openssl else "missing", "" if openssl else loss)
+    unset = [name for name, value in VARIABLES.items() if os.environ.get(name) != value]
+    found = (
+        "as fedguild federation sets them" if not unset else f"{len(unset)} of {len(VARIABLES)} not set in this shell"
+    )
+    lines = " ".join(f"{name}={VARIABLES[name]}" for name in unset)
+    note = f"only matters where flwr is called by hand: export {lines}" if unset else ""
+    yield Finding("flower's variables", found, "ok", note)
 
 
 def _memory() -> Finding:

@@ -137,7 +137,11 @@ class Method(Protocol):
         ...
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Consumes the round's valid uploads, in client order, and returns the next state."""
+        """Consumes the round's valid uploads and returns the next state.
+
+        They come in client order, then those of clients that were asked again, then late ones of the round
+        before (`upload.round` tells), whose clients had the download of that round.
+        """
         ...
 
     def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment | None:

@@ -1,0 +1,151 @@
+"""`fedguild federation`: real clients over the network, each with its own data and its own model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from fedguild.cli.options import JsonOption, OverridesArgument
+from fedguild.cli.output import note, show, show_json
+
+app = typer.Typer(
+    name="federation",
+    help="Run a federation of real clients over TLS: every site keeps its data and takes home its own model.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+ServerFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The server's folder.", show_default=False)]
+SiteFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The client's folder.", show_default=False)]
+
+
+def _examples(*lines: str) -> str:
+    return "\n\n".join(["Examples:", *lines])
+
+
+@app.command(
+    epilog=_examples(
+        "fedguild federation init guild --clients 3 --config fedit/tiny-tasks",
+        "fedguild federation init guild --clients 3 --own-data data.corpus=alpaca data.train=own.json",
+        "fedguild federation init guild --clients 5 --config flame/tiny-tasks --address guild.example.org:9443 seed=1",
+    )
+)
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.", show_default=False)],
+    overrides: OverridesArgument = None,
+    clients: Annotated[int, typer.Option("--clients", min=1, help="How many clients.")] = 3,
+    config: Annotated[str, typer.Option("--config", help="The run: a preset or a YAML file.")] = "fedit/tiny-tasks",
+    address: Annotated[
+        str, typer.Option("--address", help="Where clients find the server, host:port.")
+    ] = "127.0.0.1:9443",
+    own_data: Annotated[
+        bool,
+        typer.Option(
+            "--own-data", help="Every client reads the config's data from its own folder; the server has none."
+        ),
+    ] = False,
+) -> None:
+    """Write a federation: the server's folder and one per client, with example certificates and keys."""
+    from fedguild.federation.project import write_project
+
+    written = write_project(folder, clients, config, overrides or (), address=address, own_data=own_data)
+    note(f"A federation of {clients} clients that runs {written.name}; {folder / 'README.md'} says how to start it.")
+    typer.echo(folder)
+
+
+@app.command(epilog=_examples("fedguild federation key guild/client-000/node.key"))
+def key(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="The new private key.", show_default=False)],
+) -> None:
+    """Make a client's key pair; the public one, beside it, goes to the server's operator."""
+    from fedguild.federation.keys import write_key
+
+    typer.echo(write_key(path))
+
+
+@app.command(epilog=_examples("fedguild federation server guild/server"))
+def server(folder: ServerFolder) -> None:
+    """Start the server and stay: TLS, and only clients whose keys are in its folder."""
+    from fedguild.federation.operations import run_server
+
+    run_server(folder, note)
+
+
+@app.command(epilog=_examples("fedguild federation client guild/client-000"))
+def client(folder: SiteFolder) -> None:
+    """Start a client and stay: its trainer, and the program that speaks with the server."""
+    from fedguild.federation.operations import run_client
+
+    run_client(folder, note)
+
+
+@app.command(epilog=_examples("fedguild federation run guild/server"))
+def run(
+    folder: ServerFolder,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Only begin; do not go on with a run.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Begin the federation's run, or go on with it from its last complete round."""
+    from fedguild.federation.operations import run_federation
+
+    outcome = run_federation(folder, note, fresh=fresh)
+    if as_json:
+        show_json(outcome)
+    else:
+        typer.echo(outcome["folder"])
+
+
+@app.command(
+    epilog=_examples("fedguild federation status guild/server", "fedguild federation status guild/server --json")
+)
+def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
+    """Say whether the server is up, who is there, and how far the run is."""
+    from fedguild.federation.operations import status_of
+
+    found = status_of(folder)
+    if as_json:
+        show_json(asdict(found))
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("client", "status", "since", "examples", "budget"):
+        table.add_column(heading)
+    for index, said in sorted(found.clients.items(), key=lambda pair: int(pair[0])):
+        node = next((node for node in found.nodes if node.get("node-id") == said.get("node")), {})
+        table.add_row(
+            f"client-{int(index):03d}",
+            str(node.get("status", "unknown")),
+            str(node.get("online-at", "")),
+            str(said["sizes"]["train"]),
+            str(said["budget"]),
+        )
+    online = sum(node.get("status") == "online" for node in found.nodes)
+    note(f"{len(found.nodes)} key(s) are registered, {online} client(s) online.")
+    where = "no run has begun" if found.round is None else f"round {found.round} is complete"
+    note(f"The server {'is up' if found.up else 'does not answer'}; {where}.")
+    show(table)
+
+
+@app.command(epilog=_examples("fedguild federation settings"))
+def settings() -> None:
+    """List every setting of site.yaml and server.yaml."""
+    from fedguild.config.reference import settings_of
+    from fedguild.config.site import SERVER_FILE, SITE_FILE, ServerSettings, SiteSettings
+
+    for file, schema in ((SITE_FILE, SiteSettings), (SERVER_FILE, ServerSettings)):
+        table = Table(box=None, header_style="bold", pad_edge=False, title=file, title_justify="left")
+        for heading in ("setting", "accepts", "default", "meaning"):
+            table.add_column(heading, overflow="fold")
+        for setting in settings_of(schema):
+            table.add_row(setting.key, setting.accepts, setting.default, setting.help)
+        show(table)
+
+
+@app.command(hidden=True)
+def trainer(folder: SiteFolder) -> None:
+    """Run a client's trainer; `fedguild federation client` starts it."""
+    from fedguild.federation.trainer import run_trainer
+
+    run_trainer(folder)

@@ -1,0 +1,144 @@
+"""The files of a federation with real clients: what a site offers and accepts, and what its server does.
+
+`site.yaml` belongs to one organisation and stays with it. It says which data and which model the client
+trains on, and limits what the server may ask for; what is beyond the limits is refused with a reason.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import Field, ValidationError
+
+from fedguild.config.base import Section
+from fedguild.config.data import DataSettings
+from fedguild.config.explaining import Layer, explained
+from fedguild.config.schema import ModelSettings
+from fedguild.config.yaml_reading import parse
+from fedguild.errors import ConfigError
+
+SITE_FILE = "site.yaml"
+SERVER_FILE = "server.yaml"
+_Settings = TypeVar("_Settings", bound=Section)
+
+
+class SiteDataSettings(DataSettings):
+    """The site's own examples. All of them are the client's, unless several clients share one source."""
+
+    seed: int = Field(default=0, ge=0, description="Everything random in reading, dealing and splitting the data.")
+    shares: int = Field(
+        default=1, ge=1, description="Shares that the source is dealt into by `partition`; 1: all of it is this site's."
+    )
+    share: int = Field(default=0, ge=0, description="Which of the shares is this site's, from 0.")
+
+
+class AcceptSettings(Section):
+    """What the server may ask of this site; the rest is refused, with the reason."""
+
+    methods: tuple[str, ...] | None = Field(
+        default=None, description="Names of the methods that may run here; null: any."
+    )
+    max_steps: int | None = Field(default=None, ge=1, description="Most optimizer steps in a round; null: no limit.")
+    leave: tuple[str, ...] = Field(
+        default=("*",),
+        description="Patterns of the names of tensors that may leave, `part/name`, for example `adapter/*`.",
+    )
+    min_clients: int = Field(
+        default=2, ge=1, description="Fewest clients whose uploads the run's quorum lets it aggregate."
+    )
+    max_upload_bytes: int | None = Field(default=None, ge=1, description="Largest encoded upload; null: no limit.")
+
+
+class SiteSettings(Section):
+    """One client of a federation, on its own machine."""
+
+    client: int = Field(ge=0, description="The client's number in the federation, from 0.")
+    server: str = Field(pattern=r"^[^\s/:]+:\d+$", description="Address of the server, `host:port`, without a scheme.")
+    certificate: str = Field(
+        default="ca.pem", description="Certificate of the authority that signed the server's, a PEM file."
+    )
+    key: str = Field(default="node.key", description="This site's private key, as `fedguild federation key` writes it.")
+    port: int = Field(
+        default=9094, ge=1, le=65535, description="Port of 127.0.0.1 on which the site's own processes meet."
+    )
+    work: str = Field(default="work", description="Folder for the client's memory, logs and the models it takes home.")
+    budget: str | None = Field(
+        default=None, description="Name of the run's budget that this site can afford; null: as the run deals them."
+    )
+    model: ModelSettings = Field(default_factory=ModelSettings, description="The frozen backbone, as it lies here.")
+    data: SiteDataSettings = Field(default_factory=SiteDataSettings, description="The site's own examples.")
+    accept: AcceptSettings = Field(default_factory=AcceptSettings, description="What the server may ask for.")
+
+
+class ServerSettings(Section):
+    """The server of a federation."""
+
+    run: str = Field(default="run.yaml", description="The run's config.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
+    port: int = Field(default=9443, ge=1, le=65535, description="Port to listen on.")
+    authority: str = Field(default="certificates/ca.pem", description="Certificate of the authority, a PEM file.")
+    certificate: str = Field(default="certificates/server.pem", description="The server's certificate, a PEM file.")
+    key: str = Field(default="certificates/server.key", description="The server's private key, a PEM file.")
+    nodes: str = Field(
+        default="nodes", description="Folder with the public keys of the clients, `client-000.pub` and so on."
+    )
+    state: str = Field(default="state", description="Folder for Flower's database and logs, and for the run.")
+    wait_seconds: float = Field(default=600.0, gt=0, description="How long a run waits for all clients to be there.")
+    reconnect_seconds: float = Field(
+        default=120.0,
+        ge=0,
+        description="How long a round waits for a client that is not connected. One that was killed needs about a "
+        "minute before Flower lets it in again.",
+    )
+    score_seconds: float = Field(
+        default=3600.0, gt=0, description="How long a round waits for the scores that clients compute themselves."
+    )
+    reads_data: bool = Field(
+        default=False,
+        description="Whether the server has the run's data, and scores the global model on its held-out examples; "
+        "otherwise the clients score their own models on theirs.",
+    )
+    deliver: bool = Field(
+        default=True, description="Whether every client gets its own model after the last round, to take home."
+    )
+
+
+def load_site(folder: Path) -> SiteSettings:
+    """Returns the settings of a client's folder.
+
+    Raises:
+        ConfigError: there is no `site.yaml`, it is not YAML, or a setting is unknown or out of range.
+    """
+    site = _load(folder / SITE_FILE, SiteSettings)
+    if site.data.share >= site.data.shares:
+        raise ConfigError(
+            f"{folder / SITE_FILE}: data.share is {site.data.share}, but data.shares is {site.data.shares}.",
+            f"Choose a share from 0 to {site.data.shares - 1}.",
+        )
+    return site
+
+
+def load_server(folder: Path) -> ServerSettings:
+    """Returns the settings of a server's folder.
+
+    Raises:
+        ConfigError: there is no `server.yaml`, it is not YAML, or a setting is unknown or out of range.
+    """
+    return _load(folder / SERVER_FILE, ServerSettings)
+
+
+def _load(path: Path, schema: type[_Settings]) -> _Settings:
+    try:
+        settings = parse(path.read_text("utf-8"), str(path))
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot read {path}: {error.strerror or error}.",
+            "Give a folder that `fedguild federation init` wrote, for example guild/server or guild/client-000.",
+        ) from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys to values, but this is {settings!r:.60}.")
+    try:
+        return schema.model_validate(settings)
+    except ValidationError as error:
+        raise explained(error, [Layer(str(path), settings)], schema) from error

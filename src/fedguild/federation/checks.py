@@ -1,0 +1,221 @@
+"""What is wrong with a federation before it is started, in one sentence each, with the cure."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from fedguild.config import load_config
+from fedguild.config.site import ServerSettings, SiteSettings
+from fedguild.errors import ConfigError, FedGuildError
+
+FLWR = "1.41"
+CONNECT_SECONDS = 5.0
+AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 300.0
+"""Flower refuses a client whose clock is further from the server's."""
+INSTALL = "pip install 'fedguild[flower]'"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that keeps a federation from working.
+
+    Attributes:
+        message: What is wrong.
+        cure: What to do.
+        fatal: Whether it is of no use to start.
+    """
+
+    message: str
+    cure: str
+    fatal: bool = True
+
+
+def installed(package: str) -> str | None:
+    """Returns a package's version; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def require_none(faults: Iterator[Fault]) -> list[Fault]:
+    """Returns the faults that are no obstacle.
+
+    Raises:
+        ConfigError: there are others; the message has a line for each.
+    """
+    found = list(faults)
+    fatal = [fault for fault in found if fault.fatal]
+    if fatal:
+        raise ConfigError("\n".join(fault.message for fault in fatal), "\n".join(fault.cure for fault in fatal))
+    return found
+
+
+def version_faults() -> Iterator[Fault]:
+    """Yields what is wrong with the installation of Flower."""
+    found = installed("flwr")
+    if found is None:
+        yield Fault("Flower (flwr) is not installed.", INSTALL)
+    elif not found.startswith(f"{FLWR}."):
+        yield Fault(f"Flower {found} is installed, but FedGuild speaks to {FLWR}.", INSTALL)
+
+
+def server_faults(folder: Path, settings: ServerSettings) -> Iterator[Fault]:
+    """Yields what is wrong with a server's folder and machine."""
+    yield from version_faults()
+    try:
+        clients = load_config(str(folder / settings.run)).federation.clients
+    except FedGuildError as error:
+        yield Fault(error.message, error.hint)
+        clients = 0
+    files = [folder / name for name in (settings.authority, settings.certificate, settings.key)]
+    missing = [
+        Fault(f"{path} is missing.", "`fedguild federation init` makes an example.")
+        for path in files
+        if not path.is_file()
+    ]
+    yield from missing
+    if not missing and installed("cryptography"):
+        yield from certificate_faults(*files)
+    keys = sorted((folder / settings.nodes).glob("*.pub"))
+    if len(keys) < clients:
+        yield Fault(
+            f"{folder / settings.nodes} has {len(keys)} public key(s), but the run has {clients} clients.",
+            "Put each client's key there as client-000.pub and so on, and start again.",
+            fatal=not keys,
+        )
+    yield from port_faults(settings.host, settings.port, "port in server.yaml")
+
+
+def site_faults(folder: Path, site: SiteSettings) -> Iterator[Fault]:
+    """Yields what is wrong with a client's folder and machine, and with the way to the server."""
+    yield from version_faults()
+    key, authority = folder / site.key, folder / site.certificate
+    if not key.is_file():
+        yield Fault(f"The private key {key} is missing.", f"`fedguild federation key {key}` makes one.")
+    elif key.stat().st_mode & 0o077:
+        yield Fault(f"Others on this machine can read the private key {key}.", f"chmod 600 {key}", fatal=False)
+    if not authority.is_file():
+        yield Fault(f"The authority's certificate {authority} is missing.", "Ask the server's operator for ca.pem.")
+    else:
+        if installed("cryptography"):
+            yield from _dates("The authority's certificate", authority)
+        yield from way_faults(site.server, authority)
+    yield from port_faults("127.0.0.1", site.port, "port in site.yaml")
+
+
+def way_faults(server: str, authority: Path) -> Iterator[Fault]:
+    """Yields what is wrong on the way to the server: not there, another authority, another name, the clock."""
+    host, _, port = server.rpartition(":")
+    try:
+        trust = ssl.create_default_context(cafile=str(authority))
+    except ssl.SSLError:
+        yield Fault(f"{authority} is not a certificate in PEM form.", "Ask the server's operator for ca.pem.")
+        return
+    line = http.client.HTTPSConnection(host, int(port), timeout=CONNECT_SECONDS, context=trust)
+    try:
+        line.request("HEAD", "/v1/fleet/")
+        said = line.getresponse().getheader("Date")
+    except ssl.SSLCertVerificationError as error:
+        yield _untrusted(server, authority, error)
+    except (OSError, http.client.HTTPException) as error:
+        yield Fault(
+            f"Nobody answers at {server} ({error}).",
+            "Start `fedguild federation server` there, or look at `server` in site.yaml; the client keeps trying.",
+            fatal=False,
+        )
+    else:
+        if said:
+            yield from clock_faults(parsedate_to_datetime(said), datetime.now(UTC))
+    finally:
+        line.close()
+
+
+def clock_faults(theirs: datetime, ours: datetime) -> Iterator[Fault]:
+    """Yields a fault where this machine's clock is too far from the server's for Flower."""
+    ahead = (ours - theirs).total_seconds()
+    if ahead > AHEAD_SECONDS or ahead < -BEHIND_SECONDS:
+        way = "ahead of" if ahead > 0 else "behind"
+        yield Fault(
+            f"This machine's clock is {abs(ahead):.0f} s {way} the server's; Flower takes at most "
+            f"{AHEAD_SECONDS:.0f} s ahead and {BEHIND_SECONDS:.0f} s behind.",
+            "Set the clocks by NTP on both machines.",
+        )
+
+
+def certificate_faults(authority: Path, certificate: Path, key: Path) -> Iterator[Fault]:
+    """Yields what is wrong with a server's certificate: dates, another authority, another key."""
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    yield from _dates("The authority's certificate", authority)
+    yield from _dates("The server's certificate", certificate)
+    try:
+        signer, own = (x509.load_pem_x509_certificate(path.read_bytes()) for path in (authority, certificate))
+        private = load_pem_private_key(key.read_bytes(), None)
+    except (ValueError, TypeError) as error:
+        yield Fault(f"{authority}, {certificate} or {key} is not in PEM form ({error}).", "Make them again.")
+        return
+    try:
+        own.verify_directly_issued_by(signer)
+    except (ValueError, TypeError, InvalidSignature):
+        yield Fault(
+            f"{certificate} was not signed by the authority in {authority}.",
+            "Use the authority that signed it, or let this one sign a new certificate.",
+        )
+    if own.public_key() != private.public_key():
+        yield Fault(f"{key} is not the key of {certificate}.", "Put the certificate and its key back as a pair.")
+
+
+def port_faults(host: str, port: int, where: str) -> Iterator[Fault]:
+    """Yields a fault where something listens on a port already."""
+    try:
+        with socket.create_server((host, port)):
+            return
+    except OSError as error:
+        yield Fault(
+            f"Port {port} of {host} cannot be listened on: {error.strerror or error}.",
+            f"End what uses it (perhaps an earlier start of this command), or change {where}.",
+        )
+
+
+def _dates(what: str, path: Path) -> Iterator[Fault]:
+    from cryptography import x509
+
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    except ValueError:
+        yield Fault(f"{path} is not a certificate in PEM form.", "Put the right file there.")
+        return
+    now = datetime.now(UTC)
+    if now > certificate.not_valid_after_utc:
+        yield Fault(f"{what} {path} expired on {certificate.not_valid_after_utc:%Y-%m-%d}.", "Renew it, on both sides.")
+    elif now < certificate.not_valid_before_utc:
+        yield Fault(
+            f"{what} {path} is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC, which is not yet.",
+            "Look at this machine's clock.",
+        )
+
+
+def _untrusted(server: str, authority: Path, error: ssl.SSLCertVerificationError) -> Fault:
+    why = error.verify_message or str(error)
+    if "expired" in why:
+        return Fault(f"The certificate of {server} has expired.", "Its operator has to renew it.")
+    if "mismatch" in why or "doesn't match" in why:
+        return Fault(
+            f"The certificate of {server} is for another name ({why}).",
+            "Its operator has to put this name into the certificate, or use the name that is in it.",
+        )
+    return Fault(
+        f"The certificate of {server} was signed by another authority than {authority} ({why}).",
+        "Ask the server's operator for the authority's certificate, ca.pem.",
+    )

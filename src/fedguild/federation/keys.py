@@ -1,0 +1,37 @@
+"""A client's key pair, with which Flower tells one client from another and from strangers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fedguild.errors import FedGuildError
+from fedguild.files import write_text
+
+
+def write_key(path: Path) -> Path:
+    """Writes a new private key that only its owner can read, and the public one beside it as `.pub`.
+
+    Returns:
+        The public key's path; its operator sends that file, and no other, to the server's.
+
+    Raises:
+        FedGuildError: there is a key already, or the extra `flower` is not installed.
+    """
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+    except ModuleNotFoundError as error:
+        raise FedGuildError(f"{error.name} is not installed.", "pip install 'fedguild[flower]'") from error
+    if path.exists():
+        raise FedGuildError(
+            f"{path} is a key already.", "Choose another file; who loses a key gets a new one registered."
+        )
+    key = ec.generate_private_key(ec.SECP384R1())
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(private)
+    public = path.with_suffix(".pub")
+    write_text(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode() + "\n")
+    return public

@@ -1,0 +1,28 @@
+"""A run's progress as plain lines, which Flower carries to whoever follows the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class PrintedProgress:
+    """A `fedguild.progress.Progress` that prints."""
+
+    def stage(self, text: str) -> None:
+        """Prints what the run is busy with."""
+        self.message(f"{text}.")
+
+    def round_started(self, number: int, total: int) -> None:
+        """Prints the round."""
+        self.message(f"Round {number} of {total}.")
+
+    def step(self, done: int, total: int, loss: float) -> None:
+        """Ignores the steps: they are on the clients' machines."""
+
+    def evaluated(self, scores: Mapping[str, float]) -> None:
+        """Prints the scores."""
+        self.message("Scores: " + ", ".join(f"{name} {score:.3f}" for name, score in scores.items()) + ".")
+
+    def message(self, text: str) -> None:
+        """Prints a line."""
+        print(text, flush=True)

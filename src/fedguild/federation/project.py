@@ -1,0 +1,127 @@
+"""A new federation on disk: the server's folder, one for each client, and an example authority."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from fedguild.config import Config, load_config
+from fedguild.config.site import SERVER_FILE, SITE_FILE
+from fedguild.errors import ConfigError, FedGuildError
+from fedguild.federation import templates
+from fedguild.federation.keys import write_key
+from fedguild.files import write_text
+from fedguild.server.sampling import quorum_count, wanted_count
+
+FIRST_NODE_PORT = 9094
+
+
+def write_project(
+    folder: Path,
+    clients: int,
+    config_name: str,
+    overrides: Sequence[str] = (),
+    *,
+    address: str = "127.0.0.1:9443",
+    own_data: bool = False,
+) -> Config:
+    """Writes a federation that runs as it is on one machine, and from which organisations take their folders.
+
+    Unless each has data of its own, the clients share the config's: each holds the share that `fedguild run` would
+    deal to it.
+
+    Args:
+        folder: Where; new or empty.
+        clients: How many clients.
+        config_name: A preset or a config file.
+        overrides: Settings on top of it, `key.sub=value`.
+        address: Where the clients find the server, `host:port`.
+        own_data: Whether the config's data is read at each client, from its own folder, and belongs to it alone; the
+            server then has none.
+
+    Raises:
+        ConfigError: the config or the address is wrong.
+        FedGuildError: the folder holds something, or openssl is missing.
+    """
+    host, port = _host_and_port(address)
+    config = load_config(config_name, [f"federation.clients={clients}", "federation.engine.name=flower", *overrides])
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FedGuildError(f"{folder} exists already.", "Choose a folder that is new or empty.")
+    _require_openssl()
+    server = folder / "server"
+    write_text(folder / "README.md", templates.README.format(clients=clients, address=address))
+    write_text(server / "run.yaml", config.resolved_yaml())
+    reads_data = str(not own_data).lower()
+    write_text(server / SERVER_FILE, templates.SERVER.format(port=port, reads_data=reads_data))
+    write_text(server / "app" / "pyproject.toml", templates.APP)
+    write_text(server / "nginx.conf", templates.NGINX.format(host=host, port=port))
+    write_text(server / "certificates" / "make.sh", templates.CERTIFICATES)
+    _make_certificates(server / "certificates", host)
+    for index in range(clients):
+        _write_client(folder, config, index, address, own_data)
+    return config
+
+
+def _write_client(folder: Path, config: Config, index: int, address: str, own_data: bool) -> None:
+    name = f"client-{index:03d}"
+    site = folder / name
+    site.mkdir(parents=True)
+    public = write_key(site / "node.key")
+    write_text(folder / "server" / "nodes" / f"{name}.pub", public.read_text("utf-8"))
+    shutil.copyfile(folder / "server" / "certificates" / "ca.pem", site / "ca.pem")
+    data = config.data.model_dump(mode="json", exclude={"max_tokens"})
+    shares = {"shares": 1, "share": 0} if own_data else {"shares": config.federation.clients, "share": index}
+    data |= {"seed": config.seed, **shares}
+    if own_data:
+        data["partition"] = {"scheme": "iid"}
+    for key in ("train", "test"):
+        if data[key] is not None and Path(data[key]).exists():
+            data[key] = str(Path(data[key]).resolve())
+    model = config.model.model_dump(mode="json")
+    if Path(model["path"]).exists():
+        model["path"] = str(Path(model["path"]).resolve())
+    wanted = wanted_count(config.federation.clients, config.federation.participation)
+    write_text(
+        site / SITE_FILE,
+        templates.SITE.format(
+            client=index,
+            address=address,
+            port=FIRST_NODE_PORT + index,
+            model=_indented({"model": model}),
+            data=_indented({"data": data}),
+            method=config.method.name,
+            min_clients=min(2, quorum_count(wanted, config.federation.quorum)),
+        ),
+    )
+
+
+def _indented(section: dict[str, object]) -> str:
+    return yaml.safe_dump(section, sort_keys=False, allow_unicode=True, width=100).rstrip()
+
+
+def _make_certificates(folder: Path, host: str) -> None:
+    environment = {**os.environ, "SERVER_NAME": host}
+    made = subprocess.run(["sh", "make.sh"], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if made.returncode:
+        raise FedGuildError(f"openssl could not make the example certificates: {made.stderr.strip()[-500:]}")
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or "/" in host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(
+            f"'{address}' is not an address.", "An address is host:port, for example guild.example.org:9443."
+        )
+    return host, int(port)
+
+
+def _require_openssl() -> None:
+    if shutil.which("openssl") is None:
+        raise FedGuildError(
+            "openssl is not installed; it makes the example certificates.", "Install the package openssl."
+        )

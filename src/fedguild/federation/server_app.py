@@ -1,0 +1,46 @@
+"""The app that Flower starts on the server for each run: it runs our round loop over Flower's Grid."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedguild.engines.flower.adapter import make_server_app
+from fedguild.errors import FedGuildError
+from fedguild.federation import SERVER_FOLDER
+from fedguild.files import write_json
+
+if TYPE_CHECKING:
+    from fedguild.engines.flower.adapter import GridPost
+
+OUTCOMES = "outcomes"
+
+
+def main(post: GridPost, given: Mapping[str, Any]) -> None:
+    """Runs the server's folder, and writes how it ended for `fedguild federation run`."""
+    from fedguild.config.site import load_server
+    from fedguild.federation.news import PrintedProgress
+    from fedguild.federation.serving import serve
+
+    folder = Path(os.environ[SERVER_FOLDER])
+    settings = load_server(folder)
+    outcome: dict[str, Any] = {"status": "failed", "message": "The server's process was ended.", "hint": ""}
+    try:
+        result = serve(post, settings, folder, progress=PrintedProgress())
+        outcome = {"status": "done", "folder": str(result.folder), "rounds": result.rounds, "mean": result.mean}
+    except FedGuildError as error:
+        outcome |= {"message": error.message, "hint": error.hint}
+        print(f"The run stopped: {error}", flush=True)
+        raise
+    except Exception as error:
+        outcome |= {"message": f"{type(error).__name__}: {error}"}
+        traceback.print_exc()
+        raise
+    finally:
+        write_json(folder / settings.state / OUTCOMES / f"{given.get('ticket') or 'untold'}.json", outcome)
+
+
+app = make_server_app(main)

@@ -1,0 +1,117 @@
+"""The files that `fedguild federation init` writes."""
+
+README = """# A federation of {clients} clients
+
+`server/` belongs to whoever runs the server, `client-000/` and so on to one organisation each.
+
+On one machine, each line in a terminal of its own:
+
+    fedguild federation server server
+    fedguild federation client client-000      # and the others
+    fedguild federation run server
+
+On several machines: give every organisation its folder and nothing else, keep `server/certificates/ca.key`
+and every `node.key` where only their owner can read them, and let the clients reach {address}.
+Better still, every organisation makes its own key with `fedguild federation key node.key` and sends only
+`node.pub`, which goes into `server/nodes/` under the client's name.
+
+In its `site.yaml` an organisation says where its data and its model are, and what it accepts.
+"""
+
+SERVER = """# The server of the federation; `fedguild federation server FOLDER` reads this.
+run: run.yaml
+host: 127.0.0.1
+port: {port}
+wait_seconds: 600
+# Whether this machine has the run's data and scores the global model on its held-out examples. Set it to
+# false where the data is with the clients alone: they then score their own models on their own examples.
+reads_data: {reads_data}
+"""
+
+SITE = """# One client of the federation; `fedguild federation client FOLDER` reads it. It stays with its organisation.
+client: {client}
+server: {address}
+certificate: ca.pem
+key: node.key
+port: {port}
+work: work
+
+# What the server may ask for; the rest is refused, with the reason.
+accept:
+  methods: [{method}]
+  max_steps: 10000
+  leave: ["*"]
+  min_clients: {min_clients}
+
+{model}
+
+# The organisation's own examples. With `shares` above 1 a source is dealt out as in a simulation, and
+# `share` is this client's; for data of its own an organisation sets `shares: 1` and `share: 0`.
+{data}
+"""
+
+APP = """[project]
+name = "guild"
+version = "1.0.0"
+description = "FedGuild's round loop as a Flower app"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedguild"
+
+[tool.flwr.app.components]
+serverapp = "fedguild.federation.server_app:app"
+clientapp = "fedguild.federation.client_app:app"
+
+[tool.flwr.app.config]
+ticket = ""
+"""
+
+CERTIFICATES = """#!/bin/sh
+# An example authority and the server's certificate, for SERVER_NAME (a host name or an address) and this machine.
+# In earnest, use a certificate of your organisation's authority and give the clients that authority's instead.
+set -eu
+umask 077
+name="${SERVER_NAME:-localhost}"
+case "$name" in
+  *[!0-9.]*) kind=DNS ;;
+  *) kind=IP ;;
+esac
+openssl ecparam -name prime256v1 -genkey -noout -out ca.key
+openssl req -x509 -new -key ca.key -sha256 -days 825 -subj "/CN=FedGuild example authority" -out ca.pem \\
+  -addext "basicConstraints=critical,CA:TRUE" -addext "keyUsage=critical,keyCertSign,cRLSign"
+openssl ecparam -name prime256v1 -genkey -noout -out server.key
+openssl req -new -key server.key -sha256 -subj "/CN=$name" -out server.csr
+cat > server.ext <<END
+basicConstraints=CA:FALSE
+extendedKeyUsage=serverAuth
+subjectAltName=$kind:$name,DNS:localhost,IP:127.0.0.1
+END
+openssl x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -sha256 -days 397 \\
+  -extfile server.ext -out server.pem
+chmod 644 ca.pem server.pem
+rm -f server.csr server.ext
+"""
+
+NGINX = """# An example for nginx: only the path that clients need is reachable from outside.
+# Flower answers its control and runtime interfaces on the same port, without asking who calls.
+server {{
+    listen 443 ssl;
+    server_name {host};
+    ssl_certificate     certificates/server.pem;
+    ssl_certificate_key certificates/server.key;
+    client_max_body_size 64m;
+
+    location /v1/fleet/ {{
+        proxy_pass https://127.0.0.1:{port};
+        proxy_ssl_trusted_certificate certificates/ca.pem;
+        proxy_ssl_verify on;
+        proxy_ssl_name localhost;
+        proxy_read_timeout 600s;
+    }}
+    location / {{
+        return 403;
+    }}
+}}
+"""

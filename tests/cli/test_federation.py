@@ -1,0 +1,123 @@
+"""`fedguild federation`: the files that it writes, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fedguild.cli.app import app
+from fedguild.config import load_config
+from fedguild.config.site import load_server, load_site
+from fedguild.federation.operations import Status
+
+pytest.importorskip("flwr")
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+
+
+def call(*arguments: str) -> tuple[int, str]:
+    """Runs `fedguild federation`; returns its status and all that it said."""
+    result = CliRunner().invoke(app, ["federation", *arguments])
+    return result.exit_code, result.output + (result.stderr or "")
+
+
+@pytest.fixture(scope="module")
+def guild(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("federation") / "guild"
+    assert call("init", str(folder), "--clients", "2", "--config", "flame/tiny-tasks", "seed=7")[0] == 0
+    return folder
+
+
+def test_init_writes_files_that_load(guild: Path) -> None:
+    server, run = load_server(guild / "server"), load_config(str(guild / "server" / "run.yaml"))
+    assert (server.port, server.reads_data, server.run) == (9443, True, "run.yaml")
+    assert (run.federation.clients, run.federation.engine.name, run.seed) == (2, "flower", 7)
+    for index in range(2):
+        site = load_site(guild / f"client-{index:03d}")
+        assert (site.client, site.data.shares, site.data.share, site.data.seed) == (index, 2, index, 7)
+        assert site.accept.methods == ("flame",)
+        assert site.server == "127.0.0.1:9443"
+
+
+def test_init_keeps_private_keys_private(guild: Path) -> None:
+    keys = [guild / "client-000" / "node.key", *(guild / "server" / "certificates").glob("*.key")]
+    assert len(keys) == 3
+    assert all(key.stat().st_mode & 0o077 == 0 for key in keys)
+    assert not list((guild / "server").rglob("node.key"))
+    assert (guild / "server/nodes/client-001.pub").read_text() == (guild / "client-001/node.pub").read_text()
+
+
+def test_init_exposes_the_fleet_path_only(guild: Path) -> None:
+    proxy = (guild / "server" / "nginx.conf").read_text()
+    assert proxy.count("proxy_pass ") == 1
+    assert "location /v1/fleet/ {" in proxy
+    assert "return 403;" in proxy
+
+
+def test_init_with_data_of_their_own(tmp_path: Path) -> None:
+    status, _ = call("init", str(tmp_path / "g"), "--own-data", "data.corpus=alpaca", "data.train=own.json")
+    assert status == 0
+    site = load_site(tmp_path / "g" / "client-002")
+    assert (site.data.shares, site.data.train) == (1, "own.json")
+    assert not load_server(tmp_path / "g" / "server").reads_data
+
+
+def test_init_puts_the_servers_name_into_its_certificate(tmp_path: Path) -> None:
+    from cryptography import x509
+
+    assert call("init", str(tmp_path / "g"), "--clients", "1", "--address", "guild.example.org:1234")[0] == 0
+    certificate = x509.load_pem_x509_certificate((tmp_path / "g/server/certificates/server.pem").read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["guild.example.org", "localhost"]
+    assert load_site(tmp_path / "g/client-000").server == "guild.example.org:1234"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("init", "{here}"), "exists already"),
+        (("init", "{new}", "--address", "https://a:1"), "'https://a:1' is not an address"),
+        (("init", "{new}", "--address", "a"), "is not an address"),
+        (("init", "{new}", "--config", "flme/tiny-tasks"), "neither a preset nor a config file"),
+        (("init", "{new}", "sed=1"), "unknown key 'sed'"),
+        (("server", "{new}"), "fedguild federation init"),
+        (("client", "{new}"), "fedguild federation init"),
+        (("run", "{new}"), "fedguild federation init"),
+        (("key", "{here}/there"), "is a key already"),
+    ],
+)
+def test_a_mistake_gets_a_message(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "there").write_text("x")
+    status, output = call(*(word.format(here=here, new=tmp_path / "new") for word in arguments))
+    assert status == 2
+    assert said in output
+
+
+def test_a_run_without_a_server_says_so(guild: Path) -> None:
+    status, output = call("run", str(guild / "server"))
+    assert status == 2
+    assert "Is `fedguild federation server` up?" in output
+
+
+def test_status_without_a_server(guild: Path) -> None:
+    status, output = call("status", str(guild / "server"), "--json")
+    assert status == 0
+    assert Status(**json.loads(output)) == Status(up=False)
+
+
+def test_settings_lists_both_files() -> None:
+    _, output = call("settings")
+    assert "accept.min_clients" in output
+    assert "wait_seconds" in output
+
+
+def test_the_site_file_explains_itself(guild: Path) -> None:
+    text = (guild / "client-000" / "site.yaml").read_text()
+    assert yaml.safe_load(text)["accept"]["leave"] == ["*"]
+    assert "It stays with its organisation." in text

@@ -1,0 +1,75 @@
+"""A federation of small clients in this process, or on disk for real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedguild.config import Config
+from fedguild.config.site import ServerSettings, SiteSettings
+from fedguild.engines.flower.adapter import GridPost
+from fedguild.experiment import RunResult
+from fedguild.federation.desk import Desk
+from fedguild.federation.serving import serve
+from fedguild.files import write_text
+from fedguild.model.backbone import Backbone
+from fedguild.progress import Silent
+from tests.engines.flower.loopback import LoopbackGrid, LoopbackNode
+from tests.experiment.runs import small_config
+
+CLIENTS = 3
+QUICK = ("federation.clients=3", "federation.rounds=2", "federation.cohort_size=1")
+
+
+class Lines(Silent):
+    """Keeps what the server says."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+
+    def says(self, *parts: str) -> bool:
+        """Whether a line has all the parts."""
+        return any(all(part in line for part in parts) for line in self.lines)
+
+
+def site_of(config: Config, client: int, **changes: Any) -> SiteSettings:
+    """Returns the site of one client, which holds its share of the run's data."""
+    data = {**config.data.model_dump(), "seed": config.seed, "shares": config.federation.clients, "share": client}
+    del data["max_tokens"]
+    settings = {"client": client, "server": "127.0.0.1:1", "model": config.model.model_dump(), "data": data}
+    return SiteSettings.model_validate({**settings, **changes})
+
+
+def desks_of(
+    config: Config, folder: Path, backbone: Backbone | None = None, changes: Sequence[dict[str, Any]] = ()
+) -> list[Desk]:
+    """Returns a trainer for each client; they may share one backbone to be quick."""
+    loading = {} if backbone is None else {"load": lambda _: backbone}
+    extra = list(changes) or [{}] * config.federation.clients
+    return [
+        Desk(site_of(config, index, **extra[index]), folder / f"client-{index:03d}", **loading)
+        for index in range(config.federation.clients)
+    ]
+
+
+def grid_of(desks: Sequence[Desk]) -> LoopbackGrid:
+    """Returns a Grid whose nodes are these trainers."""
+    return LoopbackGrid(LoopbackNode(100 + desk.site.client, desk.answer) for desk in desks)
+
+
+def serve_on(
+    grid: LoopbackGrid, config: Config, folder: Path, progress: Lines | None = None, **server: Any
+) -> RunResult:
+    """Runs a config over a Grid, with the server in `folder`."""
+    write_text(folder / "run.yaml", config.resolved_yaml())
+    settings = ServerSettings.model_validate(
+        {"reads_data": True, "wait_seconds": 5, "reconnect_seconds": 0, "deliver": False, **server}
+    )
+    return serve(GridPost(grid), settings, folder, progress=progress, poll_seconds=0.0)
+
+
+__all__ = ["CLIENTS", "QUICK", "Lines", "desks_of", "grid_of", "serve_on", "site_of", "small_config"]

@@ -1,0 +1,70 @@
+"""The engine `flower` gives the results of `local`, bit for bit; here without Flower's network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedguild import experiment
+from tests.engines.flower.guild import QUICK, desks_of, grid_of, serve_on, small_config
+from tests.experiment.runs import Ended, assert_same, ended, save_model
+
+FAMILIES = {
+    "fedit": ("fedit/tiny-tasks", "olmoe", ()),
+    "flame": ("flame/tiny-tasks", "olmoe", ()),
+    "ub-smoe": ("ub-smoe/tiny-tasks", "olmoe", ()),
+    "fedalign-moe": ("fedalign-moe/tiny-tasks", "olmoe", ("evaluation.clients=true", "evaluation.received=true")),
+    "fedamole": ("fedamole/tiny-tasks", "llama", ("method.experts=6",)),
+}
+
+
+def newest(run: Ended) -> Ended:
+    """Returns a run with the newest memory of each client only."""
+    memory = {name.split("/")[-2]: content for name, content in sorted(run.memory.items())}
+    return replace(run, memory=memory)
+
+
+def memories(folder: Path) -> dict[str, bytes]:
+    """Returns client -> its newest memory, wherever it lies below a folder."""
+    paths = sorted(folder.rglob("*.memory"), key=lambda path: path.name)
+    return {path.parent.name: path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flower_gives_the_results_of_local(family: str, tmp_path: Path) -> None:
+    preset, model, extra = FAMILIES[family]
+    config = small_config(save_model(tmp_path / "model", model), *QUICK, *extra, base=preset)
+    experiment.run(config, tmp_path / "local")
+    desks = desks_of(config, tmp_path)
+    serve_on(grid_of(desks), config, tmp_path / "server")
+    found, expected = (ended(folder) for folder in (tmp_path / "server/state/run", tmp_path / "local"))
+    assert_same(replace(found, memory=memories(tmp_path / "client-000/..")), newest(expected))
+    assert [desk.loads for desk in desks] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_a_codec_loses_the_same_on_every_engine(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedguild.wire.codec.SMALLEST_SHRUNK", 1)
+    model = save_model(tmp_path / "model")
+    plain, coded = (
+        small_config(model, *QUICK, f"federation.codec={name}", base="fedit/tiny-tasks") for name in ("fp32", codec)
+    )
+    experiment.run(plain, tmp_path / "plain")
+    experiment.run(coded, tmp_path / "local")
+    serve_on(grid_of(desks_of(coded, tmp_path)), coded, tmp_path / "server")
+    exact, local, flower = (
+        ended(folder) for folder in (tmp_path / "plain", tmp_path / "local", tmp_path / "server/state/run")
+    )
+    assert_same(replace(flower, memory={}), replace(local, memory={}))
+    changed = [
+        name for name, tensor in exact.state.tensors.items() if not torch.equal(tensor, local.state.tensors[name])
+    ]
+    assert changed
+
+    def sent(run: Ended) -> int:
+        return sum(record["upload_bytes"] for record in run.records if record["kind"] == "client")
+
+    assert sent(local) < 0.75 * sent(exact)
