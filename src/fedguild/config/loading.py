@@ -82,15 +82,16 @@ def load_config(path_or_preset: str, overrides: Sequence[str] = (), *, between: 
 
 def _find(path_or_preset: str, beside: Path | None) -> Path:
     """Returns the file that a name means: a preset, else a path (relative to `beside`, if given)."""
-    shipped = {preset.name: preset.path for preset in presets()}
-    if path_or_preset in shipped:
-        return shipped[path_or_preset]
+    shipped = PRESETS_FOLDER / f"{path_or_preset}.yaml"
+    if shipped.is_file() and PRESETS_FOLDER.resolve() in shipped.resolve().parents:
+        return shipped
     path = (beside / path_or_preset) if beside else Path(path_or_preset)
     if path.is_file():
         return path
     if path.suffix in (".yaml", ".yml"):
         raise ConfigError(f"There is no config file {path}.", "`fedguild presets` lists the configs that ship.")
-    raise ConfigError(f"'{path_or_preset}' is neither a preset nor a config file.", nearest(path_or_preset, shipped))
+    known = [preset.name for preset in presets()]
+    raise ConfigError(f"'{path_or_preset}' is neither a preset nor a config file.", nearest(path_or_preset, known))
 
 
 def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
