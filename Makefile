@@ -1,5 +1,5 @@
 # make demo: the whole thing on two CPU cores, offline once the packages are there.
-# make test, check, bench: for those who change it.
+# make test, check, coverage, bench: for those who change it.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 DEMO := runs/demo
 PYTEST_ARGS ?=
 
-.PHONY: demo test lint types check bench clean
+.PHONY: demo test lint types check coverage bench clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks \
@@ -24,7 +24,9 @@ lint: $(VENV)/.developer
 types: $(VENV)/.developer
 	$(BIN)/mypy
 
-check: lint types
+check: lint types test
+
+coverage: $(VENV)/.developer
 	$(MAKE) test PYTEST_ARGS="--cov --cov-report=term:skip-covered --cov-fail-under=90"
 
 bench: $(VENV)/.developer
