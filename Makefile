@@ -13,9 +13,9 @@ demo: $(VENV)/.runtime
 	$(BIN)/fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks \
 		--seeds 0,1,2 --jobs 2 --reference fedit/tiny-tasks-ranks --output $(DEMO)
 
-# Three workers on two cores: those that talk to other processes mostly wait.
+# Three workers on two cores, as tests that talk to other processes mostly wait; one Ray and one Flower at a time.
 test: $(VENV)/.developer
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 3 --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(VENV)/.developer
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merges import DIGEST, MergeLedger
@@ -43,6 +43,8 @@ from fedguild.wire.codec import encode
 
 TRIES = 3
 """How many actors may die over one cohort before its clients count as failed."""
+START_SECONDS = 900.0
+"""How long an actor may take to load the backbone, its machine's start included."""
 LOST = (RayActorError, ObjectLostError)
 """What Ray raises where a process or a machine is gone."""
 
@@ -108,10 +110,15 @@ class RayEngine:
         """Returns of every actor its process, how often it loaded the backbone, its threads and its device.
 
         Raises:
-            FedGuildError: an actor did not come up.
+            FedGuildError: an actor did not come up, or not in `START_SECONDS`.
         """
         try:
-            found: list[Plain] = ray.get([actor.describe.remote() for actor in self._actors])
+            found: list[Plain] = ray.get([actor.describe.remote() for actor in self._actors], timeout=START_SECONDS)
+        except GetTimeoutError as error:
+            raise FedGuildError(
+                f"The actors of the ray engine did not come up within {START_SECONDS / 60:g} minutes.",
+                "`ray status` says what Ray waits for.",
+            ) from error
         except RayActorError as error:
             raise FedGuildError(
                 f"An actor of the ray engine did not come up: {str(error).strip()}",

@@ -29,6 +29,7 @@ def connect(address: str | None, cores: int) -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # actors do the work here, so they do not stand behind others
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:
         options |= {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, cores)}
