@@ -31,7 +31,7 @@ def module_of(name: str) -> str:
 def test_every_method_has_its_file_page_tests_and_presets() -> None:
     known = set(METHODS)
     assert names(Path(methods.__file__).parent, "*.py") - HELPERS == set(map(module_of, known))
-    assert names(PAGES, "*.md") - {"index", "costs"} == known
+    assert names(PAGES, "*.md") - {"index", "costs", "results"} == known
     tests = {name.removeprefix("test_") for name in names(ROOT / "tests" / "methods", "test_*.py")}
     assert tests - {"registry", "matrix"} == set(map(module_of, known))
     assert {folder.name for folder in PRESETS.iterdir() if folder.is_dir()} == known
