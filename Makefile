@@ -13,9 +13,12 @@ demo: $(VENV)/.runtime
 	$(BIN)/fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks \
 		--seeds 0,1,2 --jobs 2 --reference fedit/tiny-tasks-ranks --output $(DEMO)
 
-# Three workers on two cores, as tests that talk to other processes mostly wait; one Ray and one Flower at a time.
+PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2
+
+# Tests that start processes of their own (Ray, Flower) run after the others, which would take their time from them.
 test: $(VENV)/.developer
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 3 --dist loadgroup $(PYTEST_ARGS)
+	$(PYTEST) -m "not processes" $(PYTEST_ARGS)
+	$(PYTEST) -m processes
 
 lint: $(VENV)/.developer
 	$(BIN)/ruff check .
@@ -27,7 +30,7 @@ types: $(VENV)/.developer
 check: lint types test
 
 coverage: $(VENV)/.developer
-	$(MAKE) test PYTEST_ARGS="--cov --cov-report=term:skip-covered --cov-fail-under=90"
+	$(PYTEST) -m "not processes" --cov --cov-report=term:skip-covered --cov-fail-under=90
 
 bench: $(VENV)/.developer
 	for script in $$(grep -l __main__ benchmarks/*.py); do $(BIN)/python $$script || exit 1; done

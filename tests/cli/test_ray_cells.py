@@ -15,7 +15,7 @@ from fedguild.errors import FedGuildError
 from tests.experiment.runs import assert_same, ended, save_model, small_config
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")

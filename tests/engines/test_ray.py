@@ -39,7 +39,7 @@ from fedguild.engines import ray_cluster  # noqa: E402
 from fedguild.engines.ray import RayEngine  # noqa: E402
 from fedguild.engines.ray_cluster import connect  # noqa: E402
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.processes
 TWO_ACTORS = "federation.engine={name: ray, ray: {actors: 2}}"
 
 

@@ -40,7 +40,6 @@ def test_the_example_of_an_agreement_is_one() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.xdist_group("flower")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_command_of_the_guide_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,7 @@ from tests.engines.flower.processes import Guild, running, wait_for
 from tests.engines.flower.test_equality import memories, newest
 from tests.experiment.runs import assert_same, ended, save_model
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.xdist_group("flower"),
-]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ONE_PARTITION = ("data.partition={scheme: dirichlet, alpha: 0.5, minimum: 4}", "evaluation.every=2")
 FAMILIES = {
