@@ -16,9 +16,10 @@ demo: $(VENV)/.runtime
 PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2
 
 # Tests that start processes of their own (Ray, Flower) run after the others, which would take their time from them.
+# pytest ends with 5 where PYTEST_ARGS leaves one of the two without a test.
 test: $(VENV)/.developer
-	$(PYTEST) -m "not processes" $(PYTEST_ARGS)
-	$(PYTEST) -m processes
+	$(PYTEST) -m "not processes" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) -m processes $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 lint: $(VENV)/.developer
 	$(BIN)/ruff check .
