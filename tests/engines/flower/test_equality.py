@@ -22,8 +22,8 @@ def newest(run: Ended) -> Ended:
 
 
 def memories(folder: Path) -> dict[str, bytes]:
-    """Returns client -> its newest memory, of the sites that lie in a folder."""
-    paths = sorted(folder.glob("client-*/**/*.memory"), key=lambda path: path.name)
+    """Returns client -> its newest memory, wherever it lies below a folder."""
+    paths = sorted(folder.rglob("*.memory"), key=lambda path: path.name)
     return {path.parent.name: path.read_bytes() for path in paths}
 
 
@@ -36,11 +36,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_flower_gives_the_results_of_local(label: str, models: dict[str, Path], tmp_path: Path) -> None:
     config = case_config(label, models)
     experiment.run(config, tmp_path / "local")
-    desks = desks_of(config, tmp_path)
+    desks = desks_of(config, tmp_path / "sites")
     serve_on(grid_of(desks), config, tmp_path / "server")
     assert traffic(tmp_path / "server/state/run") == traffic(tmp_path / "local")
     found, expected = (ended(folder) for folder in (tmp_path / "server/state/run", tmp_path / "local"))
-    assert_same(replace(found, memory=memories(tmp_path)), newest(expected))
+    assert_same(replace(found, memory=memories(tmp_path / "sites")), newest(expected))
     assert {desk.loads for desk in desks} == {1}
 
 
