@@ -13,13 +13,11 @@ demo: $(VENV)/.runtime
 	$(BIN)/fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks \
 		--seeds 0,1,2 --jobs 2 --reference fedit/tiny-tasks-ranks --output $(DEMO)
 
-PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2
+PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-# Tests that start processes of their own (Ray, Flower) run after the others, which would take their time from them.
-# pytest ends with 5 where PYTEST_ARGS leaves one of the two without a test.
+# Three workers on two cores: one of them has the tests that wait for processes of Flower (tests/conftest.py).
 test: $(VENV)/.developer
-	$(PYTEST) -m "not processes" $(PYTEST_ARGS) || [ $$? -eq 5 ]
-	$(PYTEST) -m processes $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) -n 3 $(PYTEST_ARGS)
 
 lint: $(VENV)/.developer
 	$(BIN)/ruff check .
@@ -31,7 +29,7 @@ types: $(VENV)/.developer
 check: lint types test
 
 coverage: $(VENV)/.developer
-	$(PYTEST) -m "not processes" --cov --cov-report=term:skip-covered --cov-fail-under=90
+	$(PYTEST) -n 2 -m "not processes" --cov --cov-report=term:skip-covered --cov-fail-under=90
 
 bench: $(VENV)/.developer
 	for script in $$(grep -l __main__ benchmarks/*.py); do $(BIN)/python $$script || exit 1; done

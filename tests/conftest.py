@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from fedguild.model.backbone import Backbone
 from tests.backbones import tiny_backbone
+
+ONE_AFTER_THE_OTHER = {
+    "tests/cli/test_ray_cells.py": "ray",
+    "tests/engines/flower/test_guide.py": "flower",
+    "tests/engines/flower/test_processes.py": "flower",
+    "tests/engines/test_ray.py": "ray",
+}
+"""File of tests that start processes -> what they start, of which a machine bears one at a time."""
+
+
+class Scheduling(LoadScopeScheduling):
+    """Gives the tests that start Flower to one worker, those that start Ray to one, and any other to who is free.
+
+    They come first: they wait for processes and networks most of the time, while the others compute.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return ONE_AFTER_THE_OTHER.get(nodeid.split("::")[0], nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

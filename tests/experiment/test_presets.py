@@ -32,6 +32,7 @@ CATEGORIES = ("open_qa", "closed_qa", "brainstorming", "summarization")
 CLASSES = ("entailment", "neutral", "contradiction")
 VERBS = ("Write", "Name", "Sort", "Count", "Explain")
 STAND_INS = {
+    "allenai/OLMo-1B-hf": "olmo",
     "allenai/OLMoE-1B-7B-0924": "olmoe",
     "deepseek-ai/DeepSeek-V2-Lite": "deepseek",
     "google/switch-base-16": "switch",
@@ -135,6 +136,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "llama": save_model(folder / "llama", "llama", num_hidden_layers=1),
         "deepseek": save_model(folder / "deepseek", "deepseek_v2 greedy", num_experts_per_tok=6),
         "switch": save_model(folder / "switch", "switch", num_experts=16),
+        "olmo": save_model(folder / "olmo", "olmo", num_hidden_layers=1),
         "qwen2": save_model(folder / "qwen2", "qwen2", num_hidden_layers=1),
     }
 
