@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from fedguild.model.moe.dense import run_every_expert
 from fedguild.model.moe.dispatch import dispatch
 from fedguild.model.moe.experts import FrozenExperts, run_experts
 from fedguild.model.plan import EXPERT_PROJECTIONS
@@ -146,13 +148,24 @@ def by_loop(layer: Layer) -> tuple[Tensor, list[Tensor]]:
     return out.detach(), list(grads)
 
 
-def by_view(layer: Layer, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """Output and gradients of the package, stored [M, S, r, in], [M, S, r, out] and [M, S, out, in]."""
+def by_view(
+    layer: Layer, dtype: torch.dtype, *, dense: bool = False, trained: Sequence[int] | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Output and gradients of the package, stored [M, S, r, in], [M, S, r, out] and [M, S, out, in].
+
+    Args:
+        layer: The layer.
+        dtype: What it computes in.
+        dense: Whether every expert runs on every token, which needs a single slot.
+        trained: Of which leaves gradients are taken; of all where None.
+    """
     case = layer.case
     leaves = [leaf.detach().to(dtype) for leaf in layer.leaves]
     if dtype is torch.bfloat16:
         leaves[1:] = [leaf.float() for leaf in leaves[1:]]
-    leaves = [leaf.requires_grad_() for leaf in leaves]
+    wanted = [leaf for index, leaf in enumerate(leaves) if trained is None or index in trained]
+    for leaf in wanted:
+        leaf.requires_grad_()
     stored = [
         factor.transpose(0, 1).contiguous() if index % 2 == 0 else factor.permute(1, 0, 3, 2).contiguous()
         for index, factor in enumerate(leaves[2 : 2 + 2 * len(layer.lora)])
@@ -161,10 +174,15 @@ def by_view(layer: Layer, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     pairs = tuple(zip(stored[0::2], stored[1::2], strict=True)) if case.lora else None
     gate, up, down = (weight.to(dtype) for weight in layer.frozen)
     frozen = FrozenExperts(torch.cat([gate, up], dim=1), down, _swiglu)
-    plan = dispatch(layer.indices, layer.slot, layer.keep, case.experts, case.slots, blocks=True)
     scale = layer.scale[:, None].expand(case.slots, case.rank).contiguous() if case.lora else None
-    out = run_experts(leaves[0], leaves[1], plan, lambda: frozen, pairs, scale, tuple(changes) or None)
-    grads = torch.autograd.grad((out * layer.upstream.to(dtype)).sum(), leaves)
+    if dense:
+        out = run_every_expert(
+            leaves[0], leaves[1], layer.indices, layer.keep, case.experts, lambda: frozen, pairs, scale
+        )
+    else:
+        plan = dispatch(layer.indices, layer.slot, layer.keep, case.experts, case.slots, blocks=True)
+        out = run_experts(leaves[0], leaves[1], plan, lambda: frozen, pairs, scale, tuple(changes) or None)
+    grads = torch.autograd.grad((out * layer.upstream.to(dtype)).sum(), wanted)
     return out.detach(), list(grads)
 
 

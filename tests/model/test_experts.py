@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fedguild.model.moe import dispatch as dispatch_module
+from fedguild.model.moe.dense import prefers_dense
 from fedguild.model.moe.low_rank import prefers_blocks
-from tests.model.layers import CASES, build, by_loop, by_view, worst
+from tests.model.layers import CASES, Case, Layer, build, by_loop, by_view, worst
 
 
 @pytest.fixture(params=[0, 8, 32], ids=["groups", "blocks of 8", "blocks of 32"])
@@ -17,15 +18,22 @@ def layout(request, monkeypatch):
     monkeypatch.setattr(dispatch_module, "FILLER_LIMIT", 1000.0)
 
 
-@pytest.mark.usefixtures("layout")
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=str
-)
-def test_experts_equal_the_loop(case, dtype, tolerance):
-    layer = build(case, dtype)
+ONE_SLOT = {
+    "one slot": CASES["one slot"],
+    "rank one": Case((5,), (1,), (1,), (2.0,)),
+    "without LoRA": Case((5,), lora=False),
+    "every expert": Case((7,), (3,), (6,), (0.5,)),
+    "one expert": Case((7,), (3,), (1,), experts=1, used=1),
+    "experts without tokens": Case((6,), (4,), (2,), (2.0,), used=3),
+    "padding": Case((8,), (4,), (3,), (2.0,), padding=(0, 5, 7)),
+    "all padding but one token": Case((4,), (4,), (2,), padding=(0, 1, 3)),
+}
+
+
+def assert_equals_the_loop(layer: Layer, dtype: torch.dtype, tolerance: float, *, dense: bool) -> None:
+    case = layer.case
     expected, expected_grads = by_loop(layer)
-    found, found_grads = by_view(layer, dtype)
+    found, found_grads = by_view(layer, dtype, dense=dense)
     assert found.dtype is dtype
     assert worst(found, expected) < tolerance
     padded = torch.zeros(len(found), dtype=torch.bool)
@@ -36,6 +44,58 @@ def test_experts_equal_the_loop(case, dtype, tolerance):
         if found_grad.shape == beyond.shape:
             found_grad, expected_grad = found_grad.masked_fill(beyond, 0), expected_grad.masked_fill(beyond, 0)
         assert worst(found_grad, expected_grad) < tolerance
+
+
+@pytest.mark.usefixtures("layout")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=str
+)
+def test_experts_equal_the_loop(case, dtype, tolerance):
+    assert_equals_the_loop(build(case, dtype), dtype, tolerance, dense=False)
+
+
+@pytest.mark.parametrize("case", ONE_SLOT.values(), ids=ONE_SLOT.keys())
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
+def test_every_expert_on_every_token_equals_the_loop(case, dtype, tolerance):
+    assert_equals_the_loop(build(case, dtype), dtype, tolerance, dense=True)
+
+
+def test_an_expert_that_nobody_was_routed_to_gets_exactly_no_gradient():
+    layer = build(ONE_SLOT["experts without tokens"], torch.float32)
+    _, grads = by_view(layer, torch.float32, dense=True)
+    for factor in grads[2:]:
+        assert factor[0, :3].any()
+        assert not factor[0, 3:].any()
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["every expert", "dispatched"])
+@pytest.mark.parametrize("trained", ["tokens", "lora_A", "lora_B"])
+def test_what_is_trained_alone_gets_the_gradient_that_it_gets_with_all(dense, trained):
+    layer = build(ONE_SLOT["padding"], torch.float64)
+    for leaf in layer.leaves:
+        leaf.requires_grad_(False)
+    places = {"tokens": [0], "lora_A": [2, 4, 6], "lora_B": [3, 5, 7]}[trained]
+    _, expected = by_loop(layer)
+    _, found = by_view(layer, torch.float64, dense=dense, trained=places)
+    for place, gradient in zip(places, found, strict=True):
+        torch.testing.assert_close(gradient, expected[place], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "size", "slots", "dtype", "expected"),
+    [
+        (128, 8, 256 * 128, 1, torch.float32, True),
+        (128, 8, 256 * 128, 1, torch.float64, True),
+        (128, 8, 256 * 128, 1, torch.bfloat16, False),
+        (128, 8, 256 * 128, 2, torch.float32, False),
+        (128, 7, 256 * 128, 1, torch.float32, False),
+        (160, 8, 256 * 128, 1, torch.float32, False),
+        (16, 8, 2048 * 1024, 1, torch.float32, False),
+    ],
+)
+def test_every_expert_runs_for_one_slot_few_tokens_and_half_of_the_experts(tokens, top_k, size, slots, dtype, expected):
+    assert prefers_dense(torch.zeros(tokens, 1, dtype=dtype), top_k, 16, size, slots) is expected
 
 
 @pytest.mark.usefixtures("layout")

@@ -168,6 +168,7 @@ def test_no_weight_gradient_of_a_frozen_factor_is_formed(kind, products, olmoe_b
     """A layer's experts form one outer product for each trained factor; A of gate and up share one."""
     calls = []
     outer = LowRank.outer
+    monkeypatch.setattr("fedguild.model.moe.view.prefers_dense", lambda *_: False)
     monkeypatch.setattr(LowRank, "outer", lambda *args: calls.append(1) or outer(*args))
     plan = AdapterPlan(4, 1.0, ("experts",), **kind)
     with SlotModel(olmoe_backbone, [plan]) as model:

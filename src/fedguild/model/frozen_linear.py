@@ -30,6 +30,12 @@ def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return product
 
 
+def frozen_product(rows: Tensor, weight: Tensor) -> Tensor:
+    """Returns rows [n, in] times the transposed weight [out, in], by oneDNN where that pays; not for autograd."""
+    fast = rows.dtype is weight.dtype is torch.float32 and not rows.is_cuda and rows.numel() * len(weight) >= WORTHWHILE
+    return onednn_linear(rows, weight) if fast and has_onednn() else nn.functional.linear(rows, weight)
+
+
 def speed_up_frozen_linears(model: nn.Module) -> None:
     """Lets the frozen fp32 linear layers of a model on a CPU run through oneDNN where that pays."""
     if not has_onednn():

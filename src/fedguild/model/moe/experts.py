@@ -42,7 +42,7 @@ class Addition(Protocol):
 
     def back(
         self,
-        d_rows: Tensor,
+        d_rows: Tensor | None,
         d_total: Tensor,
         rows: Tensor,
         trained: Sequence[Tensor],
@@ -53,7 +53,7 @@ class Addition(Protocol):
         """Adds its share to the gradient of the rows; returns the gradients of what is trained.
 
         Args:
-            d_rows: [n, in].
+            d_rows: [n, in]; None where nothing before the layer is trained.
             d_total: [n, p·out].
             rows: [n, in] what `add` got.
             trained: What `add` got.
@@ -162,7 +162,7 @@ class _Experts(torch.autograd.Function):
         d_weights = torch.zeros_like(weights).reshape(-1).index_copy_(0, plan.active, d_pair.to(weights.dtype))
 
         (dz,) = torch.autograd.grad(h, z_leaf, dh.mul_(weight))
-        d_rows = grouped_rows(dz, own.gate_up, plan.expert_ends)
+        d_rows = grouped_rows(dz, own.gate_up, plan.expert_ends) if ctx.needs_input_grad[0] else None
         d_inner = [
             addition.back(d_rows, dz, rows, inner, kept, None, wanted)
             for (addition, inner, _), kept, (_, wanted, _) in zip(parts, kept_inner, needed, strict=True)
@@ -172,7 +172,8 @@ class _Experts(torch.autograd.Function):
             None if d is None else d.to(tensor.dtype).reshape(tensor.shape)
             for d, tensor in zip(gradients, trained, strict=True)
         )
-        return (combine(d_rows, plan), d_weights.view_as(weights), None, None, None, *d_trained)
+        d_tokens = None if d_rows is None else combine(d_rows, plan)
+        return (d_tokens, d_weights.view_as(weights), None, None, None, *d_trained)
 
 
 def _split(

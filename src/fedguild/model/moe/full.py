@@ -36,7 +36,7 @@ class FullChange:
 
     def back(
         self,
-        d_rows: Tensor,
+        d_rows: Tensor | None,
         d_total: Tensor,
         rows: Tensor,
         trained: Sequence[Tensor],
@@ -47,7 +47,7 @@ class FullChange:
         """Adds Dᵀ dy to the gradient of the rows; returns the gradient Σ w dy xᵀ [G, out, in] of every D.
 
         Args:
-            d_rows: [n, in].
+            d_rows: [n, in]; None where it is not wanted.
             d_total: dy, [n, p·out].
             rows: x, [n, in].
             trained: The p changes.
@@ -58,7 +58,8 @@ class FullChange:
         weighted = rows if weight is None else rows * weight
         gradients: list[Tensor | None] = []
         for part, change, wanted in zip(d_total.chunk(len(trained), dim=1), trained, needed, strict=True):
-            d_rows += grouped_rows(part, self._matrices(change, part.dtype), self.ends)
+            if d_rows is not None:
+                d_rows += grouped_rows(part, self._matrices(change, part.dtype), self.ends)
             gradients.append(grouped_outer(part, weighted, self.ends) if wanted else None)
         return gradients
 

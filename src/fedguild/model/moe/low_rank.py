@@ -84,7 +84,7 @@ class LowRank:
 
     def back(
         self,
-        d_rows: Tensor,
+        d_rows: Tensor | None,
         d_total: Tensor,
         rows: Tensor,
         trained: Sequence[Tensor],
@@ -95,7 +95,7 @@ class LowRank:
         """Adds scale · Aᵀ Bᵀ dy to the gradient of the rows; returns the gradients of every A and B.
 
         Args:
-            d_rows: [n, in].
+            d_rows: [n, in]; None where it is not wanted.
             d_total: dy, [n, p·out].
             rows: x, [n, in].
             trained: The factors, as `add` takes them.
@@ -108,7 +108,8 @@ class LowRank:
         parts = d_total.chunk(len(ups), dim=1)
         d_lows = [self.rows(part, up, transposed=True) for part, up in zip(parts, ups, strict=True)]
         d_low = self.scaled(torch.cat(d_lows, dim=1) if len(d_lows) > 1 else d_lows[0])
-        self.add_rows(d_rows, d_low, stacked(downs))
+        if d_rows is not None:
+            self.add_rows(d_rows, d_low, stacked(downs))
         if weight is not None:
             d_low, kept = d_low.mul_(weight), kept * weight
         gradients: list[Tensor | None] = [None] * len(trained)

@@ -47,7 +47,7 @@ class MiddleRank:
 
     def back(
         self,
-        d_rows: Tensor,
+        d_rows: Tensor | None,
         d_total: Tensor,
         rows: Tensor,
         trained: Sequence[Tensor],
@@ -58,7 +58,7 @@ class MiddleRank:
         """Adds scale · Aᵀ Rᵀ Bᵀ dy to the gradient of the rows; returns the gradients Σ w Bᵀ dy (s A x)ᵀ of every R.
 
         Args:
-            d_rows: [n, in].
+            d_rows: [n, in]; None where it is not wanted.
             d_total: dy, [n, p·out].
             rows: x, [n, in].
             trained: The factors, as `add` takes them.
@@ -71,8 +71,9 @@ class MiddleRank:
         downs, ups, middles = trained[0::3], trained[1::3], trained[2::3]
         parts = d_total.chunk(len(ups), dim=1)
         d_highs = [self.low_rank.rows(part, up, transposed=True) for part, up in zip(parts, ups, strict=True)]
-        d_lows = [self.low_rank.rows(d_high, middle) for d_high, middle in zip(d_highs, middles, strict=True)]
-        self.low_rank.add_rows(d_rows, self.low_rank.scaled(torch.cat(d_lows, dim=1)), stacked(downs))
+        if d_rows is not None:
+            d_lows = [self.low_rank.rows(d_high, middle) for d_high, middle in zip(d_highs, middles, strict=True)]
+            self.low_rank.add_rows(d_rows, self.low_rank.scaled(torch.cat(d_lows, dim=1)), stacked(downs))
         lows = (kept if weight is None else kept * weight).chunk(len(ups), dim=1)
         gradients: list[Tensor | None] = [None] * len(trained)
         gradients[2::3] = [self.low_rank.outer(d_high, low) for d_high, low in zip(d_highs, lows, strict=True)]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fedguild.errors import ModelError
+from fedguild.model.moe.dense import prefers_dense, run_every_expert
 from fedguild.model.moe.dispatch import dispatch
 from fedguild.model.moe.experts import Factors, FrozenExperts, run_experts
 from fedguild.model.moe.low_rank import prefers_blocks
@@ -150,9 +151,16 @@ class MoeLayer:
             slot = current.slot_of_token(tokens, hidden.device)
         lora = self.expert_lora if current is not None else None
         delta = self.expert_delta if current is not None else None
+        if delta is None and self._runs_dense(hidden, indices.shape[1], slots, lora):
+            experts = self.info.num_experts
+            return run_every_expert(hidden, weights, indices, keep, experts, self._frozen, lora, self.expert_scale)
         blocks = lora is not None and delta is None and prefers_blocks(hidden)
         plan = dispatch(indices, slot, keep, self.info.num_experts, slots, blocks)
         return run_experts(hidden, weights, plan, self._frozen, lora, self.expert_scale, delta)
+
+    def _runs_dense(self, hidden: Tensor, top_k: int, slots: int, lora: tuple[Factors, ...] | None) -> bool:
+        plain = lora is None or len(lora[0]) == 2
+        return plain and prefers_dense(hidden, top_k, self.info.num_experts, self.info.hidden * self.info.width, slots)
 
     def _frozen(self) -> FrozenExperts:
         experts: Any = self.experts

@@ -1,0 +1,172 @@
+"""Every expert of one slot on every token: a few large products instead of one small one for each expert.
+
+Where a layer has few tokens and at least half of its experts are active for each of them, sorting the
+pairs and calling a product for each expert costs more than the products that nobody routed
+(docs/decisions/0008). An expert that a token was not routed to has the share 0 in its output, and leaves
+exactly no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedguild.model.frozen_linear import frozen_product
+from fedguild.model.moe.experts import Factors, FrozenExperts
+
+LEAST_ACTIVE = 0.5
+"""Least part of the experts that must be active for a token."""
+SMALL = 2_200_000
+"""Multiplications of an expert's routed rows with one of its projections, up to which it is calls that cost."""
+
+
+def prefers_dense(hidden: Tensor, top_k: int, experts: int, size: int, slots: int) -> bool:
+    """Whether a layer runs faster with every expert on every token.
+
+    Args:
+        hidden: [N, H] the layer's input.
+        top_k: k, most active experts of a token.
+        experts: M.
+        size: Numbers in one projection of an expert, H·I.
+        slots: S; the factors of several slots differ, so there must be one.
+    """
+    full_precision = hidden.dtype in (torch.float32, torch.float64) and hidden.device.type == "cpu"
+    small = hidden.shape[0] * top_k * size <= SMALL * experts
+    return full_precision and slots == 1 and top_k >= LEAST_ACTIVE * experts and small
+
+
+def run_every_expert(
+    tokens: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    keep: Tensor | None,
+    experts: int,
+    frozen: Callable[[], FrozenExperts],
+    lora: tuple[Factors, ...] | None,
+    scale: Tensor | None,
+) -> Tensor:
+    """Returns the routed output [N, H] of a layer, as `run_experts` does for a single slot.
+
+    Args:
+        tokens: [N, H] the layer's input.
+        weights: [N, k] routing weights (times the output scale, where there is one).
+        indices: [N, k] expert of each weight; M for one that is not active.
+        keep: [N] bool, False for padding; None where every token is real.
+        experts: M.
+        frozen: Returns the layer's frozen weights.
+        lora: The factors A [M, 1, r, in] and B [M, 1, r, out] of every projection, down last; None without LoRA.
+        scale: [1, r] LoRA's scale of the ranks.
+    """
+    kept = weights if keep is None else weights.masked_fill(~keep[:, None], 0.0)
+    shares = kept.new_zeros(len(kept), experts + 1).scatter(1, indices, kept)[:, :experts]
+    factors = () if lora is None else tuple(factor.squeeze(1).to(tokens.dtype) for pair in lora for factor in pair)
+    output: Tensor = _EveryExpert.apply(tokens, shares.to(tokens.dtype), frozen, scale, *factors)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _EveryExpert(torch.autograd.Function):
+    """Layouts: [N, M·a] in memory, the experts' a values side by side; `_by_expert` looks at them as [M, N, a]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        shares: Tensor,
+        frozen: Callable[[], FrozenExperts],
+        scale: Tensor | None,
+        *factors: Tensor,
+    ) -> Tensor:
+        own, experts = frozen(), shares.shape[1]
+        z = frozen_product(tokens, own.gate_up.flatten(0, 1))
+        kept: list[Tensor] = []
+        if factors and scale is not None:
+            downs, ups = factors[0:-2:2], factors[1:-2:2]
+            low = _scaled(tokens @ _flat(downs).t(), scale)
+            for part, part_low, up in zip(
+                _by_expert(z, experts).chunk(len(ups), dim=2),
+                _by_expert(low, experts).chunk(len(ups), dim=2),
+                ups,
+                strict=True,
+            ):
+                part.baddbmm_(part_low, up)
+            kept.append(low)
+        h = own.gate(z.view(-1, own.gate_up.shape[1])) * shares.reshape(-1, 1)
+        h = h.view(len(tokens), -1)
+        y = frozen_product(h, _side_by_side(own.down))
+        if factors and scale is not None:
+            low = torch.bmm(_by_expert(h, experts), factors[-2].transpose(1, 2)).transpose(0, 1).flatten(1)
+            y.addmm_(_scaled(low, scale), factors[-1].flatten(0, 1))
+            kept.append(low)
+        ctx.frozen = frozen
+        ctx.save_for_backward(tokens, shares, scale, z, *kept, *factors)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own, dy = ctx.frozen(), grads[0].contiguous()
+        tokens, shares, scale, z, *saved = ctx.saved_tensors
+        experts, share = shares.shape[1], shares.reshape(-1, 1)
+        with torch.enable_grad():
+            z_leaf = z.view(-1, own.gate_up.shape[1]).detach().requires_grad_()
+            h = own.gate(z_leaf)
+        needed = ctx.needs_input_grad[4:]
+        gradients: list[Tensor | None] = [None] * len(needed)
+
+        dh = frozen_product(dy, _side_by_side(own.down).t())
+        if needed:
+            low, low_out, *factors = saved
+            down, up = factors[-2:]
+            d_low = _scaled(dy @ up.flatten(0, 1).t(), scale)
+            _by_expert(dh, experts).baddbmm_(_by_expert(d_low, experts), down)
+            if needed[-2]:
+                h_shared = _by_expert((h.detach() * share).view(len(dy), -1), experts)
+                gradients[-2] = torch.bmm(_by_expert(d_low, experts).transpose(1, 2), h_shared)
+            if needed[-1]:
+                gradients[-1] = (low_out.t() @ dy).view_as(up)
+        dh = dh.view_as(h)
+        d_shares = (dh * h.detach()).sum(dim=1).view_as(shares)
+
+        (dz,) = torch.autograd.grad(h, z_leaf, dh.mul_(share))
+        dz = dz.view_as(z)
+        d_tokens = frozen_product(dz, own.gate_up.flatten(0, 1).t()) if ctx.needs_input_grad[0] else None
+        if needed:
+            downs, ups = factors[0:-2:2], factors[1:-2:2]
+            parts = _by_expert(dz, experts).chunk(len(ups), dim=2)
+            d_lows = [torch.bmm(part, up.transpose(1, 2)) for part, up in zip(parts, ups, strict=True)]
+            d_low = _scaled(torch.cat(d_lows, dim=2).transpose(0, 1).flatten(1), scale)
+            if d_tokens is not None:
+                d_tokens.addmm_(d_low, _flat(downs))
+            if any(needed[0:-2:2]):
+                d_downs = (d_low.t() @ tokens).view(experts, -1, tokens.shape[1])
+                gradients[0:-2:2] = d_downs.chunk(len(ups), dim=1)
+            if any(needed[1:-2:2]):
+                lows = _by_expert(low, experts).chunk(len(ups), dim=2)
+                gradients[1:-2:2] = [
+                    torch.bmm(part_low.transpose(1, 2), part) for part_low, part in zip(lows, parts, strict=True)
+                ]
+        return (d_tokens, d_shares, None, None, *gradients)
+
+
+def _by_expert(values: Tensor, experts: int) -> Tensor:
+    """Returns a view [M, N, a] of [N, M·a]."""
+    view: Tensor = values.unflatten(1, (experts, -1)).transpose(0, 1)
+    return view
+
+
+def _flat(downs: Sequence[Tensor]) -> Tensor:
+    """Returns the A [M, r, in] of p projections as one matrix [M·p·r, in]."""
+    return torch.cat(tuple(downs), dim=1).flatten(0, 1)
+
+
+def _side_by_side(down: Tensor) -> Tensor:
+    """Returns a copy of the experts' W [M, H, I] as one matrix [H, M·I]."""
+    return down.transpose(0, 1).flatten(1)
+
+
+def _scaled(low: Tensor, scale: Tensor) -> Tensor:
+    """Multiplies [N, …·r] by LoRA's scale [1, r], in place."""
+    low.unflatten(1, (-1, scale.shape[1])).mul_(scale)
+    return low
