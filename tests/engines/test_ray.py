@@ -249,3 +249,15 @@ def test_more_actors_than_there_is_room_for_are_refused(models, tmp_path):
     config = case_config("flame", models, f"federation.engine={{name: ray, ray: {{actors: {cores + 1}}}}}")
     with pytest.raises(ConfigError, match=rf"{cores + 1} actor\(s\) with 1 CPU core\(s\) each, but Ray has {cores}"):
         make_engine(prepare(config, tmp_path))
+
+
+def test_an_address_without_a_cluster_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(
+        ConfigError, match=r"no Ray cluster at '10\.0\.0\.1:6379'[\s\S]*[\s\S]*RAY_AUTH_MODE=token"
+    ):
+        connect("10.0.0.1:6379", cores=1)

@@ -38,7 +38,8 @@ def connect(address: str | None, cores: int) -> bool:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"federation.engine.ray.address: there is no Ray cluster at '{address}': {str(error).splitlines()[0]}",
-            "Start one with `ray up` or `ray start --head`, or set it to null to start Ray on this machine.",
+            "Start one with `ray up` or `ray start --head`, or set it to null to start Ray on this machine. A cluster "
+            "that asks for a token wants RAY_AUTH_MODE=token here, and its token in ~/.ray/auth_token.",
         ) from error
     return True
 
