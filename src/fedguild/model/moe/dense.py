@@ -8,7 +8,7 @@ exactly no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,72 +81,60 @@ class _EveryExpert(torch.autograd.Function):
     ) -> Tensor:
         own, experts = frozen(), shares.shape[1]
         z = frozen_product(tokens, own.gate_up.flatten(0, 1))
-        kept: list[Tensor] = []
+        lows: list[Tensor] = []
         if factors and scale is not None:
             downs, ups = factors[0:-2:2], factors[1:-2:2]
-            low = _scaled(tokens @ _flat(downs).t(), scale)
-            for part, part_low, up in zip(
-                _by_expert(z, experts).chunk(len(ups), dim=2),
-                _by_expert(low, experts).chunk(len(ups), dim=2),
-                ups,
-                strict=True,
-            ):
-                part.baddbmm_(part_low, up)
-            kept.append(low)
-        h = own.gate(z.view(-1, own.gate_up.shape[1])) * shares.reshape(-1, 1)
-        h = h.view(len(tokens), -1)
-        y = frozen_product(h, _side_by_side(own.down))
+            lows = [_scaled(tokens @ down.flatten(0, 1).t(), scale) for down in downs]
+            for part, low, up in zip(_by_expert(z, experts).chunk(len(ups), dim=2), lows, ups, strict=True):
+                part.baddbmm_(_by_expert(low, experts), up)
+        with torch.enable_grad():
+            z_leaf = z.view(-1, own.gate_up.shape[1]).detach().requires_grad_()
+            h = own.gate(z_leaf)
+        weighted = (h.detach() * shares.reshape(-1, 1)).view(len(tokens), -1)
+        w_down = _side_by_side(own.down)
+        y = frozen_product(weighted, w_down)
         if factors and scale is not None:
-            low = torch.bmm(_by_expert(h, experts), factors[-2].transpose(1, 2)).transpose(0, 1).flatten(1)
+            low = torch.bmm(_by_expert(weighted, experts), factors[-2].transpose(1, 2)).transpose(0, 1).flatten(1)
             y.addmm_(_scaled(low, scale), factors[-1].flatten(0, 1))
-            kept.append(low)
-        ctx.frozen = frozen
-        ctx.save_for_backward(tokens, shares, scale, z, *kept, *factors)
+            lows.append(low)
+        ctx.frozen, ctx.inner = frozen, (z_leaf, h, w_down)
+        ctx.save_for_backward(tokens, shares, scale, weighted, *lows, *factors)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        own, dy = ctx.frozen(), grads[0].contiguous()
-        tokens, shares, scale, z, *saved = ctx.saved_tensors
-        experts, share = shares.shape[1], shares.reshape(-1, 1)
-        with torch.enable_grad():
-            z_leaf = z.view(-1, own.gate_up.shape[1]).detach().requires_grad_()
-            h = own.gate(z_leaf)
+        own, dy, (z_leaf, h, w_down) = ctx.frozen(), grads[0].contiguous(), ctx.inner
+        tokens, shares, scale, weighted, *saved = ctx.saved_tensors
         needed = ctx.needs_input_grad[4:]
+        experts, projections = shares.shape[1], len(needed) // 2
+        lows, factors = saved[:projections], saved[projections:]
         gradients: list[Tensor | None] = [None] * len(needed)
 
-        dh = frozen_product(dy, _side_by_side(own.down).t())
+        dh = frozen_product(dy, w_down.t())
         if needed:
-            low, low_out, *factors = saved
             down, up = factors[-2:]
-            d_low = _scaled(dy @ up.flatten(0, 1).t(), scale)
-            _by_expert(dh, experts).baddbmm_(_by_expert(d_low, experts), down)
+            d_low = _by_expert(_scaled(dy @ up.flatten(0, 1).t(), scale), experts)
+            _by_expert(dh, experts).baddbmm_(d_low, down)
             if needed[-2]:
-                h_shared = _by_expert((h.detach() * share).view(len(dy), -1), experts)
-                gradients[-2] = torch.bmm(_by_expert(d_low, experts).transpose(1, 2), h_shared)
+                gradients[-2] = torch.bmm(d_low.transpose(1, 2), _by_expert(weighted, experts))
             if needed[-1]:
-                gradients[-1] = (low_out.t() @ dy).view_as(up)
+                gradients[-1] = (lows[-1].t() @ dy).view_as(up)
         dh = dh.view_as(h)
         d_shares = (dh * h.detach()).sum(dim=1).view_as(shares)
 
-        (dz,) = torch.autograd.grad(h, z_leaf, dh.mul_(share))
-        dz = dz.view_as(z)
+        (dz,) = torch.autograd.grad(h, z_leaf, dh.mul_(shares.reshape(-1, 1)), retain_graph=True)
+        dz = dz.view(len(dy), -1)
         d_tokens = frozen_product(dz, own.gate_up.flatten(0, 1).t()) if ctx.needs_input_grad[0] else None
-        if needed:
-            downs, ups = factors[0:-2:2], factors[1:-2:2]
-            parts = _by_expert(dz, experts).chunk(len(ups), dim=2)
-            d_lows = [torch.bmm(part, up.transpose(1, 2)) for part, up in zip(parts, ups, strict=True)]
-            d_low = _scaled(torch.cat(d_lows, dim=2).transpose(0, 1).flatten(1), scale)
+        parts = _by_expert(dz, experts).chunk(own.input_projections, dim=2)
+        for place, (part, low) in enumerate(zip(parts, lows[:-1], strict=True) if needed else ()):
+            down, up = factors[2 * place : 2 * place + 2]
+            d_low = _scaled(torch.bmm(part, up.transpose(1, 2)).transpose(0, 1).flatten(1), scale)
             if d_tokens is not None:
-                d_tokens.addmm_(d_low, _flat(downs))
-            if any(needed[0:-2:2]):
-                d_downs = (d_low.t() @ tokens).view(experts, -1, tokens.shape[1])
-                gradients[0:-2:2] = d_downs.chunk(len(ups), dim=1)
-            if any(needed[1:-2:2]):
-                lows = _by_expert(low, experts).chunk(len(ups), dim=2)
-                gradients[1:-2:2] = [
-                    torch.bmm(part_low.transpose(1, 2), part) for part_low, part in zip(lows, parts, strict=True)
-                ]
+                d_tokens.addmm_(d_low, down.flatten(0, 1))
+            if needed[2 * place]:
+                gradients[2 * place] = (d_low.t() @ tokens).view_as(down)
+            if needed[2 * place + 1]:
+                gradients[2 * place + 1] = torch.bmm(_by_expert(low, experts).transpose(1, 2), part)
         return (d_tokens, d_shares, None, None, *gradients)
 
 
@@ -154,11 +142,6 @@ def _by_expert(values: Tensor, experts: int) -> Tensor:
     """Returns a view [M, N, a] of [N, M·a]."""
     view: Tensor = values.unflatten(1, (experts, -1)).transpose(0, 1)
     return view
-
-
-def _flat(downs: Sequence[Tensor]) -> Tensor:
-    """Returns the A [M, r, in] of p projections as one matrix [M·p·r, in]."""
-    return torch.cat(tuple(downs), dim=1).flatten(0, 1)
 
 
 def _side_by_side(down: Tensor) -> Tensor:
