@@ -46,6 +46,8 @@ CHEAPER = {"fedalign-moe": ["method.statistics_tokens=64"], "fed-sb": ["method.r
 """Method -> what makes its step cheaper."""
 ONCE_PER_BUDGET = ("trivial",)
 """Methods under which a client trains an adapter for every budget, one after the other."""
+AS_IT_IS = {name.split("/")[0]: name for name in NAMES if "/tiny-" not in name}.values()
+"""One preset of each method on a real model, in its own dtype; for bfloat16 a CPU compiles a kernel for every shape."""
 PERSONAL = ("fedamole",)
 """Methods under which every client has a model of its own, and nobody a global one."""
 
@@ -155,6 +157,7 @@ def test_a_preset_runs_a_step(preset: str, data: dict[str, list[str]], models: d
     stand_in = []
     if model != EMBEDDED:
         stand_in = [f"model.path={models[STAND_INS[model]]}", "model.device=cpu", "model.load_in_4bit=false"]
+        stand_in += [] if preset in AS_IT_IS else ["model.dtype=float32"]
     cheaper = CHEAPER.get(shipped.method.name, [])
     config = load_config(preset, [*data[shipped.data.corpus], *stand_in, *ONE_STEP, *cheaper])
     result = experiment.run(config, tmp_path)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -27,12 +27,12 @@ RUN_SECONDS = 420.0
 class Started:
     """A `fedguild` command that stays, and what it says."""
 
-    def __init__(self, arguments: list[str], log: Path) -> None:
+    def __init__(self, arguments: list[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.log = log
         with open(log, "ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "fedguild", *arguments],
-                env={**os.environ, **FAST},
+                env={**os.environ, **FAST, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -99,8 +99,9 @@ class Guild:
         mark = self.server.said().count("Ready.")
         wait_for(lambda: self.server is not None and self.server.said().count("Ready.") > mark, self.server)
 
-    def start_client(self, index: int) -> Started:
-        started = Started(["federation", "client", str(self.site(index))], self.folder / f"client-{index}.out")
+    def start_client(self, index: int, environment: Mapping[str, str] | None = None) -> Started:
+        command = ["federation", "client", str(self.site(index))]
+        started = Started(command, self.folder / f"client-{index}.out", environment)
         self.clients[index] = started
         return started
 

@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fedguild import experiment
 from fedguild.config import Config
-from fedguild.engines.flower.engine import read_upload
 from fedguild.engines.flower.parcel import Parcel
 from fedguild.errors import ConfigError, QuorumError
 from fedguild.federation.desk import Desk
 from fedguild.model.backbone import Backbone
-from fedguild.payload import Payload
 from fedguild.server.record import ClientRecord, RoundRecord, RunLog
-from fedguild.wire.codec import encode
 from tests.engines.flower.guild import QUICK, Lines, desks_of, grid_of, serve_on, small_config
+from tests.engines.flower.lies import poison, widen, with_upload
 from tests.engines.flower.loopback import LoopbackGrid, LoopbackNode
 from tests.experiment.runs import Killed, assert_same, ended, kill_at, save_model, says
 
@@ -61,26 +58,6 @@ def changed(node: LoopbackNode, rounds: tuple[int, ...], change: Change) -> None
         return change(reply) if parcel.kind == "train" and parcel.round in rounds and reply is not None else reply
 
     node.answer = answer
-
-
-def with_upload(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Change:
-    """Returns what changes the tensors of an answer."""
-
-    def rewrite(parcel: Parcel) -> Parcel:
-        tensors = change(dict(read_upload(parcel.body, "test").tensors))
-        return replace(parcel, body=encode(Payload(tensors)))
-
-    return rewrite
-
-
-def poison(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    name = sorted(tensors)[0]
-    return {**tensors, name: torch.full_like(tensors[name], float("nan"))}
-
-
-def widen(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    name = sorted(tensors)[0]
-    return {**tensors, name: torch.cat([tensors[name], tensors[name]])}
 
 
 def rounds_of(folder: Path) -> list[RoundRecord]:

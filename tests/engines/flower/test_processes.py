@@ -15,13 +15,15 @@ from fedguild.config import Config
 from fedguild.federation.keys import write_key
 from fedguild.server.record import RoundRecord, RunLog
 from tests.engines.flower.guild import QUICK, small_config
+from tests.engines.flower.lies import DEADLINE_SECONDS, EVERY_ROUND, LIMIT_BYTES
 from tests.engines.flower.processes import Guild, running, wait_for
 from tests.engines.flower.test_equality import memories, newest
-from tests.experiment.runs import assert_same, ended, save_model
+from tests.experiment.runs import assert_same, ended, save_model, says
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ONE_PARTITION = ("data.partition={scheme: dirichlet, alpha: 0.5, minimum: 4}", "evaluation.every=2")
+LYING = Path(__file__).parent / "lying"
 FAMILIES = {
     "fedit": ("fedit/tiny-tasks", ()),
     "flame": ("flame/tiny-tasks", ()),
@@ -99,6 +101,26 @@ def test_kill_minus_nine_of_a_trainer_a_node_and_the_server_changes_no_bit(
         replace(found, records=scores(found.records), memory={}),
         replace(expected, records=scores(expected.records), memory={}),
     )
+
+
+def test_a_client_that_lies_another_way_each_round_is_left_out_each_time(guild: Guild, model: Path) -> None:
+    limits = (f"federation.upload_limit_bytes={LIMIT_BYTES}", f"federation.deadline_seconds={DEADLINE_SECONDS}")
+    rounds = len(EVERY_ROUND) + 1
+    short = ("training.steps=1", "evaluation.every=9", "evaluation.max_examples=2")
+    guild.set_run(config_of("fedit", model, f"federation.rounds={rounds}", *limits, *short))
+    guild.clients.pop(2).end()
+    here = [str(LYING), str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    guild.start_client(2, {"PYTHONPATH": os.pathsep.join(here)})
+    try:
+        guild.run()
+    finally:
+        guild.clients.pop(2).end()
+        guild.start_client(2)
+    *lied, honest = (record for record in RunLog(guild.run_folder).read() if isinstance(record, RoundRecord))
+    for record, (_, reason) in zip(lied, EVERY_ROUND.values(), strict=True):
+        assert [rejection.client for rejection in record.rejected] == [2]
+        says(record.rejected[0].reason, reason)
+    assert [(stray.round, stray.client, stray.dropped) for stray in honest.strays] == [(5, 2, "it is 1 round(s) late")]
 
 
 def test_a_client_whose_key_is_not_registered_stays_outside(guild: Guild) -> None:
