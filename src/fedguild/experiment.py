@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from fedguild.client.merges import MergeLedger
 from fedguild.config import Config, load_config
 from fedguild.environment import describe_environment
 from fedguild.errors import CheckpointError
@@ -19,6 +20,7 @@ from fedguild.report.tracking import Tracker
 from fedguild.scoring import evaluate_state
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
+from fedguild.server.merges import merges
 from fedguild.server.method import Enrolling, Observing, State
 from fedguild.server.record import (
     EvaluationRecord,
@@ -102,7 +104,10 @@ def resume(output: Path, *, progress: Progress | None = None, preparation: Prepa
     saved = checkpoint.load(output / CHECKPOINTS, last, fingerprint=config.fingerprint())
     RunLog(output).truncate_after(last)
     accepted = saved.extra.get(ACCEPTED, ())
-    return _rounds((preparation or prepare)(config, output, progress), saved.state, first=last + 1, accepted=accepted)
+    experiment = (preparation or prepare)(config, output, progress)
+    if experiment.remote is None:
+        MergeLedger.beside(experiment.memory).refill(merges(saved.state))
+    return _rounds(experiment, saved.state, first=last + 1, accepted=accepted)
 
 
 def evaluate(output: Path, *, round: int | None = None, split: Split = "test") -> RunResult:

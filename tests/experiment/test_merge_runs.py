@@ -14,7 +14,6 @@ import pytest
 
 from fedguild import experiment
 from fedguild.client.merges import FOLDER
-from fedguild.errors import QuorumError
 from fedguild.experiment import CHECKPOINTS
 from fedguild.model.backbone import Backbone
 from fedguild.server import checkpoint
@@ -133,15 +132,17 @@ def test_merges_never_leak_into_another_run_on_the_same_backbone(
     assert_same(ended(tmp_path / "again"), ended(tmp_path / "flora"))
 
 
-def test_a_run_without_its_ledger_says_so(model: Path, tmp_path: Path) -> None:
+def test_a_run_whose_ledger_was_removed_gets_it_back_from_the_state(model: Path, tmp_path: Path) -> None:
     config = config_of(model, "flora")
+    experiment.run(config, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch:
         kill_at(patch, "fedguild.server.checkpoint.save", 4)
         with pytest.raises(Killed):
-            experiment.run(config, tmp_path)
-    shutil.rmtree(tmp_path / FOLDER)
-    with pytest.raises(QuorumError, match=r"merges lacks 1 of the 2 versions of the backbone's changes"):
-        experiment.resume(tmp_path)
+            experiment.run(config, tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / FOLDER)
+    experiment.resume(tmp_path / "cut")
+    assert_same(ended(tmp_path / "cut"), ended(tmp_path / "whole"))
+    assert ledger(tmp_path / "cut") == ledger(tmp_path / "whole")
 
 
 def test_traffic_and_scores_of_a_run(model: Path, tmp_path: Path) -> None:

@@ -107,6 +107,16 @@ class MergeLedger:
             raise CheckpointError(f"{self.folder} holds other changes of the backbone than the server has.", _CURE)
         return found
 
+    def refill(self, merges: Mapping[str, Tensor]) -> None:
+        """Keeps the versions that are missing here; `merges` are all of a run, as `receive` returns them.
+
+        Raises:
+            FedGuildError: a version cannot be written.
+        """
+        for version, factors in by_version(merges).items():
+            if not self._path(version).exists():
+                self._keep(version, pack(factors, {}))
+
     def _keep(self, version: int, content: bytes) -> None:
         """Writes a version unless it is there already, whole and the same."""
         path = self._path(version)
