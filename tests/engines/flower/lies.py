@@ -16,8 +16,8 @@ from fedguild.wire.codec import encode
 
 LIMIT_BYTES = 100_000
 """`federation.upload_limit_bytes` under which an honest upload of the tests stays, and an oversized one does not."""
-DEADLINE_SECONDS = 30.0
-LATE_SECONDS = 45.0
+DEADLINE_SECONDS = 40.0
+LATE_SECONDS = 55.0
 
 
 def with_upload(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Parcel], Parcel]:
