@@ -73,8 +73,6 @@ def test_an_expert_that_nobody_was_routed_to_gets_exactly_no_gradient():
 @pytest.mark.parametrize("trained", ["tokens", "lora_A", "lora_B"])
 def test_what_is_trained_alone_gets_the_gradient_that_it_gets_with_all(dense, trained):
     layer = build(ONE_SLOT["padding"], torch.float64)
-    for leaf in layer.leaves:
-        leaf.requires_grad_(False)
     places = {"tokens": [0], "lora_A": [2, 4, 6], "lora_B": [3, 5, 7]}[trained]
     _, expected = by_loop(layer)
     _, found = by_view(layer, torch.float64, dense=dense, trained=places)
