@@ -49,8 +49,9 @@ EVERY_ROUND: dict[int, tuple[Callable[[Parcel], Parcel], str]] = {
     1: (with_upload(poison), "has NaN or infinity"),
     2: (with_upload(widen), "has the shape"),
     3: (lambda parcel: replace(parcel, round=1), "the upload is of round 1, but round 3 was asked for"),
-    4: (lambda parcel: replace(parcel, body=bytes(LIMIT_BYTES + 1)), f"{LIMIT_BYTES + 1} bytes, beyond the limit"),
-    5: (too_late, f"did not answer within {DEADLINE_SECONDS:g} s"),
+    4: (lambda parcel: replace(parcel, run="0" * 32), "the upload is of the run '0000"),
+    5: (lambda parcel: replace(parcel, body=bytes(LIMIT_BYTES + 1)), f"{LIMIT_BYTES + 1} bytes, beyond the limit"),
+    6: (too_late, f"did not answer within {DEADLINE_SECONDS:g} s"),
 }
 """Round -> what a lying trainer makes of its answer, and what the server says."""
 

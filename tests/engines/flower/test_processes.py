@@ -12,9 +12,10 @@ import pytest
 
 from fedguild import experiment
 from fedguild.config import Config
+from fedguild.engines.flower.parcel import Parcel
 from fedguild.federation.keys import write_key
 from fedguild.server.record import RoundRecord, RunLog
-from tests.engines.flower.guild import QUICK, small_config
+from tests.engines.flower.guild import QUICK, desks_of, grid_of, serve_on, small_config
 from tests.engines.flower.lies import DEADLINE_SECONDS, EVERY_ROUND, LIMIT_BYTES
 from tests.engines.flower.processes import Guild, running, wait_for
 from tests.engines.flower.test_equality import memories, newest
@@ -103,11 +104,15 @@ def test_kill_minus_nine_of_a_trainer_a_node_and_the_server_changes_no_bit(
     )
 
 
-def test_a_client_that_lies_another_way_each_round_is_left_out_each_time(guild: Guild, model: Path) -> None:
+def test_a_client_that_lies_another_way_each_round_is_left_out_each_time(
+    guild: Guild, model: Path, tmp_path: Path
+) -> None:
+    """The state at the end is that of a run in which this client fails in these rounds."""
     limits = (f"federation.upload_limit_bytes={LIMIT_BYTES}", f"federation.deadline_seconds={DEADLINE_SECONDS}")
     rounds = len(EVERY_ROUND) + 1
     short = ("training.steps=1", "evaluation.every=9", "evaluation.max_examples=2")
-    guild.set_run(config_of("fedit", model, f"federation.rounds={rounds}", *limits, *short))
+    config = config_of("fedit", model, f"federation.rounds={rounds}", *limits, *short)
+    guild.set_run(config)
     guild.clients.pop(2).end()
     here = [str(LYING), str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     guild.start_client(2, {"PYTHONPATH": os.pathsep.join(here)})
@@ -120,7 +125,22 @@ def test_a_client_that_lies_another_way_each_round_is_left_out_each_time(guild: 
     for record, (_, reason) in zip(lied, EVERY_ROUND.values(), strict=True):
         assert [rejection.client for rejection in record.rejected] == [2]
         says(record.rejected[0].reason, reason)
-    assert [(stray.round, stray.client, stray.dropped) for stray in honest.strays] == [(5, 2, "it is 1 round(s) late")]
+    late = len(EVERY_ROUND)
+    assert [(stray.round, stray.client, stray.dropped) for stray in honest.strays] == [
+        (late, 2, "it is 1 round(s) late")
+    ]
+    left_out = late + 1 if honest.rejected else late
+    grid = grid_of(desks_of(config, tmp_path / "sites"))
+    answer = grid.known[102].answer
+
+    def failing(parcel: Parcel) -> Parcel | None:
+        fails = parcel.kind == "train" and parcel.round <= left_out
+        return parcel.answer(failure="left out") if fails else answer(parcel)
+
+    grid.known[102].answer = failing
+    serve_on(grid, config, tmp_path / "server")
+    found, expected = ended(guild.run_folder), ended(tmp_path / "server/state/run")
+    assert_same(replace(found, records=[], memory={}), replace(expected, records=[], memory={}))
 
 
 def test_a_client_whose_key_is_not_registered_stays_outside(guild: Guild) -> None:
