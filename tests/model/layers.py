@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,10 +12,14 @@ from torch import Tensor
 from fedguild.model.moe.dense import run_every_expert
 from fedguild.model.moe.dispatch import dispatch
 from fedguild.model.moe.experts import FrozenExperts, run_experts
+from fedguild.model.moe.token_side import run_token_side
 from fedguild.model.plan import EXPERT_PROJECTIONS
 from tests.oracles.experts import adapted_experts
 
 HIDDEN, WIDTH = 16, 8
+
+Way = Literal["pairs", "dense", "tokens"]
+"""Every routed pair, every expert on every token, or the wide low-rank products for the tokens."""
 
 
 @dataclass(frozen=True)
@@ -149,14 +154,14 @@ def by_loop(layer: Layer) -> tuple[Tensor, list[Tensor]]:
 
 
 def by_view(
-    layer: Layer, dtype: torch.dtype, *, dense: bool = False, trained: Sequence[int] | None = None
+    layer: Layer, dtype: torch.dtype, *, way: Way = "pairs", trained: Sequence[int] | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Output and gradients of the package, stored [M, S, r, in], [M, S, r, out] and [M, S, out, in].
 
     Args:
         layer: The layer.
         dtype: What it computes in.
-        dense: Whether every expert runs on every token, which needs a single slot.
+        way: Which of the ways of a layer: `dense` needs a single slot, `tokens` needs LoRA.
         trained: Of which leaves gradients are taken; of all where None.
     """
     case = layer.case
@@ -175,13 +180,16 @@ def by_view(
     gate, up, down = (weight.to(dtype) for weight in layer.frozen)
     frozen = FrozenExperts(torch.cat([gate, up], dim=1), down, _swiglu)
     scale = layer.scale[:, None].expand(case.slots, case.rank).contiguous() if case.lora else None
-    if dense:
+    if way == "dense":
         out = run_every_expert(
             leaves[0], leaves[1], layer.indices, layer.keep, case.experts, lambda: frozen, pairs, scale
         )
     else:
         plan = dispatch(layer.indices, layer.slot, layer.keep, case.experts, case.slots, blocks=True)
-        out = run_experts(leaves[0], leaves[1], plan, lambda: frozen, pairs, scale, tuple(changes) or None)
+        if way == "tokens":
+            out = run_token_side(leaves[0], leaves[1], plan, case.tokens, lambda: frozen, pairs, scale)
+        else:
+            out = run_experts(leaves[0], leaves[1], plan, lambda: frozen, pairs, scale, tuple(changes) or None)
     grads = torch.autograd.grad((out * layer.upstream.to(dtype)).sum(), wanted)
     return out.detach(), list(grads)
 

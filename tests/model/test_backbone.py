@@ -27,6 +27,14 @@ def saved(tmp_path_factory):
     return folder
 
 
+def test_on_a_cpu_freed_pages_are_kept_before_anything_is_loaded(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("fedguild.model.backbone.keep_freed_pages", lambda: calls.append(1))
+    with pytest.raises(ModelError):
+        load_backbone(str(tmp_path), device="cpu")
+    assert calls == [1]
+
+
 def test_a_saved_model_loads_frozen_with_equal_logits(saved):
     backbone = load_backbone(str(saved), device="cpu")
     ids = torch.tensor(random_rows([7], 1))

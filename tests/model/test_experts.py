@@ -8,7 +8,8 @@ import torch
 from fedguild.model.moe import dispatch as dispatch_module
 from fedguild.model.moe.dense import prefers_dense
 from fedguild.model.moe.low_rank import prefers_blocks
-from tests.model.layers import CASES, Case, Layer, build, by_loop, by_view, worst
+from fedguild.model.moe.token_side import prefers_token_side
+from tests.model.layers import CASES, Case, Layer, Way, build, by_loop, by_view, worst
 
 
 @pytest.fixture(params=[0, 8, 32], ids=["groups", "blocks of 8", "blocks of 32"])
@@ -28,12 +29,13 @@ ONE_SLOT = {
     "padding": Case((8,), (4,), (3,), (2.0,), padding=(0, 5, 7)),
     "all padding but one token": Case((4,), (4,), (2,), padding=(0, 1, 3)),
 }
+WITH_LORA = {name: case for name, case in CASES.items() if case.lora}
 
 
-def assert_equals_the_loop(layer: Layer, dtype: torch.dtype, tolerance: float, *, dense: bool) -> None:
+def assert_equals_the_loop(layer: Layer, dtype: torch.dtype, tolerance: float, *, way: Way) -> None:
     case = layer.case
     expected, expected_grads = by_loop(layer)
-    found, found_grads = by_view(layer, dtype, dense=dense)
+    found, found_grads = by_view(layer, dtype, way=way)
     assert found.dtype is dtype
     assert worst(found, expected) < tolerance
     padded = torch.zeros(len(found), dtype=torch.bool)
@@ -52,30 +54,37 @@ def assert_equals_the_loop(layer: Layer, dtype: torch.dtype, tolerance: float, *
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=str
 )
 def test_experts_equal_the_loop(case, dtype, tolerance):
-    assert_equals_the_loop(build(case, dtype), dtype, tolerance, dense=False)
+    assert_equals_the_loop(build(case, dtype), dtype, tolerance, way="pairs")
+
+
+@pytest.mark.usefixtures("layout")
+@pytest.mark.parametrize("case", WITH_LORA.values(), ids=WITH_LORA.keys())
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
+def test_wide_products_for_the_tokens_equal_the_loop(case, dtype, tolerance):
+    assert_equals_the_loop(build(case, dtype), dtype, tolerance, way="tokens")
 
 
 @pytest.mark.parametrize("case", ONE_SLOT.values(), ids=ONE_SLOT.keys())
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
 def test_every_expert_on_every_token_equals_the_loop(case, dtype, tolerance):
-    assert_equals_the_loop(build(case, dtype), dtype, tolerance, dense=True)
+    assert_equals_the_loop(build(case, dtype), dtype, tolerance, way="dense")
 
 
 def test_an_expert_that_nobody_was_routed_to_gets_exactly_no_gradient():
     layer = build(ONE_SLOT["experts without tokens"], torch.float32)
-    _, grads = by_view(layer, torch.float32, dense=True)
+    _, grads = by_view(layer, torch.float32, way="dense")
     for factor in grads[2:]:
         assert factor[0, :3].any()
         assert not factor[0, 3:].any()
 
 
-@pytest.mark.parametrize("dense", [True, False], ids=["every expert", "dispatched"])
+@pytest.mark.parametrize("way", ["pairs", "dense", "tokens"])
 @pytest.mark.parametrize("trained", ["tokens", "lora_A", "lora_B"])
-def test_what_is_trained_alone_gets_the_gradient_that_it_gets_with_all(dense, trained):
+def test_what_is_trained_alone_gets_the_gradient_that_it_gets_with_all(way, trained):
     layer = build(ONE_SLOT["padding"], torch.float64)
     places = {"tokens": [0], "lora_A": [2, 4, 6], "lora_B": [3, 5, 7]}[trained]
     _, expected = by_loop(layer)
-    _, found = by_view(layer, torch.float64, dense=dense, trained=places)
+    _, found = by_view(layer, torch.float64, way=way, trained=places)
     for place, gradient in zip(places, found, strict=True):
         torch.testing.assert_close(gradient, expected[place], rtol=1e-12, atol=1e-12)
 
@@ -96,10 +105,27 @@ def test_every_expert_runs_for_one_slot_few_tokens_and_half_of_the_experts(token
     assert prefers_dense(torch.zeros(tokens, 1, dtype=dtype), top_k, 16, size, slots) is expected
 
 
+@pytest.mark.parametrize(
+    ("top_k", "padding", "dtype", "expected"),
+    [
+        (3, (), torch.float32, True),
+        (3, (), torch.float64, True),
+        (3, (), torch.bfloat16, False),
+        (2, (), torch.float32, False),
+        (3, (4,), torch.float32, False),
+    ],
+)
+def test_wide_products_are_for_the_tokens_where_half_of_all_pairs_are_routed(top_k, padding, dtype, expected):
+    layer = build(Case((6, 4), (4, 4), (top_k, top_k), (1.0, 1.0), padding=padding), dtype)
+    plan = dispatch_module.dispatch(layer.indices, layer.slot, layer.keep, 6, 2)
+    assert prefers_token_side(layer.tokens.to(dtype), plan) is expected
+
+
 @pytest.mark.usefixtures("layout")
-def test_the_zeros_beyond_a_slots_rank_get_no_gradient():
+@pytest.mark.parametrize("way", ["pairs", "tokens"])
+def test_the_zeros_beyond_a_slots_rank_get_no_gradient(way):
     layer = build(CASES["mixed ranks, scales and active experts"], torch.float32)
-    _, grads = by_view(layer, torch.float32)
+    _, grads = by_view(layer, torch.float32, way=way)
     for down, up in zip(grads[2::2], grads[3::2], strict=True):
         for slot, rank in enumerate(layer.case.ranks):
             assert down[slot, :, :rank].any()
@@ -108,10 +134,11 @@ def test_the_zeros_beyond_a_slots_rank_get_no_gradient():
 
 
 @pytest.mark.usefixtures("layout")
-def test_a_slots_gradients_come_from_its_own_tokens_only():
+@pytest.mark.parametrize("way", ["pairs", "tokens"])
+def test_a_slots_gradients_come_from_its_own_tokens_only(way):
     layer = build(CASES["mixed ranks, scales and active experts"], torch.float64)
     layer.upstream[layer.slot != 1] = 0.0
-    _, grads = by_view(layer, torch.float64)
+    _, grads = by_view(layer, torch.float64, way=way)
     for factor in grads[2:]:
         assert factor[1].any()
         assert not factor[[0, 2]].any()

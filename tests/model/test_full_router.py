@@ -7,8 +7,8 @@ import torch
 
 from fedguild.data.batches import Encoded, collate
 from fedguild.model.adapters.full_router import FullRouter
-from fedguild.model.adapters.slot_products import slot_rows
 from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.slot_products import slot_rows
 from fedguild.model.slots import SlotModel
 from fedguild.seeding import torch_rng
 from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model

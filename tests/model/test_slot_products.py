@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedguild.model.adapters.slot_products import add_slot_rows, slot_rows
 from fedguild.model.frozen_linear import WORTHWHILE
+from fedguild.model.slot_products import add_slot_rows, slot_rows
 
 SMALL, LARGE = (5, 6, 3), (256, 128, 64)
 

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from fedguild.data.batches import Seq2Seq
 from fedguild.errors import ConfigError, ModelError
+from fedguild.heap import keep_freed_pages
 from fedguild.model.four_bit import four_bit_options, quantise_experts
 from fedguild.model.frozen_linear import speed_up_frozen_linears
 from fedguild.model.known import find_known, known_models
@@ -111,6 +112,8 @@ def load_backbone(
 ) -> Backbone:
     """Loads a backbone from a hub id, a folder, or `embedded` (the checkpoint in this package).
 
+    On a CPU the process keeps the pages that it frees from then on (heap.py).
+
     Args:
         path: Hub id, folder, or `embedded`.
         revision: Branch, tag or commit on the hub.
@@ -128,6 +131,8 @@ def load_backbone(
     """
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
+    if where.type == "cpu":
+        keep_freed_pages()
     source = str(CHECKPOINT) if path == EMBEDDED else path
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if load_in_4bit:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedguild.model.adapters.slot_products import slot_rows
 from fedguild.model.plan import ModelInfo
+from fedguild.model.slot_products import slot_rows
 
 if TYPE_CHECKING:
     from fedguild.model.slots import SlotModel

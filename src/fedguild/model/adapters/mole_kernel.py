@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedguild.model.adapters.slot_products import add_slot_rows, slot_rows
 from fedguild.model.runtime import Pass
+from fedguild.model.slot_products import add_slot_rows, slot_rows
 
 
 @dataclass(frozen=True)

@@ -151,15 +151,14 @@ class _Experts(torch.autograd.Function):
         with torch.enable_grad():
             z_leaf = z.detach().requires_grad_()
             h = own.gate(z_leaf)
-        weight = _row_weights(weights, plan).to(dy.dtype)[:, None]
+        weight = row_weights(weights, plan).to(dy.dtype)[:, None]
 
         dh = grouped_rows(dy, own.down, plan.expert_ends)
         d_outer = [
             addition.back(dh, dy, h.detach(), outer, kept, weight, wanted)
             for (addition, _, outer), kept, (_, _, wanted) in zip(parts, kept_outer, needed, strict=True)
         ]
-        d_pair = (dh * h.detach()).sum(dim=1)[plan.row_of_pair]
-        d_weights = torch.zeros_like(weights).reshape(-1).index_copy_(0, plan.active, d_pair.to(weights.dtype))
+        d_weights = weights_gradient(weights, plan, dh, h.detach())
 
         (dz,) = torch.autograd.grad(h, z_leaf, dh.mul_(weight))
         d_rows = grouped_rows(dz, own.gate_up, plan.expert_ends) if ctx.needs_input_grad[0] else None
@@ -173,7 +172,7 @@ class _Experts(torch.autograd.Function):
             for d, tensor in zip(gradients, trained, strict=True)
         )
         d_tokens = None if d_rows is None else combine(d_rows, plan)
-        return (d_tokens, d_weights.view_as(weights), None, None, None, *d_trained)
+        return (d_tokens, d_weights, None, None, None, *d_trained)
 
 
 def _split(
@@ -188,7 +187,13 @@ def _split(
     ]
 
 
-def _row_weights(weights: Tensor, plan: Dispatch) -> Tensor:
+def weights_gradient(weights: Tensor, plan: Dispatch, dh: Tensor, h: Tensor) -> Tensor:
+    """Returns [N, k], <dh, h> of every routed pair, from the rows' dh and h [n, I] without the weights; 0 elsewhere."""
+    of_pairs = (dh * h).sum(dim=1)[plan.row_of_pair].to(weights.dtype)
+    return torch.zeros_like(weights).reshape(-1).index_copy_(0, plan.active, of_pairs).view_as(weights)
+
+
+def row_weights(weights: Tensor, plan: Dispatch) -> Tensor:
     """Returns [n], the routing weight of every row; 0 for filler, which must leave no gradient."""
     of_rows = weights.reshape(-1)[plan.pair]
     return of_rows.masked_fill(plan.slot == plan.slots, 0.0) if plan.block_height else of_rows

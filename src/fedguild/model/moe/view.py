@@ -25,6 +25,7 @@ from fedguild.model.moe.routing import RoutingRule, route, routing_rule, within_
 from fedguild.model.moe.switch import FAMILY as SWITCH
 from fedguild.model.moe.switch import PROJECTIONS as SWITCH_PROJECTIONS
 from fedguild.model.moe.switch import SwitchExperts, top1_hook
+from fedguild.model.moe.token_side import prefers_token_side, run_token_side
 from fedguild.model.plan import MoeInfo
 from fedguild.model.runtime import Runtime
 
@@ -151,16 +152,19 @@ class MoeLayer:
             slot = current.slot_of_token(tokens, hidden.device)
         lora = self.expert_lora if current is not None else None
         delta = self.expert_delta if current is not None else None
-        if delta is None and self._runs_dense(hidden, indices.shape[1], slots, lora):
+        plain = delta is None and (lora is None or len(lora[0]) == 2)
+        if plain and self._prefers_dense(hidden, indices.shape[1], slots):
             experts = self.info.num_experts
             return run_every_expert(hidden, weights, indices, keep, experts, self._frozen, lora, self.expert_scale)
         blocks = lora is not None and delta is None and prefers_blocks(hidden)
         plan = dispatch(indices, slot, keep, self.info.num_experts, slots, blocks)
-        return run_experts(hidden, weights, plan, self._frozen, lora, self.expert_scale, delta)
+        scale = self.expert_scale
+        if current is not None and plain and lora and scale is not None and prefers_token_side(hidden, plan):
+            return run_token_side(hidden, weights, plan, current.rows_per_slot, self._frozen, lora, scale)
+        return run_experts(hidden, weights, plan, self._frozen, lora, scale, delta)
 
-    def _runs_dense(self, hidden: Tensor, top_k: int, slots: int, lora: tuple[Factors, ...] | None) -> bool:
-        plain = lora is None or len(lora[0]) == 2
-        return plain and prefers_dense(hidden, top_k, self.info.num_experts, self.info.hidden * self.info.width, slots)
+    def _prefers_dense(self, hidden: Tensor, top_k: int, slots: int) -> bool:
+        return prefers_dense(hidden, top_k, self.info.num_experts, self.info.hidden * self.info.width, slots)
 
     def _frozen(self) -> FrozenExperts:
         experts: Any = self.experts

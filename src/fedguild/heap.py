@@ -1,0 +1,52 @@
+"""Keeping the memory that a step frees, for the next step.
+
+glibc gives the pages of a large tensor back to the kernel as soon as the tensor is freed, and the
+next one of its size has to fault every page in again: on a CPU up to half of a training step, for
+memory that the process needs again a moment later (docs/decisions/0010, benchmarks/freed_pages.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+
+import psutil
+
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+"""Parameters of mallopt(3)."""
+_NEVER = -1
+_PART_OF_MEMORY = 64
+_LEAST, _MOST = 32 << 20, 1 << 30
+"""Bytes from which a block has a mapping of its own, which is always given back: a part of the machine's memory.
+
+A kept block may be cut up by small ones, so that the next large one is taken from new memory; that
+happens a few times until both have their places. glibc before 2.35 takes no more than `_LEAST`.
+"""
+_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
+
+
+@cache
+def keep_freed_pages() -> bool:
+    """Lets glibc's allocator keep freed pages, for this process and until it ends.
+
+    The process then stays as large as it was at its largest. Who has set the allocator up by one of the
+    environment variables of mallopt(3) keeps that setting.
+
+    Returns:
+        Whether freed pages are kept; False on other systems, with another C library, or with settings of the user.
+    """
+    is_set = any(name in os.environ for name in _SETTINGS) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if is_set or not sys.platform.startswith("linux"):
+        return False
+    try:
+        library = ctypes.CDLL(None)
+        library.gnu_get_libc_version  # noqa: B018
+        mallopt = library.mallopt
+    except (OSError, AttributeError):
+        return False
+    largest = min(max(psutil.virtual_memory().total // _PART_OF_MEMORY, _LEAST), _MOST)
+    blocks = mallopt(_MMAP_THRESHOLD, largest) or mallopt(_MMAP_THRESHOLD, _LEAST)
+    return bool(mallopt(_TRIM_THRESHOLD, _NEVER) and blocks)

@@ -1,0 +1,69 @@
+"""Freed pages: kept for the next tensor, unless the user has set the allocator up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fedguild import heap
+
+PROGRAM = """
+import resource, torch
+from fedguild.heap import keep_freed_pages
+print(keep_freed_pages())
+for turn in range(60):
+    if turn == 40:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(16 << 20)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / 20 / (64 << 20))
+"""
+
+
+def freed_and_needed_again(**environment: str) -> tuple[str, float]:
+    """What `keep_freed_pages` returned in a new process, and the part of a tensor that is faulted in again."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=own | environment, capture_output=True, text=True, check=True
+    )
+    kept, part = run.stdout.split()
+    return kept, float(part)
+
+
+def is_glibc() -> bool:
+    return sys.platform.startswith("linux") and "glibc" in (os.confstr("CS_GNU_LIBC_VERSION") or "")
+
+
+@pytest.mark.skipif(not is_glibc(), reason="needs glibc")
+def test_a_freed_tensors_pages_serve_the_next_one():
+    kept, part = freed_and_needed_again()
+    assert kept == "True"
+    assert part < 0.05
+
+
+@pytest.mark.skipif(not is_glibc(), reason="needs glibc")
+@pytest.mark.parametrize(
+    "setting", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}]
+)
+def test_settings_of_the_user_stay(setting):
+    kept, part = freed_and_needed_again(**setting)
+    assert kept == "False"
+    assert part > 0.9
+
+
+def test_other_systems_are_left_alone(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert heap.keep_freed_pages.__wrapped__() is False
+
+
+def test_other_c_libraries_are_left_alone(monkeypatch):
+    class Musl:
+        pass
+
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: Musl())
+    assert heap.keep_freed_pages.__wrapped__() is False
