@@ -86,6 +86,15 @@ def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.Monke
     assert doctor._package("no-such-package").verdict == "problem"
 
 
+@pytest.mark.parametrize(("kept", "verdict"), [(True, "ok"), (False, "missing")])
+def test_doctor_says_whether_freed_pages_are_kept(kept: bool, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(doctor, "keep_freed_pages", lambda: kept)
+    _, pages = doctor._device()
+    assert (pages.subject, pages.verdict) == ("freed pages", verdict)
+    assert bool(pages.consequence) is not kept
+
+
 def test_doctor_warns_of_little_memory_threads_and_a_folder_that_takes_no_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from fedguild.cli.options import JsonOption
 from fedguild.cli.output import show, show_json
+from fedguild.heap import keep_freed_pages
 
 EXAMPLES = (
     "fedguild doctor",
@@ -103,6 +104,7 @@ def _device() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         yield Finding("device", "cpu", "ok", "models beyond about 1 B parameters train slowly; no 4-bit loading")
+        yield _freed_pages()
         return
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
@@ -113,6 +115,13 @@ def _device() -> Iterator[Finding]:
             "ok" if bfloat16 else "problem",
             "" if bfloat16 else "no bfloat16: set model.dtype=float16 or float32",
         )
+
+
+def _freed_pages() -> Finding:
+    if keep_freed_pages():
+        return Finding("freed pages", "kept for the next step")
+    loss = "a training step takes up to twice as long: needs glibc, and none of mallopt's variables in the environment"
+    return Finding("freed pages", "given back to the system", "missing", loss)
 
 
 def _flower() -> Iterator[Finding]:
