@@ -23,7 +23,7 @@ _LEAST, _MOST = 32 << 20, 1 << 30
 """Bytes from which a block has a mapping of its own, which is always given back: a part of the machine's memory.
 
 A kept block may be cut up by small ones, so that the next large one is taken from new memory; that
-happens a few times until both have their places. glibc before 2.35 takes no more than `_LEAST`.
+happens a few times until both have their places. An older glibc takes no more than `_LEAST`.
 """
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 
