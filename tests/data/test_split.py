@@ -67,6 +67,7 @@ def test_the_corpus_tests_a_client_in_the_proportions_of_its_labels():
     assert Counter(example.label for example in data.test) == {"a": 30, "b": 10}
     assert len(set(data.test)) == 40
     assert set(data.test) <= set(CORPUS.test)
+    assert {example.label for example in data.test[:8]} == {"a", "b"}, "whoever scores the first has all labels"
     (capped,) = split_clients(CORPUS, [three_to_one], SplitRule(test_source="corpus", max_test=8), seed=0)
     assert len(capped.test) == 8
     (only_b,) = split_clients(CORPUS, [[60, 61]], rule, seed=0)

@@ -134,7 +134,10 @@ def _held_out(count: int, fraction: float) -> int:
 
 
 def _matching_test(corpus: Corpus, share: Sequence[Example], client: int, rng: np.random.Generator) -> list[Example]:
-    """Draws the most of the corpus's test examples that keep the proportions of the share's labels."""
+    """Draws the most of the corpus's test examples that keep the proportions of the share's labels, in random order.
+
+    Whoever scores only the first of them (`evaluation.max_examples`) then has all labels.
+    """
     pool: dict[str, list[Example]] = {}
     for example in corpus.test:
         pool.setdefault(example.label, []).append(example)
@@ -148,11 +151,12 @@ def _matching_test(corpus: Corpus, share: Sequence[Example], client: int, rng: n
     available = np.array([len(pool[label]) for label in sorted(held)])
     total = int(weights.sum() * (available / weights).min())
     counts = np.minimum(apportion(weights, max(total, 1)), available)
-    return [
+    drawn = [
         example
         for label, count in zip(sorted(held), counts.tolist(), strict=True)
         for example in (sample(pool[label], count, rng) if count else ())
     ]
+    return [drawn[index] for index in rng.permutation(len(drawn))]
 
 
 def pooled_test(
