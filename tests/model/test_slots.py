@@ -9,6 +9,7 @@ import torch
 
 from fedguild.data.batches import Encoded, SlotBatch, collate
 from fedguild.errors import ConfigError, ModelError
+from fedguild.model.moe import token_side, view
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
 from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tiny_model
@@ -233,3 +234,28 @@ def test_plans_of_different_targets_are_refused(olmoe_backbone):
 def test_tensors_that_do_not_fit_are_refused(olmoe_backbone, tensors, message):
     with SlotModel(olmoe_backbone, [PLAN]) as model, pytest.raises(ModelError, match=message):
         model.load(0, tensors)
+
+
+def test_a_model_takes_the_wide_products_for_its_tokens_and_gets_the_gradients_of_the_pairs(
+    olmoe_backbone, monkeypatch
+):
+    plans = [PLAN, replace(PLAN, rank=2, scale=2.0)]
+    adapters = [random_adapter(olmoe_backbone.info, plan, seed) for seed, plan in enumerate(plans)]
+    calls = []
+    run = view.run_token_side
+    monkeypatch.setattr(view, "run_token_side", lambda *args: calls.append(1) or run(*args))
+
+    def gradients(least_routed):
+        monkeypatch.setattr(token_side, "LEAST_ROUTED", least_routed)
+        with SlotModel(olmoe_backbone, plans) as model:
+            for slot, adapter in enumerate(adapters):
+                model.load(slot, adapter)
+            model.token_losses(batch_of([7, 4], [5, 6])).sum().backward()
+            return {name: tensor.stored.grad for name, tensor in model.trainables.items()}
+
+    pairs = gradients(2.0)
+    assert not calls
+    tokens = gradients(0.0)
+    assert len(calls) == len(olmoe_backbone.moe)
+    for name, expected in pairs.items():
+        torch.testing.assert_close(tokens[name], expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))

@@ -20,7 +20,10 @@ TestSource = Literal["client", "corpus"]
 
 @dataclass(frozen=True, slots=True)
 class ClientData:
-    """What one client trains on, validates on and is tested on."""
+    """What one client trains on, validates on and is tested on, each in random order.
+
+    So the first of them are a sample: `evaluation.max_examples` takes those.
+    """
 
     train: tuple[Example, ...]
     validation: tuple[Example, ...]
