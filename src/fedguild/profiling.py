@@ -15,7 +15,7 @@ from fedguild.methods import build_method
 from fedguild.model.backbone import DTYPES, describe_config
 from fedguild.model.plan import ModelInfo
 from fedguild.server.sampling import wanted_count
-from fedguild.setup import training_settings
+from fedguild.setup import fitted, training_settings
 
 EXAMPLES = 1000
 """Training examples of a client where the config does not say how many it has."""
@@ -50,7 +50,7 @@ def profile_config(
         config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
     )
     options = {**config.method.options, **(SERVERS[config.method.name].bound if config.method.name in SERVERS else {})}
-    method = build_method(config.method.name, options)
+    method = fitted(build_method(config.method.name, options), config)
     if method.needs_experts:
         model.require_experts(method.title)
     context_tokens = context or config.data.max_tokens

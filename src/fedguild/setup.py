@@ -35,7 +35,7 @@ from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone, load_backbone
 from fedguild.progress import Progress, Silent
 from fedguild.seeding import numpy_rng
-from fedguild.server.method import Method, State
+from fedguild.server.method import Fitting, Method, State
 from fedguild.server.record import EvaluationRecord
 from fedguild.server.rounds import Engine, RoundRules
 
@@ -139,10 +139,27 @@ def prepare_data(config: Config) -> PreparedData:
     return PreparedData(corpus, clients, partition_table(corpus.train, parts))
 
 
+def method_of(config: Config) -> Method:
+    """Returns the config's method, as it runs in the config's federation.
+
+    Raises:
+        ConfigError: the method or an option is unknown, out of range, or does not fit the federation.
+    """
+    return fitted(build_method(config.method.name, config.method.options), config)
+
+
+def fitted(method: Method, config: Config) -> Method:
+    """Returns a method as it runs in the config's federation."""
+    federation = config.federation
+    if isinstance(method, Fitting):
+        return method.fitted(federation.clients, exact=federation.codec == "fp32")
+    return method
+
+
 def prepare(config: Config, output: Path, progress: Progress | None = None) -> Experiment:
     """Builds the method, the data and the backbone of a run, in the order of what fails fastest."""
     progress = progress or Silent()
-    method = build_method(config.method.name, config.method.options)
+    method = method_of(config)
     progress.stage("Reading the data")
     data = prepare_data(config)
     progress.stage(f"Loading the model {config.model.path}")

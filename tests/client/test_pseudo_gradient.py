@@ -11,6 +11,7 @@ from torch import Tensor
 from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
 from fedguild.client.pseudo_gradient import (
     ExpertGradients,
+    Inactivity,
     clip_per_expert,
     inactive_share,
     pseudo_gradient,
@@ -22,8 +23,7 @@ from tests.oracles import ub_smoe as oracle
 LAYERS, SLOTS, EXPERTS, RANK, STORED_RANK, WIDTH = 2, 3, 5, 2, 4, 6
 PATHS = [f"model.layers.{layer}.mlp.experts" for layer in range(LAYERS)]
 NAMES = [f"{path}.{projection}.lora_A" for path in PATHS for projection in ("up_proj", "down_proj")]
-ACTIVE = torch.tensor([4, 1, 2])
-# Of 12, 6 and 10 tokens; slot 1 leaves most experts alone, slot 2 one of each layer.
+# Of 12, 6 and 10 tokens with 4, 1 and 2 active experts; slot 1 leaves most experts alone, slot 2 one of each layer.
 COUNTS = torch.tensor(
     [
         [[12, 12, 12, 8, 4], [6, 0, 0, 0, 0], [5, 5, 5, 5, 0]],
@@ -31,6 +31,7 @@ COUNTS = torch.tensor(
     ]
 )
 TOKENS = (12, 6, 10)
+SEEN = torch.tensor([TOKENS] * LAYERS)
 RHO = (0.7, 1.9, 1.4)
 
 
@@ -126,7 +127,7 @@ def test_no_limit_leaves_it_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("inactivity", ["batch", "token"])
-def test_injection_is_equation_16_expert_by_expert(inactivity: str) -> None:
+def test_injection_is_equation_16_expert_by_expert(inactivity: Inactivity) -> None:
     own = trainables()
     give_gradients(own, COUNTS, 3)
     before = {name: trainable.stored.grad.clone() for name, trainable in own.items()}
@@ -134,7 +135,7 @@ def test_injection_is_equation_16_expert_by_expert(inactivity: str) -> None:
     pseudo = [random_pseudo(10 + slot) for slot in range(SLOTS)]
     for slot in range(SLOTS):
         gradients.set(slot, pseudo[slot], RHO[slot])
-    assert gradients.inject(COUNTS, ACTIVE, inactivity) is None  # type: ignore[arg-type]
+    assert gradients.inject(COUNTS, SEEN, inactivity) is None
     assert torch.equal(own["q_proj.lora_A"].stored.grad, before["q_proj.lora_A"])
     for name in NAMES:
         layer, grad = PATHS.index(name.rsplit(".", 2)[0]), own[name].stored.grad
@@ -153,19 +154,26 @@ def test_injection_is_equation_16_expert_by_expert(inactivity: str) -> None:
 
 def test_the_share_of_inactive_tokens() -> None:
     """Slot 0's 12 tokens with 4 experts each: expert 3 of layer 0 was left out by 4 of them, expert 4 by 8."""
-    share = inactive_share(COUNTS, ACTIVE, "token")
+    share = inactive_share(COUNTS, SEEN, "token")
     assert share[0, 0].tolist() == pytest.approx([0, 0, 0, 1 / 3, 2 / 3])
     assert share[0, 1].tolist() == pytest.approx([0, 1, 1, 1, 1])
-    assert inactive_share(COUNTS, ACTIVE, "batch")[0, 0].tolist() == [0, 0, 0, 0, 0]
-    nothing = inactive_share(torch.zeros(1, 3, 4, dtype=torch.int64), ACTIVE, "token")
-    assert nothing.eq(1).all()
+    assert inactive_share(COUNTS, SEEN, "batch")[0, 0].tolist() == [0, 0, 0, 0, 0]
+    nothing = torch.zeros(1, 3, 4, dtype=torch.int64)
+    assert inactive_share(nothing, nothing.sum(dim=-1), "token").eq(1).all()
+
+
+def test_tokens_that_a_layer_dropped_did_not_activate_an_expert() -> None:
+    """Ten tokens of which the capacity of a top-1 layer dropped four: its only active expert missed them."""
+    share = inactive_share(torch.tensor([[[6, 0]]]), torch.tensor([[10]]), "token")
+    assert share[0, 0].tolist() == pytest.approx([0.4, 1.0])
 
 
 # AdamW
 
 
+@pytest.mark.parametrize("inactivity", ["batch", "token"])
 @pytest.mark.parametrize("kind", ["nobody", "some", "everybody"])
-def test_experts_that_learn_nothing_are_left_alone_by_adamw(kind: str) -> None:
+def test_experts_that_learn_nothing_are_left_alone_by_adamw(kind: str, inactivity: Inactivity) -> None:
     """Four steps in which other experts are active, against AdamW that leaves experts out; other slots differ."""
     own, settings = trainables(), OptimizerSettings("adamw", (0.9, 0.95), 1e-5, 0.1)
     optimizer, gradients = SlotOptimizer(own, settings), ExpertGradients(own, PATHS)
@@ -185,7 +193,7 @@ def test_experts_that_learn_nothing_are_left_alone_by_adamw(kind: str) -> None:
         optimizer.zero_grad()
         give_gradients(own, counts, number)
         plain = {name: own[name].stored.grad.clone() for name in NAMES}
-        learns = gradients.inject(counts, ACTIVE, "batch")
+        learns = gradients.inject(counts, SEEN, inactivity)
         assert (learns is None) is (kind == "everybody")
         optimizer.step(step_rates, learns)
         for (name, slot), adamw in slow.items():
@@ -195,7 +203,7 @@ def test_experts_that_learn_nothing_are_left_alone_by_adamw(kind: str) -> None:
             on = counts[layer, slot].tolist()
             grad, moved = plain[name][:, slot, :RANK], [False] * EXPERTS
             if pseudo[slot]:
-                grad = oracle.injected(grad, pseudo[slot][name], RHO[slot], on, TOKENS[slot], "batch")
+                grad = oracle.injected(grad, pseudo[slot][name], RHO[slot], on, TOKENS[slot], inactivity)
                 moved = [bool(pseudo[slot][name][expert].any()) for expert in range(EXPERTS)]
             adamw.step(grad, rate, [tokens > 0 or has for tokens, has in zip(on, moved, strict=True)])
     for (name, slot), adamw in slow.items():
@@ -215,7 +223,7 @@ def test_a_silent_expert_keeps_every_bit() -> None:
         before = {name: own[name].stored.detach().clone() for name in NAMES}
         optimizer.zero_grad()
         give_gradients(own, counts, 7)
-        optimizer.step([0.1] * SLOTS, gradients.inject(counts, ACTIVE, "batch"))
+        optimizer.step([0.1] * SLOTS, gradients.inject(counts, SEEN, "batch"))
     for name in NAMES:
         layer = PATHS.index(name.rsplit(".", 2)[0])
         same = (own[name].stored.detach() == before[name])[:, :, :RANK].flatten(2).all(dim=2).T

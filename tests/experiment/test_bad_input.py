@@ -48,6 +48,22 @@ def test_a_setting_that_is_wrong(complaint: Complaint, olmoe_folder: Path, overr
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("federation.clients=40", ["do not give 40 clients 2 experts each", "method.clients_per_expert"]),
+        ("method.active_experts=9", ["9 active experts per token and room for 8 per client"]),
+    ],
+)
+def test_an_assignment_that_cannot_be_is_told_before_the_data_is_read(
+    complaint: Complaint, monkeypatch: pytest.MonkeyPatch, override: str, told: list[str]
+) -> None:
+    """Data and model of a real preset are a download; here neither may even be asked for."""
+    monkeypatch.setattr("fedguild.setup.prepare_data", lambda config: pytest.fail("the data was read"))
+    monkeypatch.setattr("fedguild.setup.load_model", lambda config: pytest.fail("the model was loaded"))
+    says(complaint("run", "fedamole/tiny-tasks", override, "--output", "out"), *told)
+
+
 def test_a_data_file_that_is_not_there(complaint: Complaint) -> None:
     told = complaint("run", NEWS, "data.train=data/train.csv", "data.test=data/test.csv")
     says(told, "The data file or folder data/train.csv does not exist", "Give a local file or folder", "owner/name")

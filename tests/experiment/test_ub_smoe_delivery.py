@@ -18,7 +18,9 @@ from fedguild.model.backbone import Backbone, describe_config
 from fedguild.model.plan import ModelInfo, trainable_shapes
 from fedguild.packing import pack, unpack
 from fedguild.payload import Payload, with_part
+from fedguild.server import checkpoint
 from fedguild.server.method import State
+from fedguild.server.record import ClientRecord, RunLog
 from fedguild.wire.accounting import bytes_by_part, size_bytes
 from tests.experiment.runs import Killed, assert_same, ended, kill_at, save_model, small_config
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
@@ -107,6 +109,47 @@ def test_a_client_whose_upload_failed_is_sent_the_buffer(olmoe_backbone: Backbon
         assert method.download(state, federation.model, federation.clients[1]).part(PSEUDO_GRADIENT)
         results.append(method.aggregate(state, federation.train(state, 2)))
     assert_same_bits(*results)
+
+
+def test_a_late_upload_does_not_make_its_client_a_holder(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    """Client 1's upload of round 1 comes in round 2: it holds Theta of before round 1 and so is sent G~."""
+    federation = Federation(olmoe_backbone, ub_smoe(), [client(0, LARGE), client(1, SMALL)], tmp_path)
+    method, state = federation.method, federation.start()
+    on_time, late = federation.train(state, 1)
+    state = method.aggregate(state, [on_time])
+    state = method.aggregate(state, [*federation.train(state, 2, who=[0]), late])
+    assert state.tensors["server/holders"].tolist() == [0]
+    held, sent = (method.download(state, federation.model, who).part(PSEUDO_GRADIENT) for who in federation.clients)
+    assert not held
+    assert sent
+    assert [float(each.payload.tensors[WITHOUT]) for each in federation.train(state, 3)] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_with_a_codec_that_rounds_the_buffer_is_sent_to_all(
+    codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a client could derive would be the rounding of Theta over eta Gamma; both settings are one run."""
+    monkeypatch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("fedguild.wire.codec.SMALLEST_SHRUNK", 1)
+    few = (f"federation.codec={codec}", "evaluation.max_examples=2", "federation.rounds=3")
+    model, traffic = save_model(tmp_path / "model"), []
+    for mode in ("when_needed", "always"):
+        settings = (*few, f"method.send_pseudo_gradient={mode}", "name=coded")
+        experiment.run(small_config(model, *settings, base="ub-smoe/tiny-tasks"), tmp_path / mode)
+        records = RunLog(tmp_path / mode).read()
+        traffic.append([each.download_bytes for each in records if isinstance(each, ClientRecord)])
+        last = checkpoint.latest(tmp_path / mode / experiment.CHECKPOINTS)
+        assert last == 3
+    assert traffic[0] == traffic[1]
+    states = [experiment.restore(tmp_path / mode)[1] for mode in ("when_needed", "always")]
+    assert_same_bits(*states)
+
+
+def test_fp32_leaves_the_setting_alone() -> None:
+    method = ub_smoe()
+    assert method.fitted(4, exact=True) is method
+    assert method.fitted(4, exact=False).settings.send_pseudo_gradient == "always"
 
 
 def test_a_checkpoint_changes_no_bit(olmoe_backbone: Backbone, tmp_path: Path) -> None:

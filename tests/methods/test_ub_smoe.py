@@ -156,6 +156,16 @@ def test_the_server_is_the_slow_one(clients: int, olmoe_backbone: Backbone) -> N
         torch.testing.assert_close(found.tensors[name].double(), expected.double(), rtol=1e-5, atol=1e-6)
 
 
+def test_a_negative_step_size_counts_as_none(olmoe_backbone: Backbone) -> None:
+    """Else one client could turn every other client's idle experts uphill."""
+    method = ub_smoe()
+    state, uploads = random_round(method, olmoe_backbone.info, 2)
+    lied = Payload({**uploads[1].payload.tensors, STEP_SIZE: torch.tensor(-50.0)})
+    found = method.aggregate(state, [uploads[0], Upload(1, uploads[1].client, lied)])
+    first, second = (each.client.examples for each in uploads)
+    assert found.scalars["step_size"] == pytest.approx(0.1 * first / (first + second))
+
+
 def test_a_round_without_tokens_leaves_phi(olmoe_backbone: Backbone) -> None:
     method = ub_smoe()
     state, uploads = random_round(method, olmoe_backbone.info, 2)
@@ -398,6 +408,9 @@ def test_observations(measure: bool, olmoe_backbone: Backbone, tmp_path: Path) -
         for each in uploads:
             check_upload(each.payload, method.expected_upload(federation.model, each.client, Payload()), client="c")
         state = method.aggregate(state, uploads)
+        if round == 1:
+            names = {figure.name for figure in method.observe(state, federation.model)}
+            assert "cosine of the pseudo-gradient" not in names, "nobody had a pseudo-gradient yet"
     seen = {figure.name: figure for figure in method.observe(state, federation.model)}
     assert seen["expert utilisation"].values.shape == (2, 3)
     assert seen["phi against utilisation"].values.shape == (3, 3)
@@ -409,9 +422,31 @@ def test_observations(measure: bool, olmoe_backbone: Backbone, tmp_path: Path) -
         assert mine["cosine/measured"][2] == mine["cosine/measured"][:2].sum()
         assert mine["cosine/measured"][2] > 0
         assert not uploads[0].payload.tensors["cosine/measured"].any()
+        assert seen["clients that measured the cosine"].values.tolist() == [1.0, 1.0, 1.0]
         cosines = seen["cosine of the pseudo-gradient"].values
         torch.testing.assert_close(cosines, mine["cosine/values"])
         assert cosines.abs().max() <= 1
+
+
+def test_a_client_with_one_example_measures_nothing(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    """It trains on that example, so nothing is held out."""
+    federation = Federation(olmoe_backbone, ub_smoe(measure_cosine=True), [client(0, SMALL, 1)], tmp_path)
+    method, state = federation.method, federation.start()
+    state = method.aggregate(state, federation.train(state, 1))
+    (found,) = federation.train(state, 2)
+    assert not found.payload.tensors["cosine/measured"].any()
+
+
+def test_the_cosine_of_an_encoder_decoder_model(tmp_path: Path) -> None:
+    """On SwitchTransformers, whose clients run its one expert a token: the full budget, so nothing is measured."""
+    federation = Federation(
+        tiny_backbone("switch"), ub_smoe(measure_cosine=True), [client(0, Budget("one", 1, 2), 6)], tmp_path
+    )
+    method, state = federation.method, federation.start()
+    for round in (1, 2):
+        (found,) = federation.train(state, round)
+        state = method.aggregate(state, [found])
+    assert found.payload.tensors["cosine/values"].isfinite().all()
 
 
 # Bad input

@@ -138,9 +138,9 @@ def _with_known_options(config: Config) -> Config:
     Raises:
         ConfigError: the method, or one of its options, is unknown or out of range.
     """
-    from fedguild.methods import build_method
+    from fedguild.setup import method_of
 
-    build_method(config.method.name, config.method.options)
+    method_of(config)
     return config
 
 

@@ -111,7 +111,7 @@ class Cohort:
         self.kept: list[dict[str, Tensor]] = [{} for _ in work]
         self.routing: RoutingStatistics | None = None
         self._on_step = on_step
-        self._before: Tensor | None = None
+        self._before: tuple[Tensor, Tensor] | None = None
 
     @property
     def clients(self) -> tuple[ClientInfo, ...]:
@@ -224,7 +224,7 @@ class Cohort:
         with self.model.collect_routing() as self.routing:
             for index, columns in enumerate(zip_longest(*plans, fillvalue=[])):
                 before = self.routing.counts.clone(), self.routing.tokens.clone()
-                self._before = before[0]
+                self._before = before[0], self.routing.layer_tokens.clone()
                 yield from self._micro_steps(index, columns, [len(plan) for plan in plans])
                 self.routing.close_step(*before)
                 self._record_step(columns)
@@ -321,12 +321,16 @@ class Step:
         parts = [_targets(rows) / max(1, whole) for rows, whole in zip(self._rows, self._targets, strict=True)]
         return torch.tensor(parts, device=self.cohort.model.device)
 
-    def activations(self) -> Tensor:
-        """Returns [L, S, M] tokens that activated each expert since the optimizer step began, padding excluded."""
+    def activations(self) -> tuple[Tensor, Tensor]:
+        """Returns what the MoE layers saw since the optimizer step began, padding excluded.
+
+        Returns:
+            [L, S, M] tokens that activated each expert, and [L, S] tokens of each layer.
+        """
         routing, before = self.cohort.routing, self.cohort._before
         assert routing is not None
         assert before is not None
-        return routing.counts - before
+        return routing.counts - before[0], routing.layer_tokens - before[1]
 
     def apply(self, updated: Mapping[str, Tensor] | None = None) -> None:
         """Clips and updates, unless gradients still accumulate.

@@ -61,7 +61,7 @@ def _add_inactive(
             pass
     cohort.optimizer.zero_grad()
     with _all_active(cohort.model):
-        cohort.model.token_losses(collate(rows, cohort.pad_id)).sum().backward()
+        cohort.model.token_losses(collate(rows, cohort.pad_id, cohort.model.seq2seq)).sum().backward()
     for layer, counts in zip(names, routing.counts, strict=True):
         for name in layer:
             grad = cohort.trainables[name].stored.grad

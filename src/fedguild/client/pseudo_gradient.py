@@ -72,19 +72,18 @@ def clip_per_expert(gradient: Mapping[str, Tensor], limit: float | None) -> dict
     }
 
 
-def inactive_share(counts: Tensor, active: Tensor, inactivity: Inactivity) -> Tensor:
+def inactive_share(counts: Tensor, tokens: Tensor, inactivity: Inactivity) -> Tensor:
     """Returns [L, S, M] how much of a step each expert counts as inactive, in [0, 1].
 
     Args:
         counts: [L, S, M] tokens of the optimizer step that activated each expert.
-        active: [S] active experts per token, K_c.
+        tokens: [L, S] tokens of the step that the layer saw, those that its capacity dropped included.
         inactivity: `batch`: 1 where no token activated the expert, else 0 (Algorithm 3);
             `token`: the share of tokens that did not, the mean of Eq. 16 over tokens.
     """
     if inactivity == "batch":
         return (counts == 0).double()
-    tokens = counts.sum(dim=-1, keepdim=True).double() / active[:, None]
-    return 1.0 - counts / tokens.clamp(min=1.0)
+    return 1.0 - counts / tokens.clamp(min=1)[..., None].double()
 
 
 class ExpertGradients:
@@ -124,14 +123,14 @@ class ExpertGradients:
                 self._present[index, slot, : len(moved)] |= moved
 
     @torch.no_grad()
-    def inject(self, counts: Tensor, active: Tensor, inactivity: Inactivity) -> dict[str, Tensor] | None:
+    def inject(self, counts: Tensor, tokens: Tensor, inactivity: Inactivity) -> dict[str, Tensor] | None:
         """Adds rho_c G~ to the gradients in place of what inactive experts did not get (Eq. 16).
 
         Call it after the last backward pass of an optimizer step.
 
         Args:
             counts: [L, S, M] tokens of the step that activated each expert.
-            active: [S] active experts per token.
+            tokens: [L, S] tokens of the step that each layer saw.
             inactivity: What counts as inactive.
 
         Returns:
@@ -139,7 +138,7 @@ class ExpertGradients:
             without tokens and without G~, which AdamW would still decay and move by their
             momentum. None where that is all of them.
         """
-        share = inactive_share(counts, active, inactivity)
+        share = inactive_share(counts, tokens, inactivity)
         for index, layer in enumerate(self._layers):
             for trainable in layer:
                 buffer, grad = self._buffers.get(trainable.name), trainable.stored.grad

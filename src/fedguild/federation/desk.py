@@ -28,7 +28,6 @@ from fedguild.environment import installed
 from fedguild.errors import ConfigError, FedGuildError, UploadError, nearest
 from fedguild.export.run import export_own
 from fedguild.federation.agreement import Agreement
-from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import ModelInfo
 from fedguild.progress import Silent
@@ -43,6 +42,7 @@ from fedguild.setup import (
     PreparedData,
     budget_tiers,
     load_model,
+    method_of,
     prepare_data,
     training_settings,
 )
@@ -195,7 +195,7 @@ class Desk:
         return self._sessions[key]
 
     def _begun(self, run: str, config: Config) -> _Session:
-        method = build_method(config.method.name, config.method.options)
+        method = method_of(config)
         backbone, own = self._loaded(config), self._own_data()
         tiers = budget_tiers(config, method, backbone)
         client = ClientInfo(self.site.client, self._budget(config, tiers), len(own.train))

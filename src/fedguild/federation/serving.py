@@ -24,7 +24,6 @@ from fedguild.engines.flower.roster import POLL_SECONDS, Roster
 from fedguild.errors import ConfigError, QuorumError
 from fedguild.federation.desk import facts_of, model_digest
 from fedguild.files import write_json
-from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone
 from fedguild.packing import pack
 from fedguild.progress import Progress, Silent
@@ -39,6 +38,7 @@ from fedguild.setup import (
     Split,
     budget_tiers,
     load_model,
+    method_of,
     prepare_data,
     run_identity,
 )
@@ -174,7 +174,7 @@ def prepare_remote(
             "evaluation.pooled scores every client's model on all clients' examples, but these do not leave them.",
             "Set evaluation.pooled=false.",
         )
-    method = build_method(config.method.name, config.method.options)
+    method = method_of(config)
     known = prepare_data(config) if settings.reads_data else None
     progress.stage(f"Loading the model {config.model.path}")
     backbone = load_model(config)

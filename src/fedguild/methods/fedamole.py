@@ -180,6 +180,16 @@ class FedAMoLE:
     def __init__(self, settings: FedAMoLESettings) -> None:
         self.settings = settings
 
+    def fitted(self, clients: int, *, exact: bool) -> FedAMoLE:
+        """Returns itself, where so many clients have an assignment.
+
+        Raises:
+            ConfigError: E, k^e, k^c and b leave them none.
+        """
+        self._mixture()
+        self._rules(clients).require_feasible(clients, self.settings.experts)
+        return self
+
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a mixture with room for b experts on every target, whatever the budget."""
         return self._plan()
@@ -363,12 +373,13 @@ class FedAMoLE:
         return self._assigned(pool, self._random_scores(pool) if random else self.relevance(pool))
 
     def _assigned(self, pool: Pool, scores: Tensor) -> dict[str, Tensor]:
-        settings, clients = self.settings, len(pool.known)
-        rules = AssignmentRules(settings.active_experts, settings.experts_per_client, settings.clients_per_expert)
-        if settings.scale_clients_per_expert:
-            rules = rules.scaled(clients, settings.experts)
-        chosen = assign_experts(selection_probability(scores), rules)
+        chosen = assign_experts(selection_probability(scores), self._rules(len(pool.known)))
         return dict(zip(pool.modules, chosen, strict=True))
+
+    def _rules(self, clients: int) -> AssignmentRules:
+        settings = self.settings
+        rules = AssignmentRules(settings.active_experts, settings.experts_per_client, settings.clients_per_expert)
+        return rules.scaled(clients, settings.experts) if settings.scale_clients_per_expert else rules
 
     def _random_scores(self, pool: Pool) -> Tensor:
         rng = torch_rng(pool.seed, "assignment", pool.round)

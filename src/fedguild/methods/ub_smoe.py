@@ -32,7 +32,7 @@ Readings and deviations (docs/methods/ub-smoe.md):
     - eta Gamma is the p_c-weighted mean of the sum of a client's learning rates over its steps.
     - K-bar is over all clients of the federation, p_c of the rest over the round's.
     - A client that took part in the last round holds Theta and receives Theta': it computes line 10
-      itself, bit by bit, and the server sends G~ to the others only.
+      itself, bit by bit, and the server sends G~ to the others only; to all where a codec rounds Theta.
 """
 
 from __future__ import annotations
@@ -69,13 +69,15 @@ PSEUDO_GRADIENT = "pseudo_gradient"
 UTILISATION = "utilisation"
 """Up: a_{c,i} / n_c, in the state u~; one tensor [M] by each MoE block's name."""
 COSINE, COSINE_MEASURED = "cosine/values", "cosine/measured"
-"""Up: [L + 1] cosine of G~ in each layer and over all, and of how many experts; in the state their mean."""
+_COSINES = (COSINE, COSINE_MEASURED)
+"""Up: [L + 1] cosine of G~ in each layer and over all, and of how many experts; in the state its mean over the
+clients that measured it, by their examples, and how many did."""
 HELD_OUT = 0.1
 """Part of a client's examples that `measure_cosine` takes out of its training, at most."""
 STEP_SIZE, WITHOUT = "training/step_size", "training/without_pseudo_gradient"
 """Up: a client's sum of learning rates, and 1 where it should have had G~ but could not derive it."""
 HOLDERS, LOST = "server/holders", "server/lost"
-"""In the state: indices of the clients of the last round, and how many of them lacked G~."""
+"""In the state: the clients whose upload of the last round was on time, and how many uploads lacked G~."""
 HELD, VERSION = "held", "version"
 """In a client's memory: the expert LoRA that it received, and after which round it was the global one."""
 
@@ -120,7 +122,9 @@ class UbSmoeSettings(BaseModel):
         2.0, gt=0, description="largest norm of an expert's G~ in a layer; null: never clipped"
     )
     send_pseudo_gradient: Literal["when_needed", "always"] = Field(
-        "when_needed", description="when_needed: G~ goes only to clients that cannot derive it; always: to all (paper)"
+        "when_needed",
+        description="when_needed: G~ goes only to clients that cannot derive it (all, with a codec that rounds); "
+        "always: to all (paper)",
     )
     measure_cosine: bool = Field(
         False, description="whether clients hold examples out to compare G~ with the true gradient (Table 8)"
@@ -153,6 +157,13 @@ class UbSmoe:
     def __init__(self, settings: UbSmoeSettings) -> None:
         self.settings = settings
 
+    def fitted(self, clients: int, *, exact: bool) -> UbSmoe:
+        """Returns itself; the method that sends G~ to all where Theta arrives rounded.
+
+        The rounding, over eta Gamma, would drown the little that an idle expert moved.
+        """
+        return self if exact else UbSmoe(self.settings.model_copy(update={"send_pseudo_gradient": "always"}))
+
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts and modulated routing."""
         model.require_experts("UB-SMoE")
@@ -176,7 +187,7 @@ class UbSmoe:
         server = {
             HOLDERS: torch.zeros(0, dtype=torch.int64),
             LOST: torch.zeros(()),
-            **({COSINE: torch.zeros(len(model.moe) + 1)} if self.settings.measure_cosine else {}),
+            **(dict.fromkeys(_COSINES, torch.zeros(len(model.moe) + 1)) if self.settings.measure_cosine else {}),
         }
         return State(
             {
@@ -212,7 +223,6 @@ class UbSmoe:
         received = [self._received(work) for work in cohort.work]
         cosines = self._measure(cohort, received)
         moe = cohort.model.backbone.info.moe
-        active = torch.tensor([client.budget.active_experts for client in cohort.clients], device=cohort.model.device)
         idle = ExpertGradients(cohort.trainables, [layer.experts for layer in moe])
         for slot, (work, gradient) in enumerate(zip(cohort.work, received, strict=True)):
             if gradient:
@@ -224,7 +234,7 @@ class UbSmoe:
                 step.backward(nll)
                 continue
             step.backward(nll + self.penalty(cohort))  # Eq. 11
-            step.apply(idle.inject(step.activations(), active, inactivity))  # Eq. 16
+            step.apply(idle.inject(*step.activations(), inactivity))  # Eq. 16
         return [
             Payload({**self._upload(cohort, slot, received[slot] is None), **cosines[slot]})
             for slot in range(len(cohort.work))
@@ -266,19 +276,22 @@ class UbSmoe:
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
         """Lines 9 to 13, as running means over the uploads."""
         adapter, step_size, cosine, rate = WeightedMean(), WeightedMean(), WeightedMean(), UtilisationRate()
-        holders, lost = [], 0.0
+        delivered, lost = list[tuple[int, int]](), 0.0
+        cosines = {name: torch.zeros_like(state.tensors[name]) for name in _COSINES if name in state.tensors}
         for upload in uploads:
             client, payload = upload.client, upload.payload
             adapter.add(payload.part(ADAPTER), client.examples)
             rate.add(payload.part(UTILISATION), client.examples)
-            step_size.add({STEP_SIZE: payload.tensors[STEP_SIZE]}, client.examples)
+            step_size.add({STEP_SIZE: payload.tensors[STEP_SIZE].clamp(min=0)}, client.examples)
             if self.settings.measure_cosine:
-                measured = payload.tensors[COSINE_MEASURED] > 0
+                measured = (payload.tensors[COSINE_MEASURED] > 0).float()
                 cosine.add({COSINE: payload.tensors[COSINE]}, measured * float(client.examples))
-            holders.append(client.index)
+                cosines[COSINE_MEASURED] += measured
+            delivered.append((upload.round, client.index))
             lost += float(payload.tensors[WITHOUT])
-        if not holders:
+        if not delivered:
             return state
+        newest = max(number for number, _ in delivered)  # a late upload's client holds an earlier Theta
         before, mean_active = Payload(state.tensors), float(state.scalars["mean_active"])
         after = adapter.result(before.part(ADAPTER))  # line 9
         eta_gamma = float(step_size.result({STEP_SIZE: torch.zeros(())})[STEP_SIZE])
@@ -291,8 +304,9 @@ class UbSmoe:
             **with_part(PSEUDO_GRADIENT, moved),
             **with_part(PHI, phi),
             **with_part(UTILISATION, {**before.part(UTILISATION), **used}),
-            **cosine.result({name: torch.zeros_like(value) for name, value in state.tensors.items() if name == COSINE}),
-            HOLDERS: torch.tensor(sorted(holders)),
+            **cosines,
+            **cosine.result({name: value for name, value in cosines.items() if name == COSINE}),
+            HOLDERS: torch.tensor(sorted(client for number, client in delivered if number == newest)),
             LOST: torch.tensor(lost),
         }
         version = int(state.scalars[VERSION]) + 1
@@ -315,8 +329,10 @@ class UbSmoe:
         seen = [evenness([rates[layer.name] for layer in model.moe], layers)]
         if phi:
             seen.append(following([(phi[f"{layer.name}.phi"], rates[layer.name]) for layer in model.moe], layers))
-        if COSINE in state.tensors:
-            seen.append(Observation("cosine of the pseudo-gradient", state.tensors[COSINE], [*layers, "all layers"]))
+        if COSINE in state.tensors and bool(state.tensors[COSINE_MEASURED].any()):
+            rows = [*layers, "all layers"]
+            seen.append(Observation("cosine of the pseudo-gradient", state.tensors[COSINE], rows))
+            seen.append(Observation("clients that measured the cosine", state.tensors[COSINE_MEASURED], rows))
         if self._injects:
             seen.append(Observation("clients that lost their memory", state.tensors[LOST].reshape(1), ["clients"]))
         return seen
@@ -346,7 +362,10 @@ class UbSmoe:
         if not self.settings.measure_cosine:
             return [{} for _ in cohort.work]
         limit = self.settings.cosine_examples
-        examples = [cohort.hold_out(slot, HELD_OUT, limit) for slot in range(len(cohort.work))]
+        examples = [
+            cohort.hold_out(slot, HELD_OUT, limit) if len(work.examples) > 1 else ()
+            for slot, work in enumerate(cohort.work)
+        ]
         found = held_out_cosines(cohort, examples, [gradient or {} for gradient in received])
         return [{COSINE: cosine.values.float(), COSINE_MEASURED: cosine.measured.float()} for cosine in found]
 

@@ -98,6 +98,23 @@ class Enrolling(Protocol):
         ...
 
 
+@runtime_checkable
+class Fitting(Protocol):
+    """A method that not every federation suits, or that runs otherwise in some."""
+
+    def fitted(self, clients: int, *, exact: bool) -> Method:
+        """Returns the method as it runs in a federation; asked before anything is read or loaded.
+
+        Args:
+            clients: How many there are.
+            exact: Whether what is received is what was sent, bit for bit (`federation.codec` fp32).
+
+        Raises:
+            ConfigError: the method's options do not fit.
+        """
+        ...
+
+
 class Method(Protocol):
     """One federated method. `Settings` declares its options once, with help and range.
 
