@@ -55,7 +55,9 @@ class RunResult:
         report: The page.
         own: Client -> score of its own model on its own data; empty where that was not evaluated.
         received: Client -> score of the model that it would receive next; empty alike.
-        summaries: `mean`, `mtal` and `received`, those that were evaluated.
+        pooled: Client -> score of its own model on all clients' data; empty alike.
+        summaries: `mean`, `mtal`, `received` and `pooled`, those that were evaluated.
+        deviations: Those over clients -> the sample deviation, where there are two clients or more.
     """
 
     folder: Path
@@ -65,7 +67,9 @@ class RunResult:
     report: Path
     own: Mapping[str, float] = field(default_factory=dict)
     received: Mapping[str, float] = field(default_factory=dict)
+    pooled: Mapping[str, float] = field(default_factory=dict)
     summaries: Mapping[str, float] = field(default_factory=dict)
+    deviations: Mapping[str, float] = field(default_factory=dict)
 
 
 def run(
@@ -244,9 +248,14 @@ def _written_config(folder: Path) -> Config:
 
 def _result(experiment: Experiment, number: int, records: Sequence[Record], report: Path) -> RunResult:
     scored = [record for record in records if isinstance(record, EvaluationRecord)]
-    scores, own, received, summaries = (
+    scores, own, received, pooled, summaries = (
         {record.name: record.score for record in scored if record.scope == scope}
-        for scope in ("budget", "client", "received", "summary")
+        for scope in ("budget", "client", "received", "pooled", "summary")
     )
+    deviations = {
+        record.name: record.metrics["deviation"]
+        for record in scored
+        if record.scope == "summary" and "deviation" in record.metrics
+    }
     mean = summaries.get("mean", summaries.get("mtal", 0.0))
-    return RunResult(experiment.folder, number, scores, mean, report, own, received, summaries)
+    return RunResult(experiment.folder, number, scores, mean, report, own, received, pooled, summaries, deviations)

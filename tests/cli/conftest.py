@@ -56,9 +56,26 @@ class FakeExperiment:
         self.calls.append(("evaluate", folder))
         if folder.name == "personal":
             own, received = {"client-000": 0.75, "client-001": 0.5}, {"client-000": 0.25, "client-001": 0.0}
-            summaries = {"mtal": 0.625, "received": 0.125}
-            return SimpleNamespace(scores={}, mean=0.625, own=own, received=received, summaries=summaries)
-        return SimpleNamespace(scores={"b1": 0.75, "b4": 0.25}, mean=0.5, own={}, received={}, summaries={"mean": 0.5})
+            pooled = {"client-000": 0.5, "client-001": 0.5}
+            summaries, deviations = {"mtal": 0.625, "received": 0.125, "pooled": 0.5}, {"mtal": 0.177, "pooled": 0.0}
+            return SimpleNamespace(
+                scores={},
+                mean=0.625,
+                own=own,
+                received=received,
+                pooled=pooled,
+                summaries=summaries,
+                deviations=deviations,
+            )
+        return SimpleNamespace(
+            scores={"b1": 0.75, "b4": 0.25},
+            mean=0.5,
+            own={},
+            received={},
+            pooled={},
+            summaries={"mean": 0.5},
+            deviations={},
+        )
 
     @staticmethod
     def _write(config: Config, output: Path) -> None:

@@ -188,15 +188,17 @@ def test_evaluate(invoke: Invoke, experiment: FakeExperiment) -> None:
 def test_evaluate_where_every_client_has_a_model_of_its_own(invoke: Invoke, experiment: FakeExperiment) -> None:
     lines = [line.split() for line in invoke("evaluate", "runs/personal").stdout.splitlines()]
     assert lines == [
-        ["client", "own", "model", "received"],
-        ["client-000", "0.750", "0.250"],
-        ["client-001", "0.500", "0.000"],
-        ["mean", "0.625", "0.125"],
+        ["client", "own", "model", "received", "all", "data"],
+        ["client-000", "0.750", "0.250", "0.500"],
+        ["client-001", "0.500", "0.000", "0.500"],
+        ["mean", "0.625", "0.125", "0.500"],
+        ["deviation", "0.177", "–", "0.000"],
     ]
     shown = json.loads(invoke("evaluate", "runs/personal", "--json").stdout)
     assert shown["scores"] == {}
     assert shown["received"] == {"client-000": 0.25, "client-001": 0.0}
-    assert shown["summaries"] == {"mtal": 0.625, "received": 0.125}
+    assert shown["summaries"] == {"mtal": 0.625, "received": 0.125, "pooled": 0.5}
+    assert shown["deviations"] == {"mtal": 0.177, "pooled": 0.0}
 
 
 @pytest.mark.parametrize(("flags", "called"), [([], "export_adapter"), (["--merged"], "export_merged")])

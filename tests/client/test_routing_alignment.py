@@ -99,6 +99,26 @@ def test_an_expert_that_nothing_activates_has_no_region_and_no_margin() -> None:
     assert 0 < float(found.routing[4]) < 1e-9
 
 
+@pytest.mark.parametrize("active", [(2, 1, 2), (1, 1, 2), (0, 2, 0), (0, 0, 0)])
+def test_what_is_not_active_is_nobodys(active: tuple[int, ...]) -> None:
+    """Index M, of a token beyond its expert's capacity or of fewer active experts, is not the next client's expert 0.
+
+    Expert 0 is never likely: its region would be what was counted as active by mistake.
+    """
+    seen = routing([6, 9, 4], 7)
+    quiet = seen.logits.detach().clone()
+    quiet[:, 0] = -30
+    beyond = torch.arange(TOP_K) >= torch.tensor(active)[seen.slot][:, None]
+    seen = replace(seen, logits=quiet, indices=quiet.topk(TOP_K).indices.masked_fill(beyond, EXPERTS))
+    profile = RoutingProfile([LAYER], 3, torch.device("cpu"), torch.float64)
+    profile.observe(seen)
+    for slot, count in enumerate(active):
+        (found,) = profile.of(slot)
+        assert not found.region[0].any()
+        _, _, region = oracle.routing_statistics(quiet, seen.hidden, real_of(seen, slot), count)
+        torch.testing.assert_close(found.region, torch.tensor(region, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+
+
 def test_a_client_without_tokens_has_zeros() -> None:
     profile = RoutingProfile([LAYER, LAYER], 2, torch.device("cpu"), torch.float32)
     profile.observe(routing([4, 0], 1, layer=1))

@@ -38,13 +38,17 @@ def test_every_cell_of_a_shipped_table_is_a_config_of_a_known_method(name: str) 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_cells_of_a_column_differ_in_nothing_but_the_method(name: str) -> None:
-    """Data, clients and evaluation are the same for all rows, but for what a row is named for."""
+    """Data, clients and evaluation are the same for all rows, but for what a row is named for.
+
+    Only rows that are scored so have every client answer all the questions.
+    """
     table = shipped(name).load()
     cells = table_cells(name, table)
     for column in table.columns:
         configs = [cell.config() for cell in cells if cell.column == column]
-        for section in ("data", "evaluation"):
-            assert len({getattr(config, section).model_dump_json() for config in configs}) == 1, (column, section)
+        for section, but in (("data", None), ("evaluation", {"pooled"})):
+            sections = {getattr(config, section).model_dump_json(exclude=but) for config in configs}
+            assert len(sections) == 1, (column, section)
         for key in ("clients", "participation", "budgets"):
             assert len({repr(getattr(config.federation, key)) for config in configs}) == 1, (column, key)
         rounds = {config.federation.rounds for config in configs}
@@ -53,6 +57,47 @@ def test_the_cells_of_a_column_differ_in_nothing_but_the_method(name: str) -> No
         for training in trainings:
             del training["optimizer"], training["weight_decay"]  # AdamW is FDLoRA's own
         assert all(training == trainings[0] for training in trainings), column
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_table_shows_of_a_row_is_scored(name: str) -> None:
+    """Where clients answer all the questions, that is also what is shown; it costs a pass of them all for each."""
+    table = shipped(name).load()
+    for cell in table_cells(name, table):
+        config = cell.config()
+        score = table.scores[cell.row]
+        assert config.evaluation.pooled == (score == "pooled"), (cell.row, cell.column)
+        assert config.evaluation.clients or score != "mtal" or config.method.name == "fedamole", (cell.row, cell.column)
+        assert config.evaluation.received or score != "received", (cell.row, cell.column)
+
+
+def test_a_rows_own_score_lies_above_the_tables() -> None:
+    table = small_table().model_copy(update={"score": "mtal"})
+    assert table.scores == {"flame": "mtal", "mine": "mtal"}
+    rows = {**table.rows, "mine": table.rows["mine"].model_copy(update={"score": "pooled"})}
+    assert table.model_copy(update={"rows": rows}).scores == {"flame": "mtal", "mine": "pooled"}
+    scores = shipped("fedalign-moe/figures-13-14-tiny").load().scores
+    assert {row for row, score in scores.items() if score == "mean"} == {"fedavg", "averaged-gates"}
+    assert set(scores.values()) == {"mean", "pooled"}
+
+
+def test_a_column_has_no_score(tmp_path: Path) -> None:
+    path = tmp_path / "table.yaml"
+    path.write_text("preset: a\nreference: a\nrows: {a: {score: best}}\n")
+    with pytest.raises(ConfigError, match=r"rows\.a\.score: .*'mean', 'mtal', 'received' or 'pooled', got 'best'"):
+        ShippedTable("mine", "", path).load()
+    path.write_text("preset: a\nreference: a\nrows: {a: {}}\ncolumns: {b: {score: mean}}\n")
+    with pytest.raises(ConfigError, match=r"unknown key 'columns\.b\.score'"):
+        ShippedTable("mine", "", path).load()
+
+
+@pytest.mark.parametrize("name", ["fedalign-moe/figures-13-14", "fedalign-moe/figures-13-14-tiny"])
+def test_the_ablations_fedavg_has_the_clients_own_models(name: str) -> None:
+    """So that MTAL compares what clients trained with what clients trained."""
+    for cell in table_cells(name, shipped(name).load(), rows=["fedavg"]):
+        config = cell.config()
+        assert config.method.name == "fedavg"
+        assert config.method.options["personal"]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("ub-smoe/")])
@@ -150,6 +195,16 @@ def test_a_bad_setting_of_a_row_is_named_with_its_place() -> None:
         ("ub-smoe/table-6-tiny", "flame", "all", "flame/tiny-commonsense"),
         ("ub-smoe/table-6-tiny", "smoe-llb", "all", "smoe-llb/tiny-commonsense"),
         ("fedalign-moe/figures-13-14-tiny", "index", "ag_news-0.1", "fedalign-moe/tiny-ag_news-index"),
+        (
+            "fedalign-moe/figures-13-14-tiny",
+            "averaged-gates",
+            "ag_news-0.1",
+            "fedalign-moe/tiny-ag_news-averaged-gates",
+        ),
+        ("fedalign-moe/figures-13-14-tiny", "fedavg", "hellaswag-0.1", "fedavg/tiny-hellaswag"),
+        ("fedalign-moe/figures-13-14", "fedavg", "switch-mmlu", "fedavg/switch-mmlu"),
+        ("fedalign-moe/table-2-tiny", "fedprox", "dirichlet-0.1", "fedprox/tiny-ag_news"),
+        ("fedalign-moe/table-2-tiny", "fedalign-moe", "dirichlet-0.1", "fedalign-moe/tiny-ag_news"),
     ],
 )
 def test_a_cell_that_ships_as_a_preset_too_is_that_preset(name: str, row: str, column: str, preset: str) -> None:

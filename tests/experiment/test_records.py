@@ -100,6 +100,19 @@ def test_a_client_without_held_out_examples_counts_for_nothing() -> None:
     assert summary_record("mtal", [own, own.model_copy(update={"score": 0.25})]).score == 0.375
 
 
+def test_a_mean_over_clients_has_their_sample_deviation() -> None:
+    """Of 0.5, 0.25 and 0.75: sqrt((0 + 0.0625 + 0.0625) / 2) = 0.25."""
+    own = [
+        EvaluationRecord(round=1, scope="client", name=f"client-00{index}", split="test", score=score, examples=4)
+        for index, score in enumerate((0.5, 0.25, 0.75))
+    ]
+    nothing = own[0].model_copy(update={"score": 0.0, "examples": 0})
+    for name in ("mtal", "received", "pooled"):
+        assert summary_record(name, [*own, nothing]).metrics == {"deviation": pytest.approx(0.25)}
+        assert summary_record(name, [own[0], nothing]).metrics == {}
+    assert summary_record("mean", own).metrics == {}
+
+
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
     """Every adapter that is loaded into a slot from now on."""

@@ -10,21 +10,25 @@ import torch
 from torch import Tensor
 
 from fedguild.client.cohort import Cohort, LocalWork
-from fedguild.client.routing_alignment import LayerTarget
+from fedguild.client.optimizer import OptimizerSettings
+from fedguild.client.routing_alignment import LayerTarget, observing
+from fedguild.client.schedule import TrainingSettings
+from fedguild.data.batches import Encoded, collate
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError, ModelError, UploadError
 from fedguild.methods import FedAlignMoe, build_method
 from fedguild.model.backbone import Backbone
+from fedguild.model.moe.view import Routing
 from fedguild.model.plan import trainable_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload, with_part
-from fedguild.server.method import Upload
+from fedguild.server.method import State, Upload
 from fedguild.server.rounds import Task
 from fedguild.server.validation import check_upload
 from fedguild.wire.codec import decode, encode
-from tests.backbones import tiny_backbone
+from tests.backbones import PAD, random_rows, tiny_backbone
 from tests.methods.fedalign import EXPERTS, GATES, LAYERS, fedalign, federation_of, random_round
-from tests.methods.federation import LARGE, SETTINGS, Federation, client
+from tests.methods.federation import LARGE, SETTINGS, Federation, client, random_tensors
 from tests.oracles import fedalign_moe as oracle
 from tests.oracles.aggregation import weighted_mean
 
@@ -119,6 +123,75 @@ def test_a_layer_without_a_reference_has_no_part(olmoe_backbone: Backbone) -> No
     assert list(targets_of(method, olmoe_backbone, [work])) == [0]
 
 
+RATE, STRENGTH = 0.25, 0.7
+TEXTS = [Encoded(tuple(ids), prompt) for ids, prompt in zip(random_rows([5, 9], 3), (2, 7), strict=True)]
+"""Responses of 3 and 2 tokens, in texts of 5 and 9."""
+
+
+def gradients_of_eq_11(
+    backbone: Backbone,
+    method: FedAlignMoe,
+    start: dict[str, Tensor],
+    passes: list[list[Encoded]],
+    state: State,
+    alphas: dict[str, list[float]],
+) -> dict[str, Tensor]:
+    """The mean over the step's response tokens, and L_reg of each pass, by its share of them, in slow loops."""
+    targets = sum(row.response_tokens for rows in passes for row in rows)
+    references = [state.tensors[f"reference/{layer}"].tolist() for layer in LAYERS]
+    with SlotModel(backbone, [method.plan(backbone.info, LARGE)]) as model:
+        model.load(0, start)
+        for rows in passes:
+            seen: list[Routing] = []
+            with observing(backbone.moe, seen.append):
+                nll = model.token_losses(collate([rows], PAD)).sum() / targets
+            keep = seen[0].keep
+            real = [True] * len(seen[0].logits) if keep is None else keep.tolist()
+            penalty = oracle.regulariser(
+                [routing.logits for routing in seen],
+                real,
+                references,
+                [alphas[layer] for layer in LAYERS],
+                backbone.info.top_k,
+                method.settings.divergence,
+            )
+            share = sum(row.response_tokens for row in rows) / targets
+            (nll + method.settings.regularisation * share * penalty).backward()
+        return {name: value.own(0, of=value.stored.grad).clone() for name, value in model.trainables.items()}
+
+
+@pytest.mark.parametrize("form", ["pointwise", "bernoulli"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_of_gate_and_experts_is_down_eq_11(form: str, accumulation: int) -> None:
+    """Plain SGD in round 2, fp64, unclipped: all that trains changes by -rate times the gradient of the oracle."""
+    backbone = tiny_backbone("olmoe", dtype=torch.float64)
+    method = fedalign(regularisation=STRENGTH, divergence=form)
+    before, uploads = random_round(method, backbone, 2, awkward=False)
+    state = method.aggregate(before, iter(uploads))
+    who, plan = client(0, LARGE, len(TEXTS)), method.plan(backbone.info, LARGE)
+    gates = {name: 0.3 * value for name, value in random_tensors(backbone.info, plan, 7).items() if name in GATES}
+    kept = Payload({**with_part("gate", gates), **with_part("routing", uploads[0].payload.part("routing"))})
+    work = LocalWork(who, TEXTS, method.download(state, backbone.info, who), kept)
+    settings = TrainingSettings(
+        OptimizerSettings("sgd"), RATE, batch_size=len(TEXTS) // accumulation, accumulation=accumulation, steps=1
+    )
+    with SlotModel(backbone, [plan]) as model:
+        cohort = Cohort(model, [work], settings, round_index=2, seed=1, pad_id=PAD)
+        method.local_update(cohort)
+        after = cohort.read(0)
+    alphas = {}
+    for layer in LAYERS:
+        rows = [part.payload.part("routing")[layer].tolist() for part in uploads]
+        alphas[layer] = [oracle.alpha(oracle.overlap(rows, 0, e), 0.1) for e in range(EXPERTS)]
+    start = {**Payload(state.tensors).part("experts"), **gates}
+    passes = [TEXTS] if accumulation == 1 else [[row] for row in TEXTS]
+    expected = gradients_of_eq_11(backbone, method, start, passes, state, alphas)
+    assert after.keys() == expected.keys() == start.keys()
+    for name, gradient in expected.items():
+        assert gradient.any()
+        torch.testing.assert_close((start[name] - after[name]) / RATE, gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
 def same(first: list[Upload], second: list[Upload]) -> bool:
     pairs = list(zip(first, second, strict=True))
     assert all(a.payload.tensors.keys() == b.payload.tensors.keys() for a, b in pairs)
@@ -179,6 +252,20 @@ def test_the_backbone_is_as_it_was(olmoe_backbone: Backbone, tmp_path: Path) -> 
         state = federation.method.aggregate(state, iter(federation.train(state, number)))
     assert all(torch.equal(value, before[name]) for name, value in olmoe_backbone.model.state_dict().items())
     assert all(not layer.observers and not layer.logit_terms for layer in olmoe_backbone.moe)
+
+
+@pytest.mark.parametrize("gate", ["private", "averaged"])
+def test_a_client_keeps_the_routing_that_it_sends(gate: str, olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    """The next round's overlap (Eq. 4) is of the p-bar that the consensus was made of."""
+    federation = federation_of(olmoe_backbone, tmp_path, gate=gate)
+    state = federation.start()
+    for number in (1, 2):
+        uploads = federation.train(state, number)
+        state = federation.method.aggregate(state, iter(uploads))
+        for sent in uploads:
+            kept = federation.memory.load(sent.client.name, number + 1).part("routing")
+            assert kept.keys() == set(LAYERS)
+            assert all(torch.equal(sent.payload.tensors[f"routing/{layer}"], row) for layer, row in kept.items())
 
 
 # Gates

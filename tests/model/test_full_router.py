@@ -11,10 +11,10 @@ from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slot_products import slot_rows
 from fedguild.model.slots import SlotModel
 from fedguild.seeding import torch_rng
-from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
+from tests.backbones import END, PAD, random_rows, tiny_backbone, tiny_model
 
 PLAN = AdapterPlan(rank=1, scale=1.0, targets=(), parts=(FullRouter(),))
-ROUTED = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2 greedy", "deepseek_v3")
+ROUTED = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2 greedy", "deepseek_v3", "switch")
 
 
 def random_deltas(info, seed: int) -> dict[str, torch.Tensor]:
@@ -61,13 +61,14 @@ def test_every_row_meets_its_own_slots_matrix(rows):
 @pytest.mark.parametrize("counts", [(2, 2), (1, 3)])
 def test_a_slots_model_is_one_with_other_routers(family, counts):
     backbone = tiny_backbone(family)
+    seq2seq = backbone.info.seq2seq
     rows = [encoded([5 + i for i in range(count)], seed) for seed, count in enumerate(counts)]
     deltas = [random_deltas(backbone.info, seed) for seed in range(len(counts))]
     with SlotModel(backbone, [PLAN] * len(counts)) as model:
         for slot, own in enumerate(deltas):
             model.load(slot, own)
         with torch.no_grad():
-            found = model.token_losses(collate(rows, PAD)).split(
+            found = model.token_losses(collate(rows, PAD, seq2seq)).split(
                 [sum(len(row.input_ids) - 1 for row in own) for own in rows]
             )
     for own, delta, losses in zip(rows, deltas, found, strict=True):
@@ -76,7 +77,11 @@ def test_a_slots_model_is_one_with_other_routers(family, counts):
             plain.get_submodule(name.removesuffix(".delta")).weight.data += change
         for row, part in zip(own, losses.split([len(row.input_ids) - 1 for row in own]), strict=True):
             ids = torch.tensor([row.input_ids])
-            logits = plain(ids).logits[0, :-1]
+            if seq2seq is None:
+                logits = plain(ids).logits[0, :-1]
+            else:
+                source, decoded = torch.tensor([[*row.input_ids[:1], END]]), torch.tensor([[PAD, *row.input_ids[1:-1]]])
+                logits = plain(source, decoder_input_ids=decoded).logits[0]
             torch.testing.assert_close(part, torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none"))
 
 

@@ -40,6 +40,20 @@ def test_the_recorded_mtal_wins_over_our_own_mean(run: Run) -> None:
     assert run_table(dataclasses.replace(run, evaluations=[*run.evaluations, recorded])).mtal == 0.125
 
 
+def test_a_mean_over_clients_has_its_recorded_deviation_or_ours(run: Run) -> None:
+    """Scores of 0.12 + 0.5 to 0.57 in steps of 0.01; a record from before deviations were written has none."""
+    assert run_table(run).deviations == {"mtal": pytest.approx(0.0244949, abs=1e-6)}
+    old = run.evaluations[-1].model_copy(update={"scope": "summary", "name": "mtal", "score": 0.125, "metrics": {}})
+    recorded = old.model_copy(update={"metrics": {"deviation": 0.5}})
+    for summary, deviation in ((old, pytest.approx(0.0244949, abs=1e-6)), (recorded, 0.5)):
+        table = run_table(dataclasses.replace(run, evaluations=[*run.evaluations, summary]))
+        assert table.deviations == {"mtal": deviation}
+    one = [e for e in run.evaluations if e.scope != "client" or e.name == "client-000"]
+    table = run_table(dataclasses.replace(run, evaluations=one))
+    assert (table.deviations, table.grid().rows[-1][3].text) == ({}, "0.620")
+    assert "±" not in table.grid().title
+
+
 def test_a_client_without_examples_has_no_score(run: Run) -> None:
     empty = [e.model_copy(update={"examples": 0}) if e.name == "client-007" else e for e in run.evaluations]
     without = dataclasses.replace(run, evaluations=empty)
@@ -53,7 +67,7 @@ def test_a_run_that_scores_clients_only_has_no_budgets(run: Run) -> None:
     assert (table.rows, table.mean, table.smallest) == ((), None, None)
     lines = [line.split() for line in printed(table.grid()).splitlines()]
     assert ["client-003", "b4", "–", "0.530", "0.650"] in lines
-    assert ["Mean", "over", "clients", "0.535", "0.655"] in lines
+    assert ["Mean", "over", "clients", "0.535", "0.655", "±", "0.024"] in lines
 
 
 def test_own_models_and_those_received_next_stand_side_by_side(personal_run: Run) -> None:
@@ -71,7 +85,8 @@ def test_own_models_and_those_received_next_stand_side_by_side(personal_run: Run
         "Received next",
     ]
     assert [cell.text for cell in grid.rows[2]] == ["client-002", "b3", "–", "0.520", "0.640", "0.540"]
-    assert [cell.text for cell in grid.rows[-1]] == ["Mean over clients", "", "", "0.535", "0.655", "0.555"]
+    last = [cell.text for cell in grid.rows[-1]]
+    assert last == ["Mean over clients", "", "", "0.535", "0.655 ± 0.024", "0.555 ± 0.024"]
     shown = json.loads(json.dumps(table.to_json()))
     assert shown["clients"][2] == {
         "client": "client-002",
@@ -88,7 +103,8 @@ def test_beside_budgets_the_clients_own_data_are_two_lines_below(run: Run) -> No
     table = run_table(dataclasses.replace(run, evaluations=[*run.evaluations, *received]))
     last = [row[0].text for row in table.grid().rows[-2:]]
     assert last == ["Clients' own models, own data", "Models received next, own data"]
-    assert [row[3].text for row in table.grid().rows[-2:]] == ["0.655", "0.655"]
+    assert [row[3].text for row in table.grid().rows[-2:]] == ["0.655 ± 0.024"] * 2
+    assert "± sample deviation over clients" in table.grid().title
 
 
 def test_models_received_next_may_be_all_that_was_scored(personal_run: Run) -> None:

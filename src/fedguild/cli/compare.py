@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -105,15 +105,15 @@ def command(
     comparisons = plan_table(wanted, overrides, _parsed_seeds(seeds) or content.seeds, folder)
     chosen = _row_reference(reference or content.reference, comparisons, asked=reference is not None)
     _complete([cell for comparison in comparisons for cell in comparison.cells], jobs, engine, address, cores)
-    _show(comparisons, chosen, as_json, Whole(table.name, content.score, folder))
+    _show(comparisons, chosen, as_json, Whole(table.name, content.scores, folder))
 
 
 @dataclass(frozen=True)
 class Whole:
-    """The table that comparisons are the columns of: its name, the score that it shows, and its folder."""
+    """The table that comparisons are the columns of: its name, the score that it shows of each row, and its folder."""
 
     name: str
-    score: str
+    scores: Mapping[str, str]
     folder: Path
 
 
@@ -131,7 +131,7 @@ def _show(comparisons: Sequence[Comparison], reference: str, as_json: bool, whol
     """Writes a page for each comparison and prints the tables."""
     from fedguild.report.comparison import compare
     from fedguild.report.html import write_comparison
-    from fedguild.report.overview import overview, write_overview
+    from fedguild.report.overview import adds_to, overview, write_overview
     from fedguild.report.record import load_run
 
     found, pages = {}, []
@@ -149,10 +149,10 @@ def _show(comparisons: Sequence[Comparison], reference: str, as_json: bool, whol
         for column, table in found.items():
             note(f"\n{column}" if column else "")
             show(table.score_grid().to_rich(), *([] if several else [table.cost_grid().to_rich()]))
-        if several and whole:
-            show(overview(found, whole.score, whole.name).to_rich())
+        if whole and adds_to(found, whole.scores):
+            show(overview(found, whole.scores, whole.name).to_rich())
     if whole:
-        note(f"Table: {write_overview(found, whole.score, whole.name, whole.folder)}")
+        note(f"Table: {write_overview(found, whole.scores, whole.name, whole.folder)}")
     for column, table in found.items():
         for warning in table.warnings:
             note(f"Careful: {f'{column}: ' if column else ''}{warning}")

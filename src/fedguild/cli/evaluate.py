@@ -24,15 +24,18 @@ def command(
     """Score a run's models again: the global one as every budget runs it, and those that its config asks for.
 
     `evaluation.clients` in the run's config asks for every client's own model, `evaluation.received` for the
-    model that it would receive next. A method without a global model has the clients' own alone.
+    model that it would receive next, `evaluation.pooled` for its own on all clients' examples. A method without
+    a global model has the clients' own alone.
     """
     from fedguild import experiment
+    from fedguild.report import units
 
     result = experiment.evaluate(folder, round=round, split=split)
     if as_json:
         shown = {"folder": str(folder), "split": split, "scores": dict(result.scores), "mean": result.mean}
-        if result.own or result.received:
-            shown |= {"own": dict(result.own), "received": dict(result.received), "summaries": dict(result.summaries)}
+        if result.own or result.received or result.pooled:
+            shown |= {name: dict(getattr(result, name)) for name in ("own", "received", "pooled")}
+            shown |= {"summaries": dict(result.summaries), "deviations": dict(result.deviations)}
         show_json(shown)
         return
     if result.scores:
@@ -42,12 +45,16 @@ def command(
         table.add_row("mean", f"{result.mean:.3f}")
         show(table)
     columns = [
-        (title, {**scores, "mean": result.summaries[summary]})
-        for title, scores, summary in (("own model", result.own, "mtal"), ("received", result.received, "received"))
+        (title, {**scores, "mean": result.summaries[summary], "deviation": result.deviations.get(summary)})
+        for title, scores, summary in (
+            ("own model", result.own, "mtal"),
+            ("received", result.received, "received"),
+            ("all data", result.pooled, "pooled"),
+        )
         if scores
     ]
     if columns:
         table = Table("client", *(title for title, _ in columns), box=None, header_style="bold", pad_edge=False)
         for name in columns[0][1]:
-            table.add_row(name, *(f"{scores[name]:.3f}" for _, scores in columns))
+            table.add_row(name, *(units.score(scores[name]) for _, scores in columns))
         show(table)

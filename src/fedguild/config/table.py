@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -17,6 +17,8 @@ from fedguild.config.yaml_reading import parse
 from fedguild.errors import ConfigError, nearest
 
 TABLES_FOLDER = Path(__file__).parent / "tables"
+Score = Literal["mean", "mtal", "received", "pooled"]
+"""Mean over budgets of the global model, or a mean over clients; see `evaluation` in the config."""
 ONLY_COLUMN = "all"
 """The column of a table that has no others."""
 
@@ -30,6 +32,12 @@ class TableEntry(Section):
     settings: dict[str, Any] = Field(default_factory=dict, description="Settings on top of the preset's.")
 
 
+class TableRow(TableEntry):
+    """A row, which may have a score of its own."""
+
+    score: Score | None = Field(default=None, description="The score that the table shows of it; null: the table's.")
+
+
 class Table(Section):
     """A table of several methods under several conditions.
 
@@ -38,11 +46,12 @@ class Table(Section):
 
     preset: str = Field(description="The preset of a cell; `{row}` and `{column}` stand for their parts of its name.")
     seeds: tuple[int, ...] = Field(default=(0, 1, 2), min_length=1, description="The seeds of every cell.")
-    score: Literal["mean", "mtal", "received", "pooled"] = Field(
-        default="mean", description="The score that the table shows where it has several columns."
+    score: Score = Field(
+        default="mean",
+        description="The score that the table shows where it has several columns, or rows with scores of their own.",
     )
     reference: str = Field(description="The row that the others are compared with.")
-    rows: dict[str, TableEntry] = Field(min_length=1, description="The methods and variants, in their order.")
+    rows: dict[str, TableRow] = Field(min_length=1, description="The methods and variants, in their order.")
     columns: dict[str, TableEntry] = Field(
         default_factory=lambda: {ONLY_COLUMN: TableEntry()}, min_length=1, description="The conditions, in their order."
     )
@@ -53,6 +62,11 @@ class Table(Section):
         if self.reference not in self.rows:
             raise ValueError(f"reference '{self.reference}' is none of the rows {', '.join(self.rows)}")
         return self
+
+    @property
+    def scores(self) -> dict[str, Score]:
+        """Row -> the score that the table shows of it."""
+        return {name: row.score or self.score for name, row in self.rows.items()}
 
 
 @dataclass(frozen=True)
@@ -146,7 +160,7 @@ def table_cells(name: str, table: Table, rows: Sequence[str] = (), columns: Sequ
     return cells
 
 
-def _require_known(table: str, kind: str, wanted: Sequence[str], known: dict[str, TableEntry]) -> None:
+def _require_known(table: str, kind: str, wanted: Sequence[str], known: Mapping[str, TableEntry]) -> None:
     for name in wanted:
         if name not in known:
             raise ConfigError(f"The table {table} has no {kind} '{name}'.", nearest(name, known))

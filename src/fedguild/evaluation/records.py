@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Literal
 
 import torch
@@ -80,14 +80,19 @@ def evaluation_record(
 def summary_record(
     name: Literal["mean", "mtal", "received", "pooled"], records: Sequence[EvaluationRecord]
 ) -> EvaluationRecord:
-    """Returns the mean over budgets (`mean`), or over the clients that have examples (`mtal` and the others)."""
+    """Returns the mean over budgets (`mean`), or over the clients that have examples (`mtal` and the others).
+
+    Of two clients or more the metric `deviation` is the sample standard deviation of their scores.
+    """
     counted = [record for record in records if record.examples]
+    deviates = name != "mean" and len(counted) > 1
     return EvaluationRecord(
         round=records[0].round,
         scope="summary",
         name=name,
         split=records[0].split,
         score=fmean(record.score for record in counted) if counted else 0.0,
+        metrics={"deviation": stdev(record.score for record in counted)} if deviates else {},
     )
 
 

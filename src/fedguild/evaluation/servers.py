@@ -79,7 +79,8 @@ SERVERS: dict[str, Server] = {
         "O(C² n): a Gram matrix over the clients for every expert",
         varies="at most",
         leave_out=True,
-        note="An upload leaves out the experts that the client did not activate.",
+        note="An upload leaves out the experts that the client did not activate. After its training a client runs "
+        "forward passes over its data, as much of it as `statistics_tokens` says, that are not counted.",
     ),
     "fedamole": Server(
         "O(E n / b) for the pool of experts, and C E scores a module",

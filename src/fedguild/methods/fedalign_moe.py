@@ -32,7 +32,8 @@ Readings and deviations (docs/methods/fedalign-moe.md):
     - A client that did not activate an expert sends nothing of it and has no part in lines 10-13.
       A cosine with a zero vector is 0; where all gamma are 0, the expert stays as it was.
     - Gates are never uploaded, so the global model runs the published gate; the clients' own models
-      (`evaluation.clients`) have the global experts behind their own gates.
+      (`evaluation.clients`) have the global experts behind their own gates; `evaluation.pooled` is their
+      mean on one and the same test, the reading of the paper's global accuracy that the tables show.
 """
 
 from __future__ import annotations

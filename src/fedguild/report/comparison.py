@@ -91,20 +91,31 @@ class ComparisonTable:
         """Returns the row of a method."""
         return next(row for row in self.rows if row.label == label)
 
-    def difference(self, label: str, column: str) -> Spread | None:
+    def difference(self, label: str, column: str, against: str | None = None) -> Spread | None:
         """Returns mean and deviation of the seedwise differences to the reference.
 
         Only seeds that both were run with count; None where there is none.
+
+        Args:
+            label: The row.
+            column: Its score.
+            against: The reference's score; None for the same.
         """
-        ours, theirs = self.row(label).scores.get(column, {}), self.row(self.reference).scores.get(column, {})
+        ours = self.row(label).scores.get(column, {})
+        theirs = self.row(self.reference).scores.get(against or column, {})
         shared = ours.keys() & theirs.keys()
         if not shared:
             return None
         return paired_difference({seed: ours[seed] for seed in shared}, {seed: theirs[seed] for seed in shared})
 
-    def best(self, column: str) -> str | None:
-        """Returns the label of the highest mean in a column; None where fewer than two methods have one."""
-        scored = {row.label: mean.mean for row in self.rows if (mean := row.spread(column))}
+    def best(self, column: str | Mapping[str, str]) -> str | None:
+        """Returns the label of the highest mean; None where fewer than two methods have one.
+
+        Args:
+            column: The score that counts, for all or by label.
+        """
+        of = dict.fromkeys((row.label for row in self.rows), column) if isinstance(column, str) else column
+        scored = {row.label: mean.mean for row in self.rows if (mean := row.spread(of[row.label]))}
         return max(scored, key=lambda label: scored[label]) if len(scored) > 1 else None
 
     def to_json(self) -> dict[str, Any]:

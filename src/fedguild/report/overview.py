@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,39 +16,41 @@ _MEANING = {
     "mean": "global model, mean over budgets",
     "mtal": "own models on own data (MTAL)",
     "received": "next models on own data",
-    "pooled": "own models on all data",
+    "pooled": "own models on all data, mean over clients",
 }
 
 
-def overview(tables: Mapping[str, ComparisonTable], score: str, title: str) -> Grid:
+def overview(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str], title: str) -> Grid:
     """Returns methods × columns: mean ± sample deviation of a score, then the paired differences.
 
     Args:
         tables: Column -> its comparison; all have the same methods.
-        score: Which score: `mean`, `mtal`, `received` or `pooled`.
+        scores: Label -> its score: `mean`, `mtal`, `received` or `pooled`.
         title: What the table is called.
     """
     first = next(iter(tables.values()))
     labels = [row.label for row in first.rows]
-    body = [_score_row(label, tables, score) for label in labels]
+    shown = {label: scores[label] for label in labels}
+    body = [_score_row(label, tables, shown) for label in labels]
     rules = {len(body)}
     for label in labels:
         if label != first.reference:
-            gaps = {column: table.difference(label, score) for column, table in tables.items()}
+            against = shown[first.reference]
+            gaps = {column: table.difference(label, shown[label], against) for column, table in tables.items()}
             texts = [Cell(units.score_spread(gap, difference=True)) for gap in gaps.values()]
             body.append((Cell(f"{label} \u2212 {first.reference}", "paired by seed"), *texts))
-    heading = f"{title}: {_MEANING[score]}, mean ± sample deviation over {units.count_of(len(first.seeds), 'seed')}"
+    heading = f"{title}: {_meaning(shown)}; mean ± sample deviation over {units.count_of(len(first.seeds), 'seed')}"
     header = (Cell("Method"), *(Cell(column) for column in tables))
     return Grid(heading, header, tuple(body), frozenset(rules))
 
 
-def write_overview(tables: Mapping[str, ComparisonTable], score: str, title: str, folder: Path) -> Path:
-    """Writes `table.md` into a folder: every column's scores and costs and, of several columns, their overview.
+def write_overview(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str], title: str, folder: Path) -> Path:
+    """Writes `table.md` into a folder: the overview where it adds something, every column's scores and costs.
 
     Raises:
         FedGuildError: the file cannot be written.
     """
-    parts = [overview(tables, score, title).to_markdown()] if len(tables) > 1 else []
+    parts = [overview(tables, scores, title).to_markdown()] if adds_to(tables, scores) else []
     for column, table in tables.items():
         parts += [f"## {column}\n"] if column else []
         parts += [table.score_grid().to_markdown(), table.cost_grid().to_markdown()]
@@ -56,9 +59,25 @@ def write_overview(tables: Mapping[str, ComparisonTable], score: str, title: str
     return path
 
 
-def _score_row(label: str, tables: Mapping[str, ComparisonTable], score: str) -> tuple[Cell, ...]:
+def adds_to(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str]) -> bool:
+    """Returns whether an overview shows what the columns' own tables do not: several columns, or unlike scores."""
+    labels = {row.label for table in tables.values() for row in table.rows}
+    return len(tables) > 1 or len({scores[label] for label in labels}) > 1
+
+
+def _meaning(scores: Mapping[str, str]) -> str:
+    """Returns what is shown, in words: what most rows have first, then who has something else."""
+    (usual, _), *others = Counter(scores.values()).most_common()
+    parts = [_MEANING[usual]]
+    for score, _ in others:
+        names = [label for label, own in scores.items() if own == score]
+        parts.append(f"{', '.join(names)}: {_MEANING[score]}")
+    return "; ".join(parts)
+
+
+def _score_row(label: str, tables: Mapping[str, ComparisonTable], scores: Mapping[str, str]) -> tuple[Cell, ...]:
     cells = [
-        Cell(units.score_spread(table.row(label).spread(score)), strong=table.best(score) == label)
+        Cell(units.score_spread(table.row(label).spread(scores[label])), strong=table.best(scores) == label)
         for table in tables.values()
     ]
     return (Cell(label), *cells)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, Literal
 
 import yaml
@@ -26,7 +26,8 @@ from fedguild.server.record import (
 Scope = Literal["budget", "client", "received", "pooled", "summary"]
 ClientScope = Literal["client", "received", "pooled"]
 """A client's own model, the one that it would receive next, and its own on all clients' data."""
-_MEANS: Mapping[ClientScope, str] = {"client": "mtal", "received": "received", "pooled": "pooled"}
+MEANS: Mapping[ClientScope, str] = {"client": "mtal", "received": "received", "pooled": "pooled"}
+"""What the mean over clients of each is called."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,18 @@ class Run:
 
         Clients count equally; one without examples does not count.
         """
-        recorded = self.scored("summary", round).get(_MEANS[scope])
+        recorded = self.scored("summary", round).get(MEANS[scope])
         if recorded:
             return recorded.score
         scores = [record.score for record in self.scored(scope, round).values() if record.examples != 0]
         return fmean(scores) if scores else None
+
+    def client_deviation(self, scope: ClientScope, round: int) -> float | None:
+        """Returns the sample deviation over the clients of those scores; None for fewer than two of them."""
+        scores = [record.score for record in self.scored(scope, round).values() if record.examples != 0]
+        recorded = self.scored("summary", round).get(MEANS[scope])
+        computed = stdev(scores) if len(scores) > 1 else None
+        return recorded.metrics.get("deviation", computed) if recorded else computed
 
     def client_curve(self, scope: ClientScope) -> list[tuple[int, float]]:
         """Returns (round, mean over clients) over the rounds that scored clients."""

@@ -10,7 +10,7 @@ from typing import Any
 from fedguild.report import units
 from fedguild.report.costs import ClientTotals, Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.record import BudgetFacts, Run
+from fedguild.report.record import MEANS, BudgetFacts, Run
 from fedguild.server.record import EvaluationRecord, RoutingRecord
 
 
@@ -44,7 +44,7 @@ class ClientRow:
         budget: Name of its budget; empty where it never trained.
         examples: Number of examples scored; None where it was not recorded.
         before: Score of its model before training; None where it was not evaluated.
-        own: Score of its own model, before the aggregation; None where it was not evaluated.
+        own: Score of the model that it itself uses after the round; None where it was not evaluated.
         received: Score of the model that it would receive next, after the aggregation; None alike.
     """
 
@@ -73,6 +73,7 @@ class RunTable:
         clients_before: Mean over clients of their scores before training; None where not evaluated.
         received: Mean over clients of the scores of the models that they would receive next, on their own data.
         pooled: Mean over clients of their own models' scores on all clients' data.
+        deviations: `mtal`, `received` and `pooled` -> sample deviation over the clients, where there are two or more.
         clients: One row per client with a score of its own; empty where none was evaluated.
     """
 
@@ -88,6 +89,7 @@ class RunTable:
     clients_before: float | None
     received: float | None
     pooled: float | None
+    deviations: Mapping[str, float]
     clients: tuple[ClientRow, ...]
 
     @property
@@ -111,17 +113,22 @@ class RunTable:
         rules = set()
         if self.mean is not None and len(self.rows) > 1:
             rules.add(len(body))
-            body.append(_summary_row("Mean over budgets", self.mean_before, self.mean, len(header)))
+            body.append(_summary_row("Mean over budgets", self.mean_before, units.score(self.mean), len(header)))
         if self.mtal is not None:
             rules.add(len(self.rows))
-            body.append(_summary_row("Clients' own models, own data", self.clients_before, self.mtal, len(header)))
+            own = units.score_over(self.mtal, self.deviations.get("mtal"))
+            body.append(_summary_row("Clients' own models, own data", self.clients_before, own, len(header)))
         if self.received is not None:
             rules.add(len(self.rows))
-            body.append(_summary_row("Models received next, own data", None, self.received, len(header)))
+            received = units.score_over(self.received, self.deviations.get("received"))
+            body.append(_summary_row("Models received next, own data", None, received, len(header)))
         if self.pooled is not None:
             rules.add(len(self.rows))
-            body.append(_summary_row("Clients' own models, all data", None, self.pooled, len(header)))
-        title = f"{self.name}: {self.split} scores after round {self.round}; costs per client over the run"
+            pooled = units.score_over(self.pooled, self.deviations.get("pooled"))
+            body.append(_summary_row("Clients' own models, all data", None, pooled, len(header)))
+        title = (
+            f"{self.name}: {self.split} scores after round {self.round}{self._over()}; costs per client over the run"
+        )
         return Grid(title, tuple(map(Cell, header)), tuple(body), frozenset(rules))
 
     def client_grid(self) -> Grid | None:
@@ -139,16 +146,21 @@ class RunTable:
             for row in self.clients
         ]
         mean = (Cell("Mean over clients"), Cell(""), Cell(""))
-        means = self._scores(self.clients_before, self.mtal, self.received, strong=True)
-        title = f"{self.name}: {self.split} scores after round {self.round}, each client on its own data"
-        return Grid(title, tuple(header), (*body, mean + means), frozenset({len(body)}))
+        means = [Cell(units.score(self.clients_before))]
+        for name, value in (("mtal", self.mtal), ("received", self.received)):
+            if value is not None:
+                means.append(Cell(units.score_over(value, self.deviations.get(name)), strong=True))
+        title = f"{self.name}: {self.split} scores after round {self.round}, each client on its own data{self._over()}"
+        return Grid(title, tuple(header), (*body, (*mean, *means)), frozenset({len(body)}))
 
-    def _scores(
-        self, before: float | None, own: float | None, received: float | None, strong: bool = False
-    ) -> tuple[Cell, ...]:
+    def _scores(self, before: float | None, own: float | None, received: float | None) -> tuple[Cell, ...]:
         after = [(own, self.mtal), (received, self.received)]
-        shown = [Cell(units.score(value), strong=strong) for value, mean in after if mean is not None]
+        shown = [Cell(units.score(value)) for value, mean in after if mean is not None]
         return (Cell(units.score(before)), *shown)
+
+    def _over(self) -> str:
+        """Returns what ± means in a title, where a mean over clients has a deviation."""
+        return "; ± sample deviation over clients" if self.deviations else ""
 
     def _entries(self, row: BudgetRow, metric_names: Iterable[str]) -> list[str]:
         cost = row.cost
@@ -184,6 +196,7 @@ def run_table(run: Run) -> RunTable:
         clients_before=run.client_mean("client", 0) or run.client_mean("received", 0),
         received=run.client_mean("received", run.last_round),
         pooled=run.client_mean("pooled", run.last_round),
+        deviations=_deviations(run),
         clients=_client_rows(run),
     )
 
@@ -245,6 +258,12 @@ def _budget_row(
     )
 
 
+def _deviations(run: Run) -> dict[str, float]:
+    """Returns the deviations over clients at the last evaluated round, by the name of their mean."""
+    found = {name: run.client_deviation(scope, run.last_round) for scope, name in MEANS.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def _client_rows(run: Run) -> tuple[ClientRow, ...]:
     """Returns the clients with a score of their own, by name; one without examples has none."""
     budgets = {f"client-{record.client:03d}": record.budget for record in run.clients}
@@ -282,8 +301,8 @@ def _metric(name: str, value: float | None) -> str:
     return f"{value:.2f}" if name == "perplexity" and value is not None else units.score(value)
 
 
-def _summary_row(title: str, before: float | None, score: float, width: int) -> tuple[Cell, ...]:
-    cells = [Cell(title), Cell(""), Cell(units.score(before)), Cell(units.score(score), strong=True)]
+def _summary_row(title: str, before: float | None, score: str, width: int) -> tuple[Cell, ...]:
+    cells = [Cell(title), Cell(""), Cell(units.score(before)), Cell(score, strong=True)]
     return tuple(cells + [Cell("")] * (width - len(cells)))
 
 

@@ -52,6 +52,11 @@ def score(value: float | None) -> str:
     return MISSING if value is None else f"{value:.3f}"
 
 
+def score_over(value: float | None, deviation: float | None) -> str:
+    """Returns `0.612 ± 0.130`, a mean with the deviation of what it is over; the mean alone without one."""
+    return score(value) if value is None or deviation is None else f"{score(value)} ± {deviation:.3f}"
+
+
 def signed(value: float) -> str:
     """Returns a difference of scores with its sign, `+0.203`, and a true minus."""
     text = f"{value:+.3f}".replace("-", "\u2212")

@@ -132,7 +132,8 @@ class EvaluationRecord(_Row):
             (over clients' own models), `received` and `pooled` for a summary.
         split: `test` or `validation`.
         score: The primary score, 0 to 1.
-        metrics: Every metric by name, for example `accuracy`, `rouge_l`, `perplexity`.
+        metrics: Every metric by name, for example `accuracy`, `rouge_l`, `perplexity`; of a mean over
+            clients `deviation`, the sample standard deviation over them.
         by_task: The primary score by task.
         examples: Number of examples scored.
         active_experts: Active experts per token in this evaluation.

@@ -29,7 +29,7 @@ FAMILIES = {
     "fedit": ("fedit/tiny-tasks", ()),
     "flame": ("flame/tiny-tasks", ()),
     "ub-smoe": ("ub-smoe/tiny-tasks", ()),
-    "fedalign-moe": ("fedalign-moe/tiny-tasks", ("evaluation.received=true",)),
+    "fedalign-moe": ("fedalign-moe/tiny-tasks", ("evaluation.received=true", "evaluation.pooled=false")),
     "fedamole": ("fedamole/tiny-tasks", ("method.experts=6",)),
 }
 

@@ -1,0 +1,76 @@
+"""The overview of a table: the score of each row, what the header says of it, and what is compared with what."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from fedguild.report.comparison import ComparisonTable, compare
+from fedguild.report.overview import adds_to, overview, write_overview
+from fedguild.report.record import Run
+from fedguild.server.record import EvaluationRecord
+
+SCORES = {"flame": "pooled", "fedit-ranks": "mean"}
+POOLED = (0.2, 0.4, 0.9)
+
+
+def with_pooled(run: Run, score: float) -> Run:
+    last = EvaluationRecord(round=6, scope="summary", name="pooled", split="test", score=score)
+    return dataclasses.replace(run, evaluations=[*run.evaluations, last])
+
+
+@pytest.fixture
+def table(runs: dict[str, list[Run]]) -> ComparisonTable:
+    """FLAME has a pooled score: 0.2, 0.4 and 0.9 over the seeds."""
+    flame = [with_pooled(run, score) for run, score in zip(runs["flame"], POOLED, strict=True)]
+    return compare({"flame": flame, "fedit-ranks": runs["fedit-ranks"]})
+
+
+def test_every_row_shows_its_own_score_and_the_header_says_so(table: ComparisonTable) -> None:
+    grid = overview({"a": table, "b": table}, SCORES, "mine")
+    assert grid.title == (
+        "mine: own models on all data, mean over clients; fedit-ranks: global model, mean over budgets; "
+        "mean ± sample deviation over 3 seeds"
+    )
+    ranks = table.row("fedit-ranks").spread("mean")
+    assert ranks is not None
+    assert [cell.text for cell in grid.rows[0]] == ["flame", *["0.500 ± 0.361"] * 2]
+    assert [cell.text for cell in grid.rows[1]] == ["fedit-ranks", *[f"{ranks.mean:.3f} ± {ranks.std:.3f}"] * 2]
+    best = int(ranks.mean > 0.5)
+    assert [row[1].strong for row in grid.rows[:2]] == [best == 0, best == 1]
+
+
+def test_a_difference_is_between_each_rows_own_score_seed_by_seed(table: ComparisonTable) -> None:
+    difference = table.difference("flame", "pooled", "mean")
+    assert difference is not None
+    theirs = table.row("fedit-ranks").scores["mean"]
+    assert difference.mean == pytest.approx(sum(POOLED[seed] - theirs[seed] for seed in range(3)) / 3)
+    grid = overview({"a": table}, SCORES, "mine")
+    assert grid.rows[2][1].text == f"{difference.mean:+.3f} ± {difference.std:.3f}".replace("-", "\u2212")
+    assert table.difference("flame", "pooled") is None
+
+
+def test_where_all_rows_have_one_score_the_header_says_it_once(table: ComparisonTable) -> None:
+    grid = overview({"a": table}, {**SCORES, "flame": "mean", "unused": "mtal"}, "mine")
+    assert grid.title == "mine: global model, mean over budgets; mean ± sample deviation over 3 seeds"
+
+
+def test_one_column_has_an_overview_only_where_its_rows_have_unlike_scores(
+    table: ComparisonTable, tmp_path: Path
+) -> None:
+    alike = dict.fromkeys(SCORES, "mean")
+    assert not adds_to({"": table}, {**alike, "unused": "mtal"})
+    assert adds_to({"a": table, "b": table}, alike)
+    assert adds_to({"": table}, SCORES)
+    assert "mine: " not in write_overview({"": table}, alike, "mine", tmp_path).read_text()
+    text = write_overview({"": table}, SCORES, "mine", tmp_path).read_text()
+    assert text.startswith("**mine: own models on all data, mean over clients; fedit-ranks: global model")
+
+
+def test_a_row_without_its_score_shows_a_gap(runs: dict[str, list[Run]]) -> None:
+    plain = compare(runs)
+    grid = overview({"a": plain}, SCORES, "mine")
+    assert (grid.rows[0][1].text, grid.rows[2][1].text) == ("–", "–")
+    assert plain.best(SCORES) is None
