@@ -400,6 +400,24 @@ def test_the_noise_differs_by_client_and_round(llama_backbone: Backbone, tmp_pat
     assert all(torch.equal(one, other) for one, other in zip(again, directions[:4], strict=True))
 
 
+def test_the_noise_is_drawn_from_a_private_seed_where_there_is_one(llama_backbone: Backbone, tmp_path: Path) -> None:
+    known = federation(llama_backbone, tmp_path, privacy_eta=1e-3)
+    state = known.start()
+    who = known.clients[0]
+    task = Task(1, who, known.method.download(state, known.model, who))
+    found = []
+    for secret in (None, 1, 2, 2**255 + 1):
+        engine = LocalEngine(known.backbone, known.examples, SETTINGS, known.memory, seed=1)
+        engine.private_seed = secret
+        (delivery,) = engine.train(known.method, known.model, [task])
+        assert delivery.upload is not None
+        found.append(delivery.upload.tensors)
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), "by default it is the run's seed"
+        is_embedding = name.split("/")[0] in (TOKEN, EXPERT)
+        assert all(torch.equal(value, other[name]) is not is_embedding for other in found[2:]), name
+
+
 # rounds and variants
 
 

@@ -350,7 +350,7 @@ class FedAMoLE:
             found |= with_part(EXPERT, embeddings.experts(slot))
         eta = self.settings.privacy_eta
         if eta is not None:
-            rng = numpy_rng(cohort.seed, "embedding noise", cohort.round, cohort.clients[slot].index)
+            rng = numpy_rng(cohort.private_seed, "embedding noise", cohort.round, cohort.clients[slot].index)
             bound = self.settings.privacy_bound
             found = {name: privatised(value, eta, bound, rng) for name, value in sorted(found.items())}
         return Payload({**own, **found})
