@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fedguild.federation.secret import SECRET_BYTES, private_seed, run_secret
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.embedding_privacy import privatised
@@ -17,6 +16,7 @@ from fedguild.engines.flower.engine import read_upload
 from fedguild.engines.flower.parcel import Parcel, to_bytes
 from fedguild.errors import FedGuildError
 from fedguild.federation.desk import Desk, facts_of
+from fedguild.federation.secret import SECRET_BYTES, private_seed, run_secret
 from fedguild.methods import build_method
 from fedguild.methods.fedamole import EXPERT, TOKEN
 from fedguild.payload import Payload
@@ -30,7 +30,7 @@ from tests.experiment.runs import save_model
 
 RUN = "ab" * 16
 ETA = 1e-3
-"""So much noise that of the clean embedding nothing is seen: with a bound, what is uploaded is the noise's direction."""
+"""So much noise that what is uploaded is its direction, and nothing of the clean embedding."""
 
 
 @pytest.fixture(scope="module")

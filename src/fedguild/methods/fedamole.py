@@ -276,9 +276,15 @@ class FedAMoLE:
     def deploy(self, state: State, model: ModelInfo, budget: Budget) -> None:
         """Returns None: every client has a model of its own."""
 
+    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+        """Returns what the client would receive next: its own experts, and nothing of who has which others."""
+        return State(self.download(state, model, client).tensors)
+
     def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the client's model as it left its own training, or what it would receive next."""
-        own = memory if memory.tensors else self.download(state, model, client)
+        own = memory
+        if not own.tensors:
+            own = self.download(state, model, client) if "known" in state.tensors else Payload(state.tensors)
         plan = self._plan(tuple(held_experts(own.part(EXPERTS)).items()))
         return Deployment(plan, _trainables(own, self._mixture()))
 
