@@ -487,7 +487,7 @@ def test_observations(llama_backbone: Backbone, tmp_path: Path) -> None:
     state = known.method.aggregate(known.start(), known.train(known.start()))
     after = known.method.aggregate(state, known.train(state, 2))
     pool, before = Pool.of(after), Pool.of(state)
-    probability, held_next, kept = known.method.observe(after, known.model)
+    probability, held_next, kept, traced = known.method.observe(after, known.model)
     assert probability.name == f"selection probability, {VALUE}"
     assert list(probability.values.shape) == [len(probability.rows), len(probability.columns)] == [5, 4]
     torch.testing.assert_close(probability.values.sum(1), torch.ones(5, dtype=torch.float64))
@@ -496,6 +496,10 @@ def test_observations(llama_backbone: Backbone, tmp_path: Path) -> None:
         choices = [(i, j) for i, j in before.assigned[module].nonzero().tolist() if pool.assigned[module][i, j]]
         assert share == pytest.approx(len(choices) / 10)
     assert 0 < float(kept.values.mean()) < 1
+    assert traced.name == f"experts of client 0, {VALUE}"
+    assert list(traced.rows) == ["client 0"]
+    assert traced.columns == probability.rows
+    assert traced.values.tolist() == [before.assigned[VALUE][0].float().tolist()]
 
 
 # bad input

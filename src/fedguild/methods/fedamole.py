@@ -301,7 +301,10 @@ class FedAMoLE:
         return token @ expert.mT / widths.double().sqrt()[:, None, None]
 
     def observe(self, state: State, model: ModelInfo) -> Sequence[Observation]:
-        """Returns P of the last module (Figure 8), how many experts each client holds, and the share kept (Table 6)."""
+        """Returns P of the last module (Figure 8), how many experts each client holds, the share kept, and Table 6.
+
+        Table 6 follows one client in one module: which experts client 0 held in the round that led to this state.
+        """
         pool = Pool.of(state)
         clients = [f"client {index}" for index in range(len(pool.known))]
         experts = [f"expert {index}" for index in range(self.settings.experts)]
@@ -309,10 +312,12 @@ class FedAMoLE:
         chosen = selection_probability(self.relevance(pool))[pool.modules.index(modules[-1])].T
         held = torch.stack([pool.assigned[module].sum(dim=1) for module in modules])
         stayed = torch.stack([pool.assigned[module] & pool.before[module] for module in modules])
+        traced = pool.before[modules[-1]][:1].float()
         return (
             Observation(f"selection probability, {modules[-1]}", chosen, experts, clients),
             Observation("experts held in the next round", held, modules, clients, unit="experts"),
             Observation("assignment kept", stayed.sum(dim=(1, 2)) / held.sum(dim=1), modules),
+            Observation(f"experts of client 0, {modules[-1]}", traced, clients[:1], experts),
         )
 
     @property
