@@ -274,6 +274,21 @@ def test_the_vanilla_router_has_a_row_for_each_expert(llama_backbone: Backbone, 
 # lines 4 to 6: the client
 
 
+@pytest.mark.parametrize("cohort_size", [1, 4])
+def test_weight_decay_leaves_the_rows_of_others_experts_alone(
+    cohort_size: int, llama_backbone: Backbone, tmp_path: Path
+) -> None:
+    known = federation(llama_backbone, tmp_path, **VARIANTS["-H"])
+    state = known.start()
+    optimizer = OptimizerSettings("adamw", weight_decay=0.1)
+    uploads = train_with(known, state, replace(SETTINGS, optimizer=optimizer, steps=3), cohort_size)
+    for sent, received in zip(uploads, downloads(known, state), strict=True):
+        for module, ids in held(received).items():
+            name = f"{COMMON}/{module}.router"
+            same_row = (sent.tensors[name] == received.tensors[name]).all(dim=1)
+            assert same_row.nonzero().flatten().tolist() == [row for row in range(5) if row not in ids]
+
+
 def test_a_client_in_a_cohort_gets_the_gradient_that_it_gets_alone(llama_backbone: Backbone, tmp_path: Path) -> None:
     """One step of SGD is the gradient; clients with 2 to 4 experts per module and other lengths of rows."""
     known = federation(llama_backbone, tmp_path, dropout=0.3)
