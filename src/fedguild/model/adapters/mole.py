@@ -129,7 +129,7 @@ class MixtureOfLora:
         return 0
 
     def decays(self, name: str) -> bool:
-        """Returns whether weight decay applies: not to a vanilla router, which has rows that the client does not hold."""
+        """Returns whether weight decay applies: not to a vanilla router, of whose rows a client holds some."""
         return self.router == "invariant" or not name.endswith(".router")
 
     def attach(self, model: SlotModel, parts: Sequence[MixtureOfLora]) -> None:
