@@ -274,6 +274,21 @@ def test_the_vanilla_router_has_a_row_for_each_expert(llama_backbone: Backbone, 
 # lines 4 to 6: the client
 
 
+@pytest.mark.parametrize("cohort_size", [1, 4])
+def test_weight_decay_leaves_the_rows_of_others_experts_alone(
+    cohort_size: int, llama_backbone: Backbone, tmp_path: Path
+) -> None:
+    known = federation(llama_backbone, tmp_path, **VARIANTS["-H"])
+    state = known.start()
+    optimizer = OptimizerSettings("adamw", weight_decay=0.1)
+    uploads = train_with(known, state, replace(SETTINGS, optimizer=optimizer, steps=3), cohort_size)
+    for sent, received in zip(uploads, downloads(known, state), strict=True):
+        for module, ids in held(received).items():
+            name = f"{COMMON}/{module}.router"
+            same_row = (sent.tensors[name] == received.tensors[name]).all(dim=1)
+            assert same_row.nonzero().flatten().tolist() == [row for row in range(5) if row not in ids]
+
+
 def test_a_client_in_a_cohort_gets_the_gradient_that_it_gets_alone(llama_backbone: Backbone, tmp_path: Path) -> None:
     """One step of SGD is the gradient; clients with 2 to 4 experts per module and other lengths of rows."""
     known = federation(llama_backbone, tmp_path, dropout=0.3)
@@ -400,6 +415,24 @@ def test_the_noise_differs_by_client_and_round(llama_backbone: Backbone, tmp_pat
     assert all(torch.equal(one, other) for one, other in zip(again, directions[:4], strict=True))
 
 
+def test_the_noise_is_drawn_from_a_private_seed_where_there_is_one(llama_backbone: Backbone, tmp_path: Path) -> None:
+    known = federation(llama_backbone, tmp_path, privacy_eta=1e-3)
+    state = known.start()
+    who = known.clients[0]
+    task = Task(1, who, known.method.download(state, known.model, who))
+    found = []
+    for secret in (None, 1, 2, 2**255 + 1):
+        engine = LocalEngine(known.backbone, known.examples, SETTINGS, known.memory, seed=1)
+        engine.private_seed = secret
+        (delivery,) = engine.train(known.method, known.model, [task])
+        assert delivery.upload is not None
+        found.append(delivery.upload.tensors)
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), "by default it is the run's seed"
+        is_embedding = name.split("/")[0] in (TOKEN, EXPERT)
+        assert all(torch.equal(value, other[name]) is not is_embedding for other in found[2:]), name
+
+
 # rounds and variants
 
 
@@ -469,7 +502,7 @@ def test_observations(llama_backbone: Backbone, tmp_path: Path) -> None:
     state = known.method.aggregate(known.start(), known.train(known.start()))
     after = known.method.aggregate(state, known.train(state, 2))
     pool, before = Pool.of(after), Pool.of(state)
-    probability, held_next, kept = known.method.observe(after, known.model)
+    probability, held_next, kept, traced = known.method.observe(after, known.model)
     assert probability.name == f"selection probability, {VALUE}"
     assert list(probability.values.shape) == [len(probability.rows), len(probability.columns)] == [5, 4]
     torch.testing.assert_close(probability.values.sum(1), torch.ones(5, dtype=torch.float64))
@@ -478,6 +511,10 @@ def test_observations(llama_backbone: Backbone, tmp_path: Path) -> None:
         choices = [(i, j) for i, j in before.assigned[module].nonzero().tolist() if pool.assigned[module][i, j]]
         assert share == pytest.approx(len(choices) / 10)
     assert 0 < float(kept.values.mean()) < 1
+    assert traced.name == f"experts of client 0, {VALUE}"
+    assert list(traced.rows) == ["client 0"]
+    assert traced.columns == probability.rows
+    assert traced.values.tolist() == [before.assigned[VALUE][0].float().tolist()]
 
 
 # bad input

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from fedguild.errors import UploadError
 from fedguild.methods import METHODS, build_method
 from fedguild.model.plan import adapter_shapes
 from fedguild.model.slots import SlotModel
+from fedguild.packing import pack, unpack
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
-from fedguild.server.method import Method, Observing, State, Upload
+from fedguild.server.method import Excerpting, Method, Observing, State, Upload
 from fedguild.server.rounds import Task
 from fedguild.server.validation import Omissible, check_upload
 from fedguild.wire.codec import decode, encode
@@ -171,6 +172,41 @@ def movement(sent: Upload, download: Payload) -> dict[str, dict[str, Tensor]]:
 
 def norm(tensors: Iterator[Tensor]) -> float:
     return float(torch.stack([tensor.double().square().sum() for tensor in tensors]).sum().sqrt())
+
+
+# What a real client is sent of the state
+
+
+@pytest.mark.parametrize("label", [label for label in cases() if isinstance(method_of(label), Excerpting)])
+def test_an_excerpt_gives_the_model_that_the_state_gives(label: str, tmp_path: Path) -> None:
+    federation = fresh(label, tmp_path)
+    method, model, state = federation.method, federation.model, federation.start()
+    assert isinstance(method, Excerpting)
+    for round in (1, 2, 3):
+        for who in federation.clients:
+            excerpt = method.excerpt(state, model, who)
+            sent = State(*unpack(pack(excerpt.tensors, excerpt.scalars)))
+            for memory in (Payload(), federation.memory.load(who.name, round)):
+                found, expected = (method.personalize(one, model, who, memory) for one in (sent, state))
+                assert found.plan == expected.plan
+                assert_same_tensors(found.tensors, expected.tensors)
+                assert_same_tensors(found.merged, expected.merged)
+        state = method.aggregate(state, iter(train(federation, state, round)))
+
+
+@pytest.mark.parametrize("label", cases())
+def test_what_a_client_is_sent_has_no_row_for_each_client(label: str, tmp_path: Path) -> None:
+    """In a state of 23 clients, a number that no layer has, nothing that a client is sent is so long."""
+    clients = [replace(CLIENTS[index % len(CLIENTS)], index=index) for index in range(23)]
+    options = dict(CASES[label].options)
+    if "experts_per_client" in options:
+        options["scale_clients_per_expert"] = True
+    method = build_method(label.partition(" ")[0], options)
+    federation = Federation(tiny_backbone(CASES[label].family), method, clients, tmp_path)
+    state = federation.start()
+    sent = method.excerpt(state, federation.model, clients[5]) if isinstance(method, Excerpting) else state
+    assert not [name for name, value in sent.tensors.items() if 23 in value.shape]
+    assert not [name for name in sent.tensors if "holders" in name]
 
 
 # A client in a cohort gets the update that it gets alone

@@ -72,6 +72,24 @@ def test_a_heat_map_shows_the_last_round_with_its_labels() -> None:
     assert svg.count("<image") > 0
 
 
+def test_one_row_in_a_round_is_followed_over_the_rounds() -> None:
+    """As the paper's Table 6 of FedAMoLE: the experts of a client, a round below the other."""
+    columns = [f"expert {index}" for index in range(3)]
+    held = series([[1.0, 0.0, 1.0]], [[1.0, 1.0, 0.0]], [[0.0, 1.0, 0.0]], rows=["client 0"], columns=columns)
+    assert held.is_over_rounds
+    assert held.matrix().rows == ["round 1", "round 2", "round 3"]
+    assert held.matrix().values == [[1.0, 0.0, 1.0], [1.0, 1.0, 0.0], [0.0, 1.0, 0.0]]
+    svg = observation_figure(held, "k")
+    assert {"round", "1", "2", "3", "expert", "0"} <= set(texts(svg))
+    assert "of 3 rows and 3 columns" in svg
+
+
+def test_several_rows_in_a_round_are_those_of_the_last() -> None:
+    load = series([[1.0, 0.0], [0.0, 1.0]], [[0.5, 0.5], [0.0, 1.0]], rows=["a", "b"], columns=["x", "y"])
+    assert not load.is_over_rounds
+    assert load.matrix() == load.last
+
+
 @pytest.mark.parametrize("values", [[[0.0, 0.0]], [[-2.0, -1.0]], [[math.nan, math.nan]]])
 def test_heat_maps_without_a_range(values: list[list[float]]) -> None:
     assert "<image" in observation_figure(series(values, rows=["only"], columns=["a", "b"]), "k")

@@ -83,6 +83,18 @@ def test_scip_finds_nothing_better() -> None:
         assert float(objective(probability, found)) == pytest.approx(expected, abs=1e-7), instance
 
 
+@pytest.mark.parametrize("spread", [0.1, 1.0, 10.0])
+def test_scip_finds_nothing_better_at_the_papers_size(spread: float) -> None:
+    """10 clients and 30 experts, under the paper's rules; two modules of each spread."""
+    scip = pytest.importorskip("pyscipopt")
+    scores = torch.from_numpy(numpy_rng(1, "referee", str(spread)).normal(size=(2, 10, 30)) * spread)
+    probability = selection_probability(scores)
+    found = assign_experts(probability, PAPER)
+    check(found, PAPER)
+    for module, value in zip(probability, objective(probability, found).tolist(), strict=True):
+        assert value == pytest.approx(referee(scip, module, PAPER), abs=1e-7)
+
+
 def referee(scip, probability: Tensor, rules: AssignmentRules) -> float:
     """The value of Definition 4.1 as a mixed integer program, solved by SCIP as the paper does."""
     model = scip.Model()

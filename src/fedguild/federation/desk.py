@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from fedguild.environment import installed
 from fedguild.errors import ConfigError, FedGuildError, UploadError, nearest
 from fedguild.export.run import export_own
 from fedguild.federation.agreement import Agreement
+from fedguild.federation.secret import private_seed, run_secret
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import ModelInfo
 from fedguild.progress import Silent
@@ -51,6 +53,8 @@ from fedguild.wire.codec import encode, shrink
 
 MODELS, LATEST = "models", "latest"
 """Where the models that a client takes home are, and the link to the newest."""
+RUN_NAME = re.compile(r"[0-9a-f]{32}")
+"""Identity of a run, which is also the name of its folder at a client."""
 _DATA_ONLY = {"seed", "shares", "share"}
 
 
@@ -60,6 +64,7 @@ class _Session:
 
     experiment: Experiment
     engine: LocalEngine
+    secret: bytes
 
 
 class Desk:
@@ -137,6 +142,7 @@ class Desk:
         if refusal := self._refuses(config) or self.agreement.refuses_names(expected):
             return parcel.answer(failure=f"refused by its site: {refusal}")
         experiment.memory.forget(max(0, parcel.round - config.federation.keep_checkpoints))
+        session.engine.private_seed = private_seed(session.secret, experiment.config, parcel.body)
         (delivery,) = session.engine.train(method, model, [task])
         if delivery.upload is None:
             return parcel.answer(failure=delivery.failure)
@@ -195,6 +201,8 @@ class Desk:
         return self._sessions[key]
 
     def _begun(self, run: str, config: Config) -> _Session:
+        if not RUN_NAME.fullmatch(run):
+            raise UploadError(f"a message names a run that is none: {run!r:.50}")
         method = method_of(config)
         backbone, own = self._loaded(config), self._own_data()
         tiers = budget_tiers(config, method, backbone)
@@ -217,7 +225,7 @@ class Desk:
         engine = LocalEngine(
             backbone, {client.index: encoded}, training_settings(config), memory, cohort_size=1, seed=config.seed
         )
-        return _Session(experiment, engine)
+        return _Session(experiment, engine, run_secret(folder))
 
     def _budget(self, config: Config, tiers: dict[str, Budget]) -> Budget:
         if self.site.client >= config.federation.clients:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,13 +23,16 @@ from fedguild.engines.flower.parcel import Parcel
 from fedguild.engines.flower.post import Post
 from fedguild.engines.flower.roster import POLL_SECONDS, Roster
 from fedguild.errors import ConfigError, QuorumError
+from fedguild.export.weights import beyond_weights
 from fedguild.federation.desk import facts_of, model_digest
 from fedguild.files import write_json
 from fedguild.model.backbone import Backbone
+from fedguild.model.plan import ModelInfo
 from fedguild.packing import pack
+from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.server import checkpoint
-from fedguild.server.method import State
+from fedguild.server.method import Excerpting, Method, State
 from fedguild.server.record import EvaluationRecord
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (
@@ -67,11 +71,17 @@ class RemoteClients:
 
     Attributes:
         engine: Trains them.
+        method: What they run.
+        model: The backbone's description.
+        clients: Who they are, by index.
         wait_seconds: How long to wait for scores.
         progress: Who hears of a client that has none.
     """
 
     engine: FlowerEngine
+    method: Method
+    model: ModelInfo
+    clients: Mapping[int, ClientInfo]
     wait_seconds: float
     progress: Progress
 
@@ -100,7 +110,17 @@ class RemoteClients:
         return records
 
     def deliver(self, state: State, number: int) -> dict[int, Parcel]:
-        """Hands every client what its own model is made of; returns client index -> answer."""
+        """Hands every client what its own model is made of; returns client index -> answer.
+
+        Nothing is sent where no folder could hold the model.
+        """
+        if beside := self._beyond_weights(state):
+            self.progress.message(
+                f"No client takes a model home: that of {self.method.name} has a part that acts beside the backbone's "
+                f"weights ({', '.join(beside)}). What a client keeps of its own is in its memory, "
+                f"work/runs/{self.engine.roster.run}/{MEMORY}."
+            )
+            return {}
         answers = self._ask("deliver", state, number, {})
         for client, answer in answers.items():
             said = answer.failure or f"{answer.facts.get('folder')} ({answer.facts.get('form')})"
@@ -110,8 +130,21 @@ class RemoteClients:
     def _ask(
         self, kind: Literal["score", "deliver"], state: State, number: int, facts: Mapping[str, Any]
     ) -> dict[int, Parcel]:
+        """Asks every client with the state, or with its own excerpt of it where the method has one."""
+        if isinstance(self.method, Excerpting):
+            return self.engine.ask(kind, number, partial(self._excerpt, state), self.wait_seconds, facts)
         body = pack(state.tensors, state.scalars)
-        return self.engine.ask(kind, number, body, self.wait_seconds, facts)
+        return self.engine.ask(kind, number, lambda _: body, self.wait_seconds, facts)
+
+    def _excerpt(self, state: State, client: int) -> bytes:
+        assert isinstance(self.method, Excerpting)
+        part = self.method.excerpt(state, self.model, self.clients[client])
+        return pack(part.tensors, part.scalars)
+
+    def _beyond_weights(self, state: State) -> list[str]:
+        """Returns the parts of the clients' models that no checkpoint holds; they are the same for all."""
+        client = next(iter(self.clients.values()))
+        return beyond_weights(self.method.personalize(state, self.model, client, Payload()).plan)
 
 
 def serve(
@@ -199,6 +232,9 @@ def prepare_remote(
         reconnect_seconds=settings.reconnect_seconds,
         poll_seconds=poll_seconds,
     )
+    clients = {
+        index: ClientInfo(index, tiers[said["budget"]], said["sizes"]["train"]) for index, said in sorted(facts.items())
+    }
     return Experiment(
         config,
         output,
@@ -206,10 +242,10 @@ def prepare_remote(
         _data(known, facts),
         backbone,
         list(tiers.values()),
-        [ClientInfo(index, tiers[said["budget"]], said["sizes"]["train"]) for index, said in sorted(facts.items())],
+        list(clients.values()),
         ClientMemory(output / MEMORY),
         progress,
-        RemoteClients(engine, settings.score_seconds, progress),
+        RemoteClients(engine, method, backbone.info, clients, settings.score_seconds, progress),
     )
 
 

@@ -71,6 +71,11 @@ def active_experts_of(model: ModelInfo, budget: Budget) -> int | None:
     return require_within_top_k(model, budget) if model.moe else None
 
 
+def without(state: State, *names: str) -> State:
+    """Returns a state without some of its tensors."""
+    return State({name: value for name, value in state.tensors.items() if name not in names}, state.scalars)
+
+
 class AveragingSettings(BaseModel):
     """What trains under plain averaging (FedAvg, FedProx): the gate, the experts, LoRA elsewhere."""
 

@@ -55,7 +55,7 @@ from fedguild.client.gradients import (
     sketching_factors,
 )
 from fedguild.errors import ConfigError
-from fedguild.methods.common import ADAPTER, active_experts_of, in_part, new_seed, zero_adapter
+from fedguild.methods.common import ADAPTER, active_experts_of, in_part, new_seed, without, zero_adapter
 from fedguild.model.plan import AdapterPlan, ModelInfo, targeted_shapes, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import torch_rng
@@ -209,6 +209,10 @@ class FedSB:
         """Returns B R A; before the first round it is zero."""
         plan, known = self.plan(model, budget), Payload(state.tensors)
         return Deployment(plan, {**known.part(BASIS), **known.part(ADAPTER)} or zero_adapter(model, plan))
+
+    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+        """Returns the state without who took part."""
+        return without(state, HOLDERS)
 
     def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global model: A and B, which a client keeps, are the same for all."""

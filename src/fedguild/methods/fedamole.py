@@ -286,9 +286,15 @@ class FedAMoLE:
     def deploy(self, state: State, model: ModelInfo, budget: Budget) -> None:
         """Returns None: every client has a model of its own."""
 
+    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+        """Returns what the client would receive next: its own experts, and nothing of who has which others."""
+        return State(self.download(state, model, client).tensors)
+
     def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the client's model as it left its own training, or what it would receive next."""
-        own = memory if memory.tensors else self.download(state, model, client)
+        own = memory
+        if not own.tensors:
+            own = self.download(state, model, client) if "known" in state.tensors else Payload(state.tensors)
         plan = self._plan(tuple(held_experts(own.part(EXPERTS)).items()))
         return Deployment(plan, _trainables(own, self._mixture()))
 
@@ -305,7 +311,10 @@ class FedAMoLE:
         return token @ expert.mT / widths.double().sqrt()[:, None, None]
 
     def observe(self, state: State, model: ModelInfo) -> Sequence[Observation]:
-        """Returns P of the last module (Figure 8), how many experts each client holds, and the share kept (Table 6)."""
+        """Returns P of the last module (Figure 8), how many experts each client holds, the share kept, and Table 6.
+
+        Table 6 follows one client in one module: which experts client 0 held in the round that led to this state.
+        """
         pool = Pool.of(state)
         clients = [f"client {index}" for index in range(len(pool.known))]
         experts = [f"expert {index}" for index in range(self.settings.experts)]
@@ -313,10 +322,12 @@ class FedAMoLE:
         chosen = selection_probability(self.relevance(pool))[pool.modules.index(modules[-1])].T
         held = torch.stack([pool.assigned[module].sum(dim=1) for module in modules])
         stayed = torch.stack([pool.assigned[module] & pool.before[module] for module in modules])
+        traced = pool.before[modules[-1]][:1].float()
         return (
             Observation(f"selection probability, {modules[-1]}", chosen, experts, clients),
             Observation("experts held in the next round", held, modules, clients, unit="experts"),
             Observation("assignment kept", stayed.sum(dim=(1, 2)) / held.sum(dim=1), modules),
+            Observation(f"experts of client 0, {modules[-1]}", traced, clients[:1], experts),
         )
 
     @property
@@ -360,7 +371,7 @@ class FedAMoLE:
             found |= with_part(EXPERT, embeddings.experts(slot))
         eta = self.settings.privacy_eta
         if eta is not None:
-            rng = numpy_rng(cohort.seed, "embedding noise", cohort.round, cohort.clients[slot].index)
+            rng = numpy_rng(cohort.private_seed, "embedding noise", cohort.round, cohort.clients[slot].index)
             bound = self.settings.privacy_bound
             found = {name: privatised(value, eta, bound, rng) for name, value in sorted(found.items())}
         return Payload({**own, **found})

@@ -36,12 +36,20 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import ADAPTER, active_experts_of, collected, in_part, initial_adapter, size_shares
+from fedguild.methods.common import (
+    ADAPTER,
+    active_experts_of,
+    collected,
+    in_part,
+    initial_adapter,
+    size_shares,
+    without,
+)
 from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.low_rank import Factors, by_module, stack
-from fedguild.server.merges import appended, delivery, echo, merges, no_merges
+from fedguild.server.merges import HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Deployment, State, Upload
 
 
@@ -134,6 +142,10 @@ class FedExLoRA:
     def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global A, B on the backbone with all residuals."""
         return Deployment(self.plan(model, budget), Payload(state.tensors).part(ADAPTER), merges(state))
+
+    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+        """Returns the state without who took part."""
+        return without(state, HOLDERS)
 
     def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global model: nothing is private."""

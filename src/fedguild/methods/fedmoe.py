@@ -248,11 +248,17 @@ class FedMoe:
         known = Payload(state.tensors)
         return Deployment(self._plan(FullRouter()), together(model, known.part(ADAPTER), known.part(EXPERTS)))
 
+    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+        """Returns what the client receives: its sub-MoE, and nothing of its peers' sets, data or scores."""
+        return State(self.download(state, model, client).tensors)
+
     def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the client's sub-MoE: a client of FedMoE keeps nothing of its own."""
-        download = self.download(state, model, client)
-        held = tuple(tuple(ids.tolist()) for ids in SubMoes.of(state.tensors).ids(client.index).values())
-        return Deployment(self._plan(FullRouter(), HeldExperts(held)), full_tensors(model, download))
+        is_whole = any(name.startswith("clients/") for name in state.tensors)
+        received = Payload((self.excerpt(state, model, client) if is_whole else state).tensors)
+        sets = received.part(HELD)
+        held = tuple(tuple(sets[layer.experts].tolist()) for layer in model.moe)
+        return Deployment(self._plan(FullRouter(), HeldExperts(held)), full_tensors(model, received))
 
     def _plan(self, *parts: FullRouter | HeldExperts) -> AdapterPlan:
         settings = self.settings

@@ -172,6 +172,11 @@ class Flame:
         }
         return Deployment(self.plan(model, budget), {**tensors.part(ADAPTER), **own})
 
+    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+        """Returns the global LoRA and the mean s of the client's own budget, which may have few clients."""
+        own = f"{RESCALER}/{client.budget.name}/"
+        return State({name: value for name, value in state.tensors.items() if name.startswith((f"{ADAPTER}/", own))})
+
     def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global LoRA with the client's own k_i and s_i."""
         deployment = self.deploy(state, model, client.budget)

@@ -43,12 +43,13 @@ from fedguild.methods.common import (
     in_part,
     new_seed,
     scaled_products,
+    without,
     zero_adapter,
 )
 from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.server.low_rank import weighted_product
-from fedguild.server.merges import appended, delivery, echo, merges, no_merges
+from fedguild.server.merges import HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Deployment, State, Upload
 
 
@@ -134,6 +135,10 @@ class Flora:
         """Returns the merged backbone, whole for every budget, under an adapter of zeros."""
         plan = self.plan(model, budget)
         return Deployment(plan, zero_adapter(model, plan), merges(state))
+
+    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+        """Returns the state without who took part."""
+        return without(state, HOLDERS)
 
     def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global model: nothing is private."""

@@ -47,13 +47,14 @@ from fedguild.methods.common import (
     in_part,
     new_seed,
     scaled_products,
+    without,
     zero_adapter,
 )
 from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import Factors, Svd, by_module, decompose, named, weighted_product
-from fedguild.server.merges import appended, delivery, echo, merges, no_merges
+from fedguild.server.merges import HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Deployment, State, Upload
 
 PAIR = "pair"
@@ -161,6 +162,10 @@ class Florist:
             return Deployment(plan, zero_adapter(model, plan), merges(state))
         rank = max(factors.rank for factors in by_module(pair).values())
         return Deployment(AdapterPlan(rank, 1.0, self.settings.targets), pad_rank(pair, rank)[0])
+
+    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+        """Returns the state without who took part."""
+        return without(state, HOLDERS)
 
     def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global model: nothing is private."""

@@ -166,11 +166,16 @@ class HetLoRA:
         plan = self.plan(model, budget)
         return Deployment(plan, truncate_rank(Payload(state.tensors).part(ADAPTER), plan.rank))
 
+    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+        """Returns A, B at the client's own rank, and nobody's rank."""
+        return State(with_part(ADAPTER, self.personalize(state, model, client, Payload()).tensors))
+
     def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global A, B truncated to the client's own rank, pruned or not."""
-        rank = int(state.tensors[RANKS][client.index])
+        adapter = Payload(state.tensors).part(ADAPTER)
+        rank = int(state.tensors[RANKS][client.index]) if RANKS in state.tensors else rank_of(adapter)
         plan = replace(self.plan(model, client.budget), rank=rank)
-        return Deployment(plan, truncate_rank(Payload(state.tensors).part(ADAPTER), rank))
+        return Deployment(plan, truncate_rank(adapter, rank))
 
     def observe(self, state: State, model: ModelInfo) -> Sequence[Observation]:
         """Returns every client's rank."""

@@ -56,7 +56,7 @@ from fedguild.client.pseudo_gradient import (
     scaling_factor,
 )
 from fedguild.client.schedule import learning_rate
-from fedguild.methods.common import ADAPTER, in_part, initial_adapter, require_within_top_k
+from fedguild.methods.common import ADAPTER, in_part, initial_adapter, require_within_top_k, without
 from fedguild.model.adapters.modulated_routing import Gating, ModulatedRouting, Modulation
 from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
 from fedguild.payload import Payload, with_part
@@ -316,6 +316,10 @@ class UbSmoe:
         """Returns the global LoRA and phi with the budget's K."""
         known = Payload(state.tensors)
         return Deployment(self.plan(model, budget), {**known.part(ADAPTER), **known.part(PHI)})
+
+    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+        """Returns the state without who took part."""
+        return without(state, HOLDERS)
 
     def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global model at the client's budget: nothing is private."""

@@ -178,7 +178,11 @@ def _personal(run: Run, table: RunTable) -> dict[str, Any] | None:
 def _observation(series: Series, place: int) -> dict[str, Any]:
     """Returns a figure of the method's own, with what to say below it."""
     of = f", in {series.unit}" if series.unit else ""
-    if series.is_matrix:
+    if series.is_over_rounds:
+        caption = (
+            f"{series.title}{of}, over the rounds: a row for each, a column for each of {len(series.last.columns)}."
+        )
+    elif series.is_matrix:
         caption = f"{series.title}{of}, after round {series.last.round}: a row for each of {len(series.last.rows)}, "
         caption += f"a column for each of {len(series.last.columns)}."
     else:

@@ -1,4 +1,4 @@
-"""The figures of what a method reports: lines over the rounds, heat maps of the last one."""
+"""The figures of what a method reports: lines over the rounds, heat maps of the last one or of a row in each."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ _CHARACTERS_IN_A_LINE = 100
 def observation_figure(series: Series, key: str) -> str:
     """Returns a figure's lines over the rounds, or its heat map where a row has a value for each column.
 
+    A figure of one such row is shown in all rounds, one below the other.
+
     Args:
         series: What the method reported.
         key: Prefix of the ids in the SVG.
     """
-    return _heat_map(series.last, key) if series.is_matrix else _lines(series, key)
+    return _heat_map(series.matrix(), key) if series.is_matrix else _lines(series, key)
 
 
 def _lines(series: Series, key: str) -> str:

@@ -38,6 +38,22 @@ class Series:
         return bool(self.last.columns)
 
     @property
+    def is_over_rounds(self) -> bool:
+        """Whether it is a matrix of one row in every round, which is followed over the rounds."""
+        return self.is_matrix and all(len(record.rows) == 1 for record in self.records)
+
+    def matrix(self) -> ObservationRecord:
+        """Returns the last round's matrix; of a figure with one row in a round, the row of every round.
+
+        Rounds that had other columns are left out.
+        """
+        if not self.is_over_rounds:
+            return self.last
+        alike = [record for record in self.records if record.columns == self.last.columns]
+        rows = [f"round {record.round}" for record in alike]
+        return self.last.model_copy(update={"rows": rows, "values": [record.values[0] for record in alike]})
+
+    @property
     def title(self) -> str:
         """Its name, as a heading."""
         return self.name[:1].upper() + self.name[1:]

@@ -25,7 +25,11 @@ from torch import Tensor
 from fedguild.errors import ConfigError
 
 TIE = 1e-9
-"""Reduced costs up to this count as zero: assignments whose <P, D> differ by no more are tied."""
+"""Reduced costs up to this count as zero, so that a tie is found whatever the solver's rounding.
+
+The chosen assignment may therefore be below the optimum, by up to this for every choice that is not the
+optimum's: a few 1e-9 in all.
+"""
 _TOLERANCES = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
 
 
@@ -95,9 +99,10 @@ def selection_probability(relevance: Tensor) -> Tensor:
 def assign_experts(probability: Tensor, rules: AssignmentRules) -> Tensor:
     """Returns D, bool [modules, clients, experts], the assignment that maximises <P, D> in every module.
 
-    Among tied assignments (`TIE`) it is the one of the smallest <w, D>, where w is drawn once and
-    for all by place in the matrix: a second linear program on the optimal face of the first. The
-    result therefore depends neither on the solver's path nor on the other modules.
+    Among tied assignments (up to a few 1e-9 below the optimum, see `TIE`) it is the one of the
+    smallest <w, D>, where w is drawn once and for all by place in the matrix: a second linear program
+    on the optimal face of the first. The result therefore depends neither on the solver's path nor on
+    the other modules.
 
     Args:
         probability: P [modules, clients, experts].

@@ -115,6 +115,19 @@ class Fitting(Protocol):
         ...
 
 
+@runtime_checkable
+class Excerpting(Protocol):
+    """A method whose state holds what is about single clients, or meant for some of them only."""
+
+    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+        """Returns what `personalize` needs of the state for this client, and nothing of the others.
+
+        `personalize` takes it in place of the state, and returns the same. A real client that scores its own
+        model or takes it home is sent this.
+        """
+        ...
+
+
 class Method(Protocol):
     """One federated method. `Settings` declares its options once, with help and range.
 
@@ -169,7 +182,7 @@ class Method(Protocol):
         """Returns the model that this client itself uses after the round.
 
         Args:
-            state: The method's state after the round.
+            state: The method's state after the round; of an `Excerpting` method also its `excerpt` for this client.
             model: The backbone's description.
             client: Whose model it is.
             memory: What the client kept from its last participation; empty if it never took part, and

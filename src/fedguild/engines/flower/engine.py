@@ -8,8 +8,8 @@ question but not its task has lost it (its machine was restarted), and is not wa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,21 +120,29 @@ class FlowerEngine:
         """Has nothing to let go of: Flower ends its processes itself."""
 
     def ask(
-        self, kind: Kind, round: int, body: bytes, wait_seconds: float, facts: Mapping[str, Any]
+        self, kind: Kind, round: int, body_of: Callable[[int], bytes], wait_seconds: float, facts: Mapping[str, Any]
     ) -> dict[int, Parcel]:
         """Asks every member something outside of training; returns client index -> answer.
 
         A client that is not there, or does not answer in time, has an answer with a failure.
+
+        Args:
+            kind: What is asked.
+            round: The round that it is about.
+            body_of: Client index -> what goes with the question; made when it is sent, and not kept.
+            wait_seconds: How long to wait for the answers.
+            facts: What the question says, beside the run's config.
         """
         answers: dict[int, Parcel] = {}
         tickets: dict[str, Parcel] = {}
         for client in sorted(self.roster.members):
-            parcel = Parcel(kind, self.roster.run, round, client, facts={**self.orders, **facts}, body=body)
+            parcel = Parcel(kind, self.roster.run, round, client, facts={**self.orders, **facts})
             node = self.roster.node_of(client)
             if node is None:
                 answers[client] = parcel.answer(failure=NOT_CONNECTED)
             else:
-                tickets[self.post.send(node, parcel, keep_seconds=KEEP_SECONDS)] = parcel
+                whole = replace(parcel, body=body_of(client))
+                tickets[self.post.send(node, whole, keep_seconds=KEEP_SECONDS)] = parcel
         due = time.monotonic() + wait_seconds
         while tickets and time.monotonic() < due:
             for ticket, parcel in list(tickets.items()):

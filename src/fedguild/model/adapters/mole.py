@@ -129,8 +129,8 @@ class MixtureOfLora:
         return 0
 
     def decays(self, name: str) -> bool:
-        """Returns True: weight decay applies to all of it."""
-        return True
+        """Returns whether weight decay applies: not to a vanilla router, of whose rows a client holds some."""
+        return self.router == "invariant" or not name.endswith(".router")
 
     def attach(self, model: SlotModel, parts: Sequence[MixtureOfLora]) -> None:
         """Hooks the mixtures into the backbone, and leaves a `Mixture` in `model.attached`.

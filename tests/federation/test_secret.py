@@ -1,0 +1,152 @@
+"""A site's secret: the server cannot draw the noise again with which a client protects its embeddings."""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedguild.client.budget import ClientInfo
+from fedguild.client.embedding_privacy import privatised
+from fedguild.config import Config
+from fedguild.engines.flower.engine import read_upload
+from fedguild.engines.flower.parcel import Parcel, to_bytes
+from fedguild.errors import FedGuildError
+from fedguild.federation.desk import Desk, facts_of
+from fedguild.federation.secret import SECRET_BYTES, private_seed, run_secret
+from fedguild.methods import build_method
+from fedguild.methods.fedamole import EXPERT, TOKEN
+from fedguild.payload import Payload
+from fedguild.seeding import numpy_rng, torch_rng
+from fedguild.server.method import Enrolling
+from fedguild.setup import budget_tiers, load_model
+from fedguild.wire.codec import encode
+from tests.engines.equality import case_config
+from tests.engines.flower.guild import desks_of
+from tests.experiment.runs import save_model
+
+RUN = "ab" * 16
+ETA = 1e-3
+"""So much noise that what is uploaded is its direction, and nothing of the clean embedding."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {"llama": save_model(tmp_path_factory.mktemp("models") / "llama", "llama")}
+
+
+@pytest.fixture(scope="module")
+def config(models: dict[str, Path]) -> Config:
+    return case_config("fedamole", models)
+
+
+def noisy(config: Config, eta: float | None = ETA) -> Config:
+    """The same run with noise; with none where eta is None."""
+    options = {**config.method.options, "privacy_eta": eta}
+    return config.model_copy(update={"method": type(config.method)(name="fedamole", options=options)})
+
+
+def question(config: Config, client: int = 1, factor: float = 1.0) -> Parcel:
+    """The server's question of the first round; the model may be another multiple of the start."""
+    method, backbone = build_method("fedamole", config.method.options), load_model(config)
+    assert isinstance(method, Enrolling)
+    (budget, *_) = budgets = list(budget_tiers(config, method, backbone).values())
+    state = method.start(backbone.info, budgets, torch_rng(config.seed, "start", "fedamole"))
+    clients = [ClientInfo(index, budget, 10) for index in range(config.federation.clients)]
+    state = method.enroll(state, backbone.info, clients)
+    sent = method.download(state, backbone.info, clients[client])
+    body = encode(Payload({name: factor * value for name, value in sent.tensors.items()}, sent.scalars))
+    return Parcel("train", RUN, 1, client, facts=facts_of(config), body=body)
+
+
+def embeddings(desk: Desk, asked: Parcel) -> dict[str, torch.Tensor]:
+    answer = desk.answer(asked)
+    assert not answer.failure
+    sent = read_upload(answer.body, "test").tensors
+    return {name: value for name, value in sent.items() if name.split("/")[0] in (TOKEN, EXPERT)}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_servers_seed_does_not_give_the_noise(config: Config, tmp_path: Path) -> None:
+    """The attack: the clean embeddings are known, the noise is drawn from the run's seed, and it does not fit."""
+    clean = embeddings(desks_of(config, tmp_path / "clean")[1], question(config))
+    desk = desks_of(noisy(config), tmp_path / "noisy")[1]
+    found = embeddings(desk, question(noisy(config)))
+
+    def drawn(seed: int) -> dict[str, torch.Tensor]:
+        rng = numpy_rng(seed, "embedding noise", 1, 1)
+        return {name: privatised(value, ETA, None, rng) for name, value in sorted(clean.items())}
+
+    guessed = drawn(config.seed)
+    assert not any(torch.allclose(found[name], guessed[name]) for name in found)
+    secret = run_secret(desk.work / "runs" / RUN)
+    site = desk._config(question(noisy(config)))
+    assert same(found, drawn(private_seed(secret, site, question(noisy(config)).body)))
+
+
+def test_without_noise_a_secret_changes_nothing(config: Config, tmp_path: Path) -> None:
+    one, other = (desks_of(config, tmp_path / name)[1].answer(question(config)) for name in ("one", "other"))
+    assert one.body == other.body
+
+
+def test_a_desk_that_restarts_gives_the_same_bits(config: Config, tmp_path: Path) -> None:
+    asked = question(noisy(config))
+    first, again = (embeddings(desks_of(noisy(config), tmp_path)[1], asked) for _ in range(2))
+    elsewhere = embeddings(desks_of(noisy(config), tmp_path / "elsewhere")[1], asked)
+    assert same(first, again)
+    assert not same(first, elsewhere)
+
+
+def test_no_noise_is_used_twice(config: Config, tmp_path: Path) -> None:
+    """Another model or another eta in one and the same round: a server could subtract the answers."""
+    secret, site = run_secret(tmp_path), noisy(config)
+    one, other = question(site), question(site, factor=2.0)
+    seeds = [
+        private_seed(secret, site, one.body),
+        private_seed(secret, site, other.body),
+        private_seed(secret, noisy(config, 2 * ETA), one.body),
+    ]
+    assert len(set(seeds)) == 3
+    assert private_seed(secret, site, question(site).body) == seeds[0]
+
+
+def test_the_secret_stays_with_its_owner(config: Config, tmp_path: Path) -> None:
+    desks = desks_of(noisy(config), tmp_path)
+    secrets = set()
+    for index, desk in enumerate(desks):
+        asked = question(noisy(config), index)
+        answers = [desk.answer(asked), desk.answer(replace(asked, kind="hello", body=b""))]
+        path = desk.work / "runs" / RUN / "secret"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        secret = path.read_bytes()
+        seed = private_seed(secret, desk._config(asked), asked.body)
+        for answer in answers:
+            sent = to_bytes(answer)
+            assert not any(hidden in sent for hidden in (secret, secret.hex().encode(), str(seed).encode()))
+        secrets.add(secret)
+    assert len(secrets) == len(desks)
+    assert all(len(secret) == SECRET_BYTES for secret in secrets)
+
+
+def test_two_runs_have_two_secrets(tmp_path: Path) -> None:
+    assert run_secret(tmp_path / "one") != run_secret(tmp_path / "other")
+    assert run_secret(tmp_path / "one") == run_secret(tmp_path / "one")
+
+
+def test_a_damaged_secret_is_said(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"short")
+    with pytest.raises(FedGuildError, match="holds 5 bytes"):
+        run_secret(tmp_path)
+
+
+@pytest.mark.parametrize("run", ["", "../../elsewhere", "/tmp/elsewhere", RUN + "/.."])
+def test_a_run_has_no_folder_outside_the_sites(run: str, config: Config, tmp_path: Path) -> None:
+    answer = desks_of(config, tmp_path)[1].answer(replace(question(config), run=run))
+    assert "names a run that is none" in answer.failure
+    assert not list(tmp_path.rglob("secret"))
