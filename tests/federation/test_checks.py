@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from fedguild.config import load_config
 from fedguild.config.site import load_server, load_site
 from fedguild.errors import ConfigError
 from fedguild.federation import checks
@@ -173,3 +174,17 @@ def test_all_faults_are_named_at_once(copy: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         checks.require_none(iter(faults_of_server(copy)))
     says(caught.value.message, "server.pem is missing", "run.yaml")
+
+
+def test_a_federation_of_a_method_that_scores_pooled_examples_is_written_without(tmp_path: Path) -> None:
+    """The clients' examples do not leave them; who asks for it is told when the server starts."""
+    config = write_project(tmp_path / "guild", 2, "fedalign-moe/tiny-tasks")
+    assert not config.evaluation.pooled
+    assert not load_config(str(tmp_path / "guild" / "server" / "run.yaml")).evaluation.pooled
+
+
+def test_a_federation_that_a_method_does_not_suit_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        write_project(tmp_path / "guild", 1, "fedamole/tiny-tasks")
+    says(str(raised.value), "method.clients_per_expert", "1 client")
+    assert not (tmp_path / "guild").exists()
