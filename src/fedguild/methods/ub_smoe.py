@@ -69,7 +69,6 @@ PSEUDO_GRADIENT = "pseudo_gradient"
 UTILISATION = "utilisation"
 """Up: a_{c,i} / n_c, in the state u~; one tensor [M] by each MoE block's name."""
 COSINE, COSINE_MEASURED = "cosine/values", "cosine/measured"
-_COSINES = (COSINE, COSINE_MEASURED)
 """Up: [L + 1] cosine of G~ in each layer and over all, and of how many experts; in the state its mean over the
 clients that measured it, by their examples, and how many did."""
 HELD_OUT = 0.1
@@ -187,7 +186,7 @@ class UbSmoe:
         server = {
             HOLDERS: torch.zeros(0, dtype=torch.int64),
             LOST: torch.zeros(()),
-            **(dict.fromkeys(_COSINES, torch.zeros(len(model.moe) + 1)) if self.settings.measure_cosine else {}),
+            **{name: torch.zeros(len(model.moe) + 1) for name in self._cosines},
         }
         return State(
             {
@@ -268,7 +267,7 @@ class UbSmoe:
         return {
             **in_part(ADAPTER, {name: shape for name, shape in shapes.items() if not _is_phi(name)}),
             **in_part(UTILISATION, {layer.name: (layer.num_experts,) for layer in model.moe}),
-            **({COSINE: rows, COSINE_MEASURED: rows} if self.settings.measure_cosine else {}),
+            **dict.fromkeys(self._cosines, rows),
             STEP_SIZE: (),
             WITHOUT: (),
         }
@@ -277,7 +276,7 @@ class UbSmoe:
         """Lines 9 to 13, as running means over the uploads."""
         adapter, step_size, cosine, rate = WeightedMean(), WeightedMean(), WeightedMean(), UtilisationRate()
         delivered, lost = list[tuple[int, int]](), 0.0
-        cosines = {name: torch.zeros_like(state.tensors[name]) for name in _COSINES if name in state.tensors}
+        cosines = {name: torch.zeros_like(state.tensors[name]) for name in self._cosines}
         for upload in uploads:
             client, payload = upload.client, upload.payload
             adapter.add(payload.part(ADAPTER), client.examples)
@@ -340,6 +339,11 @@ class UbSmoe:
         if self._injects:
             seen.append(Observation("clients that lost their memory", state.tensors[LOST].reshape(1), ["clients"]))
         return seen
+
+    @property
+    def _cosines(self) -> Sequence[str]:
+        """The names of what is measured of the pseudo-gradient; none unless asked."""
+        return (COSINE, COSINE_MEASURED) if self.settings.measure_cosine else ()
 
     @property
     def _injects(self) -> bool:
