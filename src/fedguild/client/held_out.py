@@ -27,6 +27,20 @@ class Cosine:
     measured: Tensor
 
 
+def taken_out(cohort: Cohort, fraction: float, limit: int) -> list[Sequence[Encoded]]:
+    """Takes examples out of every slot's training (`Cohort.hold_out`); none where the client has only one.
+
+    Args:
+        cohort: The clients, before training.
+        fraction: Part of a client's examples.
+        limit: Most examples to take of a client.
+    """
+    return [
+        cohort.hold_out(slot, fraction, limit) if len(work.examples) > 1 else ()
+        for slot, work in enumerate(cohort.work)
+    ]
+
+
 def held_out_cosines(
     cohort: Cohort, examples: Sequence[Sequence[Encoded]], gradients: Sequence[Mapping[str, Tensor]]
 ) -> list[Cosine]:

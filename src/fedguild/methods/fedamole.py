@@ -292,9 +292,8 @@ class FedAMoLE:
 
     def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the client's model as it left its own training, or what it would receive next."""
-        own = memory
-        if not own.tensors:
-            own = self.download(state, model, client) if "known" in state.tensors else Payload(state.tensors)
+        received = self.download(state, model, client) if "known" in state.tensors else Payload(state.tensors)
+        own = memory if memory.tensors else received
         plan = self._plan(tuple(held_experts(own.part(EXPERTS)).items()))
         return Deployment(plan, _trainables(own, self._mixture()))
 
@@ -311,10 +310,7 @@ class FedAMoLE:
         return token @ expert.mT / widths.double().sqrt()[:, None, None]
 
     def observe(self, state: State, model: ModelInfo) -> Sequence[Observation]:
-        """Returns P of the last module (Figure 8), how many experts each client holds, the share kept, and Table 6.
-
-        Table 6 follows one client in one module: which experts client 0 held in the round that led to this state.
-        """
+        """Returns P of the last module (Figure 8), experts per client, the share kept, and client 0's experts (Table 6)."""
         pool = Pool.of(state)
         clients = [f"client {index}" for index in range(len(pool.known))]
         experts = [f"expert {index}" for index in range(self.settings.experts)]

@@ -46,7 +46,7 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
-from fedguild.client.held_out import held_out_cosines
+from fedguild.client.held_out import held_out_cosines, taken_out
 from fedguild.client.pseudo_gradient import (
     ExpertGradients,
     Inactivity,
@@ -157,10 +157,7 @@ class UbSmoe:
         self.settings = settings
 
     def fitted(self, clients: int, *, exact: bool) -> UbSmoe:
-        """Returns itself; the method that sends G~ to all where Theta arrives rounded.
-
-        The rounding, over eta Gamma, would drown the little that an idle expert moved.
-        """
+        """Returns itself, or one that sends G~ to all where Theta is rounded, which would drown what little moved."""
         return self if exact else UbSmoe(self.settings.model_copy(update={"send_pseudo_gradient": "always"}))
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
@@ -369,11 +366,7 @@ class UbSmoe:
         """Returns what each slot uploads of cosines on examples that it does not train on; nothing unless asked."""
         if not self.settings.measure_cosine:
             return [{} for _ in cohort.work]
-        limit = self.settings.cosine_examples
-        examples = [
-            cohort.hold_out(slot, HELD_OUT, limit) if len(work.examples) > 1 else ()
-            for slot, work in enumerate(cohort.work)
-        ]
+        examples = taken_out(cohort, HELD_OUT, self.settings.cosine_examples)
         found = held_out_cosines(cohort, examples, [gradient or {} for gradient in received])
         return [{COSINE: cosine.values.float(), COSINE_MEASURED: cosine.measured.float()} for cosine in found]
 
