@@ -310,7 +310,7 @@ class FedAMoLE:
         return token @ expert.mT / widths.double().sqrt()[:, None, None]
 
     def observe(self, state: State, model: ModelInfo) -> Sequence[Observation]:
-        """Returns P of the last module (Figure 8), experts per client, the share kept, and client 0's experts (Table 6)."""
+        """Returns P of the last module (Figure 8), experts per client, the share kept, and client 0's (Table 6)."""
         pool = Pool.of(state)
         clients = [f"client {index}" for index in range(len(pool.known))]
         experts = [f"expert {index}" for index in range(self.settings.experts)]
