@@ -447,6 +447,7 @@ def test_the_cosine_of_an_encoder_decoder_model(tmp_path: Path) -> None:
         (found,) = federation.train(state, round)
         state = method.aggregate(state, [found])
     assert found.payload.tensors["cosine/values"].isfinite().all()
+    assert not found.payload.tensors["cosine/measured"].any()
 
 
 # Bad input
