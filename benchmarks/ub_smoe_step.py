@@ -25,7 +25,7 @@ from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
-from fedguild.server.method import Enrolling, State
+
 
 RANK = 20
 TARGETS = ("attention", "experts")
@@ -94,7 +94,7 @@ def local_update(
     return update
 
 
-def _after_a_round(state: State) -> State:
+def _after_a_round(state: Payload) -> Payload:
     """Returns the state with random pseudo-gradients, which nobody can derive, in place of zeros."""
     rng = torch.Generator().manual_seed(1)
     drawn = {
@@ -102,7 +102,7 @@ def _after_a_round(state: State) -> State:
         for name, value in state.tensors.items()
         if name.startswith("pseudo_gradient/")
     }
-    return State({**state.tensors, **drawn}, {**state.scalars, "version": 1, "step_size": 0.1})
+    return Payload({**state.tensors, **drawn}, {**state.scalars, "version": 1, "step_size": 0.1})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from transformers import (
 from transformers.models.switch_transformers import SwitchTransformersTop1Router
 
 from fedguild.model.backbone import Backbone, make_backbone
-from fedguild.model.plan import AdapterPlan, ModelInfo, adapter_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.seeding import torch_rng
 
 VOCABULARY = 32

@@ -14,7 +14,7 @@ from fedguild import experiment, methods
 from fedguild.config import load_config
 from fedguild.payload import Payload, with_part
 from fedguild.server import checkpoint
-from fedguild.server.method import State
+
 from tests.methods.federation import LARGE, client, upload
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text("utf-8")
@@ -55,7 +55,7 @@ def states(preset: str, folder: Path, *overrides: str) -> list[dict[str, Tensor]
     saved = [
         checkpoint.load(folder / "checkpoints", number, fingerprint=config.fingerprint()).state for number in range(3)
     ]
-    return [Payload(state.tensors).part("adapter") for state in saved]
+    return [state.part("adapter") for state in saved]
 
 
 def test_the_server_goes_on_in_the_direction_of_the_last_round(preset: str, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_two_rounds_by_hand(preset: str) -> None:
     name = "model.layers.0.self_attn.q_proj.lora_A"
     method = methods.build_method("fedavgm", {"momentum": 0.5})
     zero = {name: torch.zeros(1, 1)}
-    state = State({**with_part("adapter", zero), **with_part("velocity", zero)})
+    state = Payload({**with_part("adapter", zero), **with_part("velocity", zero)})
     for values, theta in (((2.0, 6.0), 5.0), ((9.0, 9.0), 11.5)):
         sent = [
             upload(client(index, LARGE, examples), adapter={name: torch.tensor([[value]])})

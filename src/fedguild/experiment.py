@@ -21,7 +21,7 @@ from fedguild.scoring import evaluate_state
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
 from fedguild.server.merges import merges
-from fedguild.server.method import Enrolling, Observing, State
+from fedguild.payload import Payload
 from fedguild.server.record import (
     EvaluationRecord,
     PartitionRecord,
@@ -127,7 +127,7 @@ def evaluate(output: Path, *, round: int | None = None, split: Split = "test") -
 
 def restore(
     output: Path, round: int | None = None, *, progress: Progress | None = None
-) -> tuple[Experiment, State, int]:
+) -> tuple[Experiment, Payload, int]:
     """Returns a run as it was after a round (by default its last), with that round's state.
 
     Raises:
@@ -147,15 +147,14 @@ def _begin(experiment: Experiment) -> RunResult:
     state = experiment.method.start(
         experiment.backbone.info, experiment.budgets, torch_rng(config.seed, "start", config.method.name)
     )
-    if isinstance(experiment.method, Enrolling):
-        state = experiment.method.enroll(state, experiment.backbone.info, experiment.clients)
+    state = experiment.method.enroll(state, experiment.backbone.info, experiment.clients)
     _write_facts(experiment)
     RunLog(experiment.folder).append(*evaluate_state(experiment, state, 0))
     _save(experiment, 0, state)
     return _rounds(experiment, state, first=1)
 
 
-def _rounds(experiment: Experiment, state: State, first: int, accepted: Collection[int] = ()) -> RunResult:
+def _rounds(experiment: Experiment, state: Payload, first: int, accepted: Collection[int] = ()) -> RunResult:
     """Runs the rounds from `first` on: train, aggregate, evaluate, record, checkpoint."""
     config, log = experiment.config, RunLog(experiment.folder)
     rules, model = round_rules(config), experiment.backbone.info
@@ -172,8 +171,7 @@ def _rounds(experiment: Experiment, state: State, first: int, accepted: Collecti
             _tell(experiment.progress, outcome)
             records: list[Record] = [*client_records(outcome, model)]
             records += routing_record(number, frequencies(outcome.deliveries), outcome.tokens())
-            if isinstance(experiment.method, Observing):
-                records += observation_records(number, experiment.method.observe(state, model))
+            records += observation_records(number, experiment.method.observe(state, model))
             with outcome.clock.phase("evaluate"):
                 if number % config.evaluation.every == 0 or number == total:
                     records += evaluate_state(experiment, state, number)
@@ -212,7 +210,7 @@ def _tell(progress: Progress, outcome: Outcome) -> None:
         progress.message(f"Round {outcome.round}: {what} {fate}")
 
 
-def _save(experiment: Experiment, number: int, state: State, accepted: Collection[int] = ()) -> None:
+def _save(experiment: Experiment, number: int, state: Payload, accepted: Collection[int] = ()) -> None:
     folder = experiment.folder / CHECKPOINTS
     checkpoint.save(
         folder,

@@ -9,11 +9,10 @@ import torch
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config
 from fedguild.errors import ConfigError
-from fedguild.evaluation.servers import SERVERS
 from fedguild.evaluation.tiers import Profile, Workload, profile
-from fedguild.methods import build_method
+from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import DTYPES, describe_config
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.server.sampling import wanted_count
 from fedguild.setup import fitted, training_settings
 
@@ -49,7 +48,7 @@ def profile_config(
     model = describe_config(
         config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
     )
-    options = {**config.method.options, **(SERVERS[config.method.name].bound if config.method.name in SERVERS else {})}
+    options = {**config.method.options, **METHODS.load(config.method.name).costs.bound}
     method = fitted(build_method(config.method.name, options), config)
     if method.needs_experts:
         model.require_experts(method.title)

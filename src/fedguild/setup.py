@@ -35,7 +35,8 @@ from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone, load_backbone
 from fedguild.progress import Progress, Silent
 from fedguild.seeding import numpy_rng
-from fedguild.server.method import Fitting, Method, State
+from fedguild.server.method import Method
+from fedguild.payload import Payload
 from fedguild.server.record import EvaluationRecord
 from fedguild.server.rounds import Engine, RoundRules
 
@@ -81,7 +82,7 @@ class Remote(Protocol):
         ...
 
     def score(
-        self, scope: Literal["client", "received"], state: State, number: int, split: Split
+        self, scope: Literal["client", "received"], state: Payload, number: int, split: Split
     ) -> list[EvaluationRecord]:
         """Returns the scores of every client's own model, or of the one that it would receive next."""
         ...
@@ -151,9 +152,7 @@ def method_of(config: Config) -> Method:
 def fitted(method: Method, config: Config) -> Method:
     """Returns a method as it runs in the config's federation."""
     federation = config.federation
-    if isinstance(method, Fitting):
-        return method.fitted(federation.clients, exact=federation.codec == "fp32")
-    return method
+    return method.fitted(federation.clients, exact=federation.codec == "fp32")
 
 
 def prepare(config: Config, output: Path, progress: Progress | None = None) -> Experiment:

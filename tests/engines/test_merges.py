@@ -11,7 +11,7 @@ from fedguild.client.merges import MergeLedger
 from fedguild.engines.local import LocalEngine
 from fedguild.methods.flora import Flora, FloraSettings
 from fedguild.model.backbone import Backbone
-from fedguild.server.method import State
+from fedguild.payload import Payload
 from fedguild.server.rounds import RoundRules, Task, run_round
 from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client
 
@@ -30,11 +30,11 @@ def engine_of(federation: Federation, cohort: int = 1, ledger: MergeLedger | Non
     )
 
 
-def tasks_of(federation: Federation, state: State) -> list[Task]:
+def tasks_of(federation: Federation, state: Payload) -> list[Task]:
     return [Task(2, who, federation.method.download(state, federation.model, who)) for who in CLIENTS]
 
 
-def after_a_round(federation: Federation) -> State:
+def after_a_round(federation: Federation) -> Payload:
     state = federation.start()
     return federation.method.aggregate(state, federation.train(state))
 
@@ -85,7 +85,7 @@ def test_a_round_that_fails_half_way_gives_the_backbone_back(
     """While the error is still being handled, with its frames alive."""
     state, before = after_a_round(federation), federation.backbone.fingerprint()
 
-    def broken(self: Flora, state: State, uploads):
+    def broken(self: Flora, state: Payload, uploads):
         next(iter(uploads))
         raise RuntimeError("the disk is full")
 

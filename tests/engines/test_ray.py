@@ -17,7 +17,7 @@ from fedguild.config import load_config
 from fedguild.errors import ConfigError, FedGuildError
 from fedguild.methods import METHODS
 from fedguild.seeding import torch_rng
-from fedguild.server.method import State
+from fedguild.payload import Payload
 from fedguild.server.rounds import (
     WAIT_FOR_ALL,
     Delivery,
@@ -120,7 +120,7 @@ class Begun:
 
     run: Experiment
     engine: RayEngine
-    state: State
+    state: Payload
     tasks: list[Task]
 
     def train(self, terms: Terms = WAIT_FOR_ALL) -> Iterator[Delivery]:

@@ -9,7 +9,8 @@ from fedguild.errors import ConfigError
 from fedguild.evaluation.profile import cost, memory
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_router import FullRouter
-from fedguild.model.plan import AdapterPlan, LinearInfo, ModelInfo, MoeInfo
+from fedguild.model.info import LinearInfo, ModelInfo, MoeInfo
+from fedguild.model.plan import AdapterPlan
 
 HIDDEN, WIDTH, EXPERTS, LAYERS, VOCABULARY = 2048, 1024, 64, 16, 50304
 NORMS = LAYERS * 4 * HIDDEN + HIDDEN

@@ -15,11 +15,12 @@ from fedguild.methods import UbSmoe
 from fedguild.methods.common import ADAPTER
 from fedguild.methods.ub_smoe import PHI, PSEUDO_GRADIENT, WITHOUT, UbSmoeSettings
 from fedguild.model.backbone import Backbone, describe_config
-from fedguild.model.plan import ModelInfo, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import trainable_shapes
 from fedguild.packing import pack, unpack
 from fedguild.payload import Payload, with_part
 from fedguild.server import checkpoint
-from fedguild.server.method import State
+
 from fedguild.server.record import ClientRecord, RunLog
 from fedguild.wire.accounting import bytes_by_part, size_bytes
 from tests.experiment.runs import Killed, assert_same, ended, kill_at, save_model, small_config
@@ -48,7 +49,7 @@ def run(backbone: Backbone, folder: Path, participants: Sequence[Sequence[int]],
     return states, downloads
 
 
-def assert_same_bits(found: State, expected: State) -> None:
+def assert_same_bits(found: Payload, expected: Payload) -> None:
     assert found.scalars == expected.scalars
     assert found.tensors.keys() == expected.tensors.keys()
     assert [name for name, value in expected.tensors.items() if not torch.equal(found.tensors[name], value)] == []
@@ -159,7 +160,7 @@ def test_a_checkpoint_changes_no_bit(olmoe_backbone: Backbone, tmp_path: Path) -
     )
     state = federation.start()
     for round, asked in enumerate(PARTICIPANTS, start=1):
-        state = State(*unpack(pack(state.tensors, state.scalars)))
+        state = Payload(*unpack(pack(state.tensors, state.scalars)))
         state = federation.method.aggregate(state, federation.train(state, round, who=asked))
     assert_same_bits(state, expected[-1])
 
@@ -187,7 +188,7 @@ def olmoe_1b_7b() -> ModelInfo:
     return describe_config("olmoe-1b-7b")
 
 
-def real_state(method: UbSmoe, model: ModelInfo) -> State:
+def real_state(method: UbSmoe, model: ModelInfo) -> Payload:
     """A state after a round that client 0 took part in, in bf16 on meta tensors."""
     shapes = trainable_shapes(model, method.plan(model, Budget("b4", 8, 20)))
 
@@ -195,7 +196,7 @@ def real_state(method: UbSmoe, model: ModelInfo) -> State:
         return {name: torch.empty(shapes[name], dtype=torch.bfloat16, device="meta") for name in names}
 
     lora = [name for name in shapes if not name.endswith(".phi")]
-    return State(
+    return Payload(
         {
             **with_part(ADAPTER, meta(lora)),
             **with_part(PHI, meta([name for name in shapes if name.endswith(".phi")])),

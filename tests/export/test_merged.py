@@ -18,7 +18,8 @@ from fedguild.export.merged import merged_weights, write_merged
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.backbone import Backbone, make_backbone
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Deployment
 from tests.backbones import DENSE_FAMILIES, MOE_FAMILIES, tiny_backbone, tiny_model
 from tests.export.conftest import assert_same_logits, backbone_of, deployment_of, plain_logits, slot_logits

@@ -16,10 +16,11 @@ from fedguild.data.batches import Encoded
 from fedguild.engines.local import LocalEngine
 from fedguild.methods.common import initial_adapter
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import torch_rng
-from fedguild.server.method import Enrolling, Method, State, Upload
+from fedguild.server.method import Method, Upload
 from fedguild.server.rounds import Task
 from tests.backbones import random_rows
 
@@ -46,14 +47,14 @@ class Federation:
             for who in clients
         }
 
-    def start(self) -> State:
+    def start(self) -> Payload:
         state = self.method.start(self.model, [who.budget for who in self.clients], torch_rng(0, "start"))
         if isinstance(self.method, Enrolling):
             state = self.method.enroll(state, self.model, self.clients)
         return state
 
     def train(
-        self, state: State, round: int = 1, who: Sequence[int] | None = None, learning_rate: float = 0.05
+        self, state: Payload, round: int = 1, who: Sequence[int] | None = None, learning_rate: float = 0.05
     ) -> list[Upload]:
         """Returns the uploads of some clients (by index; all by default), their memory kept."""
         engine = LocalEngine(

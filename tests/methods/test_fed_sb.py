@@ -18,11 +18,12 @@ from fedguild.errors import ConfigError
 from fedguild.export.weights import folded
 from fedguild.methods import build_method
 from fedguild.methods.fed_sb import HOLDERS, FedSB, initial_factors, whole_gradients
-from fedguild.model.plan import AdapterPlan, adapter_shapes, targeted_shapes
+from fedguild.model.plan import AdapterPlan, adapter_shapes
+from fedguild.model.targets import targeted_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import torch_rng
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from fedguild.server.rounds import Task
 from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
@@ -40,8 +41,8 @@ def fed_sb(**options) -> FedSB:
     return method
 
 
-def part(state: State, name: str) -> dict[str, Tensor]:
-    return Payload(state.tensors).part(name)
+def part(state: Payload, name: str) -> dict[str, Tensor]:
+    return state.part(name)
 
 
 def sent(index: int, examples: int, tensors: dict[str, Tensor], name: str = "adapter", lost: bool = False) -> Upload:
@@ -59,7 +60,7 @@ def federation(olmoe_backbone, tmp_path) -> Federation:
     return Federation(olmoe_backbone, fed_sb(), who, tmp_path)
 
 
-def begun(federation: Federation, who=None) -> State:
+def begun(federation: Federation, who=None) -> Payload:
     """The state after the round that finds A and B."""
     state = federation.start()
     return federation.method.aggregate(state, iter(federation.train(state, 1, who)))
@@ -321,7 +322,7 @@ def test_the_upload_does_not_grow_with_the_model(olmoe_backbone):
     method = fed_sb(targets=["experts"], rank=3)
     for backbone in (olmoe_backbone, tiny_backbone("olmoe", hidden_size=32)):
         state = method.start(backbone.info, [LARGE], torch_rng(0, "start"))
-        trained = State(state.tensors, {**state.scalars, "stage": "training"})
+        trained = Payload(state.tensors, {**state.scalars, "stage": "training"})
         who = client(0, LARGE)
         shapes = method.expected_upload(backbone.info, who, method.download(trained, backbone.info, who))
         assert set(shapes.values()) == {(8, 3, 3)}

@@ -22,7 +22,7 @@ from fedguild.model.moe.view import Routing
 from fedguild.model.plan import trainable_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload, with_part
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from fedguild.server.rounds import Task
 from fedguild.server.validation import check_upload
 from fedguild.wire.codec import decode, encode
@@ -83,7 +83,7 @@ def test_the_update_is_what_training_changed(olmoe_backbone: Backbone, tmp_path:
         (payload,) = method.local_update(cohort)
         own = cohort.read(0)
     after = method.aggregate(state, iter([Upload(1, who, payload)]))
-    for name, value in Payload(after.tensors).part("experts").items():
+    for name, value in after.part("experts").items():
         torch.testing.assert_close(value, own[name], rtol=1e-5, atol=1e-6)
 
 
@@ -133,7 +133,7 @@ def gradients_of_eq_11(
     method: FedAlignMoe,
     start: dict[str, Tensor],
     passes: list[list[Encoded]],
-    state: State,
+    state: Payload,
     alphas: dict[str, list[float]],
 ) -> dict[str, Tensor]:
     """The mean over the step's response tokens, and L_reg of each pass, by its share of them, in slow loops."""
@@ -183,7 +183,7 @@ def test_a_step_of_gate_and_experts_is_down_eq_11(form: str, accumulation: int) 
     for layer in LAYERS:
         rows = [part.payload.part("routing")[layer].tolist() for part in uploads]
         alphas[layer] = [oracle.alpha(oracle.overlap(rows, 0, e), 0.1) for e in range(EXPERTS)]
-    start = {**Payload(state.tensors).part("experts"), **gates}
+    start = {**state.part("experts"), **gates}
     passes = [TEXTS] if accumulation == 1 else [[row] for row in TEXTS]
     expected = gradients_of_eq_11(backbone, method, start, passes, state, alphas)
     assert after.keys() == expected.keys() == start.keys()
@@ -307,7 +307,7 @@ def test_models_of_the_server_and_of_a_client(olmoe_backbone: Backbone, tmp_path
     federation = federation_of(olmoe_backbone, tmp_path)
     method, model, who = federation.method, federation.model, federation.clients[1]
     state = method.aggregate(federation.start(), iter(federation.train(federation.start())))
-    experts = Payload(state.tensors).part("experts")
+    experts = state.part("experts")
     memory = federation.memory.load(who.name, 2)
     deployed = method.deploy(state, model, LARGE)
     own, newcomer = (method.personalize(state, model, who, kept) for kept in (memory, Payload()))

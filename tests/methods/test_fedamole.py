@@ -22,7 +22,7 @@ from fedguild.model.adapters.mole_pool import held_experts
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from fedguild.server.rounds import Task
 from fedguild.server.validation import check_upload
 from fedguild.wire.codec import decode, encode
@@ -49,7 +49,7 @@ def federation(backbone: Backbone, folder: Path, clients: int = 4, **options: ob
     return Federation(backbone, fedamole(**options), [client(i, LARGE, 4 + 3 * i) for i in range(clients)], folder)
 
 
-def downloads(known: Federation, state: State) -> list[Payload]:
+def downloads(known: Federation, state: Payload) -> list[Payload]:
     return [known.method.download(state, known.model, who) for who in known.clients]
 
 
@@ -66,7 +66,7 @@ def by_expert(payload: Payload, module: str, leaf: str) -> dict[int, Tensor]:
 
 
 def train_with(
-    known: Federation, state: State, settings: TrainingSettings, cohort_size: int, round: int = 1
+    known: Federation, state: Payload, settings: TrainingSettings, cohort_size: int, round: int = 1
 ) -> list[Payload]:
     """The uploads of all clients, trained in cohorts of a size."""
     engine = LocalEngine(known.backbone, known.examples, settings, known.memory, cohort_size=cohort_size, seed=1)
@@ -84,7 +84,7 @@ def exact() -> Backbone:
 # lines 7 to 10, by hand
 
 
-def by_hand(**changes: object) -> State:
+def by_hand(**changes: object) -> Payload:
     """One module m with 3 experts of rank 1 on a 1 x 1 layer, two clients."""
     experts = {
         "m.experts.lora_A": torch.tensor([1.0, 1.0, -9.0]).view(3, 1, 1),
@@ -368,7 +368,7 @@ def test_the_embeddings_are_those_of_the_trained_model(variant: str, exact: Back
                 torch.testing.assert_close(sent.payload.part(EXPERT)[module][row].double(), expected)
 
 
-def mean_inputs(known: Federation, state: State, sent: Upload, module: str) -> Tensor:
+def mean_inputs(known: Federation, state: Payload, sent: Upload, module: str) -> Tensor:
     """The mean input of a module over the client's embedding set, one row at a time on its own model."""
     own = known.method.personalize(state, known.model, sent.client, known.memory.load(sent.client.name, 2))
     rows: list[Tensor] = []

@@ -13,7 +13,7 @@ from fedguild.methods.fedavg import FedAvgSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import trainable_shapes
 from fedguild.payload import Payload
-from fedguild.server.method import State
+
 from fedguild.server.validation import check_upload
 from tests.backbones import tiny_backbone
 from tests.methods.fedalign import fedalign
@@ -63,7 +63,7 @@ def test_two_clients_by_hand() -> None:
         for index, examples, gate, experts in ((0, 10, 2.0, [4.0, 1.0]), (1, 30, 6.0, [8.0, -3.0]))
     ]
     before = {f"{GATE}.delta": torch.zeros(1, 1), f"{UP}.lora_A": torch.zeros(2, 1, 1)}
-    found = fedavg().aggregate(State(before), iter(sent)).tensors
+    found = fedavg().aggregate(Payload(before), iter(sent)).tensors
     assert found[f"{GATE}.delta"].item() == 5.0
     assert found[f"{UP}.lora_A"].flatten().tolist() == [7.0, -2.0]
 
@@ -75,7 +75,7 @@ def test_aggregation(options: dict[str, object], count: int, olmoe_backbone: Bac
     plan = method.plan(model, LARGE)
     before = random_tensors(model, plan, 99)
     sent = [upload(client(i, LARGE, 2 + 3 * i), adapter=random_tensors(model, plan, i)) for i in range(count)]
-    found = method.aggregate(State(before), iter(sent)).tensors
+    found = method.aggregate(Payload(before), iter(sent)).tensors
     sizes = [torch.tensor(float(part.client.examples)) for part in sent]
     assert found.keys() == before.keys()
     for name, global_value in before.items():
@@ -94,7 +94,7 @@ def test_clients_without_weight_and_rounds_without_uploads(olmoe_backbone: Backb
     before, one, other = (random_tensors(model, plan, seed) for seed in (9, 1, 2))
     weightless, heavy = upload(client(0, LARGE, 0), adapter=one), upload(client(1, LARGE, 3), adapter=other)
     for sent, expected in (((weightless, heavy), other), ((weightless,), before), ((), before)):
-        found = method.aggregate(State(before), iter(sent)).tensors
+        found = method.aggregate(Payload(before), iter(sent)).tensors
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 

@@ -14,7 +14,7 @@ from fedguild.methods.fedit import FedITSettings
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
 from fedguild.server.aggregation import rank_axis
-from fedguild.server.method import State
+
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
@@ -34,7 +34,7 @@ def test_two_clients_by_hand(weights: str, expected: float) -> None:
         upload(client(i, LARGE, n), adapter={name: torch.tensor([[a]])}) for i, n, a in ((0, 10, 2.0), (1, 30, 6.0))
     ]
     method = fedit(rank=1, weights=weights)
-    assert method.aggregate(State({name: torch.zeros(1, 1)}), iter(sent)).tensors[name].item() == expected
+    assert method.aggregate(Payload({name: torch.zeros(1, 1)}), iter(sent)).tensors[name].item() == expected
 
 
 @pytest.mark.parametrize("clients", [1, 2, 5])
@@ -44,7 +44,7 @@ def test_aggregation(weights: str, clients: int, olmoe_backbone: Backbone) -> No
     plan = method.plan(model, LARGE)
     before = random_tensors(model, plan, 99)
     sent = [upload(client(i, LARGE, 2 + 3 * i), adapter=random_tensors(model, plan, i)) for i in range(clients)]
-    found = method.aggregate(State(before), iter(sent)).tensors
+    found = method.aggregate(Payload(before), iter(sent)).tensors
     factors = [torch.tensor(float(s.client.examples) if weights == "size" else 1.0) for s in sent]
     for name, global_value in before.items():
         values = [s.payload.tensors[f"adapter/{name}"] for s in sent]
@@ -78,7 +78,7 @@ def test_each_rank_is_averaged_over_its_holders(
         upload(client(i, budget, 2 + 3 * i), adapter=random_tensors(model, method.plan(model, budget), i))
         for i, budget in enumerate(budgets)
     ]
-    found = method.aggregate(State(before), iter(sent)).tensors
+    found = method.aggregate(Payload(before), iter(sent)).tensors
     factors = [float(s.client.examples) if weights == "size" else 1.0 for s in sent]
     for name, global_value in before.items():
         axis = rank_axis(name)
@@ -94,7 +94,7 @@ def test_each_rank_is_averaged_over_its_holders(
 
 def test_the_first_ranks_go_down(olmoe_backbone: Backbone) -> None:
     method, model = fedit(rank_by_budget=True), olmoe_backbone.info
-    state = State(random_tensors(model, method.plan(model, LARGE), 0))
+    state = Payload(random_tensors(model, method.plan(model, LARGE), 0))
     down = method.download(state, model, client(0, MIDDLE)).part("adapter")
     query, expert = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.experts.down_proj"
     assert torch.equal(down[f"{query}.lora_A"], state.tensors[f"{query}.lora_A"][:2])

@@ -19,7 +19,7 @@ from fedguild.model.backbone import EMBEDDED, Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.model.tiny import CHECKPOINT
 from fedguild.payload import Payload
-from fedguild.server.method import State
+
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
 from tests.backbones import END, PAD
@@ -47,7 +47,7 @@ def test_two_clients_by_hand() -> None:
     sent = [
         upload(client(i, LARGE, n), adapter={NAME: torch.tensor([[p]])}) for i, n, p in ((0, 10, 2.0), (1, 30, 6.0))
     ]
-    for state in (State(), State({NAME: torch.tensor([[9.0]])})):
+    for state in (Payload(), Payload({NAME: torch.tensor([[9.0]])})):
         assert fedprompt(tokens=1).aggregate(state, iter(sent)).tensors[NAME].item() == 4.0
 
 
@@ -56,14 +56,14 @@ def test_aggregation(clients: int) -> None:
     before = seeded(4, 16, seed=99)
     values = [seeded(4, 16, seed=index) for index in range(clients)]
     sent = [upload(client(i, LARGE, 2 + 3 * i), adapter={NAME: value}) for i, value in enumerate(values)]
-    found = fedprompt().aggregate(State({NAME: before}), iter(sent)).tensors[NAME]
+    found = fedprompt().aggregate(Payload({NAME: before}), iter(sent)).tensors[NAME]
     torch.testing.assert_close(found, weighted_mean(values, [torch.tensor(1.0)] * clients, before))
 
 
 def test_without_an_upload_the_state_stays() -> None:
-    assert not fedprompt().aggregate(State(), iter([])).tensors
+    assert not fedprompt().aggregate(Payload(), iter([])).tensors
     before = seeded(4, 16, seed=0)
-    assert torch.equal(fedprompt().aggregate(State({NAME: before}), iter([])).tensors[NAME], before)
+    assert torch.equal(fedprompt().aggregate(Payload({NAME: before}), iter([])).tensors[NAME], before)
 
 
 def test_the_start_is_the_texts_embeddings_and_never_travels(backbone: Backbone, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fedguild.methods.fedprox import FedProxSettings, squared_distance
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
-from fedguild.server.method import Method, State
+from fedguild.server.method import Method
 from fedguild.server.rounds import Task
 from tests.backbones import random_adapter, tiny_backbone
 from tests.methods.federation import LARGE, SMALL, Federation, client, upload
@@ -93,7 +93,7 @@ def test_two_clients_by_hand() -> None:
     sent = [
         upload(client(i, LARGE, n), adapter={name: torch.tensor([[a]])}) for i, n, a in ((0, 10, 2.0), (1, 30, 6.0))
     ]
-    found = fedprox(0.1).aggregate(State({name: torch.zeros(1, 1)}), iter(sent))
+    found = fedprox(0.1).aggregate(Payload({name: torch.zeros(1, 1)}), iter(sent))
     assert found.tensors[name].item() == 5.0
 
 
@@ -145,7 +145,7 @@ def test_without_a_penalty_it_is_fedavg(experts: str, personal: bool, olmoe_back
         assert_equal(found, expected)
     assert all(bool(part) == personal for part in kept)
     uploads = [upload(who, adapter=part) for who, part in zip(CLIENTS, sent, strict=True)]
-    after = [dict(method.aggregate(State(start), iter(uploads)).tensors) for method in (ours, theirs)]
+    after = [dict(method.aggregate(Payload(start), iter(uploads)).tensors) for method in (ours, theirs)]
     assert_equal(*after)
 
 

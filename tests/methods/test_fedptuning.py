@@ -15,7 +15,7 @@ from fedguild.methods.fedptuning import FedPTuningSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
-from fedguild.server.method import State
+
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
 from tests.backbones import PAD
@@ -54,7 +54,7 @@ def test_two_clients_by_hand() -> None:
 
     method = fedptuning(tokens=1, width=1)
     sent = [upload(client(0, LARGE, 10), adapter=encoder(2, 1)), upload(client(1, LARGE, 30), adapter=encoder(4, 3))]
-    state = method.aggregate(State(encoder(0, 0)), iter(sent))
+    state = method.aggregate(Payload(encoder(0, 0)), iter(sent))
     assert state.tensors[EMBEDDING].item() == 3.0
     assert method.deploy(state, llama_1b(), LARGE).tensors["soft_prompt"].item() == 24.0
 
@@ -65,7 +65,7 @@ def test_aggregation(clients: int, llama_backbone: Backbone) -> None:
     plan = method.plan(model, LARGE)
     before = random_tensors(model, plan, 99)
     sent = [upload(client(i, LARGE, 2 + 3 * i), adapter=random_tensors(model, plan, i)) for i in range(clients)]
-    found = method.aggregate(State(before), iter(sent)).tensors
+    found = method.aggregate(Payload(before), iter(sent)).tensors
     for name, kept in before.items():
         values = [part.payload.tensors[f"adapter/{name}"] for part in sent]
         expected = weighted_mean(values, [torch.tensor(1.0)] * clients, kept)
@@ -75,7 +75,7 @@ def test_aggregation(clients: int, llama_backbone: Backbone) -> None:
 def test_the_mlp_is_dropped_at_inference(olmoe_backbone: Backbone) -> None:
     """The deployed prompt alone gives the losses that embedding and MLP give."""
     method, model = fedptuning(), olmoe_backbone.info
-    state = State(random_tensors(model, method.plan(model, LARGE), 3))
+    state = Payload(random_tensors(model, method.plan(model, LARGE), 3))
     deployment = method.deploy(state, model, SMALL)
     assert deployment.tensors.keys() == {"soft_prompt"}
     torch.testing.assert_close(deployment.tensors["soft_prompt"], prompt_of(dict(state.tensors)), rtol=1e-5, atol=1e-5)

@@ -14,7 +14,7 @@ from fedguild.model.slots import SlotModel
 from fedguild.packing import pack, unpack
 from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from tests.backbones import PAD, random_rows, tiny_model
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, upload
 from tests.oracles.ffa_lora import dense_mean
@@ -28,11 +28,11 @@ def ffa(**options) -> FFALoRA:
     return method
 
 
-def started(method: FFALoRA, model) -> State:
+def started(method: FFALoRA, model) -> Payload:
     return method.start(model, [LARGE], torch_rng(0, "start"))
 
 
-def random_ups(state: State, seed: int) -> dict[str, torch.Tensor]:
+def random_ups(state: Payload, seed: int) -> dict[str, torch.Tensor]:
     rng = torch_rng(seed, "B")
     return {name: torch.randn(value.shape, generator=rng) for name, value in state.tensors.items()}
 
@@ -154,7 +154,7 @@ def test_one_client_gets_its_own_back(olmoe_backbone):
 
 def test_nobody_changes_nothing(olmoe_backbone):
     method, model = ffa(), olmoe_backbone.info
-    state = State(random_ups(started(method, model), 1), {"seed": 5})
+    state = Payload(random_ups(started(method, model), 1), {"seed": 5})
     after = method.aggregate(state, iter(()))
     assert after.scalars == state.scalars
     assert all(torch.equal(after.tensors[name], value) for name, value in state.tensors.items())

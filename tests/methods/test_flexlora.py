@@ -14,11 +14,11 @@ from fedguild.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.methods.flexlora import FlexLoRA, FlexLoRASettings
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.aggregation import rank_axis
 from fedguild.server.low_rank import by_module, weighted_product
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
 from tests.evaluation.test_profile import OLMOE
@@ -44,8 +44,8 @@ def adapters(model: ModelInfo, ranks: tuple[int, ...]) -> list[dict[str, Tensor]
     return [random_tensors(model, method.plan(model, Budget("b", 4, r)), seed) for seed, r in enumerate(ranks)]
 
 
-def before_of(model: ModelInfo, rank: int) -> State:
-    return State(random_tensors(model, replace(flexlora().plan(model, LARGE), rank=rank), 99))
+def before_of(model: ModelInfo, rank: int) -> Payload:
+    return Payload(random_tensors(model, replace(flexlora().plan(model, LARGE), rank=rank), 99))
 
 
 def uploads_of(clients: list[ClientInfo], sent: list[dict[str, Tensor]]) -> list[Upload]:
@@ -70,7 +70,7 @@ def test_two_clients_by_hand() -> None:
             f"{QUERY}.lora_B": torch.tensor([[0.0, 5.0], [2.0, 7.0]]),
         },
     ]
-    before = State({f"{QUERY}.lora_A": torch.ones(2, 2), f"{QUERY}.lora_B": torch.zeros(2, 2)})
+    before = Payload({f"{QUERY}.lora_A": torch.ones(2, 2), f"{QUERY}.lora_B": torch.zeros(2, 2)})
     state = method.aggregate(before, uploads_of(who, sent))
     model = OLMOE  # only its description is asked for
     for budget, up, down in (

@@ -18,12 +18,13 @@ from fedguild.methods.flexlora import FlexLoRA, FlexLoRASettings
 from fedguild.methods.flora import Flora, FloraSettings
 from fedguild.methods.florist import Florist, FloristSettings
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import torch_rng
 from fedguild.server.low_rank import by_module
 from fedguild.server.merges import echo, merges
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from fedguild.server.rounds import Task
 from fedguild.wire.accounting import bytes_by_part
 from tests.backbones import tiny_backbone
@@ -42,11 +43,11 @@ def flora(**options: object) -> Flora:
     return Flora(FloraSettings(**{"alpha": 6.0, "targets": EVERYTHING, **options}))
 
 
-def start(method: Flora, model: ModelInfo) -> State:
+def start(method: Flora, model: ModelInfo) -> Payload:
     return method.start(model, BUDGETS, torch_rng(0, "start"))
 
 
-def trained(method: Flora, state: State, model: ModelInfo, who: list[ClientInfo], **changes: Tensor) -> list[Upload]:
+def trained(method: Flora, state: Payload, model: ModelInfo, who: list[ClientInfo], **changes: Tensor) -> list[Upload]:
     """Uploads of random factors, at every client's own rank."""
     return [
         Upload(
@@ -143,7 +144,7 @@ def test_every_client_starts_afresh_and_unlike_any_other(olmoe_backbone: Backbon
     assert torch.equal(by_module(same[0].payload.part(ADAPTER))[QUERY].down[0], drawn[0])
 
 
-def first_loss(backbone: Backbone, method: Flora, state: State, folder: Path) -> float:
+def first_loss(backbone: Backbone, method: Flora, state: Payload, folder: Path) -> float:
     """A client's loss over its examples before it changes anything."""
     federation = Federation(backbone, method, [client(0, LARGE, 4)], folder)
     settings = replace(SETTINGS, learning_rate=0.0)

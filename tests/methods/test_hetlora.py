@@ -20,11 +20,12 @@ from fedguild.methods.fedit import FedIT, FedITSettings
 from fedguild.methods.hetlora import RANKS, HetLoRA, HetLoRASettings, rank_of, tail_products, tail_start, whole_adapter
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import ModelInfo, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import trainable_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import rank_axis
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from fedguild.server.rounds import Task
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
@@ -44,8 +45,8 @@ def adapter_of(model: ModelInfo, rank: int, seed: int) -> dict[str, Tensor]:
     return random_tensors(model, hetlora().plan(model, replace(LARGE, rank=rank)), seed)
 
 
-def state_of(adapter: Mapping[str, Tensor], clients: list[ClientInfo]) -> State:
-    return State({**with_part("adapter", adapter), RANKS: torch.tensor([who.budget.rank for who in clients])})
+def state_of(adapter: Mapping[str, Tensor], clients: list[ClientInfo]) -> Payload:
+    return Payload({**with_part("adapter", adapter), RANKS: torch.tensor([who.budget.rank for who in clients])})
 
 
 def matrices(adapter: Mapping[str, Tensor]) -> dict[str, list[tuple[Tensor, Tensor]]]:
@@ -136,10 +137,10 @@ def test_a_penalised_client_prunes_for_good(olmoe_backbone: Backbone, tmp_path: 
     clients = [client(0, LARGE), client(1, MIDDLE)]
     method = hetlora(penalty_weight=100.0, gamma=0.7)
     federation = Federation(olmoe_backbone, method, clients, tmp_path)
-    state, seen = State({**federation.start().tensors}), []
+    state, seen = Payload({**federation.start().tensors}), []
     tensors = with_part("adapter", adapter_of(olmoe_backbone.info, 3, 5))
     for round in (1, 2, 3, 4):
-        state = State({**tensors, RANKS: state.tensors[RANKS]})  # a global model with something to shrink
+        state = Payload({**tensors, RANKS: state.tensors[RANKS]})  # a global model with something to shrink
         down = [whole_adapter(method.download(state, federation.model, who)) for who in clients]
         assert [rank_of(adapter) for adapter in down] == state.tensors[RANKS].tolist()
         uploads = federation.train(state, round, learning_rate=1e-3)
@@ -197,7 +198,7 @@ def test_ranks_beyond_a_clients_own_stay_zero(
     clients = [client(index, LARGE) for index in range(3)]
     federation = Federation(olmoe_backbone, hetlora(penalty_weight=0.1), clients, tmp_path)
     state = state_of(adapter_of(federation.model, 3, 5), clients)
-    state = State({**state.tensors, RANKS: torch.tensor([3, 2, 1])})
+    state = Payload({**state.tensors, RANKS: torch.tensor([3, 2, 1])})
     stored: dict[int, list[tuple[SlotTensor, Tensor]]] = {}
     read = Cohort.read
 
@@ -227,7 +228,7 @@ def test_a_pruned_client_trains_as_one_of_that_budget(olmoe_backbone: Backbone, 
         who = [client(0, budget)]
         federation = Federation(olmoe_backbone, hetlora(penalty_weight=0.1), who, tmp_path)
         state = state_of(adapter_of(federation.model, 3, 5), who)
-        (found,) = federation.train(State({**state.tensors, RANKS: torch.tensor([1])}))
+        (found,) = federation.train(Payload({**state.tensors, RANKS: torch.tensor([1])}))
         sent.append(found.payload.part("adapter"))
     assert sent[0].keys() == sent[1].keys()
     for name, value in sent[0].items():
@@ -413,7 +414,7 @@ def test_a_rank_means_the_same_to_every_client(olmoe_backbone: Backbone) -> None
 
 
 def test_the_ranks_are_observed(olmoe_backbone: Backbone) -> None:
-    state = State({RANKS: torch.tensor([3, 1])})
+    state = Payload({RANKS: torch.tensor([3, 1])})
     (seen,) = hetlora().observe(state, olmoe_backbone.info)
     assert (seen.name, seen.values.tolist(), list(seen.rows)) == ("rank", [3.0, 1.0], ["client 0", "client 1"])
 

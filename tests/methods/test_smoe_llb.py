@@ -23,7 +23,7 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import Routing
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
-from fedguild.server.method import Method, State
+from fedguild.server.method import Method
 from fedguild.server.rounds import Task
 from tests.backbones import PAD, tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
@@ -40,8 +40,8 @@ def smoe_llb(**options: object) -> SmoeLlb:
 
 
 def trained(
-    method: Method, backbone: Backbone, folder: Path, state: State | None = None, settings: TrainingSettings = WHOLE
-) -> tuple[State, list[dict[str, Tensor]], Federation, list[Tensor]]:
+    method: Method, backbone: Backbone, folder: Path, state: Payload | None = None, settings: TrainingSettings = WHOLE
+) -> tuple[Payload, list[dict[str, Tensor]], Federation, list[Tensor]]:
     """A start, what every client uploads of a round from it, who they are, and [L, M] frequencies."""
     federation = Federation(backbone, method, CLIENTS, folder)
     state = state or federation.start()
@@ -58,7 +58,7 @@ def test_two_clients_by_hand() -> None:
         upload(client(i, LARGE, n), adapter={name: torch.tensor(values).view(2, 1, 1)})
         for i, n, values in ((0, 10, [4.0, 1.0]), (1, 30, [8.0, -3.0]))
     ]
-    found = smoe_llb().aggregate(State({name: torch.zeros(2, 1, 1)}), iter(sent)).tensors[name]
+    found = smoe_llb().aggregate(Payload({name: torch.zeros(2, 1, 1)}), iter(sent)).tensors[name]
     assert found.flatten().tolist() == [7.0, -2.0]
 
 
@@ -68,8 +68,8 @@ def test_a_step_follows_the_slow_loss(family: str, weights: tuple[float, float],
     """Three clients in a padded pass, in fp64: each moves by the gradient of its own loss, computed alone, slowly."""
     backbone = tiny_backbone(family, dtype=torch.float64)
     method = smoe_llb(balance_weight=weights[0], z_weight=weights[1])
-    start = State(random_tensors(backbone.info, method.plan(backbone.info, LARGE), 7))
-    start = State({name: 0.3 * value.double() for name, value in start.tensors.items()})
+    start = Payload(random_tensors(backbone.info, method.plan(backbone.info, LARGE), 7))
+    start = Payload({name: 0.3 * value.double() for name, value in start.tensors.items()})
     _, sent, federation, _ = trained(method, backbone, tmp_path, start)
     for who, own in zip(CLIENTS, sent, strict=True):
         slopes = slow_gradients(backbone, method, who, start, federation, weights)
@@ -107,7 +107,7 @@ def test_aggregation(count: int, olmoe_backbone: Backbone) -> None:
     plan = method.plan(model, LARGE)
     before = random_tensors(model, plan, 99)
     sent = [upload(client(i, LARGE, 2 + 3 * i), adapter=random_tensors(model, plan, i)) for i in range(count)]
-    found = method.aggregate(State(before), iter(sent)).tensors
+    found = method.aggregate(Payload(before), iter(sent)).tensors
     for name, value in before.items():
         values = [part.payload.tensors[f"adapter/{name}"] for part in sent]
         expected = weighted_mean(values, [torch.tensor(float(part.client.examples)) for part in sent], value)
@@ -142,7 +142,7 @@ def test_the_losses_even_out_the_routing(tmp_path: Path) -> None:
         total = 0.0
         for who, own in zip(CLIENTS, sent, strict=True):
             still = replace(settings, learning_rate=0.0, steps=1)
-            state = State(dict(own))
+            state = Payload(dict(own))
             *_, frequencies = trained(method, backbone, tmp_path / f"{weight} {who.name}", state, still)
             total += float(frequencies[who.index].square().sum())
         unevenness.append(total)

@@ -14,7 +14,7 @@ from fedguild.methods import FedIT, Trivial, build_method
 from fedguild.methods.trivial import TrivialSettings, ranks
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
-from fedguild.server.method import Method, State
+from fedguild.server.method import Method
 from fedguild.server.rounds import Task
 from fedguild.wire.accounting import bytes_by_part
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors, upload
@@ -33,7 +33,7 @@ def fedit(rank: int, **options: object) -> FedIT:
     return FedIT(FedIT.Settings(**{"rank": rank, "alpha": 16.0, "targets": TARGETS, **options}))
 
 
-def delivered(method: Method, backbone: Backbone, state: State, folder: Path) -> list:
+def delivered(method: Method, backbone: Backbone, state: Payload, folder: Path) -> list:
     federation = Federation(backbone, method, CLIENTS, folder)
     engine = LocalEngine(backbone, federation.examples, SETTINGS, federation.memory, seed=1)
     tasks = [Task(1, who, method.download(state, federation.model, who)) for who in CLIENTS]
@@ -47,7 +47,7 @@ def test_two_clients_by_hand() -> None:
         upload(client(i, LARGE, n), adapter={name: torch.tensor([[v]]) for name, v in zip(names, values, strict=True)})
         for i, n, values in ((0, 10, (2.0, 4.0)), (1, 30, (6.0, -4.0)))
     ]
-    found = trivial().aggregate(State({name: torch.zeros(1, 1) for name in names}), iter(sent)).tensors
+    found = trivial().aggregate(Payload({name: torch.zeros(1, 1) for name in names}), iter(sent)).tensors
     assert [found[name].item() for name in names] == [5.0, -2.0]
 
 
@@ -61,7 +61,7 @@ def test_a_budgets_federation_is_fedit_at_its_rank(
     method = fedit(budget.rank, dropout=dropout)
     theirs = Federation(olmoe_backbone, method, CLIENTS, tmp_path / "theirs")
     state = ours.start()
-    other = State(Payload(state.tensors).part(budget.name))
+    other = Payload(state.part(budget.name))
     for number in (1, 2):
         sent, expected = ours.train(state, number), theirs.train(other, number)
         for mine, plain in zip(sent, expected, strict=True):
@@ -86,7 +86,7 @@ def test_aggregation(count: int, olmoe_backbone: Backbone) -> None:
 
     before = everything(99)
     sent = [upload(client(i, LARGE, 2 + 3 * i), adapter=everything(i)) for i in range(count)]
-    found = method.aggregate(State(before), iter(sent)).tensors
+    found = method.aggregate(Payload(before), iter(sent)).tensors
     assert found.keys() == before.keys()
     for name, value in before.items():
         values = [part.payload.tensors[f"adapter/{name}"] for part in sent]
@@ -106,7 +106,7 @@ def test_every_budget_is_deployed_with_its_own_adapter(olmoe_backbone: Backbone)
             assert (model_of.plan.rank, model_of.plan.scale) == (budget.rank, 16.0 / budget.rank)
             assert model_of.plan.active_experts is None
             assert all(value is state.tensors[f"{budget.name}/{name}"] for name, value in model_of.tensors.items())
-    first = [Payload(state.tensors).part(name)[QUERY][0] for name in ("large", "middle")]
+    first = [state.part(name)[QUERY][0] for name in ("large", "middle")]
     assert not torch.equal(*first)
 
 
@@ -119,7 +119,7 @@ def test_what_a_client_does_is_counted_for_all_budgets(olmoe_backbone: Backbone,
         delivered(
             fedit(budget.rank),
             olmoe_backbone,
-            State(Payload(state.tensors).part(budget.name)),
+            Payload(state.part(budget.name)),
             tmp_path / budget.name,
         )
         for budget in (LARGE, MIDDLE, SMALL)

@@ -19,11 +19,11 @@ from fedguild.methods import UbSmoe, build_method
 from fedguild.methods.common import ADAPTER
 from fedguild.methods.ub_smoe import PHI, PSEUDO_GRADIENT, STEP_SIZE, UTILISATION, WITHOUT, UbSmoeSettings
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import torch_rng
-from fedguild.server.method import Observing, State, Upload
+from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
 from tests.backbones import random_rows, tiny_backbone
 from tests.client.clients import distance, flat
@@ -43,7 +43,7 @@ def experts_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in tensors.items() if ".experts." in name}
 
 
-def random_state(method: UbSmoe, model: ModelInfo, seed: int, round: int = 3) -> State:
+def random_state(method: UbSmoe, model: ModelInfo, seed: int, round: int = 3) -> Payload:
     """A state from the middle of a run: everything moves, one expert's G~ is zero."""
     start = method.start(model, [LARGE, MIDDLE, SMALL], torch_rng(seed, "start"))
     rng = torch_rng(seed, "state")
@@ -57,7 +57,7 @@ def random_state(method: UbSmoe, model: ModelInfo, seed: int, round: int = 3) ->
     for name, value in tensors.items():
         if name.startswith(PSEUDO_GRADIENT):
             value[5] = 0.0
-    return State(tensors, {"version": round, "step_size": 0.1, "mean_active": 2.0})
+    return Payload(tensors, {"version": round, "step_size": 0.1, "mean_active": 2.0})
 
 
 def sent(who: ClientInfo, adapter: dict[str, Tensor], shares: Sequence[Sequence[float]], step_size: float) -> Upload:
@@ -87,7 +87,7 @@ def test_two_clients_by_hand() -> None:
 
     first = sent(client(0, MIDDLE, 10), trained([4.0, 8.0], 2.0), [[1.0, 1.0]], 0.2)
     second = sent(client(4, SMALL, 30), trained([8.0, 0.0], 6.0), [[1.0, 0.0]], 0.4)
-    before = State(
+    before = Payload(
         {
             **with_part(ADAPTER, trained([0.5, 2.0], 0.0)),
             **with_part(PHI, {f"{BLOCKS[0]}.phi": torch.tensor([0.5, -0.5])}),
@@ -111,7 +111,7 @@ def test_two_clients_by_hand() -> None:
     }
 
 
-def random_round(method: UbSmoe, model: ModelInfo, clients: int) -> tuple[State, list[Upload]]:
+def random_round(method: UbSmoe, model: ModelInfo, clients: int) -> tuple[Payload, list[Upload]]:
     """A state and uploads with awkward shares: nobody uses expert 6 of layer 0; client 1 saw no token at all."""
     state, rng = random_state(method, model, 1), torch_rng(clients, "round")
     uploads = []
@@ -122,7 +122,7 @@ def random_round(method: UbSmoe, model: ModelInfo, clients: int) -> tuple[State,
             shares.zero_()
         adapter = {
             name: torch.randn(value.shape, generator=rng)
-            for name, value in Payload(state.tensors).part(ADAPTER).items()
+            for name, value in state.part(ADAPTER).items()
         }
         budget = (LARGE, MIDDLE, SMALL)[index % 3]
         uploads.append(sent(client(index, budget, 3 + 5 * index), adapter, shares.tolist(), 0.1 * (index + 1)))
@@ -189,7 +189,7 @@ def test_the_mean_of_active_experts_is_over_all_clients(olmoe_backbone: Backbone
 
 
 def train(
-    backbone: Backbone, method: UbSmoe, state: State, who: Sequence[ClientInfo], settings: TrainingSettings
+    backbone: Backbone, method: UbSmoe, state: Payload, who: Sequence[ClientInfo], settings: TrainingSettings
 ) -> list[tuple[dict[str, Tensor], Payload]]:
     """Trains clients in one cohort; returns each one's trainables, phi included, and upload."""
     with SlotModel(backbone, [method.plan(backbone.info, each.budget) for each in who]) as model:
@@ -286,7 +286,7 @@ def test_the_regulariser_pulls_phi_back(penalty: str, olmoe_backbone: Backbone) 
     state = random_state(method, olmoe_backbone.info, 5)
     ((trained, _),) = train(olmoe_backbone, method, state, [client(1, SMALL)], ONE_STEP)
     outside = 0
-    for name, phi in Payload(state.tensors).part(PHI).items():
+    for name, phi in state.part(PHI).items():
         slope = {
             "hinge": [oracle.hinge_slope(value, -0.4, 0.2, 0.3) for value in phi.tolist()],
             "square": [2 * 0.3 * value for value in phi.tolist()],
@@ -300,7 +300,7 @@ def test_the_regulariser_pulls_phi_back(penalty: str, olmoe_backbone: Backbone) 
 def test_the_penalty_is_equation_11(olmoe_backbone: Backbone) -> None:
     method = ub_smoe(penalty_weight=0.3, phi_min=-0.4, phi_max=0.2)
     state = random_state(method, olmoe_backbone.info, 6)
-    phi = Payload(state.tensors).part(PHI)
+    phi = state.part(PHI)
     with SlotModel(olmoe_backbone, [method.plan(olmoe_backbone.info, SMALL)] * 2) as model:
         work = [LocalWork(client(i, SMALL), (), Payload(), Payload()) for i in range(2)]
         cohort = Cohort(model, work, ONE_STEP, round_index=1, seed=0)
@@ -380,7 +380,7 @@ def test_without_the_utilisation_update_phi_stays_zero(olmoe_backbone: Backbone,
     federation = Federation(olmoe_backbone, ub_smoe(utilisation_update=False), [client(0, MIDDLE)], tmp_path)
     method, state = federation.method, federation.start()
     state = method.aggregate(state, federation.train(state, 1))
-    phi, used = Payload(state.tensors).part(PHI), Payload(state.tensors).part(UTILISATION)
+    phi, used = state.part(PHI), state.part(UTILISATION)
     assert phi
     assert not any(value.any() for value in phi.values())
     assert all(value.any() for value in used.values())
@@ -390,7 +390,7 @@ def test_a_fixed_phi_does_not_train(olmoe_backbone: Backbone) -> None:
     method = ub_smoe(phi="fixed", penalty_weight=5.0, phi_max=0.0)
     state = random_state(method, olmoe_backbone.info, 8)
     ((trained, _),) = train(olmoe_backbone, method, state, [client(0, LARGE)], TEN_STEPS)
-    for name, value in Payload(state.tensors).part(PHI).items():
+    for name, value in state.part(PHI).items():
         assert torch.equal(trained[name], value)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fedguild.errors import ConfigError, ModelError
-from fedguild.model.plan import AdapterPlan, targeted_linears, trainable_shapes
+from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.targets import targeted_linears
 
 Q = "model.layers.0.self_attn.q_proj"
 EXPERTS = "model.layers.1.mlp.experts"

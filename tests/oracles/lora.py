@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
 
 
 def merged_parameters(

@@ -12,9 +12,9 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport
 from fedguild.errors import QuorumError
 from fedguild.methods import FedIT, build_method
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
-from fedguild.server.method import Method, State, Upload
+from fedguild.server.method import Method, Upload
 from fedguild.server.rounds import (
     WAIT_FOR_ALL,
     Delivery,
@@ -38,7 +38,7 @@ GONE = "the client went away"
 class Recording(FedIT):
     """FedIT that remembers what it aggregated: (round, client index, value of the first tensor)."""
 
-    def aggregate(self, state: State, uploads: Iterator[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterator[Upload]) -> Payload:
         self.seen: list[tuple[int, int]] = []
 
         def watched() -> Iterator[Upload]:
@@ -111,7 +111,7 @@ def method() -> Recording:
 
 
 @pytest.fixture
-def state(method, model) -> State:
+def state(method, model) -> Payload:
     return method.start(model, [CLIENTS[0].budget], torch.Generator().manual_seed(0))
 
 
@@ -131,7 +131,7 @@ def task(method, state, model):
     return make
 
 
-def moved(outcome: Outcome, state: State) -> float:
+def moved(outcome: Outcome, state: Payload) -> float:
     """By how much every value of the state went up."""
     steps = torch.cat([(outcome.state.tensors[n] - tensor).reshape(-1) for n, tensor in state.tensors.items()])
     assert torch.allclose(steps, steps[0].expand_as(steps), atol=1e-5)

@@ -13,10 +13,10 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport
 from fedguild.errors import QuorumError
 from fedguild.methods import FedIT, build_method
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.clock import Clock
-from fedguild.server.method import Method, State
+from fedguild.server.method import Method
 from fedguild.server.rounds import (
     WAIT_FOR_ALL,
     Delivery,
@@ -90,15 +90,15 @@ def method() -> Method:
 
 
 @pytest.fixture
-def state(method: Method, model: ModelInfo) -> State:
+def state(method: Method, model: ModelInfo) -> Payload:
     return method.start(model, [CLIENTS[0].budget], torch.Generator().manual_seed(0))
 
 
-def play(method: Method, state: State, model: ModelInfo, engine: Scripted, rules: RoundRules = ASK_ALL) -> Outcome:
+def play(method: Method, state: Payload, model: ModelInfo, engine: Scripted, rules: RoundRules = ASK_ALL) -> Outcome:
     return run_round(5, method, state, model, CLIENTS, engine, rules)
 
 
-def moved(outcome: Outcome, state: State) -> float:
+def moved(outcome: Outcome, state: Payload) -> float:
     """Returns by how much every value of the state went up, which must be the same for all."""
     steps = torch.cat([(outcome.state.tensors[n] - tensor).reshape(-1) for n, tensor in state.tensors.items()])
     assert torch.allclose(steps, steps[0].expand_as(steps), atol=1e-6)

@@ -98,7 +98,7 @@ def _show_published(as_json: bool, markdown: bool) -> None:
     from fedguild.cli.profile_tables import published_markdown, published_tables, server_markdown
     from fedguild.evaluation.published import compare
     from fedguild.evaluation.published_claims import CLAIMS
-    from fedguild.evaluation.servers import SERVERS
+    from fedguild.methods import METHODS
     from fedguild.methods import build_method
 
     found, missing = [], {}
@@ -111,7 +111,7 @@ def _show_published(as_json: bool, markdown: bool) -> None:
         show_json([row.record() for row in found])
     elif markdown:
         typer.echo(published_markdown(found))
-        typer.echo(f"## The server\n\n{server_markdown(SERVERS)}")
+        typer.echo(f"## The server\n\n{server_markdown({name: METHODS.load(name).costs for name in METHODS})}")
     else:
         show(*published_tables(found))
     for what, reason in missing.items():

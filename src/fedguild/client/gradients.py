@@ -18,23 +18,26 @@ from fedguild.client.cohort import Cohort
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_linears import FullLinears
 from fedguild.model.adapters.full_router import FullRouter
-from fedguild.model.plan import AdapterPart, AdapterPlan
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.part import AdapterPart
+from fedguild.model.plan import AdapterPlan
 from fedguild.seeding import torch_rng
 
 
 def full_weight_plan(plan: AdapterPlan) -> AdapterPlan:
     """Returns a plan whose trainables are changes `{module}.delta` of all weights that a plan's LoRA adapts."""
-    linears = tuple(target for target in plan.targets if target not in ("router", "experts"))
+    targets = plan.lora.targets
+    linears = tuple(target for target in targets if target not in ("router", "experts"))
     parts: list[AdapterPart] = [FullLinears(linears)] if linears else []
-    parts += [FullRouter()] if "router" in plan.targets else []
-    parts += [FullExperts()] if "experts" in plan.targets else []
-    return AdapterPlan(rank=1, scale=1.0, targets=(), active_experts=plan.active_experts, parts=tuple(parts))
+    parts += [FullRouter()] if "router" in targets else []
+    parts += [FullExperts()] if "experts" in targets else []
+    return AdapterPlan(tuple(parts), plan.active_experts)
 
 
 def sketch_plan(plan: AdapterPlan, size: int) -> AdapterPlan:
     """Returns a plan of LoRA whose gradients are the sketches of those of the adapted weights."""
     rank = size + rows_of_psi(size)
-    return AdapterPlan(rank=rank, scale=1.0, targets=plan.targets, active_experts=plan.active_experts)
+    return AdapterPlan((Lora(rank, 1.0, plan.lora.targets),), plan.active_experts)
 
 
 def rows_of_psi(size: int) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedguild.client.cohort import Cohort
 from fedguild.data.batches import Encoded
 from fedguild.model.moe.view import MoeLayer, Routing
-from fedguild.model.plan import MoeInfo
+from fedguild.model.info import MoeInfo
 from fedguild.seeding import numpy_rng
 
 Divergence = Literal["pointwise", "bernoulli"]

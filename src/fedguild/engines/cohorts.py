@@ -20,7 +20,8 @@ from fedguild.engines.peak_memory import peak_bytes, reset_peak
 from fedguild.errors import FedGuildError
 from fedguild.evaluation.profile import memory
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.server.method import Method

@@ -24,7 +24,7 @@ from fedguild.engines.cohorts import (
 )
 from fedguild.errors import CheckpointError
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.server.method import Method
 from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 

@@ -35,7 +35,7 @@ from fedguild.engines.cohorts import (
 from fedguild.engines.ray_actor import CohortActor, Plain, job_of, pack_examples, trained_of
 from fedguild.engines.ray_cluster import actors_on, connect, place, require_room
 from fedguild.errors import CheckpointError, FedGuildError
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.method import Method
 from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Task, Terms, too_late

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from fedguild.errors import ConfigError
-from fedguild.model.plan import AdapterPlan, ModelInfo, MoeInfo, adapter_shapes, trainable_shapes
+from fedguild.model.info import ModelInfo, MoeInfo
+from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
 
 TRAINABLE_BYTES = 4  # adapters, their gradients and moments are fp32
 LOGIT_COPIES = 2  # fp32 logits and their gradient

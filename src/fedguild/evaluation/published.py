@@ -21,7 +21,7 @@ from fedguild.evaluation.profile import Cost, cost
 from fedguild.evaluation.traffic import exchanges
 from fedguild.model.backbone import describe_architecture
 from fedguild.model.known import find_known, known_models
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.server.method import Method
 
 Quantity = Literal[

@@ -12,7 +12,8 @@ from torch import Tensor
 from fedguild.evaluation.metrics import expert_utilisation
 from fedguild.evaluation.profile import cost
 from fedguild.evaluation.scores import Scores, Summary
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Observation
 from fedguild.server.record import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
 from fedguild.server.rounds import Outcome

@@ -17,11 +17,11 @@ import torch
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.schedule import TrainingSettings, steps_in_round
 from fedguild.evaluation.profile import Cost, Memory, cost, memory
-from fedguild.evaluation.servers import SERVERS, Server
 from fedguild.evaluation.traffic import Exchange, Exchanges, exchanges
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Method
+from fedguild.server.method import Method, ServerCosts
 
 Parts = dict[str, int]
 
@@ -134,7 +134,7 @@ class ServerProfile:
             the method computes beyond that comes on top.
     """
 
-    entry: Server
+    entry: ServerCosts
     participants: int
     state_bytes: int
     memory_bytes: int
@@ -184,10 +184,10 @@ def profile(
         count = sum(client.budget == budget for client in clients)
         if not count:
             continue
-        trained = budgets if SERVERS[method.name].trains == "every budget" else [budget]
+        trained = budgets if method.costs.trains == "every budget" else [budget]
         plans = [method.plan(model, each) for each in trained]
         tiers.append(_tier(model, budget, count, method.plan(model, budget), plans, traffic, workload))
-    return Profile(method.name, model, workload, tiers, _server(SERVERS[method.name], traffic, participants))
+    return Profile(method.name, model, workload, tiers, _server(method.costs, traffic, participants))
 
 
 def _tier(
@@ -267,7 +267,7 @@ def _mean(counted: Sequence[Mapping[str, int]]) -> Parts:
     return {name: round(fmean(parts.get(name, 0) for parts in counted)) for name in names}
 
 
-def _server(entry: Server, traffic: Exchanges, participants: int) -> ServerProfile:
+def _server(entry: ServerCosts, traffic: Exchanges, participants: int) -> ServerProfile:
     sizes = [sum(exchange.upload.values()) for exchange in traffic.rounds[-1]]
     held = sum(sizes) if entry.holds == "all" else max(sizes)
     return ServerProfile(

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.evaluation.servers import SERVERS
 from fedguild.evaluation.shapes_only import LIMIT, ShapesOnly
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.packing import tensor_bytes
 from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
-from fedguild.server.method import Enrolling, Method, State, Upload
+from fedguild.server.method import Method, Upload
 from fedguild.server.validation import Omissible
 from fedguild.wire.accounting import bytes_by_part
 
@@ -79,7 +78,7 @@ def exchanges(
         clients: All clients of the federation.
         budgets: Its tiers, also those that no client has; empty for those of the clients.
         participants: How many of the clients, the first, take part in each round; None for all.
-        rounds: How many rounds; None for as many as the method's entry in `SERVERS` says.
+        rounds: How many rounds; None for as many as the method's `costs` say.
         absences: Whether to count also what clients exchange after an absence.
         wire_dtype: What floating-point tensors are counted as; the wire itself carries them as they are.
         limit: Values up to which a tensor is real (`fedguild.evaluation.shapes_only`).
@@ -88,10 +87,10 @@ def exchanges(
     Raises:
         ConfigError: the method's settings do not fit the model or the clients.
     """
-    asked, rounds = clients[:participants], rounds or SERVERS[method.name].rounds
+    asked, rounds = clients[:participants], rounds or method.costs.rounds
     with ShapesOnly(limit):
         state = method.start(model, list(budgets) or list(_last_of_budgets(clients)), torch_rng(seed, "start"))
-        states = [method.enroll(state, model, clients) if isinstance(method, Enrolling) else state]
+        states = [method.enroll(state, model, clients)]
         for number in range(1, rounds):
             states.append(_after(method, states[-1], model, asked, number))
         found = [[_exchange(method, state, model, client, wire_dtype) for client in asked] for state in states]
@@ -105,11 +104,11 @@ def exchanges(
 
 def _after_absences(
     method: Method,
-    states: Sequence[State],
+    states: Sequence[Payload],
     model: ModelInfo,
     clients: Sequence[ClientInfo],
     asked: Sequence[ClientInfo],
-) -> Iterator[tuple[Sequence[ClientInfo], State]]:
+) -> Iterator[tuple[Sequence[ClientInfo], Payload]]:
     """Yields clients with the state of the last round that they find after missing the one before.
 
     Where all take part, the last client of each budget is left out, half of the budgets at a time, so that
@@ -129,9 +128,9 @@ def _last_of_budgets(clients: Sequence[ClientInfo]) -> dict[Budget, ClientInfo]:
     return {client.budget: client for client in clients}
 
 
-def _after(method: Method, state: State, model: ModelInfo, clients: Sequence[ClientInfo], number: int) -> State:
+def _after(method: Method, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo], number: int) -> Payload:
     """Returns the state after a round in which these clients took part."""
-    rng, entry = torch_rng(number, "uploads"), SERVERS[method.name]
+    rng = torch_rng(number, "uploads")
 
     def uploads() -> Iterator[Upload]:
         for client in clients:
@@ -139,16 +138,16 @@ def _after(method: Method, state: State, model: ModelInfo, clients: Sequence[Cli
             sent = {
                 name: torch.rand(shape, generator=rng)
                 for name, shape in method.expected_upload(model, client, download).items()
-                if not (entry.leave_out and isinstance(shape, Omissible))
+                if not (method.costs.leave_out and isinstance(shape, Omissible))
             }
-            yield Upload(number, client, Payload(sent, entry.scalars(download)))
+            yield Upload(number, client, Payload(sent, method.expected_scalars(download)))
 
     return method.aggregate(state, uploads())
 
 
-def _exchange(method: Method, state: State, model: ModelInfo, client: ClientInfo, wire_dtype: torch.dtype) -> Exchange:
+def _exchange(method: Method, state: Payload, model: ModelInfo, client: ClientInfo, wire_dtype: torch.dtype) -> Exchange:
     download = method.download(state, model, client)
-    scalars = SERVERS[method.name].scalars(download)
+    scalars = method.expected_scalars(download)
     shapes = method.expected_upload(model, client, download)
     needed = {name: shape for name, shape in shapes.items() if not isinstance(shape, Omissible)}
     received = {name: _sent(tensor, wire_dtype) for name, tensor in download.tensors.items()}

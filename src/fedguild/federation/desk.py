@@ -31,11 +31,11 @@ from fedguild.export.run import export_own
 from fedguild.federation.agreement import Agreement
 from fedguild.federation.secret import private_seed, run_secret
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.progress import Silent
 from fedguild.scoring import score_clients
 from fedguild.seeding import numpy_rng
-from fedguild.server.method import State
+from fedguild.payload import Payload
 from fedguild.server.rounds import Task
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (
@@ -285,6 +285,5 @@ def facts_of(config: Config) -> dict[str, Any]:
     return {"config": settings}
 
 
-def _state(parcel: Parcel) -> State:
-    payload = read_upload(parcel.body, "The state")
-    return State(payload.tensors, payload.scalars)
+def _state(parcel: Parcel) -> Payload:
+    return read_upload(parcel.body, "The state")

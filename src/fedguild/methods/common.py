@@ -16,11 +16,13 @@ from fedguild.errors import ConfigError
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.lora import initial_value
-from fedguild.model.plan import AdapterPart, AdapterPlan, ModelInfo, adapter_shapes
+from fedguild.model.adapters.part import AdapterPart
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.payload import Payload
 from fedguild.seeding import derive, torch_rng
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.method import Deployment, Upload
 
 ADAPTER = "adapter"
 """The payload part that holds the trainables that are aggregated."""
@@ -71,9 +73,9 @@ def active_experts_of(model: ModelInfo, budget: Budget) -> int | None:
     return require_within_top_k(model, budget) if model.moe else None
 
 
-def without(state: State, *names: str) -> State:
+def without(state: Payload, *names: str) -> Payload:
     """Returns a state without some of its tensors."""
-    return State({name: value for name, value in state.tensors.items() if name not in names}, state.scalars)
+    return Payload({name: value for name, value in state.tensors.items() if name not in names}, state.scalars)
 
 
 class AveragingSettings(BaseModel):
@@ -129,7 +131,7 @@ def averaging_plan(model: ModelInfo, settings: AveragingSettings) -> AdapterPlan
     )
 
 
-def mean_by_size(state: State, uploads: Iterable[Upload]) -> State:
+def mean_by_size(state: Payload, uploads: Iterable[Upload]) -> Payload:
     """Returns a state of the uploads' size-weighted mean, sum_c n_c theta_c / sum_c n_c; without uploads the old one.
 
     Args:
@@ -139,7 +141,7 @@ def mean_by_size(state: State, uploads: Iterable[Upload]) -> State:
     mean = WeightedMean()
     for upload in uploads:
         mean.add(upload.payload.part(ADAPTER), float(upload.client.examples))
-    return State(mean.result(state.tensors))
+    return Payload(mean.result(state.tensors))
 
 
 def kept_or_global(memory: Payload, global_model: Deployment) -> Deployment:

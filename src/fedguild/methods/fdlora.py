@@ -46,11 +46,12 @@ from fedguild.client.cohort import Cohort
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError
 from fedguild.methods.common import ADAPTER, in_part, initial_adapter
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import derive
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.method import Deployment, Upload
 
 VELOCITY = "velocity"
 PERSONAL = "personal"
@@ -108,7 +109,7 @@ class FDLoRA:
             dropout=settings.dropout,
         )
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Returns the LoRA that stage 1 begins with (A random, B = 0), and v = 0.
 
         Raises:
@@ -117,11 +118,11 @@ class FDLoRA:
         _nevergrad()
         shared = initial_adapter(model, self.plan(model, budgets[0]), rng)
         velocity = {name: torch.zeros_like(value) for name, value in shared.items()}
-        return State({**with_part(ADAPTER, shared), **with_part(VELOCITY, velocity)}, {"rounds": 0})
+        return Payload({**with_part(ADAPTER, shared), **with_part(VELOCITY, velocity)}, {"rounds": 0})
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 4: theta_s."""
-        return Payload(with_part(ADAPTER, Payload(state.tensors).part(ADAPTER)))
+        return Payload(with_part(ADAPTER, state.part(ADAPTER)))
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 1, 4 and 5, then line 8."""
@@ -150,7 +151,7 @@ class FDLoRA:
         """Returns the names and shapes of theta_s^i."""
         return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 2 after stage 1, then lines 6 and 7."""
         before = Payload(state.tensors)
         shared, velocity = before.part(ADAPTER), before.part(VELOCITY)
@@ -164,13 +165,13 @@ class FDLoRA:
             gradient = {name: shared[name] - mean[name] for name in shared}
             velocity = {name: momentum * velocity[name] + gradient[name] for name in shared}
             mean = {name: shared[name] - rate * (gradient[name] + momentum * velocity[name]) for name in shared}
-        return State({**with_part(ADAPTER, mean), **with_part(VELOCITY, velocity)}, {"rounds": rounds + 1})
+        return Payload({**with_part(ADAPTER, mean), **with_part(VELOCITY, velocity)}, {"rounds": rounds + 1})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns theta_s."""
-        return Deployment(self.plan(model, budget), Payload(state.tensors).part(ADAPTER))
+        return Deployment(self.plan(model, budget), state.part(ADAPTER))
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Line 9; theta_s for a client that has no personal adapter yet."""
         deployment = self.deploy(state, model, client.budget)
         if not memory.tensors:

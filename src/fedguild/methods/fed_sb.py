@@ -56,11 +56,13 @@ from fedguild.client.gradients import (
 )
 from fedguild.errors import ConfigError
 from fedguild.methods.common import ADAPTER, active_experts_of, in_part, new_seed, without, zero_adapter
-from fedguild.model.plan import AdapterPlan, ModelInfo, targeted_shapes, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.targets import targeted_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import torch_rng
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.method import Deployment, Upload
 from fedguild.server.sketch import leading, random_orthonormal, reconstructed
 
 BASIS, GRADIENT = "basis", "gradient"
@@ -134,17 +136,17 @@ class FedSB:
                 )
         return plan
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Returns a state without A and B, or with random ones where they come from nowhere."""
         plans = [self.plan(model, budget) for budget in budgets]
         seed = new_seed(rng)
         holders = {HOLDERS: torch.zeros(0, dtype=torch.int64)}
         if self.settings.start != "random":
-            return State(holders, {STAGE: "gradient", SEED: seed})
+            return Payload(holders, {STAGE: "gradient", SEED: seed})
         nothing = {module: torch.zeros(shape) for module, shape in targeted_shapes(model, plans[0]).items()}
-        return State({**holders, **self._factors(nothing.items(), seed)}, {STAGE: "training", SEED: seed})
+        return Payload({**holders, **self._factors(nothing.items(), seed)}, {STAGE: "training", SEED: seed})
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Lines 1 and 6: what the round is for; R, and A and B to a client that does not have them."""
         known = Payload(state.tensors)
         holds = self.settings.send_basis == "once" and client.index in state.tensors[HOLDERS].tolist()
@@ -178,7 +180,7 @@ class FedSB:
         right = {f"{module}.lora_A": (*shape[:-2], rows_of_psi(size), shape[-1]) for module, shape in shapes}
         return in_part(GRADIENT, {**left, **right})
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 3 and 4, or line 8; the R of a client without A and B does not count."""
         part = GRADIENT if state.scalars[STAGE] == "gradient" else ADAPTER
         mean, holders = WeightedMean(), set(state.tensors[HOLDERS].tolist())
@@ -197,24 +199,24 @@ class FedSB:
             shapes |= {name: value.shape for name, value in sent.items()}
         kept = {HOLDERS: torch.tensor(sorted(holders), dtype=torch.int64)}
         if part == ADAPTER:
-            trained = mean.result(Payload(state.tensors).part(ADAPTER))
-            return State({**state.tensors, **with_part(ADAPTER, trained), **kept}, state.scalars)
+            trained = mean.result(state.part(ADAPTER))
+            return Payload({**state.tensors, **with_part(ADAPTER, trained), **kept}, state.scalars)
         if not shapes:
             return state
         seed = int(state.scalars[SEED])
         gradients = mean.result({name: torch.zeros(()).expand(shape) for name, shape in shapes.items()})
-        return State({**kept, **self._factors(whole_gradients(gradients, seed), seed)}, {STAGE: "training", SEED: seed})
+        return Payload({**kept, **self._factors(whole_gradients(gradients, seed), seed)}, {STAGE: "training", SEED: seed})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns B R A; before the first round it is zero."""
         plan, known = self.plan(model, budget), Payload(state.tensors)
         return Deployment(plan, {**known.part(BASIS), **known.part(ADAPTER)} or zero_adapter(model, plan))
 
-    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Returns the state without who took part."""
         return without(state, HOLDERS)
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global model: A and B, which a client keeps, are the same for all."""
         return self.deploy(state, model, client.budget)
 

@@ -53,12 +53,13 @@ from fedguild.methods.common import new_seed
 from fedguild.model.adapters.mole import Held, Mixture, MixtureOfLora
 from fedguild.model.adapters.mole_embeddings import Embeddings
 from fedguild.model.adapters.mole_pool import STACK, held_experts, single_experts, stacked_experts
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import numpy_rng, torch_rng
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.assignment import AssignmentRules, assign_experts, selection_probability
-from fedguild.server.method import Deployment, Observation, State, Upload
+from fedguild.server.method import Deployment, Observation, Upload
 
 COMMON = "common"
 """The payload part with the shared experts and W^t, which every client gets."""
@@ -142,7 +143,7 @@ class Pool:
     round: int
 
     @classmethod
-    def of(cls, state: State) -> Pool:
+    def of(cls, state: Payload) -> Pool:
         """Reads a state."""
         parts, scalars = Payload(state.tensors), state.scalars
         return cls(
@@ -156,12 +157,12 @@ class Pool:
             round=int(scalars["round"]),
         )
 
-    def state(self) -> State:
+    def state(self) -> Payload:
         """Returns it as a state."""
         parts = {COMMON: self.common, EXPERTS: self.experts, TOKEN: self.token}
         parts |= {"assigned": self.assigned, "before": self.before}
         tensors = {name: value for part, held in parts.items() for name, value in with_part(part, held).items()}
-        return State({**tensors, "known": self.known}, {"seed": self.seed, "round": self.round})
+        return Payload({**tensors, "known": self.known}, {"seed": self.seed, "round": self.round})
 
     @property
     def modules(self) -> list[str]:
@@ -194,7 +195,7 @@ class FedAMoLE:
         """Returns a mixture with room for b experts on every target, whatever the budget."""
         return self._plan()
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1, but for the assignment, which `enroll` makes."""
         mixture, common, experts = self._mixture(), {}, {}
         for name, shape in mixture.shapes(model).items():
@@ -208,7 +209,7 @@ class FedAMoLE:
         seed = new_seed(rng)
         return Pool(common, experts, {}, {}, {}, torch.zeros(0, dtype=torch.bool), seed, 0).state()
 
-    def enroll(self, state: State, model: ModelInfo, clients: Sequence[ClientInfo]) -> State:
+    def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
         """Line 1's assignment.
 
         Raises:
@@ -223,7 +224,7 @@ class FedAMoLE:
         assigned = self._assigned(pool, self._random_scores(pool))
         return replace(pool, assigned=assigned, before=assigned).state()
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3: the shared experts, W^t, and the domain experts with d_ij = 1, named by their ids."""
         pool = Pool.of(state)
         held = {module: rows[client.index].nonzero().flatten() for module, rows in pool.assigned.items()}
@@ -257,7 +258,7 @@ class FedAMoLE:
                 shapes[f"{EXPERT}/{module}"] = (len(ids), self.settings.rank)
         return shapes
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 7 to 10."""
         pool, mean = Pool.of(state), WeightedMean()
         token, known = {module: rows.clone() for module, rows in pool.token.items()}, pool.known.clone()
@@ -283,14 +284,14 @@ class FedAMoLE:
         )
         return replace(pool, assigned=self._next_assignment(pool)).state()
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> None:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> None:
         """Returns None: every client has a model of its own."""
 
-    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Returns what the client would receive next: its own experts, and nothing of who has which others."""
-        return State(self.download(state, model, client).tensors)
+        return Payload(self.download(state, model, client).tensors)
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the client's model as it left its own training, or what it would receive next."""
         received = self.download(state, model, client) if "known" in state.tensors else Payload(state.tensors)
         own = memory if memory.tensors else received
@@ -309,7 +310,7 @@ class FedAMoLE:
         widths = torch.tensor([pool.experts[f"{module}{STACK}.lora_A"].shape[width] for module in pool.modules])
         return token @ expert.mT / widths.double().sqrt()[:, None, None]
 
-    def observe(self, state: State, model: ModelInfo) -> Sequence[Observation]:
+    def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
         """Returns P of the last module (Figure 8), experts per client, the share kept, and client 0's (Table 6)."""
         pool = Pool.of(state)
         clients = [f"client {index}" for index in range(len(pool.known))]

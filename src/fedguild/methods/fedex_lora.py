@@ -45,12 +45,13 @@ from fedguild.methods.common import (
     size_shares,
     without,
 )
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.low_rank import Factors, by_module, stack
 from fedguild.server.merges import HOLDERS, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.method import Deployment, Upload
 
 
 class FedExLoRASettings(BaseModel):
@@ -98,16 +99,16 @@ class FedExLoRA:
         settings, active = self.settings, active_experts_of(model, budget)
         return AdapterPlan(settings.rank, self.scale, settings.targets, active, dropout=settings.dropout)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
         plans, unchanged = [self.plan(model, budget) for budget in budgets], no_merges()
         adapter = initial_adapter(model, plans[0], rng)
-        return State({**unchanged.tensors, **with_part(ADAPTER, adapter)}, unchanged.scalars)
+        return Payload({**unchanged.tensors, **with_part(ADAPTER, adapter)}, unchanged.scalars)
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3: the global A and B, and the residuals that the client lacks."""
         sent = delivery(state, client)
-        return Payload({**sent.tensors, **with_part(ADAPTER, Payload(state.tensors).part(ADAPTER))}, sent.scalars)
+        return Payload({**sent.tensors, **with_part(ADAPTER, state.part(ADAPTER))}, sent.scalars)
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
@@ -125,7 +126,7 @@ class FedExLoRA:
         """Returns the names and shapes of A_c and B_c."""
         return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 5 and 6; holds all uploads, as the residual needs the average first."""
         held = collected(uploads)
         shares = size_shares(held) if self.settings.weights == "size" else [1 / len(held) for _ in held]
@@ -135,19 +136,19 @@ class FedExLoRA:
         parts = [(upload.payload.part(ADAPTER), share) for upload, share in zip(held, shares, strict=True)]
         for tensors, share in parts:
             average.add(tensors, share)
-        adapter = average.result(Payload(state.tensors).part(ADAPTER))
+        adapter = average.result(state.part(ADAPTER))
         merged = appended(state, residual(parts, adapter, self.scale), held)
-        return State({**merged.tensors, **with_part(ADAPTER, adapter)}, merged.scalars)
+        return Payload({**merged.tensors, **with_part(ADAPTER, adapter)}, merged.scalars)
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global A, B on the backbone with all residuals."""
-        return Deployment(self.plan(model, budget), Payload(state.tensors).part(ADAPTER), merges(state))
+        return Deployment(self.plan(model, budget), state.part(ADAPTER), merges(state))
 
-    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Returns the state without who took part."""
         return without(state, HOLDERS)
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global model: nothing is private."""
         return self.deploy(state, model, client.budget)
 

@@ -35,10 +35,11 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.methods.common import ADAPTER, in_part
 from fedguild.model.adapters.soft_prompt import SoftPrompt
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.method import Deployment, Upload
 
 TEXT = (
     "Generate a clear and direct response that accurately fulfills the task based on the provided instruction "
@@ -76,11 +77,11 @@ class FedPrompt:
         """Returns a soft prompt and no LoRA, the same for every budget."""
         return AdapterPlan(rank=1, scale=1.0, targets=(), parts=(SoftPrompt(self.settings.tokens, self.settings.text),))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Returns an empty state: whoever runs the model has line 1."""
-        return State()
+        return Payload()
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3: P; nothing before the first round."""
         return Payload(with_part(ADAPTER, state.tensors))
 
@@ -102,19 +103,19 @@ class FedPrompt:
         """Returns the name and shape of P_i."""
         return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5."""
         before, mean = state.tensors, WeightedMean()
         for upload in uploads:
             sent = upload.payload.part(ADAPTER)
             before = before or sent
             mean.add(sent, 1.0)
-        return State(mean.result(before))
+        return Payload(mean.result(before))
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns P; the text's embeddings before the first round."""
         return Deployment(self.plan(model, budget), state.tensors)
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the prompt that the client kept, and the global one where it kept none."""
         return Deployment(self.plan(model, client.budget), memory.tensors or state.tensors)

@@ -34,10 +34,11 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.methods.common import ADAPTER, in_part, initial_adapter
 from fedguild.model.adapters.soft_prompt import PROMPT, EncodedPrompt, SoftPrompt, encoded_prompt
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.method import Deployment, Upload
 
 
 class FedPTuningSettings(BaseModel):
@@ -69,11 +70,11 @@ class FedPTuning:
         part = EncodedPrompt(self.settings.tokens, self.settings.width, model.hidden)
         return AdapterPlan(rank=1, scale=1.0, targets=(), parts=(part,))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
-        return State(initial_adapter(model, self.plan(model, budgets[0]), rng))
+        return Payload(initial_adapter(model, self.plan(model, budgets[0]), rng))
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3: E and MLP."""
         return Payload(with_part(ADAPTER, state.tensors))
 
@@ -95,18 +96,18 @@ class FedPTuning:
         """Returns the names and shapes of E_i and MLP_i."""
         return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5."""
         mean = WeightedMean()
         for upload in uploads:
             mean.add(upload.payload.part(ADAPTER), 1.0)
-        return State(mean.result(state.tensors))
+        return Payload(mean.result(state.tensors))
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Line 6."""
         return self._deployed(encoded_prompt(state.tensors))
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the prompt that the client kept, and the global one where it kept none."""
         if memory.tensors:
             return self._deployed(memory.tensors[PROMPT])

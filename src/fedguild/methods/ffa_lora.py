@@ -34,11 +34,12 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.methods.common import ADAPTER, active_experts_of, in_part, new_seed
 from fedguild.model.adapters.lora import kaiming_uniform
-from fedguild.model.plan import AdapterPlan, ModelInfo, adapter_shapes, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import torch_rng
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.method import Deployment, Upload
 
 SEED = "seed"
 """The scalar that A is drawn from, in the state and in every download."""
@@ -83,13 +84,13 @@ class FFALoRA:
             frozen=("lora_A",),
         )
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
         plans = [self.plan(model, budget) for budget in budgets]
         zeros = {name: torch.zeros(shape) for name, shape in trainable_shapes(model, plans[0]).items()}
-        return State(zeros, {SEED: new_seed(rng)})
+        return Payload(zeros, {SEED: new_seed(rng)})
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3: the global B, and what A is drawn from."""
         return Payload(with_part(ADAPTER, state.tensors), {SEED: state.scalars[SEED]})
 
@@ -109,20 +110,20 @@ class FFALoRA:
         """Returns the names and shapes of every B."""
         return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5."""
         mean = WeightedMean()
         for upload in uploads:
             weight = float(upload.client.examples) if self.settings.weights == "size" else 1.0
             mean.add(upload.payload.part(ADAPTER), weight)
-        return State(mean.result(state.tensors), state.scalars)
+        return Payload(mean.result(state.tensors), state.scalars)
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the shared A and the global B."""
         plan = self.plan(model, budget)
         return Deployment(plan, {**shared_factors(model, plan, int(state.scalars[SEED])), **state.tensors})
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global model: a client keeps nothing of its own."""
         return self.deploy(state, model, client.budget)
 

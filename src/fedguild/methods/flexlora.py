@@ -39,11 +39,12 @@ from torch.nn.functional import pad
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.methods.common import ADAPTER, collected, in_part, initial_adapter, require_within_rank, scaled_products
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import truncate_rank
 from fedguild.server.low_rank import Factors, by_module, decompose, named, stack, truncate, weighted_product
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.method import Deployment, Upload
 
 
 class FlexLoRASettings(BaseModel):
@@ -83,14 +84,14 @@ class FlexLoRA:
         """Returns alpha / r_c."""
         return self.settings.alpha / budget.rank
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1; Delta W is 0."""
         for budget in budgets:
             self.plan(model, budget)
         settings = self.settings
-        return State(initial_adapter(model, AdapterPlan(settings.rank, 1.0, settings.targets), rng))
+        return Payload(initial_adapter(model, AdapterPlan(settings.rank, 1.0, settings.targets), rng))
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3."""
         return Payload(with_part(ADAPTER, self.deploy(state, model, client.budget).tensors))
 
@@ -108,15 +109,15 @@ class FlexLoRA:
         """Returns the names and shapes of A_c and B_c."""
         return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 5 and 6, the clients in their order; holds all uploads, but one module's sum at a time."""
         parts = scaled_products(collected(uploads), self.scale_of)
         if not parts:
             return state
         before = by_module(state.tensors)
-        return State(named({module: self._leading(own, before[module]) for module, own in weighted_product(parts)}))
+        return Payload(named({module: self._leading(own, before[module]) for module, own in weighted_product(parts)}))
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the best approximation of Delta W at the budget's rank, in LoRA's scale."""
         plan = self.plan(model, budget)
         truncated = by_module(truncate_rank(state.tensors, plan.rank))
@@ -124,7 +125,7 @@ class FlexLoRA:
             plan, named({name: Factors(own.down, own.up / plan.scale) for name, own in truncated.items()})
         )
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global model at the client's rank: nothing is private."""
         return self.deploy(state, model, client.budget)
 

@@ -46,11 +46,12 @@ from fedguild.methods.common import (
     without,
     zero_adapter,
 )
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.server.low_rank import weighted_product
 from fedguild.server.merges import HOLDERS, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.method import Deployment, Upload
 
 
 class FloraSettings(BaseModel):
@@ -92,14 +93,14 @@ class Flora:
         """Returns s_c."""
         return self.settings.scale or self.settings.alpha / budget.rank
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """The backbone as published; Delta W is 0."""
         for budget in budgets:
             trainable_shapes(model, self.plan(model, budget))
         unchanged = no_merges()
-        return State(unchanged.tensors, {**unchanged.scalars, ADAPTER_SEED: new_seed(rng)})
+        return Payload(unchanged.tensors, {**unchanged.scalars, ADAPTER_SEED: new_seed(rng)})
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 5 of the rounds before, as far as the client lacks them, and the seed of line 2."""
         sent = delivery(state, client)
         seed = fresh_seed(int(state.scalars[ADAPTER_SEED]), int(state.scalars[VERSION]), client)
@@ -122,24 +123,24 @@ class Flora:
         """Returns the names and shapes of A_c and B_c."""
         return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 4; holds all uploads, as the stack does."""
         held = collected(uploads)
         parts = scaled_products(held, self.scale_of)
         if not parts:
             return state
         merged = appended(state, dict(weighted_product(parts)), held)
-        return State(merged.tensors, {**state.scalars, **merged.scalars})
+        return Payload(merged.tensors, {**state.scalars, **merged.scalars})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the merged backbone, whole for every budget, under an adapter of zeros."""
         plan = self.plan(model, budget)
         return Deployment(plan, zero_adapter(model, plan), merges(state))
 
-    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Returns the state without who took part."""
         return without(state, HOLDERS)
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global model: nothing is private."""
         return self.deploy(state, model, client.budget)

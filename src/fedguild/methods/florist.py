@@ -50,12 +50,13 @@ from fedguild.methods.common import (
     without,
     zero_adapter,
 )
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import Factors, Svd, by_module, decompose, named, weighted_product
 from fedguild.server.merges import HOLDERS, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.method import Deployment, Upload
 
 PAIR = "pair"
 """The part of the state and of downloads with B_g and A_g, where they are not merged."""
@@ -105,17 +106,17 @@ class Florist:
         """Returns s_c."""
         return self.settings.alpha / budget.rank
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """The backbone as published, and no pair."""
         for budget in budgets:
             trainable_shapes(model, self.plan(model, budget))
         unchanged = no_merges()
-        return State(unchanged.tensors, {**unchanged.scalars, ADAPTER_SEED: new_seed(rng), COUNT: 0})
+        return Payload(unchanged.tensors, {**unchanged.scalars, ADAPTER_SEED: new_seed(rng), COUNT: 0})
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 8: the pairs to merge that the client lacks, or the one that it trains on; and a seed for line 2."""
         sent = delivery(state, client)
-        pair = with_part(PAIR, Payload(state.tensors).part(PAIR))
+        pair = with_part(PAIR, state.part(PAIR))
         seed = fresh_seed(int(state.scalars[ADAPTER_SEED]), int(state.scalars[COUNT]), client)
         return Payload({**sent.tensors, **pair}, {**sent.scalars, ADAPTER_SEED: seed})
 
@@ -138,7 +139,7 @@ class Florist:
         """Returns the names and shapes of A_c and B_c."""
         return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 4 to 7; holds all uploads, but one module's stack at a time."""
         held = collected(uploads)
         parts = scaled_products(held, self.scale_of)
@@ -150,24 +151,24 @@ class Florist:
         }
         counted = {**state.scalars, COUNT: int(state.scalars[COUNT]) + 1}
         if self.settings.next_round == "truncate":
-            return State({**state.tensors, **with_part(PAIR, named(pair))}, counted)
+            return Payload({**state.tensors, **with_part(PAIR, named(pair))}, counted)
         merged = appended(state, pair, held)
-        return State(merged.tensors, {**counted, **merged.scalars})
+        return Payload(merged.tensors, {**counted, **merged.scalars})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the backbone with all pairs merged, or the whole newest pair on it; the same for every budget."""
-        pair = Payload(state.tensors).part(PAIR)
+        pair = state.part(PAIR)
         if not pair:
             plan = self.plan(model, budget)
             return Deployment(plan, zero_adapter(model, plan), merges(state))
         rank = max(factors.rank for factors in by_module(pair).values())
         return Deployment(AdapterPlan(rank, 1.0, self.settings.targets), pad_rank(pair, rank)[0])
 
-    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Returns the state without who took part."""
         return without(state, HOLDERS)
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global model: nothing is private."""
         return self.deploy(state, model, client.budget)
 

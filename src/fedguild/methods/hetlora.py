@@ -48,11 +48,12 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.methods.common import ADAPTER, in_part, initial_adapter, require_within_rank
 from fedguild.model.adapters.storage import SlotTensor
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import Weight, WeightedMean, pad_rank, rank_axis, truncate_rank
 from fedguild.server.low_rank import DOWN, UP, by_module, product_norm
-from fedguild.server.method import Deployment, Observation, State, Upload
+from fedguild.server.method import Deployment, Observation, Upload
 from fedguild.server.validation import Omissible
 
 TAIL = "tail"
@@ -102,21 +103,21 @@ class HetLoRA:
         rank = require_within_rank(budget, settings.rank)
         return AdapterPlan(rank, settings.alpha / settings.rank, settings.targets, dropout=settings.dropout)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
         for budget in budgets:
             self.plan(model, budget)
         settings = self.settings
-        return State(with_part(ADAPTER, initial_adapter(model, AdapterPlan(settings.rank, 1.0, settings.targets), rng)))
+        return Payload(with_part(ADAPTER, initial_adapter(model, AdapterPlan(settings.rank, 1.0, settings.targets), rng)))
 
-    def enroll(self, state: State, model: ModelInfo, clients: Sequence[ClientInfo]) -> State:
+    def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
         """Line 1: every client's rank is its budget's."""
         ranks = torch.zeros(1 + max(client.index for client in clients), dtype=torch.int64)
         for client in clients:
             ranks[client.index] = client.budget.rank
-        return State({**state.tensors, RANKS: ranks})
+        return Payload({**state.tensors, RANKS: ranks})
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3."""
         return self._parted(self.personalize(state, model, client, Payload()).tensors)
 
@@ -148,7 +149,7 @@ class HetLoRA:
         tail = in_part(TAIL, trainable_shapes(model, replace(plan, rank=rank - kept)))
         return {**shapes, **{name: Omissible(shape) for name, shape in tail.items()}}
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 6 and 7, as running means over the uploads."""
         weighted, uniform = PaddedMean(self.settings.rank), PaddedMean(self.settings.rank)
         ranks = state.tensors[RANKS].clone()
@@ -158,26 +159,26 @@ class HetLoRA:
             weighted.add(adapter, self._weights(adapter, upload.client))
             if self.settings.weights == "norm":
                 uniform.add(adapter, 1.0)
-        adapter = weighted.result(uniform.result(Payload(state.tensors).part(ADAPTER)))
-        return State({**with_part(ADAPTER, adapter), RANKS: ranks})
+        adapter = weighted.result(uniform.result(state.part(ADAPTER)))
+        return Payload({**with_part(ADAPTER, adapter), RANKS: ranks})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global A, B truncated to the budget's rank."""
         plan = self.plan(model, budget)
-        return Deployment(plan, truncate_rank(Payload(state.tensors).part(ADAPTER), plan.rank))
+        return Deployment(plan, truncate_rank(state.part(ADAPTER), plan.rank))
 
-    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Returns A, B at the client's own rank, and nobody's rank."""
-        return State(with_part(ADAPTER, self.personalize(state, model, client, Payload()).tensors))
+        return Payload(with_part(ADAPTER, self.personalize(state, model, client, Payload()).tensors))
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global A, B truncated to the client's own rank, pruned or not."""
-        adapter = Payload(state.tensors).part(ADAPTER)
+        adapter = state.part(ADAPTER)
         rank = int(state.tensors[RANKS][client.index]) if RANKS in state.tensors else rank_of(adapter)
         plan = replace(self.plan(model, client.budget), rank=rank)
         return Deployment(plan, truncate_rank(adapter, rank))
 
-    def observe(self, state: State, model: ModelInfo) -> Sequence[Observation]:
+    def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
         """Returns every client's rank."""
         ranks = state.tensors[RANKS]
         return [Observation("rank", ranks.float(), [f"client {index}" for index in range(len(ranks))])]

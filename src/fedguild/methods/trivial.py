@@ -32,10 +32,11 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.methods.common import ADAPTER, in_part, initial_adapter, mean_by_size
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import rank_axis
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.method import Deployment, Upload
 
 
 class TrivialSettings(BaseModel):
@@ -66,14 +67,14 @@ class Trivial:
         """Returns LoRA at the budget's rank; all of the model's experts stay active."""
         return self._plan(budget.rank)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1: every trainable under its budget's name, `{budget}/{name}`."""
         tensors: dict[str, Tensor] = {}
         for name, budget in {budget.name: budget for budget in budgets}.items():
             tensors |= with_part(name, initial_adapter(model, self.plan(model, budget), rng))
-        return State(tensors)
+        return Payload(tensors)
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 4: every budget's A^b, B^b."""
         return Payload(with_part(ADAPTER, state.tensors))
 
@@ -96,15 +97,15 @@ class Trivial:
         """Returns the names and shapes of what the client received."""
         return in_part(ADAPTER, {name: tuple(value.shape) for name, value in download.part(ADAPTER).items()})
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5, of all budgets at once."""
         return mean_by_size(state, uploads)
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the model of the budget's own federation."""
-        return Deployment(self.plan(model, budget), Payload(state.tensors).part(budget.name))
+        return Deployment(self.plan(model, budget), state.part(budget.name))
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the model of the client's budget: a client keeps nothing of its own."""
         return self.deploy(state, model, client.budget)
 

@@ -58,10 +58,11 @@ from fedguild.client.pseudo_gradient import (
 from fedguild.client.schedule import learning_rate
 from fedguild.methods.common import ADAPTER, in_part, initial_adapter, require_within_top_k, without
 from fedguild.model.adapters.modulated_routing import Gating, ModulatedRouting, Modulation
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Deployment, Observation, State, Upload
+from fedguild.server.method import Deployment, Observation, Upload
 from fedguild.server.utilisation import UtilisationRate, evenness, following, modulate
 
 PHI = "phi"
@@ -173,7 +174,7 @@ class UbSmoe:
             parts=(part,),
         )
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
         for budget in budgets:
             self.plan(model, budget)
@@ -185,7 +186,7 @@ class UbSmoe:
             LOST: torch.zeros(()),
             **{name: torch.zeros(len(model.moe) + 1) for name in self._cosines},
         }
-        return State(
+        return Payload(
             {
                 **with_part(ADAPTER, tensors),
                 **with_part(PHI, phi),
@@ -196,13 +197,13 @@ class UbSmoe:
             {VERSION: 0, "step_size": 0.0, "mean_active": 0.0},
         )
 
-    def enroll(self, state: State, model: ModelInfo, clients: Sequence[ClientInfo]) -> State:
+    def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
         """K-bar, by the clients' examples (Algorithm 1, line 5)."""
         examples = sum(client.examples for client in clients)
         active = sum(client.examples * client.budget.active_experts for client in clients)
-        return State(state.tensors, {**state.scalars, "mean_active": active / examples})
+        return Payload(state.tensors, {**state.scalars, "mean_active": active / examples})
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Theta, phi and, to clients that cannot derive it, G~ (before the first round it is 0)."""
         known = Payload(state.tensors)
         held = client.index in state.tensors[HOLDERS].tolist() or state.scalars[VERSION] == 0
@@ -269,7 +270,7 @@ class UbSmoe:
             WITHOUT: (),
         }
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 9 to 13, as running means over the uploads."""
         adapter, step_size, cosine, rate = WeightedMean(), WeightedMean(), WeightedMean(), UtilisationRate()
         delivered, lost = list[tuple[int, int]](), 0.0
@@ -306,22 +307,22 @@ class UbSmoe:
             LOST: torch.tensor(lost),
         }
         version = int(state.scalars[VERSION]) + 1
-        return State(tensors, {**state.scalars, VERSION: version, "step_size": eta_gamma})
+        return Payload(tensors, {**state.scalars, VERSION: version, "step_size": eta_gamma})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global LoRA and phi with the budget's K."""
         known = Payload(state.tensors)
         return Deployment(self.plan(model, budget), {**known.part(ADAPTER), **known.part(PHI)})
 
-    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Returns the state without who took part."""
         return without(state, HOLDERS)
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global model at the client's budget: nothing is private."""
         return self.deploy(state, model, client.budget)
 
-    def observe(self, state: State, model: ModelInfo) -> Sequence[Observation]:
+    def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
         """Returns how evenly the round used the experts, how phi follows it, and what G~ is worth."""
         known = Payload(state.tensors)
         rates, phi = known.part(UTILISATION), known.part(PHI)

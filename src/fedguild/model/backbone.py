@@ -24,7 +24,7 @@ from fedguild.model.known import find_known, known_models
 from fedguild.model.merging import merged
 from fedguild.model.moe.switch import stack_experts
 from fedguild.model.moe.view import MoeLayer, attach, find_moe_layers
-from fedguild.model.plan import LinearInfo, ModelInfo
+from fedguild.model.info import LinearInfo, ModelInfo
 from fedguild.model.runtime import Runtime
 from fedguild.model.tiny import CHECKPOINT
 

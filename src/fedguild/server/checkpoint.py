@@ -16,7 +16,7 @@ from typing import Any
 from fedguild.errors import CheckpointError, FedGuildError
 from fedguild.packing import Scalar, pack, unpack
 from fedguild.sealed import read_sealed, remove_leftovers, write_sealed
-from fedguild.server.method import State
+from fedguild.payload import Payload
 
 _SUFFIX = ".checkpoint"
 _FILE_NAME = re.compile(r"round-(\d+)" + re.escape(_SUFFIX))
@@ -33,14 +33,14 @@ class Checkpoint:
     """
 
     round: int
-    state: State
+    state: Payload
     extra: Mapping[str, Any]
 
 
 def save(
     folder: Path,
     round: int,
-    state: State,
+    state: Payload,
     *,
     fingerprint: str,
     extra: Mapping[str, Any] | None = None,
@@ -109,7 +109,7 @@ def load(folder: Path, round: int, *, fingerprint: str) -> Checkpoint:
             f"this run's is {fingerprint}.",
             "Resume with the config that the run began with, or start a new run in another folder.",
         )
-    return Checkpoint(header["round"], State(tensors, header["state"]), header["extra"])
+    return Checkpoint(header["round"], Payload(tensors, header["state"]), header["extra"])
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

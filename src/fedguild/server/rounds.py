@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.errors import UploadError
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.clock import Clock
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms, not_needed, too_late
-from fedguild.server.method import Method, State, Upload
+from fedguild.server.method import Method, Upload
 from fedguild.server.sampling import require_quorum, sample, wanted_count
 from fedguild.server.validation import check_size, check_upload
 from fedguild.wire.accounting import Traffic, count_traffic, size_bytes
@@ -112,7 +112,7 @@ class Outcome:
     """
 
     round: int
-    state: State
+    state: Payload
     asked: list[ClientInfo]
     deliveries: list[Delivery] = field(default_factory=list)
     traffic: dict[int, Traffic] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class Outcome:
 def run_round(
     round_index: int,
     method: Method,
-    state: State,
+    state: Payload,
     model: ModelInfo,
     clients: Sequence[ClientInfo],
     engine: Engine,

@@ -15,17 +15,18 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from fedguild.errors import ConfigError, ModelError
+from fedguild.model.adapters.part import AdapterHost, AdapterPart
+from fedguild.model.adapters.storage import Layout
+from fedguild.model.info import ModelInfo
 from fedguild.model.moe.routing import RoutingRule
 from fedguild.model.moe.view import MoeLayer
-from fedguild.model.plan import ModelInfo
-from fedguild.model.slots import SlotModel
 
 Modulation = Literal["candidate", "preserve", "none"]
 Gating = Literal["renormalised", "native"]
 
 
 @dataclass(frozen=True)
-class ModulatedRouting:
+class ModulatedRouting(AdapterPart):
     """The part of a plan that modulates the routing; the same for all slots of a cohort.
 
     Attributes:
@@ -43,7 +44,7 @@ class ModulatedRouting:
     learned: bool = True
 
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
-        """Returns `{block}.phi` -> [M] of every MoE layer; nothing without modulation.
+        """Returns `{block}.phi` -> [M] of every MoE layer, 0 at the start (Algorithm 1, line 3); none unmodulated.
 
         Raises:
             ConfigError: there are more candidates than experts.
@@ -60,20 +61,12 @@ class ModulatedRouting:
             return {}
         return {f"{moe.name}.phi": (moe.num_experts,) for moe in model.moe}
 
-    def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
-        """Returns phi = 0 (Algorithm 1, line 3)."""
-        return torch.zeros(shape)
+    def layout(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+        """Returns [S, M]; weight decay would pull phi to 0, which is no regulariser of the paper's."""
+        return Layout(shape, decays=False)
 
-    def slot_axis(self, name: str) -> int:
-        """Phi is stored as [S, M]."""
-        return 0
-
-    def decays(self, name: str) -> bool:
-        """Weight decay would pull phi to 0, which is no regulariser of the paper's."""
-        return False
-
-    def attach(self, model: SlotModel, parts: Sequence[ModulatedRouting]) -> None:
-        """Puts a chooser on every MoE layer; `SlotModel.close` takes it away.
+    def attach(self, host: AdapterHost, parts: Sequence[ModulatedRouting]) -> None:
+        """Puts a chooser on every MoE layer; the layer drops it when the model closes.
 
         Raises:
             ConfigError: the slots' parts differ.
@@ -83,10 +76,10 @@ class ModulatedRouting:
             raise ConfigError("The clients of a cohort must share how their routing is modulated.")
         if self.modulation == "none" and self.gating == "native":
             return
-        for layer in model.backbone.moe:
-            require_softmax("Modulated routing", layer, model.backbone.info)
+        for layer in host.backbone.moe:
+            require_softmax("Modulated routing", layer, host.backbone.info)
             name = f"{layer.info.name}.phi"
-            phi = model.loaded[name].stored if name in model.loaded else None
+            phi = host.running(name) if name in host.loaded else None
             layer.chooser = ModulatedChooser(self, phi if self.learned or phi is None else phi.detach(), layer.rule)
 
 

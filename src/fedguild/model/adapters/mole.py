@@ -19,15 +19,17 @@ from fedguild.errors import ConfigError, ModelError
 from fedguild.model.adapters.lora import kaiming_uniform
 from fedguild.model.adapters.mole_embeddings import Embeddings
 from fedguild.model.adapters.mole_kernel import Gating, Tokens, balance_loss, mixture_product
-from fedguild.model.plan import AdapterPlan, LinearInfo, ModelInfo, targeted_linears
+from fedguild.model.adapters.part import AdapterHost, AdapterPart
+from fedguild.model.adapters.storage import Layout
+from fedguild.model.info import LinearInfo, ModelInfo
 from fedguild.model.runtime import Pass
-from fedguild.model.slots import SlotModel
+from fedguild.model.targets import targeted_linears
 
 Held = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
-class MixtureOfLora:
+class MixtureOfLora(AdapterPart):
     """A shared LoRA expert and some experts of a pool on every targeted linear layer.
 
     Attributes:
@@ -98,7 +100,7 @@ class MixtureOfLora:
                 f"A mixture of LoRA experts cannot be put on {', '.join(routed) or 'no layer'}.",
                 "Name linear layers: attention, mlp, or leaf names such as q_proj.",
             )
-        return targeted_linears(model, AdapterPlan(rank=self.rank, scale=self.scale, targets=self.targets))
+        return targeted_linears(model, self.targets)
 
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
         """Returns name -> shape of what the mixture trains, without the slot axis.
@@ -124,23 +126,19 @@ class MixtureOfLora:
         """Returns the start: B zero; A and the router uniform in ±1/√in, which is nn.Linear's own."""
         return torch.zeros(shape) if name.endswith("lora_B") else kaiming_uniform(shape, rng)
 
-    def slot_axis(self, name: str) -> int:
-        """Returns 0: the slot axis comes first."""
-        return 0
+    def layout(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+        """Returns the slots first; a vanilla router, of whose rows a client holds some, does not decay."""
+        return Layout(shape, decays=self.router == "invariant" or not name.endswith(".router"))
 
-    def decays(self, name: str) -> bool:
-        """Returns whether weight decay applies: not to a vanilla router, of whose rows a client holds some."""
-        return self.router == "invariant" or not name.endswith(".router")
-
-    def attach(self, model: SlotModel, parts: Sequence[MixtureOfLora]) -> None:
-        """Hooks the mixtures into the backbone, and leaves a `Mixture` in `model.attached`.
+    def attach(self, host: AdapterHost, parts: Sequence[MixtureOfLora]) -> None:
+        """Hooks the mixtures into the backbone, and leaves a `Mixture` in `host.attached`.
 
         Raises:
             ConfigError: the slots' parts differ in more than what they hold.
         """
         if any(replace(part, held=()) != replace(self, held=()) for part in parts):
             raise ConfigError("The clients of a cohort must have the same mixture of LoRA experts, but for those held.")
-        model.attached[MixtureOfLora] = Mixture(model, parts)
+        host.attached[MixtureOfLora] = Mixture(host, parts)
 
 
 class Mixture:
@@ -153,29 +151,29 @@ class Mixture:
             since the slot was assigned its experts.
     """
 
-    def __init__(self, model: SlotModel, parts: Sequence[MixtureOfLora]) -> None:
+    def __init__(self, host: AdapterHost, parts: Sequence[MixtureOfLora]) -> None:
         self.part = parts[0]
-        linears = self.part.linears(model.backbone.info)
+        linears = self.part.linears(host.backbone.info)
         self.modules = tuple(linear.name for linear in linears)
-        shape = (model.slots, self.part.capacity)
+        shape = (host.slots, self.part.capacity)
         self.activations = {
-            module: torch.zeros(shape, dtype=torch.int64, device=model.device) for module in self.modules
+            module: torch.zeros(shape, dtype=torch.int64, device=host.device) for module in self.modules
         }
-        self._model = model
-        self._held: dict[str, list[tuple[int, ...]]] = {module: [()] * model.slots for module in self.modules}
+        self._host = host
+        self._held: dict[str, list[tuple[int, ...]]] = {module: [()] * host.slots for module in self.modules}
         self._gatings: dict[str, Gating] = {}
         self._balance: dict[str, Tensor] = {}
         self._gathering: Embeddings | None = None
         self._tokens: tuple[Pass, Tokens] | None = None
         self._rates = tuple(part.dropout for part in parts)
         self._inputs = {linear.name: linear.inputs for linear in linears}
-        self._kind = torch.float64 if model.backbone.dtype is torch.float64 else torch.float32
+        self._kind = torch.float64 if host.backbone.dtype is torch.float64 else torch.float32
         for slot, part in enumerate(parts):
             if part.held:
                 self.assign(slot, dict(part.held))
         for module in self.modules:
-            linear = model.backbone.model.get_submodule(module)
-            model.on_close(linear.register_forward_hook(self._hook(module)).remove)
+            linear = host.backbone.model.get_submodule(module)
+            host.on_close(linear.register_forward_hook(self._hook(module)).remove)
 
     def assign(self, slot: int, held: Mapping[str, Sequence[int]]) -> None:
         """Says which experts of the pool a slot's rows are: row n of a module is expert `held[module][n]`.
@@ -220,23 +218,23 @@ class Mixture:
             yield gathered
         finally:
             self._gathering = None
-        loaded = self._model.loaded
+        loaded = self._host.loaded
         for module, held in self._held.items():
             gathered.project(module, loaded[f"{module}.router"], loaded[f"{module}.experts.lora_A"], held)
 
     def _hook(self, module: str) -> Callable[..., Tensor]:
         stored = {
             name.removeprefix(f"{module}."): trainable.stored
-            for name, trainable in self._model.loaded.items()
+            for name, trainable in self._host.loaded.items()
             if name.startswith(f"{module}.")
         }
 
         def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            runtime = self._model.backbone.runtime
+            runtime = self._host.backbone.runtime
             current = runtime.current
             assert current is not None
             hidden = args[0].reshape(-1, args[0].shape[-1])
-            dropped = self._model.dropout(hidden, module, current, self._rates)
+            dropped = self._host.dropout(hidden, module, current, self._rates)
             tokens = self._tokens_of(current, hidden)
             gating = self._gating(module, current)
             total, p, active = mixture_product(output.flatten(0, -2), hidden, dropped, stored, gating, tokens)
@@ -277,7 +275,7 @@ class Mixture:
         return self._gatings[module]
 
     def _new_gating(self, module: str) -> Gating:
-        held, part, device = self._held[module], self.part, self._model.device
+        held, part, device = self._held[module], self.part, self._host.device
         rows = max(part.top_k, *(len(ids) for ids in held))
         sizes = torch.tensor([len(ids) for ids in held], device=device)
         ids = torch.tensor([[*own, *[0] * (rows - len(own))] for own in held], device=device)

@@ -26,7 +26,7 @@ from fedguild.model.moe.switch import FAMILY as SWITCH
 from fedguild.model.moe.switch import PROJECTIONS as SWITCH_PROJECTIONS
 from fedguild.model.moe.switch import SwitchExperts, top1_hook
 from fedguild.model.moe.token_side import prefers_token_side, run_token_side
-from fedguild.model.plan import MoeInfo
+from fedguild.model.info import MoeInfo
 from fedguild.model.runtime import Runtime
 
 IMPLEMENTATION = "fedguild_slots"
