@@ -14,7 +14,6 @@ from fedguild import experiment, methods
 from fedguild.config import load_config
 from fedguild.payload import Payload, with_part
 from fedguild.server import checkpoint
-
 from tests.methods.federation import LARGE, client, upload
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text("utf-8")

@@ -14,6 +14,7 @@ from fedguild.environment import describe_environment
 from fedguild.errors import CheckpointError
 from fedguild.evaluation.records import client_records, observation_records, routing_record
 from fedguild.files import write_json, write_text
+from fedguild.payload import Payload
 from fedguild.progress import Progress
 from fedguild.report.html import write_report
 from fedguild.report.tracking import Tracker
@@ -21,7 +22,6 @@ from fedguild.scoring import evaluate_state
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
 from fedguild.server.merges import merges
-from fedguild.payload import Payload
 from fedguild.server.record import (
     EvaluationRecord,
     PartitionRecord,

@@ -33,10 +33,10 @@ from fedguild.errors import ConfigError
 from fedguild.files import write_text
 from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone, load_backbone
+from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.seeding import numpy_rng
 from fedguild.server.method import Method
-from fedguild.payload import Payload
 from fedguild.server.record import EvaluationRecord
 from fedguild.server.rounds import Engine, RoundRules
 

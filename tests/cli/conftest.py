@@ -11,9 +11,9 @@ from typer.testing import CliRunner, Result
 import fedguild
 from fedguild.cli import app
 from fedguild.config import Config, load_config
+from fedguild.payload import Payload
 from fedguild.progress import Progress
 from fedguild.server import checkpoint
-from fedguild.payload import Payload
 from fedguild.server.record import RunLog
 from tests.report.runs import FLAME_FINAL, RANKS_FINAL, write_run
 

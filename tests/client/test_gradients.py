@@ -20,8 +20,8 @@ from fedguild.client.optimizer import OptimizerSettings
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded, collate
 from fedguild.model.plan import AdapterPlan, trainable_shapes
-from fedguild.model.targets import targeted_shapes
 from fedguild.model.slots import SlotModel
+from fedguild.model.targets import targeted_shapes
 from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
 from tests.client.clients import Client, make_cohort
 from tests.methods.federation import LARGE, client

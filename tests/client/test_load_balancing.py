@@ -14,8 +14,8 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.load_balancing import LoadBalancing, balance_loss, z_loss
+from fedguild.client.observing import observing
 from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.routing_alignment import observing
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.model.moe.view import Routing

@@ -24,8 +24,8 @@ from fedguild.client.routing_alignment import (
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.model.adapters.full_router import FullRouter
-from fedguild.model.moe.view import Routing
 from fedguild.model.info import MoeInfo
+from fedguild.model.moe.view import Routing
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload

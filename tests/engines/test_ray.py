@@ -16,8 +16,8 @@ from fedguild import experiment
 from fedguild.config import load_config
 from fedguild.errors import ConfigError, FedGuildError
 from fedguild.methods import METHODS
-from fedguild.seeding import torch_rng
 from fedguild.payload import Payload
+from fedguild.seeding import torch_rng
 from fedguild.server.rounds import (
     WAIT_FOR_ALL,
     Delivery,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from fedguild.evaluation.servers import SERVERS
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.evaluation.profile import cost
-from fedguild.evaluation.servers import SERVERS
 from fedguild.evaluation.shapes_only import LIMIT, ShapesOnly
 from fedguild.evaluation.traffic import Exchange, Exchanges, exchanges
 from fedguild.methods import METHODS, build_method

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 from fedguild.export.adapter import write_adapter
 from fedguild.export.merged import write_merged
 from fedguild.export.weights import folded
-from fedguild.model.plan import AdapterPlan
-from fedguild.model.plan import lora_shapes  # FIXME
+from fedguild.model.plan import (
+    AdapterPlan,
+    lora_shapes,  # FIXME
+)
 from tests.export.conftest import assert_same_logits, backbone_of, deployment_of, plain_logits, slot_logits
 
 TARGETS = {"olmoe": ("attention", "router", "experts"), "llama": ("attention", "mlp")}

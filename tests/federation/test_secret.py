@@ -21,7 +21,6 @@ from fedguild.methods import build_method
 from fedguild.methods.fedamole import EXPERT, TOKEN
 from fedguild.payload import Payload
 from fedguild.seeding import numpy_rng, torch_rng
-
 from fedguild.setup import budget_tiers, load_model
 from fedguild.wire.codec import encode
 from tests.engines.equality import case_config

@@ -15,7 +15,6 @@ from fedguild.methods import FDLoRA, build_method
 from fedguild.methods.fdlora import WEIGHTS, FDLoRASettings
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
-
 from fedguild.server.validation import check_upload
 from tests.backbones import tiny_model
 from tests.methods.federation import LARGE, SMALL, Federation, client, random_tensors, upload

@@ -19,8 +19,8 @@ from fedguild.export.weights import folded
 from fedguild.methods import build_method
 from fedguild.methods.fed_sb import HOLDERS, FedSB, initial_factors, whole_gradients
 from fedguild.model.plan import AdapterPlan, adapter_shapes
-from fedguild.model.targets import targeted_shapes
 from fedguild.model.slots import SlotModel
+from fedguild.model.targets import targeted_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import torch_rng
 from fedguild.server.method import Upload

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fedguild.client.cohort import Cohort, LocalWork
+from fedguild.client.observing import observing
 from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.routing_alignment import LayerTarget, observing
+from fedguild.client.routing_alignment import LayerTarget
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded, collate
 from fedguild.engines.local import LocalEngine

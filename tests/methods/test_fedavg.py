@@ -13,7 +13,6 @@ from fedguild.methods.fedavg import FedAvgSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import trainable_shapes
 from fedguild.payload import Payload
-
 from fedguild.server.validation import check_upload
 from tests.backbones import tiny_backbone
 from tests.methods.fedalign import fedalign

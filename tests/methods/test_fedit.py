@@ -14,7 +14,6 @@ from fedguild.methods.fedit import FedITSettings
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
 from fedguild.server.aggregation import rank_axis
-
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload

@@ -19,7 +19,6 @@ from fedguild.model.backbone import EMBEDDED, Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.model.tiny import CHECKPOINT
 from fedguild.payload import Payload
-
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
 from tests.backbones import END, PAD

@@ -15,7 +15,6 @@ from fedguild.methods.fedptuning import FedPTuningSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
-
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
 from tests.backbones import PAD

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget
+from fedguild.client.observing import observing
 from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.routing_alignment import observing
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import collate
 from fedguild.engines.local import LocalEngine

@@ -13,8 +13,8 @@ from fedguild.errors import ConfigError
 from fedguild.model.moe import dispatch as dispatch_module
 from fedguild.model.moe.low_rank import LowRank
 from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
-from fedguild.model.targets import leaf
 from fedguild.model.slots import SlotModel
+from fedguild.model.targets import leaf
 from tests.backbones import END, PAD, random_adapter, random_rows, tiny_backbone, tiny_model
 from tests.oracles.lora import MergedModel
 

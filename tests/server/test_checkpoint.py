@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from fedguild.errors import CheckpointError, FedGuildError
-from fedguild.server import checkpoint
 from fedguild.payload import Payload
+from fedguild.server import checkpoint
 
 
 def state(value: float) -> Payload:

@@ -98,8 +98,7 @@ def _show_published(as_json: bool, markdown: bool) -> None:
     from fedguild.cli.profile_tables import published_markdown, published_tables, server_markdown
     from fedguild.evaluation.published import compare
     from fedguild.evaluation.published_claims import CLAIMS
-    from fedguild.methods import METHODS
-    from fedguild.methods import build_method
+    from fedguild.methods import METHODS, build_method
 
     found, missing = [], {}
     for claim in CLAIMS:

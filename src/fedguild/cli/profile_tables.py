@@ -12,8 +12,8 @@ from fedguild.report.units import byte_count, duration, flops, si
 
 if TYPE_CHECKING:
     from fedguild.evaluation.published import Comparison
-    from fedguild.server.method import ServerCosts
     from fedguild.evaluation.tiers import Direction, Profile, TierProfile
+    from fedguild.server.method import ServerCosts
 
 VARIES = {
     "no": "exact",

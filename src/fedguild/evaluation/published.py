@@ -20,8 +20,8 @@ from fedguild.errors import ModelError
 from fedguild.evaluation.profile import Cost, cost
 from fedguild.evaluation.traffic import exchanges
 from fedguild.model.backbone import describe_architecture
-from fedguild.model.known import find_known, known_models
 from fedguild.model.info import ModelInfo
+from fedguild.model.known import find_known, known_models
 from fedguild.server.method import Method
 
 Quantity = Literal[

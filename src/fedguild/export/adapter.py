@@ -28,9 +28,9 @@ from fedguild.export.weights import (
     summed_rank,
 )
 from fedguild.files import write_json
+from fedguild.model.info import ModelInfo
 from fedguild.model.moe.switch import FAMILY as SWITCH
 from fedguild.model.moe.switch import published_modules
-from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Deployment
 

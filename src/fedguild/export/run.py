@@ -20,9 +20,9 @@ from fedguild.files import write_text
 from fedguild.model.backbone import EMBEDDED
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.tiny import CHECKPOINT
+from fedguild.payload import Payload
 from fedguild.scoring import evaluated_plan
 from fedguild.server.method import Deployment
-from fedguild.payload import Payload
 from fedguild.setup import Experiment
 
 BASE = "base"

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
-from fedguild.model.merging import changes, weight_modules
 from fedguild.model.info import ModelInfo
+from fedguild.model.merging import changes, weight_modules
 from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import DOWN, UP

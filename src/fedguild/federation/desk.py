@@ -32,10 +32,10 @@ from fedguild.federation.agreement import Agreement
 from fedguild.federation.secret import private_seed, run_secret
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
+from fedguild.payload import Payload
 from fedguild.progress import Silent
 from fedguild.scoring import score_clients
 from fedguild.seeding import numpy_rng
-from fedguild.payload import Payload
 from fedguild.server.rounds import Task
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (

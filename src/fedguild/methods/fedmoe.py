@@ -48,7 +48,7 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.load_balancing import LoadBalancing
-from fedguild.client.routing_alignment import observing
+from fedguild.client.observing import observing
 from fedguild.client.sub_moe import Validation, validate
 from fedguild.errors import ConfigError
 from fedguild.methods.common import ADAPTER, in_part, initial_adapter, new_seed

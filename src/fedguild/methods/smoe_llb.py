@@ -38,6 +38,7 @@ from pydantic import Field
 from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort
 from fedguild.client.load_balancing import LoadBalancing
+from fedguild.client.observing import observing
 from fedguild.client.training import load_received, trained_adapters
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo

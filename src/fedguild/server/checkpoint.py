@@ -15,8 +15,8 @@ from typing import Any
 
 from fedguild.errors import CheckpointError, FedGuildError
 from fedguild.packing import Scalar, pack, unpack
-from fedguild.sealed import read_sealed, remove_leftovers, write_sealed
 from fedguild.payload import Payload
+from fedguild.sealed import read_sealed, remove_leftovers, write_sealed
 
 _SUFFIX = ".checkpoint"
 _FILE_NAME = re.compile(r"round-(\d+)" + re.escape(_SUFFIX))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fedguild.errors import ModelError
+from fedguild.model.info import MoeInfo
 from fedguild.model.moe.dense import prefers_dense, run_every_expert
 from fedguild.model.moe.dispatch import dispatch
 from fedguild.model.moe.experts import Factors, FrozenExperts, run_experts
@@ -26,7 +27,6 @@ from fedguild.model.moe.switch import FAMILY as SWITCH
 from fedguild.model.moe.switch import PROJECTIONS as SWITCH_PROJECTIONS
 from fedguild.model.moe.switch import SwitchExperts, top1_hook
 from fedguild.model.moe.token_side import prefers_token_side, run_token_side
-from fedguild.model.info import MoeInfo
 from fedguild.model.runtime import Runtime
 
 IMPLEMENTATION = "fedguild_slots"
