@@ -13,6 +13,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
 from fedguild.data.batches import Encoded, collate
 from fedguild.model.backbone import Backbone, make_backbone
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 

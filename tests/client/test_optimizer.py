@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ from tests.backbones import random_adapter, tiny_backbone
 from tests.oracles.optimizer import ClientOptimizer
 
 PLAN = AdapterPlan((Lora(4, 1.0, ("q_proj", "router", "experts")), OutputScale("per_layer")))
-PLANS = [PLAN, replace(PLAN, rank=1), replace(PLAN, rank=3)]
+PLANS = [PLAN, PLAN.with_lora(rank=1), PLAN.with_lora(rank=3)]
 RATES = [  # of three slots: equal, unequal, resting in the middle, finished early
     (0.1, 0.1, 0.1),
     (0.1, 0.02, 0.1),

@@ -158,7 +158,7 @@ def test_more_active_experts_than_there_are_is_an_error():
 def test_a_frozen_factor_costs_what_a_frozen_weight_does():
     """Forward and input gradient, no weight gradient, no moments: LoRA whose A is frozen, counted by hand."""
     plan = replace(FLAME, active_experts=2)
-    half = replace(plan, frozen=("lora_A",))
+    half = plan.with_lora(frozen=("lora_A",))
     down = LAYERS * 20 * (4 * HIDDEN + HIDDEN + 2 * (2 * HIDDEN + WIDTH))
     up = LAYERS * 20 * (4 * HIDDEN + EXPERTS + 2 * (2 * WIDTH + HIDDEN))
     whole, found = cost(OLMOE, plan), cost(OLMOE, half)

@@ -48,9 +48,7 @@ class Federation:
 
     def start(self) -> Payload:
         state = self.method.start(self.model, [who.budget for who in self.clients], torch_rng(0, "start"))
-        if isinstance(self.method, Enrolling):
-            state = self.method.enroll(state, self.model, self.clients)
-        return state
+        return self.method.enroll(state, self.model, self.clients)
 
     def train(
         self, state: Payload, round: int = 1, who: Sequence[int] | None = None, learning_rate: float = 0.05
