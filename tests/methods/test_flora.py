@@ -118,7 +118,7 @@ def test_it_is_flexlora_at_full_rank_and_florist_at_threshold_one(olmoe_backbone
     for module in modules_of(uploads[0]):
         expected = change_of(merges(after), module)
         assert expected is not None
-        product = dense_product(whole.tensors[f"{module}.lora_A"], whole.tensors[f"{module}.lora_B"])
+        product = dense_product(*(whole.part("adapter")[f"{module}.{factor}"] for factor in ("lora_A", "lora_B")))
         torch.testing.assert_close(product, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(change_of(merges(pair), module), expected, rtol=1e-4, atol=1e-4)
 
@@ -245,4 +245,4 @@ def test_clients_without_examples_change_nothing(olmoe_backbone: Backbone) -> No
 def test_the_plan_has_every_clients_own_scale(olmoe_backbone: Backbone) -> None:
     model = olmoe_backbone.info
     assert flora().plan(model, BUDGETS[2]) == AdapterPlan((Lora(5, 6.0 / 5, EVERYTHING),))
-    assert flora(scale=2.0).plan(model, BUDGETS[2]).scale == 2.0
+    assert flora(scale=2.0).plan(model, BUDGETS[2]).lora.scale == 2.0
