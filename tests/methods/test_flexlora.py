@@ -44,8 +44,8 @@ def adapters(model: ModelInfo, ranks: tuple[int, ...]) -> list[dict[str, Tensor]
 
 
 def before_of(model: ModelInfo, rank: int) -> Payload:
-    return Payload(random_tensors(model, flexlora().plan(model, LARGE).with_lora(rank=rank), 99))
-
+    adapter = random_tensors(model, flexlora().plan(model, LARGE).with_lora(rank=rank), 99)
+    return Payload.of({"adapter": adapter})
 
 def uploads_of(clients: list[ClientInfo], sent: list[dict[str, Tensor]]) -> list[Upload]:
     return [upload(who, adapter=adapter) for who, adapter in zip(clients, sent, strict=True)]
