@@ -21,7 +21,7 @@ from fedguild.server.low_rank import by_module, weighted_product
 from fedguild.server.method import State, Upload
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
-from tests.evaluation.test_profile import OLMOE
+from tests.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.flexlora import aggregate, orthonormal_rows, redistribute
 from tests.oracles.low_rank import dense_product

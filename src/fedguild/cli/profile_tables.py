@@ -11,9 +11,10 @@ from rich.table import Table
 from fedguild.report.units import byte_count, duration, flops, si
 
 if TYPE_CHECKING:
-    from fedguild.evaluation.published import Comparison
-    from fedguild.evaluation.servers import Server
-    from fedguild.evaluation.tiers import Direction, Profile, TierProfile
+    from fedguild.costs.profile import Profile
+    from fedguild.costs.published import Comparison
+    from fedguild.costs.servers import Server
+    from fedguild.costs.tiers import Direction, TierProfile
 
 VARIES = {
     "no": "exact",

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.evaluation.profile import cost
-from fedguild.evaluation.servers import SERVERS
-from fedguild.evaluation.shapes_only import LIMIT, ShapesOnly
-from fedguild.evaluation.traffic import Exchange, Exchanges, exchanges
+from fedguild.costs.flops import cost
+from fedguild.costs.servers import SERVERS
+from fedguild.costs.shapes_only import LIMIT, ShapesOnly
+from fedguild.costs.traffic import Exchange, Exchanges, exchanges
 from fedguild.methods import METHODS, build_method
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
@@ -144,7 +144,7 @@ def test_payloads_keep_their_form_from_the_round_that_the_entry_names(label: str
 
 def test_every_registered_method_has_its_entry() -> None:
     missing = sorted(set(METHODS) - set(SERVERS))
-    assert not missing, f"Say in evaluation/servers.py what the server of {', '.join(missing)} holds."
+    assert not missing, f"Say in costs/servers.py what the server of {', '.join(missing)} holds."
 
 
 # The mode

@@ -1,4 +1,4 @@
-"""What a config would cost, before any data, weights or device are touched."""
+"""Profile of a config, before any data, weights or device are touched; it comes after the stages, beside `setup`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config
+from fedguild.costs.profile import Profile, profile
+from fedguild.costs.servers import SERVERS
+from fedguild.costs.tiers import Workload
 from fedguild.errors import ConfigError
-from fedguild.evaluation.servers import SERVERS
-from fedguild.evaluation.tiers import Profile, Workload, profile
 from fedguild.methods import build_method
 from fedguild.model.backbone import DTYPES, describe_config
 from fedguild.model.plan import ModelInfo

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fedguild.cli.profile_tables import published_markdown, server_markdown
+from fedguild.costs.published import Comparison, compare
+from fedguild.costs.published_claims import CLAIMS
+from fedguild.costs.servers import SERVERS
 from fedguild.errors import ModelError
-from fedguild.evaluation.published import Comparison, compare
-from fedguild.evaluation.published_claims import CLAIMS
-from fedguild.evaluation.servers import SERVERS
 from fedguild.methods import build_method
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods" / "costs.md"

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.evaluation.servers import SERVERS
-from fedguild.evaluation.shapes_only import LIMIT, ShapesOnly
+from fedguild.costs.servers import SERVERS
+from fedguild.costs.shapes_only import LIMIT, ShapesOnly
 from fedguild.model.plan import ModelInfo
 from fedguild.packing import tensor_bytes
 from fedguild.payload import Payload
@@ -82,7 +82,7 @@ def exchanges(
         rounds: How many rounds; None for as many as the method's entry in `SERVERS` says.
         absences: Whether to count also what clients exchange after an absence.
         wire_dtype: What floating-point tensors are counted as; the wire itself carries them as they are.
-        limit: Values up to which a tensor is real (`fedguild.evaluation.shapes_only`).
+        limit: Values up to which a tensor is real (`fedguild.costs.shapes_only`).
         seed: Of what the method draws when it starts.
 
     Raises:
