@@ -34,9 +34,9 @@ from fedguild.client.optimizer import OptimizerSettings
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.local import LocalEngine
-from fedguild.evaluation.records import client_records, routing_record
 from fedguild.methods import build_method
 from fedguild.payload import Payload
+from fedguild.recording import client_records, routing_record
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
 from fedguild.server.record import RoundRecord, RunLog

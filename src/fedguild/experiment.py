@@ -12,10 +12,10 @@ from fedguild.client.merges import MergeLedger
 from fedguild.config import Config, load_config
 from fedguild.environment import describe_environment
 from fedguild.errors import CheckpointError
-from fedguild.evaluation.records import client_records, observation_records, routing_record
 from fedguild.files import write_json, write_text
 from fedguild.payload import Payload
 from fedguild.progress import Progress
+from fedguild.recording import client_records, observation_records, routing_record
 from fedguild.report.html import write_report
 from fedguild.report.tracking import Tracker
 from fedguild.scoring import evaluate_state

@@ -14,11 +14,11 @@ import torch
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.memory import ClientMemory
+from fedguild.costs.memory import memory
 from fedguild.engines import cohorts, local
 from fedguild.engines.cohorts import auto_cohort_size, free_bytes
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import FedGuildError
-from fedguild.evaluation.profile import memory
 from fedguild.methods import build_method
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale

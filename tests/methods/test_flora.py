@@ -29,7 +29,7 @@ from fedguild.server.method import Upload
 from fedguild.server.rounds import Task
 from fedguild.wire.accounting import bytes_by_part
 from tests.backbones import tiny_backbone
-from tests.evaluation.test_profile import OLMOE
+from tests.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors
 from tests.oracles.flora import exact_change
 from tests.oracles.low_rank import dense_product

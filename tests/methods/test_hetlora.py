@@ -29,7 +29,7 @@ from fedguild.server.method import Upload
 from fedguild.server.rounds import Task
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
-from tests.evaluation.test_profile import OLMOE
+from tests.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.hetlora import norm_of_products, padded_average, tail_penalty
 

@@ -1,4 +1,4 @@
-"""Stage 2 of 8: data. From a dataset to each client's training, validation and test examples.
+"""Stage 2 of 9: data. From a dataset to each client's training, validation and test examples.
 
 `load_corpus` reads a dataset into examples (`corpora/`, with the wordings of `prompts`),
 `partition` deals the training examples to the clients, `split_clients` cuts every client's share

@@ -1,4 +1,4 @@
-"""What a config would cost, before any data, weights or device are touched."""
+"""Profile of a config, before any data, weights or device are touched; it comes after the stages, beside `setup`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config
+from fedguild.costs.profile import Profile, profile
+from fedguild.costs.tiers import Workload
 from fedguild.errors import ConfigError
-from fedguild.evaluation.tiers import Profile, Workload, profile
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import DTYPES, describe_config
 from fedguild.model.info import ModelInfo
