@@ -30,8 +30,7 @@ from timing import machine
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.local import LocalEngine
 from fedguild.evaluation.records import client_records, routing_record
@@ -73,7 +72,7 @@ def federation(method_name: str, clients: int, rounds: int, folder: Path, trace:
     method = build_method(method_name, METHODS[method_name])
     budget = Budget("all", 8, 4)
     infos = [ClientInfo(index, budget, EXAMPLES) for index in range(clients)]
-    settings = TrainingSettings(optimizer=OptimizerSettings("adamw"), batch_size=4, steps=2)
+    settings = TrainingSettings(optimizer="adamw", batch_size=4, steps=2, clip_norm=None)
     memory = ClientMemory(folder / "clients")
     remember_everybody(memory, infos)
     engine = LocalEngine(backbone, MadeWhenNeeded(clients), settings, memory, cohort_size=ASKED, seed=0)

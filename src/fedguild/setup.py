@@ -10,8 +10,6 @@ from uuid import uuid4
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
 from fedguild.config import Config
 from fedguild.data import (
     ClientData,
@@ -213,7 +211,7 @@ def _local_engine(experiment: Experiment) -> Engine:
     return LocalEngine(
         experiment.backbone,
         _encoded(experiment),
-        training_settings(config),
+        config.training,
         experiment.memory,
         cohort_size=config.federation.cohort_size,
         seed=config.seed,
@@ -234,7 +232,7 @@ def _ray_engine(experiment: Experiment) -> Engine:
     return RayEngine(
         config.model.model_dump(),
         _encoded(experiment),
-        training_settings(config),
+        config.training,
         experiment.memory,
         cohort_size=config.federation.cohort_size,
         seed=config.seed,
@@ -297,29 +295,6 @@ def run_identity(folder: Path) -> str:
     if not path.is_file():
         write_text(path, uuid4().hex + "\n")
     return path.read_text("utf-8").strip()
-
-
-def training_settings(config: Config) -> TrainingSettings:
-    """Returns the config's training section as the client takes it."""
-    training = config.training
-    return TrainingSettings(
-        optimizer=OptimizerSettings(
-            kind=training.optimizer,
-            betas=training.betas,
-            eps=training.eps,
-            weight_decay=training.weight_decay,
-            momentum=training.momentum,
-        ),
-        learning_rate=training.learning_rate,
-        batch_size=training.batch_size,
-        accumulation=training.accumulation,
-        epochs=training.epochs,
-        steps=training.steps,
-        schedule=training.schedule,
-        warmup=training.warmup,
-        round_decay=training.round_decay,
-        clip_norm=training.clip_norm,
-    )
 
 
 def _check_budgets(budgets: Sequence[Budget], backbone: Backbone) -> None:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.evaluation.profile import NF4_BYTES, cost, weight_bytes
 from fedguild.evaluation.tiers import Profile, Workload, as_records, profile
 from fedguild.methods import build_method
@@ -47,8 +46,8 @@ def test_checkpointing_adds_a_forward_pass_and_takes_memory() -> None:
 
 def test_moments_follow_the_optimizer() -> None:
     def moments(kind: str, momentum: float = 0.0) -> int:
-        optimizer = OptimizerSettings(kind, momentum=momentum)  # type: ignore[arg-type]
-        return Workload(1, 8, 8, TrainingSettings(optimizer=optimizer, steps=1)).moments
+        training = TrainingSettings(optimizer=kind, momentum=momentum, steps=1)  # type: ignore[arg-type]
+        return Workload(1, 8, 8, training).moments
 
     assert [moments("adamw"), moments("sgd"), moments("sgd", 0.9)] == [2, 0, 1]
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.client.schedule import TrainingSettings, steps_in_round
+from fedguild.client.schedule import steps_in_round
+from fedguild.config.training import TrainingSettings
 from fedguild.evaluation.profile import Cost, Memory, cost, memory
 from fedguild.evaluation.servers import SERVERS, Server
 from fedguild.evaluation.traffic import Exchange, Exchanges, exchanges
@@ -53,8 +54,7 @@ class Workload:
     @property
     def moments(self) -> int:
         """Moments that the optimizer keeps of each trainable."""
-        optimizer = self.training.optimizer
-        return int(optimizer.momentum > 0) if optimizer.kind == "sgd" else 2
+        return int(self.training.momentum > 0) if self.training.optimizer == "sgd" else 2
 
 
 @dataclass(frozen=True)
