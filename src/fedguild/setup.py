@@ -16,7 +16,6 @@ from fedguild.data import (
     Corpus,
     Example,
     PartitionTable,
-    SplitRule,
     load_corpus,
     partition,
     partition_table,
@@ -35,7 +34,7 @@ from fedguild.progress import Progress, Silent
 from fedguild.seeding import numpy_rng
 from fedguild.server.method import Fitting, Method, State
 from fedguild.server.record import EvaluationRecord
-from fedguild.server.rounds import Engine, RoundRules
+from fedguild.server.rounds import Engine
 
 Split = Literal["test", "validation"]
 MEMORY = "clients"
@@ -110,7 +109,7 @@ def prepare_data(config: Config) -> PreparedData:
     Raises:
         DataError: the data is missing, has other columns, or leaves a client empty.
     """
-    data, split = config.data, config.data.split
+    data = config.data
     corpus = load_corpus(
         data.corpus,
         train=data.train,
@@ -125,15 +124,7 @@ def prepare_data(config: Config) -> PreparedData:
     parts = partition(
         rule.scheme, corpus.train, config.federation.clients, rng=rng, alpha=rule.alpha, minimum=rule.minimum
     )
-    cut = SplitRule(
-        validation=split.validation,
-        test=split.test,
-        max_train=split.caps.train,
-        max_validation=split.caps.validation,
-        max_test=split.caps.test,
-        test_source=split.test_source,
-    )
-    clients = split_clients(corpus, parts, cut, seed=config.seed)
+    clients = split_clients(corpus, parts, data.split, seed=config.seed)
     return PreparedData(corpus, clients, partition_table(corpus.train, parts))
 
 
@@ -266,23 +257,6 @@ def _encoded(experiment: Experiment) -> dict[int, list[Encoded]]:
         index: [encode(example, tokenizer, longest) for example in data.train]
         for index, data in enumerate(experiment.data.clients)
     }
-
-
-def round_rules(config: Config) -> RoundRules:
-    """Returns what the config's federation section asks of a round."""
-    federation = config.federation
-    return RoundRules(
-        participation=federation.participation,
-        quorum=federation.quorum,
-        norm_limit=federation.norm_limit,
-        seed=config.seed,
-        over_selection=federation.over_selection,
-        retries=federation.retries,
-        deadline_seconds=federation.deadline_seconds,
-        late=federation.late,
-        upload_limit_bytes=federation.upload_limit_bytes,
-        codec=federation.codec,
-    )
 
 
 def run_identity(folder: Path) -> str:
