@@ -16,8 +16,7 @@ from fedguild.client.gradients import (
     sketch_plan,
     sketching_factors,
 )
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan, trainable_shapes
@@ -29,7 +28,7 @@ from tests.methods.federation import LARGE, client
 from tests.oracles.sketches import weight_gradients
 
 TARGETS = {"olmoe": ("attention", "router", "experts"), "llama": ("attention", "mlp")}
-SETTINGS = TrainingSettings(optimizer=OptimizerSettings("adam"), batch_size=2, accumulation=2, epochs=1)
+SETTINGS = TrainingSettings(optimizer="adam", batch_size=2, accumulation=2, epochs=1, clip_norm=None)
 SIZE = 3
 
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.costs.flops import cost
 from fedguild.costs.profile import Profile, profile
 from fedguild.costs.rows import as_rows
@@ -47,8 +46,8 @@ def test_checkpointing_adds_a_forward_pass_and_takes_memory() -> None:
 
 def test_moments_follow_the_optimizer() -> None:
     def moments(kind: str, momentum: float = 0.0) -> int:
-        optimizer = OptimizerSettings(kind, momentum=momentum)  # type: ignore[arg-type]
-        return Workload(1, 8, 8, TrainingSettings(optimizer=optimizer, steps=1)).moments
+        training = TrainingSettings(optimizer=kind, momentum=momentum, steps=1)  # type: ignore[arg-type]
+        return Workload(1, 8, 8, training).moments
 
     assert [moments("adamw"), moments("sgd"), moments("sgd", 0.9)] == [2, 0, 1]
 

@@ -56,7 +56,7 @@ def engine_of(backbone: Backbone, method: Method, folder: Path, cohort_size: Any
     examples = Federation(backbone, method, CLIENTS, folder).examples
     memory = ClientMemory(folder / "clients")
     memory.save("client-001", 1, Payload(KEPT))
-    settings = replace(SETTINGS, steps=3, clip_norm=1.0)
+    settings = SETTINGS.model_copy(update={"steps": 3, "clip_norm": 1.0})
     return LocalEngine(backbone, examples, settings, memory, cohort_size=cohort_size, seed=1, **options)
 
 

@@ -9,6 +9,8 @@ from fedguild.costs.memory import memory
 from fedguild.data.batches import Encoded, collate
 from fedguild.data.example import Example
 from fedguild.evaluation.likelihood import candidate_losses, encode_candidates
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import make_backbone
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fedguild.client.gradients import probes
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
@@ -32,7 +31,7 @@ from tests.oracles.sketches import weight_gradients
 
 TARGETS = ["attention", "router", "experts"]
 ETA = 0.05
-ONE_STEP = TrainingSettings(optimizer=OptimizerSettings("adam"), learning_rate=0.05, batch_size=2, steps=1)
+ONE_STEP = TrainingSettings(optimizer="adam", learning_rate=0.05, batch_size=2, steps=1, clip_norm=None)
 
 
 def fed_sb(**options) -> FedSB:

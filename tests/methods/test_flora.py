@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,7 +147,7 @@ def test_every_client_starts_afresh_and_unlike_any_other(olmoe_backbone: Backbon
 def first_loss(backbone: Backbone, method: Flora, state: Payload, folder: Path) -> float:
     """A client's loss over its examples before it changes anything."""
     federation = Federation(backbone, method, [client(0, LARGE, 4)], folder)
-    settings = replace(SETTINGS, learning_rate=0.0)
+    settings = SETTINGS.model_copy(update={"learning_rate": 0.0})
     engine = LocalEngine(backbone, federation.examples, settings, federation.memory, seed=1)
     task = Task(9, federation.clients[0], method.download(state, federation.model, federation.clients[0]))
     (delivery,) = engine.train(method, federation.model, [task])

@@ -15,7 +15,7 @@ from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import DTYPES, describe_config
 from fedguild.model.info import ModelInfo
 from fedguild.server.sampling import wanted_count
-from fedguild.setup import fitted, training_settings
+from fedguild.setup import fitted
 
 EXAMPLES = 1000
 """Training examples of a client where the config does not say how many it has."""
@@ -58,7 +58,7 @@ def profile_config(
         examples=examples or known_examples(config) or EXAMPLES,
         tokens=tokens or config.training.batch_size * context_tokens,
         context_tokens=context_tokens,
-        training=training_settings(config),
+        training=config.training,
         dtype=DTYPES.get(config.model.dtype, torch.bfloat16),
         checkpointing=config.model.gradient_checkpointing if checkpointing is None else checkpointing,
         four_bit=config.model.load_in_4bit,

@@ -9,7 +9,8 @@ from statistics import fmean
 import torch
 
 from fedguild.client.budget import Budget
-from fedguild.client.schedule import TrainingSettings, steps_in_round
+from fedguild.client.schedule import steps_in_round
+from fedguild.config.training import TrainingSettings
 from fedguild.costs.flops import Cost, cost
 from fedguild.costs.memory import Memory, memory
 from fedguild.costs.traffic import Exchange, Exchanges
@@ -46,8 +47,7 @@ class Workload:
     @property
     def moments(self) -> int:
         """Moments that the optimizer keeps of each trainable."""
-        optimizer = self.training.optimizer
-        return int(optimizer.momentum > 0) if optimizer.kind == "sgd" else 2
+        return int(self.training.momentum > 0) if self.training.optimizer == "sgd" else 2
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
+from fedguild.config.federation import FederationSettings
 from fedguild.errors import UploadError
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
@@ -23,15 +23,13 @@ from fedguild.server.method import Method, Upload
 from fedguild.server.sampling import require_quorum, sample, wanted_count
 from fedguild.server.validation import check_size, check_upload
 from fedguild.wire.accounting import Traffic, count_traffic, size_bytes
-from fedguild.wire.codec import Codec, shrunk_shapes
+from fedguild.wire.codec import shrunk_shapes
 
 __all__ = [
     "WAIT_FOR_ALL",
     "Delivery",
     "Engine",
-    "LatePolicy",
     "Outcome",
-    "RoundRules",
     "Stray",
     "Task",
     "Terms",
@@ -41,39 +39,7 @@ __all__ = [
     "too_late",
 ]
 
-LatePolicy = Literal["drop", "next_round"]
 NOTHING = "nothing was delivered"
-
-
-@dataclass(frozen=True)
-class RoundRules:
-    """What a round insists on.
-
-    Attributes:
-        participation: Share of the clients whose uploads a round wants.
-        quorum: Share (float) or number (int) of the wanted that must deliver a valid upload.
-        norm_limit: Largest norm of an upload; None for no limit.
-        seed: The run's seed, for the sampling.
-        over_selection: Clients asked beyond the wanted, as a share of the wanted; the round closes
-            with the wanted number.
-        retries: How often clients that failed are asked again in the same round.
-        deadline_seconds: How long each attempt waits for its clients; None for as long as it takes.
-        late: What becomes of an upload that arrives in the round after its own: `drop`, or
-            `next_round` to aggregate it there.
-        upload_limit_bytes: Largest encoded upload; None for no limit.
-        codec: How payloads are written on the wire, for the count of their bytes.
-    """
-
-    participation: float
-    quorum: float | int
-    norm_limit: float | None
-    seed: int
-    over_selection: float = 0.0
-    retries: int = 0
-    deadline_seconds: float | None = None
-    late: LatePolicy = "drop"
-    upload_limit_bytes: int | None = None
-    codec: Codec = "fp32"
 
 
 @dataclass(frozen=True)
@@ -138,8 +104,10 @@ def run_round(
     model: ModelInfo,
     clients: Sequence[ClientInfo],
     engine: Engine,
-    rules: RoundRules,
+    rules: FederationSettings,
     accepted_before: Collection[int] = (),
+    *,
+    seed: int,
 ) -> Outcome:
     """Runs one round.
 
@@ -155,13 +123,14 @@ def run_round(
         model: The backbone's description.
         clients: Everybody who could take part.
         engine: Where they train.
-        rules: What the round insists on.
+        rules: Who is asked, what must arrive, and what an upload may be.
         accepted_before: `Outcome.accepted` of the round before, whose uploads `state` holds.
+        seed: The run's seed, for the sampling.
 
     Raises:
         QuorumError: too few valid uploads; the state from before is untouched.
     """
-    asked = sample(round_index, clients, rules.participation, rules.seed, over_selection=rules.over_selection)
+    asked = sample(round_index, clients, rules.participation, seed, over_selection=rules.over_selection)
     wanted = min(wanted_count(len(clients), rules.participation), len(asked))
     outcome = Outcome(round_index, state, asked)
     with outcome.clock.phase("download"):
@@ -184,7 +153,7 @@ class _Intake:
         method: Method,
         model: ModelInfo,
         engine: Engine,
-        rules: RoundRules,
+        rules: FederationSettings,
         outcome: Outcome,
         tasks: Sequence[Task],
         wanted: int,
