@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from fedguild.errors import ConfigError
-from fedguild.model.adapters.modulated_routing import require_softmax
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.info import MoeInfo
+from fedguild.model.moe.view import require_softmax
 
 
 @dataclass(frozen=True)

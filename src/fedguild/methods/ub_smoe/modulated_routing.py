@@ -6,23 +6,24 @@ UB-SMoE, Section 5.1 and Algorithm 2. phi is a trainable [M] of every MoE layer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from fedguild.errors import ConfigError, ModelError
+from fedguild.errors import ConfigError
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.adapters.storage import Layout
 from fedguild.model.info import ModelInfo
 from fedguild.model.moe.routing import RoutingRule
-from fedguild.model.moe.view import MoeLayer
+from fedguild.model.moe.view import require_softmax
 
 Modulation = Literal["candidate", "preserve", "none"]
 Gating = Literal["renormalised", "native"]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -135,11 +136,7 @@ class ModulatedChooser:
         return (chosen - modulated.logsumexp(dim=-1, keepdim=True)).exp() * self.rule.scaling
 
 
-def require_softmax(who: str, layer: MoeLayer, model: ModelInfo) -> None:
-    """Raises ModelError where a family's router is not a softmax over all experts, which `who` needs."""
-    if layer.rule.score != "softmax" or layer.rule.groups > 1:
-        raise ModelError(
-            f"{who} needs a router that is a softmax over all experts; that of {model.name} "
-            f"({model.family}) {'scores by sigmoid' if layer.rule.score != 'softmax' else 'limits expert groups'}.",
-            "Choose OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE or a DeepSeek-V2 without groups.",
-        )
+def split(tensors: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
+    """Returns Theta and phi of an adapter, apart."""
+    phi = {name: value for name, value in tensors.items() if name.endswith(".phi")}
+    return {name: value for name, value in tensors.items() if name not in phi}, phi

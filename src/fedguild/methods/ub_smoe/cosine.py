@@ -1,4 +1,8 @@
-"""How well the pseudo-gradient points where an inactive expert's true gradient does (UB-SMoE, Table 8)."""
+"""Cosine of the pseudo-gradient with an inactive expert's true gradient, on held-out examples (UB-SMoE, Table 8).
+
+A measurement beside the algorithm. A client uploads `values` [L + 1], the cosines, and `measured` [L + 1], of how
+many experts; in the state are the mean over the clients that measured it, by their examples, and how many did.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,14 @@ from torch import Tensor
 
 from fedguild.client.cohort import Cohort
 from fedguild.data.batches import Encoded, collate
+from fedguild.methods.ub_smoe.names import COSINE
+from fedguild.model.info import ModelInfo
 from fedguild.model.slots import SlotModel
+from fedguild.server.aggregation import WeightedMean
+from fedguild.server.method import Upload
+
+HELD_OUT = 0.1
+"""Part of a client's examples that is taken out of its training, at most."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +38,54 @@ class Cosine:
     measured: Tensor
 
 
-def taken_out(cohort: Cohort, fraction: float, limit: int) -> list[Sequence[Encoded]]:
-    """Takes examples out of every slot's training (`Cohort.hold_out`); none where the client has only one.
+class CosineMean:
+    """The running mean of the clients' cosines; nothing where the state has none.
 
     Args:
-        cohort: The clients, before training.
-        fraction: Part of a client's examples.
+        before: The state's part `cosine`.
+    """
+
+    def __init__(self, before: Mapping[str, Tensor]) -> None:
+        self._mean = WeightedMean()
+        self._zeros = {name: torch.zeros_like(value) for name, value in before.items()}
+        self._clients = {name: value.clone() for name, value in self._zeros.items() if name == "measured"}
+
+    def add(self, upload: Upload) -> None:
+        """Adds a client's; a layer in which it measured no expert does not count."""
+        if self._zeros:
+            cosine = upload.payload.part(COSINE)
+            measured = (cosine["measured"] > 0).float()
+            self._mean.add({"values": cosine["values"]}, measured * float(upload.client.examples))
+            self._clients["measured"] += measured
+
+    def result(self) -> dict[str, Tensor]:
+        """Returns the state's part `cosine` after the round."""
+        return {**self._mean.result(self._zeros), **self._clients}
+
+
+def cosine_shapes(model: ModelInfo) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the part `cosine`: a row for each layer, and one for all."""
+    return dict.fromkeys(("values", "measured"), (len(model.moe) + 1,))
+
+
+def measured_cosines(
+    cohort: Cohort, gradients: Sequence[Mapping[str, Tensor] | None], limit: int
+) -> list[dict[str, Tensor]]:
+    """Returns every client's part `cosine`, measured on examples that it does not train on.
+
+    They are taken out of its training (`Cohort.hold_out`); none where it has only one.
+
+    Args:
+        cohort: The clients, before training, their trainables loaded.
+        gradients: Each client's G~; None or empty where it has none.
         limit: Most examples to take of a client.
     """
-    return [
-        cohort.hold_out(slot, fraction, limit) if len(work.examples) > 1 else ()
+    examples = [
+        cohort.hold_out(slot, HELD_OUT, limit) if len(work.examples) > 1 else ()
         for slot, work in enumerate(cohort.work)
     ]
+    cosines = held_out_cosines(cohort, examples, [gradient or {} for gradient in gradients])
+    return [{"values": cosine.values.float(), "measured": cosine.measured.float()} for cosine in cosines]
 
 
 def held_out_cosines(
@@ -96,11 +143,11 @@ def _cosine(
     sums = torch.zeros(len(names), 3, dtype=torch.float64)
     measured = torch.zeros(len(names), dtype=torch.float64)
     for index, layer in enumerate(names):
-        known = [name for name in layer if name in gradient]
-        if known:
-            left = torch.cat([gradient[name].flatten(1).double() for name in known], dim=1)
-            own = [cohort.trainables[name].own(slot, of=true[name]) for name in known]
-            right = torch.cat([value.flatten(1).double().cpu() for value in own], dim=1)
+        common = [name for name in layer if name in gradient]
+        if common:
+            left = torch.cat([gradient[name].flatten(1).double() for name in common], dim=1)
+            slices = [cohort.trainables[name].own(slot, of=true[name]) for name in common]
+            right = torch.cat([value.flatten(1).double().cpu() for value in slices], dim=1)
             counted = left.any(dim=1) & right.any(dim=1)
             left, right = left[counted], right[counted]
             sums[index] = torch.stack([(left * right).sum(), left.square().sum(), right.square().sum()])
@@ -112,9 +159,10 @@ def _cosine(
 
 @contextmanager
 def _all_active(model: SlotModel) -> Iterator[None]:
-    own = model.plans
-    model.plans = tuple(replace(plan, active_experts=None) for plan in own)
+    """Runs every slot with as many active experts as the model has, for as long as the block lasts."""
+    plans = model.plans
+    model.plans = tuple(replace(plan, active_experts=None) for plan in plans)
     try:
         yield
     finally:
-        model.plans = own
+        model.plans = plans

@@ -1,4 +1,4 @@
-"""The Universal Pseudo-Gradient: what an expert that a client did not activate learns from the others.
+"""The Universal Pseudo-Gradient: the gradient that a client's inactive experts get from the other clients' progress.
 
 UB-SMoE, Section 5.2, Algorithm 3 and appendix G.3. Expert LoRA goes by its names
 `{experts}.{projection}.lora_{A,B}`, each [M, …] with the experts first.
@@ -17,7 +17,7 @@ from torch import Tensor
 from fedguild.model.adapters.storage import SlotTensor
 
 Scaling = Literal["none", "root", "linear", "inverse_root", "log"]
-Inactivity = Literal["batch", "token"]
+Inactivity = Literal["batch", "token", "none"]
 
 
 def pseudo_gradient(before: Mapping[str, Tensor], after: Mapping[str, Tensor], step_size: float) -> dict[str, Tensor]:
@@ -78,12 +78,12 @@ def inactive_share(counts: Tensor, tokens: Tensor, inactivity: Inactivity) -> Te
     Args:
         counts: [L, S, M] tokens of the optimizer step that activated each expert.
         tokens: [L, S] tokens of the step that the layer saw, those that its capacity dropped included.
-        inactivity: `batch`: 1 where no token activated the expert, else 0 (Algorithm 3);
-            `token`: the share of tokens that did not, the mean of Eq. 16 over tokens.
+        inactivity: `batch`: 1 where no token activated the expert, else 0 (Algorithm 3), and so in `none`,
+            which has no G~; `token`: the share of tokens that did not, the mean of Eq. 16 over tokens.
     """
-    if inactivity == "batch":
-        return (counts == 0).double()
-    return 1.0 - counts / tokens.clamp(min=1)[..., None].double()
+    if inactivity == "token":
+        return 1.0 - counts / tokens.clamp(min=1)[..., None].double()
+    return (counts == 0).double()
 
 
 class ExpertGradients:
@@ -151,6 +151,11 @@ class ExpertGradients:
         return {
             t.name: learns[index, :, : t.stored.shape[0]].T for index, layer in enumerate(self._layers) for t in layer
         }
+
+
+def experts_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the LoRA of the experts: `….experts.up_proj.lora_A`, not that of attention or routers."""
+    return {name: value for name, value in tensors.items() if ".experts." in name}
 
 
 def _layer(name: str) -> str:
