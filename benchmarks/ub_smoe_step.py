@@ -26,7 +26,6 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 
-
 RANK = 20
 TARGETS = ("attention", "experts")
 STEPS = 4

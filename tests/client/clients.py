@@ -13,6 +13,8 @@ from fedguild.client.cohort import Cohort, LocalReport, LocalWork, Step
 from fedguild.client.optimizer import OptimizerSettings
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -82,7 +84,9 @@ def make_clients(backbone: Backbone, *, dropout: bool = True, output_scale: str 
     """Returns the eight clients."""
     clients = []
     for index, (rank, scale, active, rate, count) in enumerate(_CLIENTS):
-        plan = AdapterPlan(rank, scale, TARGETS, active, output_scale, 1.0, rate if dropout else 0.0)  # type: ignore[arg-type]
+        plan = AdapterPlan(
+            (Lora(rank, scale, TARGETS, dropout=rate if dropout else 0.0), OutputScale(output_scale, 1.0)), active
+        )  # type: ignore[arg-type]
         lengths = numpy_rng(SEED, "lengths", index).integers(4, 11, size=count).tolist()
         rows = random_rows(lengths, seed=100 + index)
         examples = tuple(Encoded(tuple(ids), 1 + number % 3) for number, ids in enumerate(rows))

@@ -20,6 +20,7 @@ from fedguild.engines.local import LocalEngine
 from fedguild.errors import FedGuildError
 from fedguild.evaluation.profile import memory
 from fedguild.methods import build_method
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
@@ -219,7 +220,7 @@ class ByBudget:
     """A method that adapts the routers of large clients and the attention of all others."""
 
     def plan(self, model: Any, budget: Any) -> AdapterPlan:
-        return AdapterPlan(2, 1.0, ("router",) if budget == LARGE else ("attention",))
+        return AdapterPlan((Lora(2, 1.0, ("router",) if budget == LARGE else ("attention",)),))
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         for step in cohort.steps():
@@ -249,7 +250,7 @@ def test_clients_with_other_targets_train_in_other_cohorts(olmoe_backbone, flame
 
 @pytest.mark.parametrize(("room", "clients", "expected"), [(7.5, 100, 7), (7.5, 4, 4), (0.3, 100, 1), (0.0, 3, 1)])
 def test_auto_fills_its_share_of_the_free_memory(olmoe_backbone, room, clients, expected):
-    plan = AdapterPlan(4, 1.0, ("attention", "experts"))
+    plan = AdapterPlan((Lora(4, 1.0, ("attention", "experts")),))
     need = memory(olmoe_backbone.info, plan, 640, dtype=torch.float32)
     one = need.total_bytes - need.weights_bytes
     free = int(room * one / cohorts.MEMORY_SHARE)
@@ -257,7 +258,7 @@ def test_auto_fills_its_share_of_the_free_memory(olmoe_backbone, room, clients, 
 
 
 def test_auto_knows_that_checkpointing_saves_memory(olmoe_backbone):
-    plan = AdapterPlan(1, 1.0, ("router",))
+    plan = AdapterPlan((Lora(1, 1.0, ("router",)),))
     free = 10**8
     plain = auto_cohort_size(olmoe_backbone, plan, 640, 10_000, free)
     checkpointing = auto_cohort_size(tiny_backbone("olmoe", gradient_checkpointing=True), plan, 640, 10_000, free)

@@ -14,10 +14,9 @@ from fedguild.client.optimizer import OptimizerSettings
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.local import LocalEngine
-from fedguild.methods.common import initial_adapter
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan
+from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import torch_rng
 from fedguild.server.method import Method, Upload

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget
 from fedguild.errors import ConfigError, ModelError
-from fedguild.methods import A3Smoe, Flame, build_method
-from fedguild.methods.a3smoe import A3SmoeSettings
-from fedguild.methods.common import ROUTING
-from fedguild.methods.flame import FlameSettings
+from fedguild.methods import build_method
+from fedguild.methods.a3smoe import A3Smoe, A3SmoeSettings
+from fedguild.methods.flame import Flame, FlameSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import LinearInfo, ModelInfo, MoeInfo
-from fedguild.payload import Payload
+from fedguild.payload import ROUTING, Payload
 from fedguild.server.aggregation import activation_weights, weights_by_name
 from fedguild.server.method import Upload
 from fedguild.wire.accounting import bytes_by_part

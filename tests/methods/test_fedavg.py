@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fedguild.errors import ConfigError
-from fedguild.methods import FedAvg, FedIT, build_method
-from fedguild.methods.fedavg import FedAvgSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedavg import FedAvg, FedAvgSettings
+from fedguild.methods.fedit import FedIT
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import trainable_shapes
 from fedguild.payload import Payload

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.merges import VERSION
-from fedguild.methods import FedIT
-from fedguild.methods.common import ADAPTER
 from fedguild.methods.fedex_lora import FedExLoRA, FedExLoRASettings, residual
-from fedguild.methods.fedit import FedITSettings
+from fedguild.methods.fedit import FedIT, FedITSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
-from fedguild.payload import Payload, with_part
+from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.seeding import torch_rng
 from fedguild.server.low_rank import by_module
 from fedguild.server.merges import echo, merges

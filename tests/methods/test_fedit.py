@@ -9,8 +9,8 @@ import torch
 
 from fedguild.client.budget import Budget
 from fedguild.errors import ConfigError
-from fedguild.methods import FedIT, build_method
-from fedguild.methods.fedit import FedITSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedit import FedIT, FedITSettings
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
 from fedguild.server.aggregation import rank_axis

@@ -12,10 +12,11 @@ from torch import Tensor
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError, ModelError, UploadError
-from fedguild.methods import FedAvg, FedMoe, build_method
-from fedguild.methods.fedavg import FedAvgSettings
-from fedguild.methods.fedmoe import FedMoeSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedavg import FedAvg, FedAvgSettings
+from fedguild.methods.fedmoe import FedMoe, FedMoeSettings
 from fedguild.model.adapters.held_experts import HeldExperts
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -205,7 +206,7 @@ def test_a_client_does_not_train_what_it_does_not_hold(olmoe_backbone: Backbone,
 def test_labels_are_smoothed() -> None:
     """The loss of every target against the loop over the vocabulary; without smoothing it is the likelihood."""
     backbone = tiny_backbone("olmoe", dtype=torch.float64)
-    plan = AdapterPlan(2, 0.5, ("attention",))
+    plan = AdapterPlan((Lora(2, 0.5, ("attention",)),))
     batch = collate([[Encoded(tuple(random_rows([7], 1)[0]), 2)]], PAD)
     with SlotModel(backbone, [plan]) as model:
         model.load(0, random_adapter(backbone.info, plan, 1))

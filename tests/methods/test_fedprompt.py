@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from fedguild.config import load_config, presets
 from fedguild.data.batches import encode_prompt
 from fedguild.errors import ConfigError
-from fedguild.methods import FedPrompt, build_method
-from fedguild.methods.fedprompt import FedPromptSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedprompt import FedPrompt, FedPromptSettings
 from fedguild.model.backbone import EMBEDDED, Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.model.tiny import CHECKPOINT

@@ -13,9 +13,9 @@ from fedguild.client.optimizer import OptimizerSettings
 from fedguild.client.schedule import TrainingSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
-from fedguild.methods import FedAvg, FedProx, build_method
-from fedguild.methods.fedavg import FedAvgSettings
-from fedguild.methods.fedprox import FedProxSettings, squared_distance
+from fedguild.methods import build_method
+from fedguild.methods.fedavg import FedAvg, FedAvgSettings
+from fedguild.methods.fedprox import FedProx, FedProxSettings, squared_distance
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedguild.data.batches import collate
 from fedguild.errors import ConfigError
-from fedguild.methods import FedPTuning, build_method
-from fedguild.methods.fedptuning import FedPTuningSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedptuning import FedPTuning, FedPTuningSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget
 from fedguild.errors import ConfigError, ModelError
-from fedguild.methods import FedIT, Flame, build_method
-from fedguild.methods.common import ROUTING
-from fedguild.methods.flame import FlameSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedit import FedIT
+from fedguild.methods.flame import Flame, FlameSettings
 from fedguild.model.backbone import Backbone
-from fedguild.payload import Payload
+from fedguild.payload import ROUTING, Payload
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
 from fedguild.wire.codec import decode, encode

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.fresh_adapter import ADAPTER_SEED
 from fedguild.client.merges import VERSION
 from fedguild.engines.local import LocalEngine
-from fedguild.methods.common import ADAPTER, ADAPTER_SEED
 from fedguild.methods.flexlora import FlexLoRA, FlexLoRASettings
 from fedguild.methods.flora import Flora, FloraSettings
 from fedguild.methods.florist import Florist, FloristSettings
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.payload import Payload, with_part
+from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.seeding import torch_rng
 from fedguild.server.low_rank import by_module
 from fedguild.server.merges import echo, merges
@@ -243,5 +244,5 @@ def test_clients_without_examples_change_nothing(olmoe_backbone: Backbone) -> No
 
 def test_the_plan_has_every_clients_own_scale(olmoe_backbone: Backbone) -> None:
     model = olmoe_backbone.info
-    assert flora().plan(model, BUDGETS[2]) == AdapterPlan(5, 6.0 / 5, EVERYTHING)
+    assert flora().plan(model, BUDGETS[2]) == AdapterPlan((Lora(5, 6.0 / 5, EVERYTHING),))
     assert flora(scale=2.0).plan(model, BUDGETS[2]).scale == 2.0

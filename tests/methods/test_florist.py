@@ -11,11 +11,10 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget
 from fedguild.client.merges import VERSION
-from fedguild.methods.common import ADAPTER
 from fedguild.methods.florist import PAIR, Florist, FloristSettings, at_rank, thresholded
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
+from fedguild.payload import ADAPTER, Payload
 from fedguild.seeding import torch_rng
 from fedguild.server.low_rank import Factors, by_module, decompose, named, stack, weighted_product
 from fedguild.server.merges import merges

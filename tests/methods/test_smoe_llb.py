@@ -16,9 +16,9 @@ from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import collate
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError, ModelError
-from fedguild.methods import FedAvg, SmoeLlb, build_method
-from fedguild.methods.fedavg import FedAvgSettings
-from fedguild.methods.smoe_llb import SmoeLlbSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedavg import FedAvg, FedAvgSettings
+from fedguild.methods.smoe_llb import SmoeLlb, SmoeLlbSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import Routing
 from fedguild.model.slots import SlotModel

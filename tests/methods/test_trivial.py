@@ -10,8 +10,9 @@ import torch
 from fedguild.client.budget import Budget
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
-from fedguild.methods import FedIT, Trivial, build_method
-from fedguild.methods.trivial import TrivialSettings, ranks
+from fedguild.methods import build_method
+from fedguild.methods.fedit import FedIT
+from fedguild.methods.trivial import Trivial, TrivialSettings, ranks
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
 from fedguild.server.method import Method

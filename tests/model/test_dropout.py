@@ -9,6 +9,7 @@ import torch
 
 from fedguild.data.batches import Encoded, collate
 from fedguild.model.adapters.dropout import Dropout
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.runtime import Pass
 from fedguild.model.slots import SlotModel
@@ -62,7 +63,7 @@ def test_masks_differ_by_layer_and_step():
 
 
 def test_only_linear_layers_of_a_slot_with_a_rate_are_hit(olmoe_backbone):
-    plan = AdapterPlan(4, 1.0, ("attention",))
+    plan = AdapterPlan((Lora(4, 1.0, ("attention",)),))
     rows = [Encoded(tuple(ids), 1) for ids in random_rows([8, 6], 1)]
     adapter = random_adapter(olmoe_backbone.info, plan, 1)
     with SlotModel(olmoe_backbone, [plan, replace(plan, dropout=0.5)]) as model, torch.no_grad():

@@ -10,6 +10,8 @@ import torch
 from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.moe import dispatch as dispatch_module
 from fedguild.model.moe.low_rank import LowRank
 from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
@@ -140,7 +142,7 @@ def test_slots_with_a_middle_factor_generate_what_each_prompt_gives_alone(family
 
 
 def test_what_is_frozen_is_loaded_but_neither_read_nor_optimised(olmoe_backbone):
-    plan = AdapterPlan(2, 1.0, FAMILIES["olmoe"], output_scale="per_layer", frozen=("lora_A", "output_scale"))
+    plan = AdapterPlan((Lora(2, 1.0, FAMILIES["olmoe"], frozen=("lora_A", "output_scale")), OutputScale("per_layer")))
     adapter = random_adapter(olmoe_backbone.info, plan, 0)
     with SlotModel(olmoe_backbone, [plan, plan]) as model:
         for slot in (0, 1):
@@ -179,7 +181,7 @@ def test_no_weight_gradient_of_a_frozen_factor_is_formed(kind, products, olmoe_b
 
 
 def test_cohorts_do_not_mix_what_is_frozen():
-    plan = AdapterPlan(2, 1.0, ("attention",))
+    plan = AdapterPlan((Lora(2, 1.0, ("attention",)),))
     others = [replace(plan, frozen=("lora_A",)), replace(plan, **BETWEEN)]
     assert len({each.cohort_key for each in (plan, *others)}) == 3
 
@@ -195,6 +197,6 @@ def test_shapes(olmoe_backbone):
 
 def test_bad_plans_say_what_is_wrong(olmoe_backbone):
     with pytest.raises(ConfigError, match="no lora_C that could be frozen"):
-        trainable_shapes(olmoe_backbone.info, AdapterPlan(2, 1.0, ("attention",), frozen=("lora_C",)))
+        trainable_shapes(olmoe_backbone.info, AdapterPlan((Lora(2, 1.0, ("attention",), frozen=("lora_C",)),)))
     with pytest.raises(ConfigError, match="A and B must be frozen"):
-        AdapterPlan(2, 1.0, ("attention",), middle=True, frozen=("lora_A",))
+        AdapterPlan((Lora(2, 1.0, ("attention",), middle=True, frozen=("lora_A",)),))

@@ -23,7 +23,7 @@ from tests.client.clients import SETTINGS, distance, first_gradients, flat, make
 from tests.model.layers import FULL_CASES, build, by_loop, by_view, worst
 from tests.oracles.lora import MergedModel
 
-FULL = AdapterPlan(rank=1, scale=1.0, targets=(), parts=(FullExperts(),))
+FULL = AdapterPlan((FullExperts(),))
 
 
 @pytest.mark.parametrize("case", FULL_CASES.values(), ids=FULL_CASES.keys())

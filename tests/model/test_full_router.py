@@ -13,7 +13,7 @@ from fedguild.model.slots import SlotModel
 from fedguild.seeding import torch_rng
 from tests.backbones import END, PAD, random_rows, tiny_backbone, tiny_model
 
-PLAN = AdapterPlan(rank=1, scale=1.0, targets=(), parts=(FullRouter(),))
+PLAN = AdapterPlan((FullRouter(),))
 ROUTED = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2 greedy", "deepseek_v3", "switch")
 
 

@@ -13,6 +13,7 @@ from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError, ModelError
 from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.held_experts import HeldExperts
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -20,7 +21,7 @@ from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tin
 from tests.oracles.lora import merged_parameters
 
 SETS = ((0, 3, 5, 6), (1, 2, 3, 4, 7))
-PLAN = AdapterPlan(3, 0.5, ("q_proj", "experts"), parts=(FullRouter(), HeldExperts()))
+PLAN = AdapterPlan((Lora(3, 0.5, ("q_proj", "experts")), FullRouter(), HeldExperts()))
 
 
 def plan_of(*held: tuple[int, ...]) -> AdapterPlan:
@@ -117,4 +118,4 @@ def test_sets_that_cannot_be_are_refused(held: tuple[int, ...], olmoe_backbone: 
 def test_models_without_such_a_router_are_refused(family: str, told: str) -> None:
     backbone = tiny_backbone(family)
     with pytest.raises(ModelError, match=told):
-        SlotModel(backbone, [AdapterPlan(2, 1.0, ("o_proj",), parts=(HeldExperts(),))])
+        SlotModel(backbone, [AdapterPlan((Lora(2, 1.0, ("o_proj",)), HeldExperts()))])

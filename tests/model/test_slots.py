@@ -9,13 +9,14 @@ import torch
 
 from fedguild.data.batches import Encoded, SlotBatch, collate
 from fedguild.errors import ConfigError, ModelError
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.moe import token_side, view
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
 from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tiny_model
 from tests.oracles.lora import MergedModel
 
-PLAN = AdapterPlan(4, 0.5, ("attention", "router", "experts"), 2)
+PLAN = AdapterPlan((Lora(4, 0.5, ("attention", "router", "experts")),), 2)
 
 
 def batch_of(*lengths: list[int]) -> SlotBatch:
@@ -162,7 +163,7 @@ def packed_batch() -> tuple[SlotBatch, list[tuple[list[int], int]]]:
 @pytest.mark.parametrize("family", ["olmoe", "llama", "deepseek_v2 greedy"])
 def test_an_attention_mask_of_the_batch_separates_candidates(family, attention):
     backbone = tiny_backbone(family, attn_implementation=attention)
-    plan = AdapterPlan(4, 0.5, ("attention",))
+    plan = AdapterPlan((Lora(4, 0.5, ("attention",)),))
     adapter = random_adapter(backbone.info, plan, 1)
     batch, texts = packed_batch()
     found = losses_of(backbone, [plan], [adapter], batch)
@@ -210,12 +211,12 @@ def test_an_unknown_target_lists_the_known_ones(olmoe_backbone):
 @pytest.mark.parametrize("target", ["router", "experts"])
 def test_expert_targets_on_a_dense_model_are_refused(llama_backbone, target):
     with pytest.raises(ConfigError, match=rf"{target} name no layer of tiny llama"):
-        SlotModel(llama_backbone, [AdapterPlan(4, 1.0, ("attention", target))])
+        SlotModel(llama_backbone, [AdapterPlan((Lora(4, 1.0, ("attention", target)),))])
 
 
 def test_active_experts_on_a_dense_model_are_refused(llama_backbone):
     with pytest.raises(ModelError, match=r"tiny llama \(llama\) has no experts"):
-        SlotModel(llama_backbone, [AdapterPlan(4, 1.0, ("attention",), active_experts=2)])
+        SlotModel(llama_backbone, [AdapterPlan((Lora(4, 1.0, ("attention",)),), 2)])
 
 
 def test_plans_of_different_targets_are_refused(olmoe_backbone):
