@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from fedguild.errors import ConfigError, ModelError
+from fedguild.errors import ConfigError
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.adapters.storage import Layout
 from fedguild.model.info import ModelInfo
-from fedguild.model.moe.routing import RoutingRule
-from fedguild.model.moe.view import MoeLayer
+from fedguild.model.moe.routing import RoutingRule, require_softmax
 
 Modulation = Literal["candidate", "preserve", "none"]
 Gating = Literal["renormalised", "native"]
@@ -77,7 +76,7 @@ class ModulatedRouting(AdapterPart):
         if self.modulation == "none" and self.gating == "native":
             return
         for layer in host.backbone.moe:
-            require_softmax("Modulated routing", layer, host.backbone.info)
+            require_softmax("Modulated routing", layer.rule, host.backbone.info)
             name = f"{layer.info.name}.phi"
             phi = host.running(name) if name in host.loaded else None
             layer.chooser = ModulatedChooser(self, phi if self.learned or phi is None else phi.detach(), layer.rule)
@@ -133,13 +132,3 @@ class ModulatedChooser:
         if self.part.gating == "renormalised" or self.rule.renormalise:
             return chosen.softmax(dim=-1) * self.rule.scaling
         return (chosen - modulated.logsumexp(dim=-1, keepdim=True)).exp() * self.rule.scaling
-
-
-def require_softmax(who: str, layer: MoeLayer, model: ModelInfo) -> None:
-    """Raises ModelError where a family's router is not a softmax over all experts, which `who` needs."""
-    if layer.rule.score != "softmax" or layer.rule.groups > 1:
-        raise ModelError(
-            f"{who} needs a router that is a softmax over all experts; that of {model.name} "
-            f"({model.family}) {'scores by sigmoid' if layer.rule.score != 'softmax' else 'limits expert groups'}.",
-            "Choose OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE or a DeepSeek-V2 without groups.",
-        )
