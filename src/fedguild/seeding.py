@@ -27,3 +27,8 @@ def numpy_rng(seed: int, *purpose: str | int) -> np.random.Generator:
 def torch_rng(seed: int, *purpose: str | int) -> torch.Generator:
     """Returns a CPU torch generator for a purpose."""
     return torch.Generator().manual_seed(derive(seed, *purpose))
+
+
+def new_seed(rng: torch.Generator) -> int:
+    """Returns a seed that a run draws once, for what its clients later draw by themselves."""
+    return int(torch.randint(2**62, (), generator=rng))
