@@ -17,7 +17,7 @@ from fedguild.engines.local import LocalEngine
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.payload import Payload, with_part
+from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
 from fedguild.server.method import Method, Upload
 from fedguild.server.rounds import Task
@@ -48,9 +48,7 @@ class Federation:
 
     def start(self) -> Payload:
         state = self.method.start(self.model, [who.budget for who in self.clients], torch_rng(0, "start"))
-        if isinstance(self.method, Enrolling):
-            state = self.method.enroll(state, self.model, self.clients)
-        return state
+        return self.method.enroll(state, self.model, self.clients)
 
     def train(
         self, state: Payload, round: int = 1, who: Sequence[int] | None = None, learning_rate: float = 0.05
@@ -76,5 +74,4 @@ def random_tensors(model: ModelInfo, plan: AdapterPlan, seed: int) -> dict[str, 
 
 def upload(who: ClientInfo, **parts: dict[str, torch.Tensor]) -> Upload:
     """An upload of these parts."""
-    tensors = {name: value for part, held in parts.items() for name, value in with_part(part, held).items()}
-    return Upload(1, who, Payload(tensors))
+    return Upload(1, who, Payload.of(parts))

@@ -18,8 +18,7 @@ from fedguild.errors import ConfigError
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.adapters.storage import Layout
 from fedguild.model.info import ModelInfo
-from fedguild.model.moe.routing import RoutingRule
-from fedguild.model.moe.view import require_softmax
+from fedguild.model.moe.routing import RoutingRule, require_softmax
 
 Modulation = Literal["candidate", "preserve", "none"]
 Gating = Literal["renormalised", "native"]
@@ -78,7 +77,7 @@ class ModulatedRouting(AdapterPart):
         if self.modulation == "none" and self.gating == "native":
             return
         for layer in host.backbone.moe:
-            require_softmax("Modulated routing", layer, host.backbone.info)
+            require_softmax("Modulated routing", layer.rule, host.backbone.info)
             name = f"{layer.info.name}.phi"
             phi = host.running(name) if name in host.loaded else None
             layer.chooser = ModulatedChooser(self, phi if self.learned or phi is None else phi.detach(), layer.rule)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fedguild.errors import ModelError
-from fedguild.model.info import ModelInfo, MoeInfo
+from fedguild.model.info import MoeInfo
 from fedguild.model.moe.dense import prefers_dense, run_every_expert
 from fedguild.model.moe.dispatch import dispatch
 from fedguild.model.moe.experts import Factors, FrozenExperts, run_experts
@@ -197,16 +197,6 @@ def find_moe_layers(model: nn.Module, family: str, runtime: Runtime) -> list[Moe
         rule, capacity = routing_rule(family, router), getattr(router, "expert_capacity", None)
         found.append(MoeLayer(len(found), info, router, experts, rule, runtime, capacity))
     return found
-
-
-def require_softmax(who: str, layer: MoeLayer, model: ModelInfo) -> None:
-    """Raises ModelError where a family's router is not a softmax over all experts, which `who` needs."""
-    if layer.rule.score != "softmax" or layer.rule.groups > 1:
-        raise ModelError(
-            f"{who} needs a router that is a softmax over all experts; that of {model.name} "
-            f"({model.family}) {'scores by sigmoid' if layer.rule.score != 'softmax' else 'limits expert groups'}.",
-            "Choose OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE or a DeepSeek-V2 without groups.",
-        )
 
 
 def _describe(name: str, router: Any, experts: Any) -> MoeInfo:
