@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedguild.client.cohort import Cohort
-from fedguild.client.held_out import held_out_cosines
+from fedguild.methods.ub_smoe.cosine import held_out_cosines
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel

@@ -1,4 +1,4 @@
-"""Who is sent UB-SMoE's pseudo-gradient and who derives it, over whole rounds; and what a round sends."""
+"""Delivery of UB-SMoE's pseudo-gradient over whole rounds, sent or derived; and what a round sends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fedguild import experiment
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.methods.ub_smoe import PHI, PSEUDO_GRADIENT, WITHOUT, UbSmoe, UbSmoeSettings
+from fedguild.methods.ub_smoe import UbSmoe, UbSmoeSettings
+from fedguild.methods.ub_smoe.names import PHI, PSEUDO_GRADIENT
 from fedguild.model.backbone import Backbone, describe_config
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import trainable_shapes
@@ -24,6 +25,7 @@ from tests.experiment.runs import Killed, assert_same, ended, kill_at, save_mode
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 
 MIB = 2**20
+WITHOUT = "training/without_pseudo_gradient"
 
 
 def ub_smoe(**options: object) -> UbSmoe:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError, ModelError
+from fedguild.methods.ub_smoe.modulated_routing import ModulatedChooser, ModulatedRouting
 from fedguild.model.adapters.lora import Lora
-from fedguild.model.adapters.modulated_routing import ModulatedChooser, ModulatedRouting
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.routing import RoutingRule, route
 from fedguild.model.plan import AdapterPlan, trainable_shapes
@@ -219,7 +219,7 @@ def test_what_the_part_trains(exact: Backbone) -> None:
     shapes = part.shapes(exact.info)
     assert shapes == {f"model.layers.{layer}.mlp.phi": (EXPERTS,) for layer in (0, 1)}
     assert shapes.items() <= trainable_shapes(exact.info, plan_with(2)).items()
-    assert not any(part.decays(name) for name in shapes)
+    assert not any(part.layout(name, shape, exact.dtype).decays for name, shape in shapes.items())
     assert not part.initial("phi", (EXPERTS,), torch.Generator()).any()
     assert replace(part, modulation="none").shapes(exact.info) == {}
 

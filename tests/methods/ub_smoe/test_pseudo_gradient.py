@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
-from fedguild.client.pseudo_gradient import (
+from fedguild.methods.ub_smoe.pseudo_gradient import (
     ExpertGradients,
     Inactivity,
     clip_per_expert,

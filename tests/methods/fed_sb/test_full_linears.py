@@ -7,7 +7,7 @@ import torch
 
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError
-from fedguild.model.adapters.full_linears import FullLinears
+from fedguild.methods.fed_sb.full_linears import FullLinears
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
@@ -53,8 +53,9 @@ def test_shapes_and_start(olmoe_backbone):
     assert trainable_shapes(olmoe_backbone.info, AdapterPlan((FullLinears(("q_proj",)),))) == shapes
     for name, shape in shapes.items():
         assert not PART.initial(name, shape, torch.Generator()).any()
-        assert PART.slot_axis(name) == 0
-        assert PART.decays(name)
+        layout = PART.layout(name, shape, torch.float32)
+        assert layout.axis == 0
+        assert layout.decays
 
 
 def test_an_unknown_layer_is_refused(llama_backbone):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedguild.client.gradients import probes
 from fedguild.client.optimizer import OptimizerSettings
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded, collate
@@ -17,7 +16,9 @@ from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
 from fedguild.export.weights import folded
 from fedguild.methods import build_method
-from fedguild.methods.fed_sb import HOLDERS, FedSB, initial_factors, whole_gradients
+from fedguild.methods.fed_sb import FedSB, initial_factors
+from fedguild.methods.fed_sb.basis import HOLDERS
+from fedguild.methods.fed_sb.sketch import probes, rebuilt
 from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.model.targets import targeted_shapes
@@ -87,7 +88,7 @@ def test_the_first_round_against_the_oracle(kind, family, tmp_path):
     uploads = [Upload(1, each.task.client, each.upload) for each in deliveries]
     found = method.aggregate(state, iter(uploads))
     assert found.scalars["stage"] == "training"
-    shapes = targeted_shapes(backbone.info, method.plan(backbone.info, LARGE))
+    shapes = targeted_shapes(backbone.info, method.plan(backbone.info, LARGE).lora.targets)
     plain = tiny_model(family, dtype=torch.float64)
     slow = [
         weight_gradients(
@@ -130,7 +131,7 @@ def test_two_clients_by_hand(weights, expected):
     method = fed_sb(start="dense", rank=1, targets=["q_proj"], weights=weights)
     model = tiny_backbone("llama").info
     state = method.start(model, [LARGE], torch_rng(0, "start"))
-    shapes = targeted_shapes(model, method.plan(model, LARGE))
+    shapes = targeted_shapes(model, method.plan(model, LARGE).lora.targets)
     uploads = [
         sent(index, examples, {f"{m}.delta": torch.full(s, value) for m, s in shapes.items()}, "gradient")
         for index, (examples, value) in enumerate([(1, -3.0), (2, 2.0)])
@@ -168,7 +169,7 @@ def test_the_servers_gradient_is_the_oracles_sketch():
     gradient = torch.randn(8, 11, generator=torch_rng(1, "gradient"), dtype=torch.float64)
     omega, psi = probes(5, "layer", 8, 11, 3)
     sketches = {"layer.lora_B": gradient @ omega.double(), "layer.lora_A": psi.double() @ gradient}
-    ((module, found),) = whole_gradients(sketches, 5)
+    ((module, found),) = rebuilt(sketches, 5)
     assert module == "layer"
     torch.testing.assert_close(found, sketched_gradient(gradient, omega, psi), rtol=1e-9, atol=1e-9)
 
@@ -335,8 +336,8 @@ def test_r_folds_into_a(federation):
     """The exported pair of factors is the same model as B R A."""
     deployment = federation.method.deploy(begun(federation), federation.model, LARGE)
     plain = folded(deployment)
-    assert not plain.plan.middle
-    assert not plain.plan.frozen
+    assert not plain.plan.lora.middle
+    assert not plain.plan.lora.frozen
     assert {name: tuple(value.shape) for name, value in plain.tensors.items()} == adapter_shapes(
         federation.model, plain.plan
     )
@@ -362,4 +363,4 @@ def test_clients_run_their_budgets_experts(olmoe_backbone, llama_backbone):
     dense = fed_sb(targets=["attention"]).plan(llama_backbone.info, LARGE)
     assert isinstance(dense, AdapterPlan)
     assert dense.active_experts is None
-    assert dense.scale == 1.0
+    assert dense.lora.scale == 1.0

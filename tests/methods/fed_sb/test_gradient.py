@@ -7,18 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedguild.client.gradients import (
-    full_weight_plan,
-    mean_gradients,
-    probes,
-    rows_of_psi,
-    sketch_of,
-    sketch_plan,
-    sketching_factors,
-)
 from fedguild.client.optimizer import OptimizerSettings
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded, collate
+from fedguild.methods.fed_sb.gradient import full_weight_plan, mean_gradients
+from fedguild.methods.fed_sb.sketch import probes, rows_of_psi, sketch_of, sketch_plan, sketching_factors
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
@@ -38,7 +31,7 @@ def clients(plan: AdapterPlan) -> list[Client]:
     found = []
     for index, (count, active) in enumerate([(4, 2), (11, 1)]):
         rows = [Encoded(tuple(ids), 2) for ids in random_rows([4 + (index + i) % 5 for i in range(count)], index)]
-        own = replace(plan, active_experts=active if "experts" in plan.targets else None)
+        own = replace(plan, active_experts=active if "experts" in plan.lora.targets else None)
         found.append(Client(client(index, LARGE, count), own, tuple(rows), {}))
     return found
 
@@ -53,7 +46,7 @@ def gradients(family: str, sample: float, sketched: bool, who: slice = slice(Non
         cohort = make_cohort(model, members, SETTINGS)
         if sketched:
             for slot, each in enumerate(members):
-                cohort.load(slot, sketching_factors(targeted_shapes(backbone.info, each.plan), 9, SIZE))
+                cohort.load(slot, sketching_factors(targeted_shapes(backbone.info, each.plan.lora.targets), 9, SIZE))
             before = {name: tensor.stored.detach().clone() for name, tensor in model.trainables.items()}
         found = mean_gradients(cohort, sample)
         assert all(torch.equal(tensor.stored, before[name]) for name, tensor in model.trainables.items())
@@ -67,7 +60,7 @@ def test_gradients_of_the_changes_are_those_of_the_weights(family):
     assert steps == [1]
     plain, info = tiny_model(family, dtype=torch.float64), tiny_backbone(family).info
     (own,) = clients(AdapterPlan((Lora(2, 1.0, TARGETS[family]),)))[:1]
-    shapes = targeted_shapes(info, own.plan)
+    shapes = targeted_shapes(info, own.plan.lora.targets)
     slow = weight_gradients(plain, info, own.examples, own.plan.active_experts, shapes)
     assert {name.removesuffix(".delta") for name in found[0]} == set(shapes)
     for module, expected in slow.items():
@@ -83,7 +76,7 @@ def test_sketches_are_those_of_the_gradients(family, sample):
     whole, steps = gradients(family, sample, sketched=False)
     found, again = gradients(family, sample, sketched=True)
     assert steps == again == {0.001: [1, 1], 0.5: [1, 2], 1.0: [1, 3]}[sample]
-    shapes = targeted_shapes(tiny_backbone(family).info, AdapterPlan((Lora(2, 1.0, TARGETS[family]),)))
+    shapes = targeted_shapes(tiny_backbone(family).info, TARGETS[family])
     for own, dense in zip(found, whole, strict=True):
         sketch = sketch_of(own, SIZE)
         assert len(sketch) == 2 * len(shapes)
@@ -111,7 +104,7 @@ def test_the_sketching_factors_change_nothing(olmoe_backbone):
     for loaded in (False, True):
         with SlotModel(olmoe_backbone, [sketch_plan(plan, SIZE)]) as model, torch.no_grad():
             if loaded:
-                model.load(0, sketching_factors(targeted_shapes(olmoe_backbone.info, plan), 9, SIZE))
+                model.load(0, sketching_factors(targeted_shapes(olmoe_backbone.info, plan.lora.targets), 9, SIZE))
             losses.append(model.token_losses(rows))
     assert torch.equal(*losses)
 
@@ -129,6 +122,8 @@ def test_a_plan_of_changes_has_the_targets_of_lora(olmoe_backbone):
     plan = AdapterPlan((Lora(2, 1.0, ("q_proj", "experts")),), 1)
     changes = full_weight_plan(plan)
     assert changes.active_experts == 1
-    shapes = {f"{module}.delta": shape for module, shape in targeted_shapes(olmoe_backbone.info, plan).items()}
+    shapes = {
+        f"{module}.delta": shape for module, shape in targeted_shapes(olmoe_backbone.info, plan.lora.targets).items()
+    }
     assert trainable_shapes(olmoe_backbone.info, changes) == shapes
     assert len(full_weight_plan(AdapterPlan((Lora(2, 1.0, ("router",)),))).parts) == 1

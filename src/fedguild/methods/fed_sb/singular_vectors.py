@@ -1,11 +1,4 @@
-"""A large matrix known by two narrow products, and its leading singular vectors.
-
-Source: J. A. Tropp, A. Yurtsever, M. Udell, V. Cevher, "Practical Sketching Algorithms for Low-Rank
-Matrix Approximation", SIAM J. Matrix Anal. Appl., 2017, Algorithms 1, 4 and 7. G [out, in] is seen as
-G Ω [out, k] and Ψ G [l, in] with random Ω and Ψ (`fedguild.client.gradients` takes them). Both are
-linear in G, so that the mean of several clients' sketches is the sketch of their mean. Where G's rank
-is at most k, nothing is lost.
-"""
+"""Leading singular vectors by subspace iteration, and random orthonormal ones (lines 3 and 4)."""
 
 from __future__ import annotations
 
@@ -16,21 +9,6 @@ from fedguild.server.low_rank import Factors, Svd, decompose
 
 OVERSAMPLING = 10
 """Columns beyond the rank with which the range of a matrix is looked for."""
-
-
-def reconstructed(left: Tensor, right: Tensor, psi: Tensor) -> Factors:
-    """Returns the matrix that two sketches stand for, as Q X with Q = orth(G Ω) and X = (Ψ Q)⁺ Ψ G.
-
-    Rows and columns of zeros come back as zeros, not as what rounding makes of them.
-
-    Args:
-        left: G Ω, [.., out, k].
-        right: Ψ G, [.., l, in].
-        psi: Ψ, [l, out], l ≥ k.
-    """
-    basis, _ = torch.linalg.qr(left)
-    down = torch.linalg.lstsq(psi.to(basis) @ basis, right.to(basis)).solution
-    return Factors(down * right.any(-2, keepdim=True), basis * left.any(-1, keepdim=True))
 
 
 def leading(matrix: Tensor, rank: int, rng: torch.Generator, iterations: int = 10) -> Svd:
