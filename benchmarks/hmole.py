@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
 from fedguild.data.batches import Encoded, collate
+from fedguild.methods.fedamole.mixture import MixtureOfLora
 from fedguild.model.adapters.lora import Lora
-from fedguild.model.adapters.mole import MixtureOfLora
 from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel

@@ -17,8 +17,8 @@ from fedguild.data.batches import collate
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError, UploadError
 from fedguild.methods import build_method
-from fedguild.methods.fedamole import COMMON, EXPERT, EXPERTS, TOKEN, FedAMoLE, FedAMoLESettings, Pool
-from fedguild.model.adapters.mole_pool import held_experts
+from fedguild.methods.fedamole import FedAMoLE, FedAMoLESettings
+from fedguild.methods.fedamole.pool import COMMON, EXPERT, EXPERTS, TOKEN, Pool, held_experts
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
@@ -484,7 +484,8 @@ def test_a_clients_own_model_is_the_one_it_trained(llama_backbone: Backbone, tmp
     for sent, received in zip(uploads, downloads(known, after), strict=True):
         memory = known.memory.load(sent.client.name, 2)
         for payload, source in ((memory, sent.payload), (Payload(), received)):
-            mine = known.method.personalize(after, known.model, sent.client, payload)
+            excerpt = known.method.excerpt(after, known.model, sent.client)
+            mine = known.method.personalize(excerpt, known.model, sent.client, payload)
             ids = dict(mine.plan.parts[0].held)
             assert ids == held(source)
             for name, value in source.part(COMMON).items():

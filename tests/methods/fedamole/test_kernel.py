@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedguild.model.adapters.mole_kernel import Gating, Tokens, balance_loss, mixture_product
+from fedguild.methods.fedamole.kernel import Gating, Tokens, balance_loss, mixture_product
 from fedguild.model.runtime import Pass
 from tests.oracles.mole import LoopedModule
 

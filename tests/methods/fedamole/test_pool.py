@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedguild.model.adapters.mole_pool import held_experts, single_experts, stacked_experts
+from fedguild.methods.fedamole.pool import held_experts, single_experts, stacked_experts
 
 HELD = {"model.layers.0.q_proj": (2, 10, 7), "model.layers.10.q_proj": (0,)}
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fedguild.errors import ConfigError, ModelError
+from fedguild.methods.fedamole.embeddings import Embeddings
+from fedguild.methods.fedamole.kernel import Gating, Tokens, balance_loss, mixture_product
 from fedguild.model.adapters.lora import kaiming_uniform
-from fedguild.model.adapters.mole_embeddings import Embeddings
-from fedguild.model.adapters.mole_kernel import Gating, Tokens, balance_loss, mixture_product
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.adapters.storage import Layout
 from fedguild.model.info import LinearInfo, ModelInfo

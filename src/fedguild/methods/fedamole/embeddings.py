@@ -1,4 +1,4 @@
-"""The mean embeddings that tell how near a client's data is to an expert's domain (FedAMoLE, Eq. 11 and 13)."""
+"""Mean embeddings of a client's tokens and of its experts, whose products are relevance (FedAMoLE, Eq. 11, 13)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fedguild.model.adapters.mole_kernel import Tokens
+from fedguild.methods.fedamole.kernel import Tokens
 from fedguild.model.adapters.storage import SlotTensor
 
 

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from fedguild.client.embedding_privacy import privatised
+from fedguild.methods.fedamole.embedding_privacy import privatised
 from fedguild.seeding import numpy_rng
 
 DRAWS = 4000

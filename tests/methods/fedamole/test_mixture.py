@@ -9,7 +9,8 @@ import torch
 
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError, ModelError
-from fedguild.model.adapters.mole import MixtureOfLora
+from fedguild.methods.fedamole.mixture import MixtureOfLora
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.seeding import torch_rng
@@ -146,14 +147,16 @@ def test_a_client_in_a_cohort_gets_what_it_gets_alone(changes):
 
 
 def test_dropout_is_the_mixtures_own():
-    """Its rate counts, not the plan's; and nothing is dropped before the slots are seeded."""
+    """Its rate counts, not that of a LoRA beside it; and nothing is dropped before the slots are seeded."""
     backbone = tiny_backbone("llama")
     batch = collate(encoded([[6, 4]]), PAD)
 
     def losses(rate: float, seed: int | None) -> torch.Tensor:
-        plan = replace(plan_with(replace(PART, dropout=rate)), dropout=0.5 - rate)
+        beside = Lora(1, 1.0, ("k_proj",), dropout=0.5 - rate)
+        plan = AdapterPlan((replace(PART, dropout=rate), beside))
         with SlotModel(backbone, [plan]) as model, torch.no_grad():
-            model.load(0, random_adapter(backbone.info, plan, 0))
+            adapter = random_adapter(backbone.info, plan, 0)
+            model.load(0, adapter | {name: torch.zeros(shape) for name, shape in beside.shapes(backbone.info).items()})
             model.attached[MixtureOfLora].assign(0, HELD[0])
             model.dropout.seed(None if seed is None else [seed])
             return model.token_losses(batch)

@@ -1,4 +1,4 @@
-"""Who gets which expert: FedAMoLE's assignment program, solved exactly as a linear program.
+"""Assignment of experts to clients: FedAMoLE's program, solved exactly as a linear program.
 
 Y. Zhang et al., "Personalized Federated Fine-Tuning for LLMs via Data-Driven Heterogeneous Model
 Architectures", Definition 4.1: for every module, maximise <P, D> over binary D [clients, experts],
