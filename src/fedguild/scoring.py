@@ -12,14 +12,14 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config
+from fedguild.costs.flops import cost
 from fedguild.data import Example
-from fedguild.evaluation.profile import cost
-from fedguild.evaluation.records import Where, evaluation_record, summary_record
 from fedguild.evaluation.tasks import Scoring
 from fedguild.evaluation.tasks import evaluate as score
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
+from fedguild.recording import Where, evaluation_record, summary_record
 from fedguild.server.method import Deployment
 from fedguild.server.record import EvaluationRecord, Record
 from fedguild.setup import Experiment, Split

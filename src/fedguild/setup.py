@@ -10,15 +10,12 @@ from uuid import uuid4
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
 from fedguild.config import Config
 from fedguild.data import (
     ClientData,
     Corpus,
     Example,
     PartitionTable,
-    SplitRule,
     load_corpus,
     partition,
     partition_table,
@@ -38,7 +35,7 @@ from fedguild.progress import Progress, Silent
 from fedguild.seeding import numpy_rng
 from fedguild.server.method import Method
 from fedguild.server.record import EvaluationRecord
-from fedguild.server.rounds import Engine, RoundRules
+from fedguild.server.rounds import Engine
 
 Split = Literal["test", "validation"]
 MEMORY = "clients"
@@ -113,7 +110,7 @@ def prepare_data(config: Config) -> PreparedData:
     Raises:
         DataError: the data is missing, has other columns, or leaves a client empty.
     """
-    data, split = config.data, config.data.split
+    data = config.data
     corpus = load_corpus(
         data.corpus,
         train=data.train,
@@ -128,15 +125,7 @@ def prepare_data(config: Config) -> PreparedData:
     parts = partition(
         rule.scheme, corpus.train, config.federation.clients, rng=rng, alpha=rule.alpha, minimum=rule.minimum
     )
-    cut = SplitRule(
-        validation=split.validation,
-        test=split.test,
-        max_train=split.caps.train,
-        max_validation=split.caps.validation,
-        max_test=split.caps.test,
-        test_source=split.test_source,
-    )
-    clients = split_clients(corpus, parts, cut, seed=config.seed)
+    clients = split_clients(corpus, parts, data.split, seed=config.seed)
     return PreparedData(corpus, clients, partition_table(corpus.train, parts))
 
 
@@ -212,7 +201,7 @@ def _local_engine(experiment: Experiment) -> Engine:
     return LocalEngine(
         experiment.backbone,
         _encoded(experiment),
-        training_settings(config),
+        config.training,
         experiment.memory,
         cohort_size=config.federation.cohort_size,
         seed=config.seed,
@@ -233,7 +222,7 @@ def _ray_engine(experiment: Experiment) -> Engine:
     return RayEngine(
         config.model.model_dump(),
         _encoded(experiment),
-        training_settings(config),
+        config.training,
         experiment.memory,
         cohort_size=config.federation.cohort_size,
         seed=config.seed,
@@ -269,23 +258,6 @@ def _encoded(experiment: Experiment) -> dict[int, list[Encoded]]:
     }
 
 
-def round_rules(config: Config) -> RoundRules:
-    """Returns what the config's federation section asks of a round."""
-    federation = config.federation
-    return RoundRules(
-        participation=federation.participation,
-        quorum=federation.quorum,
-        norm_limit=federation.norm_limit,
-        seed=config.seed,
-        over_selection=federation.over_selection,
-        retries=federation.retries,
-        deadline_seconds=federation.deadline_seconds,
-        late=federation.late,
-        upload_limit_bytes=federation.upload_limit_bytes,
-        codec=federation.codec,
-    )
-
-
 def run_identity(folder: Path) -> str:
     """Returns the identity of a run, 32 hexadecimal digits: drawn when first asked for, the same ever after.
 
@@ -296,29 +268,6 @@ def run_identity(folder: Path) -> str:
     if not path.is_file():
         write_text(path, uuid4().hex + "\n")
     return path.read_text("utf-8").strip()
-
-
-def training_settings(config: Config) -> TrainingSettings:
-    """Returns the config's training section as the client takes it."""
-    training = config.training
-    return TrainingSettings(
-        optimizer=OptimizerSettings(
-            kind=training.optimizer,
-            betas=training.betas,
-            eps=training.eps,
-            weight_decay=training.weight_decay,
-            momentum=training.momentum,
-        ),
-        learning_rate=training.learning_rate,
-        batch_size=training.batch_size,
-        accumulation=training.accumulation,
-        epochs=training.epochs,
-        steps=training.steps,
-        schedule=training.schedule,
-        warmup=training.warmup,
-        round_decay=training.round_decay,
-        clip_norm=training.clip_norm,
-    )
 
 
 def _check_budgets(budgets: Sequence[Budget], backbone: Backbone) -> None:

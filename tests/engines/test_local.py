@@ -14,13 +14,14 @@ import torch
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.memory import ClientMemory
+from fedguild.costs.memory import memory
 from fedguild.engines import cohorts, local
 from fedguild.engines.cohorts import auto_cohort_size, free_bytes
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import FedGuildError
-from fedguild.evaluation.profile import memory
 from fedguild.methods import build_method
 from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
@@ -45,7 +46,7 @@ def flame() -> Method:
 
 def tasks_of(method: Method, backbone: Backbone, clients: Sequence[ClientInfo] = CLIENTS) -> list[Task]:
     """Returns what the server asks for after some training: a global adapter far from its start."""
-    plan = replace(method.plan(backbone.info, LARGE), output_scale="none")
+    plan = method.plan(backbone.info, LARGE).without(OutputScale)
     download = Payload(with_part("adapter", random_adapter(backbone.info, plan, seed=5, size=0.2)))
     return [Task(ROUND, who, Payload({n: t.float() for n, t in download.tensors.items()})) for who in clients]
 
@@ -55,7 +56,7 @@ def engine_of(backbone: Backbone, method: Method, folder: Path, cohort_size: Any
     examples = Federation(backbone, method, CLIENTS, folder).examples
     memory = ClientMemory(folder / "clients")
     memory.save("client-001", 1, Payload(KEPT))
-    settings = replace(SETTINGS, steps=3, clip_norm=1.0)
+    settings = SETTINGS.model_copy(update={"steps": 3, "clip_norm": 1.0})
     return LocalEngine(backbone, examples, settings, memory, cohort_size=cohort_size, seed=1, **options)
 
 
@@ -233,7 +234,7 @@ def test_clients_with_other_targets_train_in_other_cohorts(olmoe_backbone, flame
     trained = []
 
     def watched(backbone: Backbone, plans: Sequence[AdapterPlan]) -> SlotModel:
-        trained.append([plan.targets[0] for plan in plans])
+        trained.append([plan.lora.targets[0] for plan in plans])
         return SlotModel(backbone, plans)
 
     monkeypatch.setattr(cohorts, "SlotModel", watched)

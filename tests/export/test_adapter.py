@@ -20,7 +20,7 @@ from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Deployment
-from tests.backbones import DENSE_FAMILIES, MOE_FAMILIES, TOP_K
+from tests.backbones import DENSE_FAMILIES, MOE_FAMILIES, TOP_K, lora_plan
 from tests.export.conftest import assert_same_logits, backbone_of, deployment_of, plain_logits, slot_logits
 
 BaseFolder = Callable[..., Path]
@@ -115,15 +115,15 @@ def test_two_modules_with_one_input_stack() -> None:
     [
         ({}, ""),
         ({"active_experts": TOP_K}, ""),
-        ({"output_scale": "fixed", "output_scale_start": 1.0}, ""),
+        ({"output_scale": "fixed", "start": 1.0}, ""),
         ({"active_experts": 2}, "it runs 2 of the model's 4 active experts"),
-        ({"output_scale": "fixed", "output_scale_start": 2.0}, "scales the output of the experts, by 2 to 2"),
+        ({"output_scale": "fixed", "start": 2.0}, "scales the output of the experts, by 2 to 2"),
         ({"output_scale": "shared"}, "scales the output of the experts"),
         ({"output_scale": "per_layer"}, "scales the output of the experts"),
     ],
 )
 def test_what_an_adapter_cannot_carry(changes: dict, told: str, olmoe_backbone: Backbone) -> None:
-    plan = AdapterPlan(rank=2, scale=1.0, targets=("experts",), **changes)
+    plan = lora_plan(2, 1.0, ("experts",), **changes)
     found = obstacle(olmoe_backbone.info, deployment_of(olmoe_backbone, plan))
     assert told in found
     assert bool(found) == bool(told)

@@ -14,10 +14,7 @@ from fedguild.export.adapter import write_adapter
 from fedguild.export.merged import write_merged
 from fedguild.export.weights import folded
 from fedguild.model.adapters.lora import Lora
-from fedguild.model.plan import (
-    AdapterPlan,
-    lora_shapes,  # FIXME
-)
+from fedguild.model.plan import AdapterPlan, adapter_shapes
 from tests.export.conftest import assert_same_logits, backbone_of, deployment_of, plain_logits, slot_logits
 
 TARGETS = {"olmoe": ("attention", "router", "experts"), "llama": ("attention", "mlp")}
@@ -62,7 +59,9 @@ def test_folding_multiplies_r_and_a(base_folder: Callable[..., Path]) -> None:
     backbone = backbone_of(base_folder("olmoe"))
     deployment = deployment_of(backbone, between("olmoe"))
     plain = folded(deployment)
-    assert {name: tuple(value.shape) for name, value in plain.tensors.items()} == lora_shapes(backbone.info, plain.plan)
+    assert {name: tuple(value.shape) for name, value in plain.tensors.items()} == adapter_shapes(
+        backbone.info, plain.plan
+    )
     for name, value in plain.tensors.items():
         before = deployment.tensors[name]
         if name.endswith("lora_A"):

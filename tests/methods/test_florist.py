@@ -198,5 +198,5 @@ def test_clients_without_examples_change_nothing(olmoe_backbone: Backbone, tmp_p
     nobody = [type(sent)(1, client(sent.client.index, sent.client.budget, 0), sent.payload) for sent in uploads]
     assert method.aggregate(state, iter(nobody)) is state
     assert isinstance(method.personalize(state, federation.model, WHO[0], Payload()).merged, dict)
-    assert method.plan(federation.model, Budget("b", 4, 3)).scale == 2.0
+    assert method.plan(federation.model, Budget("b", 4, 3)).lora.scale == 2.0
     assert PAIR not in {name.partition("/")[0] for name in state.tensors}

@@ -27,7 +27,7 @@ def losses_and_gradients(family: str, checkpointing: bool, dropout: float):
     moe = family in MOE_FAMILIES
     targets = ("attention", "router", "experts") if moe else ("attention", "mlp")
     plan = AdapterPlan((Lora(4, 0.5, targets, dropout=dropout), OutputScale("per_layer" if moe else "none")))
-    plans = [replace(plan, active_experts=k if moe else None, rank=r) for k, r in ((2, 3), (4, 1), (1, 4))]
+    plans = [replace(plan.with_lora(rank=r), active_experts=k if moe else None) for k, r in ((2, 3), (4, 1), (1, 4))]
     kept = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

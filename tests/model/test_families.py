@@ -7,7 +7,6 @@ import torch
 
 from fedguild.data.batches import Encoded, collate
 from fedguild.model.adapters.lora import Lora
-from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from tests.backbones import (
@@ -15,6 +14,7 @@ from tests.backbones import (
     FAMILIES,
     MOE_FAMILIES,
     PAD,
+    lora_plan,
     random_adapter,
     random_rows,
     tiny_backbone,
@@ -70,7 +70,7 @@ def test_slots_equal_their_merged_models_in_losses_and_gradients(family):
     moe = family in MOE_FAMILIES
     kind = "per_layer" if moe else "none"
     plans = [
-        AdapterPlan((Lora(rank, scale, EVERY_TARGET[family]), OutputScale(kind)), active if moe else None)
+        lora_plan(rank, scale, EVERY_TARGET[family], active if moe else None, output_scale=kind)
         for rank, scale, active in ((3, 0.5, 2), (1, 2.0, None), (4, 1.0, 1))
     ]
     rows = [

@@ -33,8 +33,8 @@ def test_shapes_and_start(olmoe_backbone):
         start = FullRouter().initial(name, shape, torch.Generator())
         assert start.shape == shape
         assert not start.any()
-        assert FullRouter().slot_axis(name) == 0
-        assert FullRouter().decays(name)
+        layout = FullRouter().layout(name, shape, torch.float32)
+        assert (layout.shape, layout.axis, layout.decays) == (shape, 0, True)
 
 
 def test_a_dense_model_has_no_router(llama_backbone):

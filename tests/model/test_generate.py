@@ -21,7 +21,9 @@ def test_slots_generate_what_each_prompt_gives_alone(family):
     backbone = tiny_backbone(family)
     moe = bool(backbone.info.moe)
     plan = AdapterPlan((Lora(4, 0.5, ("attention", "experts") if moe else ("attention", "mlp")),))
-    plans = [replace(plan, active_experts=k if moe else None, rank=r) for k, r in ((4, 4), (2, 1), (1, 3), (3, 2))]
+    plans = [
+        replace(plan.with_lora(rank=r), active_experts=k if moe else None) for k, r in ((4, 4), (2, 1), (1, 3), (3, 2))
+    ]
     adapters = [random_adapter(backbone.info, own, seed) for seed, own in enumerate(plans)]
     with SlotModel(backbone, plans) as model:
         for slot, adapter in enumerate(adapters):

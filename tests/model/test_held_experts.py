@@ -70,7 +70,7 @@ def test_a_sub_moe_is_a_model_without_the_other_experts(family: str) -> None:
 def test_nothing_else_is_activated_or_counted(family: str) -> None:
     """One slot holds some experts, the other one all; every slot chooses as it would alone."""
     backbone = tiny_backbone(family, dtype=torch.float64)
-    plan = replace(PLAN, targets=("experts",))
+    plan = PLAN.with_lora(targets=("experts",))
     layers = len(backbone.info.moe)
     held = SETS[:layers]
     plans = [replace(plan, parts=(FullRouter(), HeldExperts(held))), plan]

@@ -34,8 +34,8 @@ def plain_plan(family: str) -> AdapterPlan:
 
 
 def mixture_plan(family: str, features: str = "hidden") -> AdapterPlan:
-    plan = plain_plan(family)
-    return replace(plan, parts=(LogitMixture(plan.rank, plan.targets, features),))  # type: ignore[arg-type]
+    lora = plain_plan(family).lora
+    return AdapterPlan((LogitMixture(lora.rank, lora.targets, features), lora))  # type: ignore[arg-type]
 
 
 def pair(backbone: Backbone, family: str, slot: int, bias: float = 0.3) -> tuple[dict[str, Tensor], ...]:

@@ -38,7 +38,7 @@ def test_a_shared_output_scale_is_one_scalar_and_needs_experts(olmoe_backbone, l
 
 def test_groups_and_names_may_overlap(llama_backbone):
     plan = AdapterPlan((Lora(2, 1.0, ("attention", "q_proj", "up_proj")),))
-    names = [linear.name.rsplit(".", 1)[-1] for linear in targeted_linears(llama_backbone.info, plan)]
+    names = [linear.name.rsplit(".", 1)[-1] for linear in targeted_linears(llama_backbone.info, plan.lora.targets)]
     assert names == ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"] * 2
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import BartConfig, BartForConditionalGeneration
@@ -24,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
 """Transformers' router moves its weights to its own dtype in every pass, merged ones of the oracle too."""
 
 PLAN = AdapterPlan((Lora(4, 0.5, ("attention", "mlp", "router", "experts")), OutputScale("per_layer")))
-PLANS = [replace(PLAN, rank=rank, scale=scale) for rank, scale in ((3, 0.5), (1, 2.0), (4, 1.0))]
+PLANS = [PLAN.with_lora(rank=rank, scale=scale) for rank, scale in ((3, 0.5), (1, 2.0), (4, 1.0))]
 ROWS = [
     [Encoded(tuple(ids), prompt) for ids, prompt in zip(random_rows(lengths, seed), prompts, strict=True)]
     for seed, (lengths, prompts) in enumerate([([7, 12], [3, 9]), ([], []), ([9], [4])])
@@ -40,7 +38,7 @@ def backbone():
 
 
 def random_adapters(backbone, plans, dtype=torch.float64):
-    adapters = [random_adapter(backbone.info, plan, seed) for seed, plan in enumerate(plans)]
+    adapters = [random_adapter(backbone.info, plan, 20 + slot) for slot, plan in enumerate(plans)]
     return [{name: value.to(dtype) for name, value in adapter.items()} for adapter in adapters]
 
 

@@ -46,7 +46,6 @@ from fedguild.setup import (
     load_model,
     method_of,
     prepare_data,
-    training_settings,
 )
 from fedguild.wire.accounting import size_bytes
 from fedguild.wire.codec import encode, shrink
@@ -191,7 +190,7 @@ class Desk:
         wanted = wanted_count(config.federation.clients, config.federation.participation)
         aggregated = quorum_count(wanted, config.federation.quorum)
         examples = len(self._own_data().train)
-        steps = len(plan_steps(examples, training_settings(config), numpy_rng(0, "counting steps")))
+        steps = len(plan_steps(examples, config.training, numpy_rng(0, "counting steps")))
         return self.agreement.refuses_run(config.method.name, steps, aggregated)
 
     def _session(self, run: str, config: Config) -> _Session:
@@ -223,7 +222,7 @@ class Desk:
         )
         encoded = [encode_example(example, backbone.tokenizer, config.data.max_tokens) for example in own.train]
         engine = LocalEngine(
-            backbone, {client.index: encoded}, training_settings(config), memory, cohort_size=1, seed=config.seed
+            backbone, {client.index: encoded}, config.training, memory, cohort_size=1, seed=config.seed
         )
         return _Session(experiment, engine, run_secret(folder))
 

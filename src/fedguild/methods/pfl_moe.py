@@ -42,7 +42,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.logit_gate import GateSettings, train_gates
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.methods.common import ADAPTER, in_part, initial_adapter
 from fedguild.model.adapters.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture
 from fedguild.model.info import ModelInfo
@@ -182,9 +182,9 @@ class PflMoe:
         """Returns how line 6 trains."""
         settings = self.settings
         if settings.personal_epochs is not None:
-            training = replace(training, epochs=settings.personal_epochs, steps=None)
+            training = training.model_copy(update={"epochs": settings.personal_epochs, "steps": None})
         if settings.personal_learning_rate is not None:
-            training = replace(training, learning_rate=settings.personal_learning_rate)
+            training = training.model_copy(update={"learning_rate": settings.personal_learning_rate})
         return training
 
 

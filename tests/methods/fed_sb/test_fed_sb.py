@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
@@ -33,7 +32,7 @@ from tests.oracles.sketches import weight_gradients
 
 TARGETS = ["attention", "router", "experts"]
 ETA = 0.05
-ONE_STEP = TrainingSettings(optimizer=OptimizerSettings("adam"), learning_rate=0.05, batch_size=2, steps=1)
+ONE_STEP = TrainingSettings(optimizer="adam", learning_rate=0.05, batch_size=2, steps=1, clip_norm=None)
 
 
 def fed_sb(**options) -> FedSB:

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
 from fedguild.methods.fed_sb.gradient import full_weight_plan, mean_gradients
 from fedguild.methods.fed_sb.sketch import probes, rows_of_psi, sketch_of, sketch_plan, sketching_factors
@@ -22,7 +21,7 @@ from tests.methods.federation import LARGE, client
 from tests.oracles.sketches import weight_gradients
 
 TARGETS = {"olmoe": ("attention", "router", "experts"), "llama": ("attention", "mlp")}
-SETTINGS = TrainingSettings(optimizer=OptimizerSettings("adam"), batch_size=2, accumulation=2, epochs=1)
+SETTINGS = TrainingSettings(optimizer="adam", batch_size=2, accumulation=2, epochs=1, clip_norm=None)
 SIZE = 3
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fedguild.client.cohort import Cohort, LocalWork
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import collate
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError, UploadError
@@ -280,8 +279,8 @@ def test_weight_decay_leaves_the_rows_of_others_experts_alone(
 ) -> None:
     known = federation(llama_backbone, tmp_path, **VARIANTS["-H"])
     state = known.start()
-    optimizer = OptimizerSettings("adamw", weight_decay=0.1)
-    uploads = train_with(known, state, replace(SETTINGS, optimizer=optimizer, steps=3), cohort_size)
+    decaying = SETTINGS.model_copy(update={"optimizer": "adamw", "weight_decay": 0.1, "steps": 3})
+    uploads = train_with(known, state, decaying, cohort_size)
     for sent, received in zip(uploads, downloads(known, state), strict=True):
         for module, ids in held(received).items():
             name = f"{COMMON}/{module}.router"
@@ -293,7 +292,9 @@ def test_a_client_in_a_cohort_gets_the_gradient_that_it_gets_alone(llama_backbon
     """One step of SGD is the gradient; clients with 2 to 4 experts per module and other lengths of rows."""
     known = federation(llama_backbone, tmp_path, dropout=0.3)
     state = known.start()
-    settings = TrainingSettings(OptimizerSettings("sgd"), 1.0, batch_size=3, accumulation=2, steps=1)
+    settings = TrainingSettings(
+        optimizer="sgd", learning_rate=1.0, batch_size=3, accumulation=2, steps=1, clip_norm=None
+    )
     together, alone = train_with(known, state, settings, 4), train_with(known, state, settings, 1)
     for found, expected, start in zip(together, alone, downloads(known, state), strict=True):
         steps = [
@@ -309,7 +310,7 @@ def test_ten_steps_in_a_cohort_are_ten_steps_alone(variant: str, exact: Backbone
     """fp64, relative 1e-8: weights and embeddings."""
     known = federation(exact, tmp_path, dropout=0.1, privacy_eta=5.0, **VARIANTS[variant])
     state = known.start()
-    settings = replace(SETTINGS, learning_rate=0.01, steps=10, clip_norm=1.0)
+    settings = SETTINGS.model_copy(update={"learning_rate": 0.01, "steps": 10, "clip_norm": 1.0})
     for found, expected in zip(
         train_with(known, state, settings, 4), train_with(known, state, settings, 1), strict=True
     ):
@@ -322,7 +323,9 @@ def test_the_embedding_set_is_disjoint_from_the_training(llama_backbone: Backbon
     """A third of 12 examples is put aside; an epoch sees the other 8."""
     method = fedamole(embedding_share=1 / 3, experts=4, clients_per_expert=1)
     known = Federation(llama_backbone, method, [client(0, LARGE, 12)], tmp_path)
-    engine = LocalEngine(known.backbone, known.examples, replace(SETTINGS, steps=None, epochs=1), known.memory, seed=1)
+    engine = LocalEngine(
+        known.backbone, known.examples, SETTINGS.model_copy(update={"steps": None, "epochs": 1}), known.memory, seed=1
+    )
     state = known.start()
     (delivery,) = engine.train(known.method, known.model, [Task(1, known.clients[0], downloads(known, state)[0])])
     assert delivery.report.examples == 8
@@ -336,7 +339,9 @@ def test_the_balance_loss_counts(llama_backbone: Backbone, tmp_path: Path) -> No
     """
     moved = {}
     for balance, accumulation in ((0.0, 1), (0.1, 1), (0.2, 1), (0.1, 2)):
-        settings = TrainingSettings(OptimizerSettings("sgd"), 1.0, batch_size=2, accumulation=accumulation, steps=1)
+        settings = TrainingSettings(
+            optimizer="sgd", learning_rate=1.0, batch_size=2, accumulation=accumulation, steps=1, clip_norm=None
+        )
         known = federation(llama_backbone, tmp_path / f"{balance} {accumulation}", balance=balance, dropout=0.0)
         known.examples[2] = known.examples[2][:1] * 10
         state = known.start()

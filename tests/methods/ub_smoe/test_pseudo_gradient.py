@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
+from fedguild.client.optimizer import SlotOptimizer
+from fedguild.config.training import TrainingSettings
 from fedguild.methods.ub_smoe.pseudo_gradient import (
     ExpertGradients,
     Inactivity,
@@ -175,7 +176,7 @@ def test_tokens_that_a_layer_dropped_did_not_activate_an_expert() -> None:
 @pytest.mark.parametrize("kind", ["nobody", "some", "everybody"])
 def test_experts_that_learn_nothing_are_left_alone_by_adamw(kind: str, inactivity: Inactivity) -> None:
     """Four steps in which other experts are active, against AdamW that leaves experts out; other slots differ."""
-    own, settings = trainables(), OptimizerSettings("adamw", (0.9, 0.95), 1e-5, 0.1)
+    own, settings = trainables(), TrainingSettings(optimizer="adamw", betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
     optimizer, gradients = SlotOptimizer(own, settings), ExpertGradients(own, PATHS)
     pseudo: list[dict[str, Tensor]] = [{}, {}, {}]
     if kind != "nobody":
@@ -217,7 +218,10 @@ def test_experts_that_learn_nothing_are_left_alone_by_adamw(kind: str, inactivit
 def test_a_silent_expert_keeps_every_bit() -> None:
     """Weight decay and the momentum of an earlier step included."""
     own = trainables()
-    optimizer, gradients = SlotOptimizer(own, OptimizerSettings("adamw", weight_decay=0.5)), ExpertGradients(own, PATHS)
+    optimizer, gradients = (
+        SlotOptimizer(own, TrainingSettings(optimizer="adamw", weight_decay=0.5)),
+        ExpertGradients(own, PATHS),
+    )
     everybody = torch.ones_like(COUNTS)
     for counts in (everybody, COUNTS):
         before = {name: own[name].stored.detach().clone() for name in NAMES}

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.errors import ConfigError, ModelError
 from fedguild.methods import build_method
@@ -202,9 +201,17 @@ def train(
 
 
 CLIENTS = [client(0, LARGE, 7), client(1, SMALL, 3), client(2, MIDDLE, 5), client(3, SMALL, 9)]
-ONE_STEP = TrainingSettings(OptimizerSettings("sgd"), learning_rate=1.0, batch_size=2, accumulation=2, steps=1)
+ONE_STEP = TrainingSettings(optimizer="sgd", learning_rate=1.0, batch_size=2, accumulation=2, steps=1, clip_norm=None)
 TEN_STEPS = TrainingSettings(
-    OptimizerSettings("adamw", (0.9, 0.95), 1e-5, 0.01), learning_rate=0.01, batch_size=2, accumulation=2, steps=10
+    optimizer="adamw",
+    betas=(0.9, 0.95),
+    eps=1e-5,
+    weight_decay=0.01,
+    learning_rate=0.01,
+    batch_size=2,
+    accumulation=2,
+    steps=10,
+    clip_norm=None,
 )
 VARIANTS = [{}, {"modulation": "preserve", "pseudo_gradient": "token"}, {"gating": "native", "scaling": "linear"}]
 NEEDED = (2, 3, 1)

@@ -1,4 +1,4 @@
-"""From what a round measured to the records that are written down."""
+"""Conversion of a round's outcome and of scores into the records that a run writes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedguild.costs.flops import cost
 from fedguild.evaluation.metrics import expert_utilisation
-from fedguild.evaluation.profile import cost
 from fedguild.evaluation.scores import Scores, Summary
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan

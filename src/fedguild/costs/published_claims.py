@@ -1,4 +1,4 @@
-"""The published figures, as data: UB-SMoE, FLAME and FedAMoLE. See `evaluation/published.py`."""
+"""The published figures, as data: UB-SMoE, FLAME and FedAMoLE. See `costs/published.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fedguild.evaluation.published import MB, MIB, Claim, Quantity, Setup
+from fedguild.costs.published import MB, MIB, Claim, Quantity, Setup
 
 UB_SMOE, FLAME, FEDAMOLE = "UB-SMoE", "FLAME", "FedAMoLE"
 OLMOE, OLMO, LLAMA = "olmoe-1b-7b", "olmo-1b", "llama-3.2-1b"

@@ -1,15 +1,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
-from fedguild.evaluation.profile import NF4_BYTES, cost, weight_bytes
-from fedguild.evaluation.tiers import Profile, Workload, as_records, profile
+from fedguild.config.training import TrainingSettings
+from fedguild.costs.flops import cost
+from fedguild.costs.profile import Profile, profile
+from fedguild.costs.rows import as_rows
+from fedguild.costs.tiers import Workload
 from fedguild.methods import build_method
-from fedguild.model.backbone import describe_config
 from tests.backbones import tiny_backbone
 
 LARGE, SMALL = Budget("large", 4, 3), Budget("small", 1, 1)
@@ -47,20 +46,10 @@ def test_checkpointing_adds_a_forward_pass_and_takes_memory() -> None:
 
 def test_moments_follow_the_optimizer() -> None:
     def moments(kind: str, momentum: float = 0.0) -> int:
-        optimizer = OptimizerSettings(kind, momentum=momentum)  # type: ignore[arg-type]
-        return Workload(1, 8, 8, TrainingSettings(optimizer=optimizer, steps=1)).moments
+        training = TrainingSettings(optimizer=kind, momentum=momentum, steps=1)  # type: ignore[arg-type]
+        return Workload(1, 8, 8, training).moments
 
     assert [moments("adamw"), moments("sgd"), moments("sgd", 0.9)] == [2, 0, 1]
-
-
-def test_nf4_packs_linears_and_experts_and_unpacks_one_layer_at_a_time() -> None:
-    model = describe_config("olmoe-1b-7b")
-    linears, experts = 16 * 4 * 2048**2, 16 * 64 * 3 * 2048 * 1024
-    rest = model.parameters - linears - experts
-    packed = weight_bytes(model, torch.bfloat16, four_bit=True)
-    assert NF4_BYTES == 0.5625
-    assert packed == 0.5625 * (linears + experts) + 2 * (rest + experts // 16)
-    assert weight_bytes(model, torch.bfloat16) == 2 * model.parameters
 
 
 def test_under_trivial_a_client_pays_for_every_budget() -> None:
@@ -91,7 +80,7 @@ def test_records_hold_what_is_promised_and_agree_with_each_other() -> None:
         "tier parameters_total parameters_active trainable_total trainable_active flops_forward flops_training_step "
         "upload_bytes download_bytes peak_memory_bytes"
     )
-    for record in as_records(profiled("fedalign-moe", rank=2)):
+    for record in as_rows(profiled("fedalign-moe", rank=2)):
         assert set(promised.split()) <= set(record)
         assert record["bytes_are"] == "at most"
         assert record["upload_least_bytes"] < record["upload_bytes"] == sum(record["upload_parts"].values())
@@ -110,4 +99,4 @@ def test_unequal_shares_are_reported_as_their_mean(experts: int, each: float) ->
     found = profile(build_method("fedamole", options), tiny_backbone().info, clients, WORK, participants=3)
     (tier,) = found.tiers
     assert tier.upload.parts["experts"] == pytest.approx(4 * 2 * 2 * (16 + 16) * each, abs=1)
-    assert as_records(found)[0]["bytes_are"] == "mean over the clients"
+    assert as_rows(found)[0]["bytes_are"] == "mean over the clients"

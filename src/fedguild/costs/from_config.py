@@ -1,4 +1,4 @@
-"""What a config would cost, before any data, weights or device are touched."""
+"""Profile of a config, before any data, weights or device are touched; it comes after the stages, beside `setup`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config
+from fedguild.costs.profile import Profile, profile
+from fedguild.costs.tiers import Workload
 from fedguild.errors import ConfigError
-from fedguild.evaluation.tiers import Profile, Workload, profile
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import DTYPES, describe_config
 from fedguild.model.info import ModelInfo
 from fedguild.server.sampling import wanted_count
-from fedguild.setup import fitted, training_settings
+from fedguild.setup import fitted
 
 EXAMPLES = 1000
 """Training examples of a client where the config does not say how many it has."""
@@ -57,7 +58,7 @@ def profile_config(
         examples=examples or known_examples(config) or EXAMPLES,
         tokens=tokens or config.training.batch_size * context_tokens,
         context_tokens=context_tokens,
-        training=training_settings(config),
+        training=config.training,
         dtype=DTYPES.get(config.model.dtype, torch.bfloat16),
         checkpointing=config.model.gradient_checkpointing if checkpointing is None else checkpointing,
         four_bit=config.model.load_in_4bit,

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fedguild.evaluation.servers import SERVERS
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.evaluation.profile import cost
-from fedguild.evaluation.shapes_only import LIMIT, ShapesOnly
-from fedguild.evaluation.traffic import Exchange, Exchanges, exchanges
+from fedguild.costs.flops import cost
+from fedguild.costs.shapes_only import LIMIT, ShapesOnly
+from fedguild.costs.traffic import Exchange, Exchanges, exchanges
 from fedguild.methods import METHODS, build_method
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
@@ -54,7 +53,7 @@ def real_rounds(label: str, folder: Path, rounds: int = 3) -> list[list[tuple[Co
 
 def expected(label: str, folder: Path, limit: int = LIMIT, dtype: torch.dtype = torch.float32) -> Exchanges:
     name = label.partition(" ")[0]
-    method = build_method(name, {**CASES[label].options, **SERVERS[name].bound})
+    method = build_method(name, {**CASES[label].options, **METHODS.load(name).costs.bound})
     return exchanges(method, fresh(label, folder).model, CLIENTS, rounds=3, limit=limit, wire_dtype=dtype)
 
 
@@ -77,7 +76,7 @@ def assert_between(found: Counted, exchange: Exchange) -> None:
 @pytest.mark.parametrize("label", cases())
 def test_the_bytes_of_the_profile_are_those_of_a_real_run(label: str, tmp_path: Path) -> None:
     """Part by part, for every client, in the first round and in later ones."""
-    varies = SERVERS[label.partition(" ")[0]].varies
+    varies = METHODS.load(label.partition(" ")[0]).costs.varies
     for number, (ours, theirs) in enumerate(
         zip(expected(label, tmp_path).rounds, real_rounds(label, tmp_path), strict=True), start=1
     ):
@@ -96,7 +95,9 @@ def test_the_bytes_of_the_profile_are_those_of_a_real_run(label: str, tmp_path: 
             assert_between(up, exchange)
 
 
-@pytest.mark.parametrize("label", [label for label in cases() if SERVERS[label.partition(" ")[0]].varies != "mean"])
+@pytest.mark.parametrize(
+    "label", [label for label in cases() if METHODS.load(label.partition(" ")[0]).costs.varies != "mean"]
+)
 def test_shapes_alone_give_the_same_bytes(label: str, tmp_path: Path) -> None:
     """With 64 values a tensor at most, where the tests above have all of them."""
     assert expected(label, tmp_path, limit=64).rounds == expected(label, tmp_path).rounds
@@ -127,7 +128,9 @@ def test_trainable_counts_are_the_models(label: str, tmp_path: Path) -> None:
         assert cost(federation.model, plan).trainable == values
 
 
-@pytest.mark.parametrize("label", [label for label in cases() if SERVERS[label.partition(" ")[0]].varies == "no"])
+@pytest.mark.parametrize(
+    "label", [label for label in cases() if METHODS.load(label.partition(" ")[0]).costs.varies == "no"]
+)
 def test_payloads_keep_their_form_from_the_round_that_the_entry_names(label: str, tmp_path: Path) -> None:
     """But for the digits of versions in names and headers."""
 
@@ -137,14 +140,9 @@ def test_payloads_keep_their_form_from_the_round_that_the_entry_names(label: str
     name = label.partition(" ")[0]
     method = build_method(name, CASES[label].options)
     found = exchanges(method, fresh(label, tmp_path).model, CLIENTS, rounds=5, absences=False).rounds
-    settled = SERVERS[name].rounds - 1
+    settled = METHODS.load(name).costs.rounds - 1
     for later in found[settled:]:
         assert list(map(sizes, later)) == list(map(sizes, found[settled]))
-
-
-def test_every_registered_method_has_its_entry() -> None:
-    missing = sorted(set(METHODS) - set(SERVERS))
-    assert not missing, f"Say in evaluation/servers.py what the server of {', '.join(missing)} holds."
 
 
 # The mode

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.evaluation.shapes_only import LIMIT, ShapesOnly
+from fedguild.costs.shapes_only import LIMIT, ShapesOnly
 from fedguild.model.info import ModelInfo
 from fedguild.packing import tensor_bytes
 from fedguild.payload import Payload
@@ -81,7 +81,7 @@ def exchanges(
         rounds: How many rounds; None for as many as the method's `costs` say.
         absences: Whether to count also what clients exchange after an absence.
         wire_dtype: What floating-point tensors are counted as; the wire itself carries them as they are.
-        limit: Values up to which a tensor is real (`fedguild.evaluation.shapes_only`).
+        limit: Values up to which a tensor is real (`fedguild.costs.shapes_only`).
         seed: Of what the method draws when it starts.
 
     Raises:

@@ -1,6 +1,6 @@
 """What the papers say that their methods cost, and what we count under stated settings.
 
-The claims are data (`evaluation/published_claims.py`); `compare` computes our figure anew from the model's
+The claims are data (`costs/published_claims.py`); `compare` computes our figure anew from the model's
 config and from the method itself. Papers leave settings open: whether routers have LoRA, how wide an expert
 is, what a megabyte is. A figure stands there once for each reading of interest, so that one sees which gives it.
 """
@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 
 from fedguild.client.budget import Budget, ClientInfo
+from fedguild.costs.flops import Cost, cost
+from fedguild.costs.traffic import exchanges
 from fedguild.errors import ModelError
-from fedguild.evaluation.profile import Cost, cost
-from fedguild.evaluation.traffic import exchanges
 from fedguild.model.backbone import describe_architecture
 from fedguild.model.info import ModelInfo
 from fedguild.model.known import find_known, known_models
