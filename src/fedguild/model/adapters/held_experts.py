@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from fedguild.errors import ConfigError
-from fedguild.model.adapters.modulated_routing import require_softmax
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.info import MoeInfo
+from fedguild.model.moe.routing import require_softmax
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class HeldExperts(AdapterPart):
         """
         host.backbone.info.require_experts("A sub-MoE")
         for layer in host.backbone.moe:
-            require_softmax("A sub-MoE", layer, host.backbone.info)
+            require_softmax("A sub-MoE", layer.rule, host.backbone.info)
         holding = host.attached[HeldExperts] = Holding(host)
         for slot, part in enumerate(parts):
             if part.held:
