@@ -1,4 +1,4 @@
-"""What a client of FedMoE measures on its held-out examples, against a plain model, example by example."""
+"""The validation of a FedMoE client on its held-out examples, against a plain model, example by example."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.schedule import TrainingSettings
-from fedguild.client.sub_moe import validate
 from fedguild.data.batches import Encoded
+from fedguild.methods.fedmoe.validation import validate
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -17,7 +18,7 @@ from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tin
 from tests.methods.federation import LARGE, client
 from tests.oracles.lora import MergedModel
 
-PLAN = AdapterPlan(2, 0.5, ("attention",))
+PLAN = AdapterPlan((Lora(2, 0.5, ("attention",)),))
 
 
 def cohort_of(model: SlotModel, clients: int) -> Cohort:

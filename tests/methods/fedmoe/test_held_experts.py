@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError, ModelError
+from fedguild.methods.fedmoe.held_experts import HeldExperts
 from fedguild.model.adapters.full_router import FullRouter
-from fedguild.model.adapters.held_experts import HeldExperts
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -20,11 +20,11 @@ from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tin
 from tests.oracles.lora import merged_parameters
 
 SETS = ((0, 3, 5, 6), (1, 2, 3, 4, 7))
-PLAN = AdapterPlan(3, 0.5, ("q_proj", "experts"), parts=(FullRouter(), HeldExperts()))
+PLAN = AdapterPlan((Lora(3, 0.5, ("q_proj", "experts")), FullRouter(), HeldExperts()))
 
 
 def plan_of(*held: tuple[int, ...]) -> AdapterPlan:
-    return replace(PLAN, parts=(FullRouter(), HeldExperts(held)))
+    return AdapterPlan((PLAN.lora, FullRouter(), HeldExperts(held)))
 
 
 def cut_losses(model: Any, backbone: Backbone, adapter: dict[str, Tensor], ids: tuple[int, ...]) -> Tensor:
@@ -69,10 +69,10 @@ def test_a_sub_moe_is_a_model_without_the_other_experts(family: str) -> None:
 def test_nothing_else_is_activated_or_counted(family: str) -> None:
     """One slot holds some experts, the other one all; every slot chooses as it would alone."""
     backbone = tiny_backbone(family, dtype=torch.float64)
-    plan = replace(PLAN, targets=("experts",))
+    plan = PLAN.with_lora(targets=("experts",))
     layers = len(backbone.info.moe)
     held = SETS[:layers]
-    plans = [replace(plan, parts=(FullRouter(), HeldExperts(held))), plan]
+    plans = [AdapterPlan((plan.lora, FullRouter(), HeldExperts(held))), plan]
     batch = collate([[Encoded(tuple(random_rows([24], slot)[0]), 18)] for slot in (0, 1)], PAD, backbone.info.seq2seq)
     with SlotModel(backbone, plans) as model, model.collect_routing() as routing, torch.no_grad():
         together = model.token_losses(batch)
@@ -98,7 +98,7 @@ def test_sets_change_between_passes(olmoe_backbone: Backbone) -> None:
         for held in (tuple(range(8)), SETS[0], SETS[1]):
             model.attached[HeldExperts].hold(0, {name: torch.tensor(held) for name in layers})
             losses.append(model.token_losses(batch))
-    with SlotModel(olmoe_backbone, [replace(PLAN, parts=(FullRouter(),))]) as model, torch.no_grad():
+    with SlotModel(olmoe_backbone, [PLAN.without(HeldExperts)]) as model, torch.no_grad():
         assert torch.equal(model.token_losses(batch), losses[0])
     assert not torch.allclose(losses[0], losses[1])
     assert not torch.allclose(losses[1], losses[2])
@@ -117,4 +117,4 @@ def test_sets_that_cannot_be_are_refused(held: tuple[int, ...], olmoe_backbone: 
 def test_models_without_such_a_router_are_refused(family: str, told: str) -> None:
     backbone = tiny_backbone(family)
     with pytest.raises(ModelError, match=told):
-        SlotModel(backbone, [AdapterPlan(2, 1.0, ("o_proj",), parts=(HeldExperts(),))])
+        SlotModel(backbone, [AdapterPlan((Lora(2, 1.0, ("o_proj",)), HeldExperts()))])
