@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
 from fedguild.data.batches import Encoded, collate
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.mole import MixtureOfLora
 from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.plan import AdapterPlan
@@ -45,9 +46,9 @@ def main() -> None:
 def measure(clients: int, repeats: int, dropout: float) -> None:
     """Prints one cohort's ratio."""
     batches = [rows(DENSE, 1, seed) for seed in range(clients)]
-    lora = AdapterPlan(RANK, SCALE, TARGETS, dropout=dropout)
+    lora = AdapterPlan((Lora(RANK, SCALE, TARGETS, dropout=dropout),))
     part = MixtureOfLora(TARGETS, RANK, SCALE, experts=POOL, capacity=MOST, top_k=2, dropout=dropout)
-    mixture = AdapterPlan(1, 1.0, (), parts=(part,))
+    mixture = AdapterPlan((part,))
     seconds = medians(
         {"plain": step_of(dense_backbone(), lora, batches), "mixture": step_of(dense_backbone(), mixture, batches)},
         repeats=repeats,

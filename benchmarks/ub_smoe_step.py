@@ -26,7 +26,6 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 
-
 RANK = 20
 TARGETS = ("attention", "experts")
 STEPS = 4
@@ -77,8 +76,7 @@ def local_update(
     clients = [ClientInfo(i, Budget(f"k{k}", k, RANK), batch * STEPS) for i, k in enumerate(active)]
     examples = [rows(size, batch * STEPS, seed=client.index, tokens=tokens) for client in clients]
     state = method.start(backbone.info, [client.budget for client in clients], torch.Generator().manual_seed(0))
-    if isinstance(method, Enrolling):
-        state = method.enroll(state, backbone.info, clients)
+    state = method.enroll(state, backbone.info, clients)
     state = _after_a_round(state)
 
     def update() -> float:

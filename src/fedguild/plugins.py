@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, EntryPoint, distributions
 from importlib.util import find_spec
@@ -222,9 +223,11 @@ def _spec(module: str) -> ModuleSpec | None:
 def _parsed(module: str) -> ast.Module | None:
     """Returns a module's syntax tree; None where there is no source that can be parsed."""
     spec = _spec(module)
+    if spec is None or not isinstance(spec.loader, InspectLoader):
+        return None
     try:
-        return ast.parse(spec.loader.get_source(module))  # type: ignore[union-attr]
-    except (ImportError, OSError, SyntaxError, ValueError, TypeError, AttributeError):
+        return ast.parse(spec.loader.get_source(module) or "")
+    except (ImportError, OSError, SyntaxError, ValueError):
         return None
 
 

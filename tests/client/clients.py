@@ -18,7 +18,7 @@ from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.seeding import numpy_rng
-from tests.backbones import PAD, random_adapter, random_rows
+from tests.backbones import PAD, lora_plan, random_adapter, random_rows
 
 SEED, ROUND = 7, 3
 
@@ -82,7 +82,7 @@ def make_clients(backbone: Backbone, *, dropout: bool = True, output_scale: str 
     """Returns the eight clients."""
     clients = []
     for index, (rank, scale, active, rate, count) in enumerate(_CLIENTS):
-        plan = AdapterPlan(rank, scale, TARGETS, active, output_scale, 1.0, rate if dropout else 0.0)  # type: ignore[arg-type]
+        plan = lora_plan(rank, scale, TARGETS, active, output_scale=output_scale, dropout=rate if dropout else 0.0)
         lengths = numpy_rng(SEED, "lengths", index).integers(4, 11, size=count).tolist()
         rows = random_rows(lengths, seed=100 + index)
         examples = tuple(Encoded(tuple(ids), 1 + number % 3) for number, ids in enumerate(rows))

@@ -19,6 +19,7 @@ from fedguild.client.gradients import (
 from fedguild.client.optimizer import OptimizerSettings
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded, collate
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.model.targets import targeted_shapes
@@ -45,7 +46,7 @@ def clients(plan: AdapterPlan) -> list[Client]:
 def gradients(family: str, sample: float, sketched: bool, who: slice = slice(None)):
     """Each client's gradients, or sketches, and how many steps they are of; fp64."""
     backbone = tiny_backbone(family, dtype=torch.float64)
-    members = clients(AdapterPlan(2, 1.0, TARGETS[family]))[who]
+    members = clients(AdapterPlan((Lora(2, 1.0, TARGETS[family]),)))[who]
     plans = [sketch_plan(each.plan, SIZE) if sketched else full_weight_plan(each.plan) for each in members]
     with SlotModel(backbone, plans) as model:
         before = {name: tensor.stored.detach().clone() for name, tensor in model.trainables.items()}
@@ -65,7 +66,7 @@ def test_gradients_of_the_changes_are_those_of_the_weights(family):
     found, steps = gradients(family, 0.001, sketched=False, who=slice(1))
     assert steps == [1]
     plain, info = tiny_model(family, dtype=torch.float64), tiny_backbone(family).info
-    (own,) = clients(AdapterPlan(2, 1.0, TARGETS[family]))[:1]
+    (own,) = clients(AdapterPlan((Lora(2, 1.0, TARGETS[family]),)))[:1]
     shapes = targeted_shapes(info, own.plan)
     slow = weight_gradients(plain, info, own.examples, own.plan.active_experts, shapes)
     assert {name.removesuffix(".delta") for name in found[0]} == set(shapes)
@@ -82,7 +83,7 @@ def test_sketches_are_those_of_the_gradients(family, sample):
     whole, steps = gradients(family, sample, sketched=False)
     found, again = gradients(family, sample, sketched=True)
     assert steps == again == {0.001: [1, 1], 0.5: [1, 2], 1.0: [1, 3]}[sample]
-    shapes = targeted_shapes(tiny_backbone(family).info, AdapterPlan(2, 1.0, TARGETS[family]))
+    shapes = targeted_shapes(tiny_backbone(family).info, AdapterPlan((Lora(2, 1.0, TARGETS[family]),)))
     for own, dense in zip(found, whole, strict=True):
         sketch = sketch_of(own, SIZE)
         assert len(sketch) == 2 * len(shapes)
@@ -104,7 +105,7 @@ def test_a_client_in_a_cohort_has_the_gradients_that_it_has_alone():
 
 
 def test_the_sketching_factors_change_nothing(olmoe_backbone):
-    plan = AdapterPlan(2, 1.0, TARGETS["olmoe"])
+    plan = AdapterPlan((Lora(2, 1.0, TARGETS["olmoe"]),))
     rows = collate([[Encoded(tuple(ids), 2) for ids in random_rows([7, 5], 0)]], PAD)
     losses = []
     for loaded in (False, True):
@@ -125,9 +126,9 @@ def test_probes_are_signs_of_their_module():
 
 
 def test_a_plan_of_changes_has_the_targets_of_lora(olmoe_backbone):
-    plan = AdapterPlan(2, 1.0, ("q_proj", "experts"), active_experts=1)
+    plan = AdapterPlan((Lora(2, 1.0, ("q_proj", "experts")),), 1)
     changes = full_weight_plan(plan)
     assert changes.active_experts == 1
     shapes = {f"{module}.delta": shape for module, shape in targeted_shapes(olmoe_backbone.info, plan).items()}
     assert trainable_shapes(olmoe_backbone.info, changes) == shapes
-    assert len(full_weight_plan(AdapterPlan(2, 1.0, ("router",))).parts) == 1
+    assert len(full_weight_plan(AdapterPlan((Lora(2, 1.0, ("router",)),))).parts) == 1

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedguild.client.cohort import Cohort
 from fedguild.client.held_out import held_out_cosines
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from tests.backbones import EXPERTS, TOP_K, random_adapter, tiny_backbone, tiny_model
@@ -29,7 +30,7 @@ def clients_of(exact, active: tuple[int, ...]) -> list[Client]:
     """Clients with a few rows each, rank 2, and 1 to 4 of 4 active experts."""
     clients = []
     for k, other in zip(active, make_clients(exact, dropout=False), strict=False):
-        plan = AdapterPlan(2, 1.0, TARGETS, k)
+        plan = AdapterPlan((Lora(2, 1.0, TARGETS),), k)
         start = random_adapter(exact.info, plan, other.info.index)
         clients.append(Client(other.info, plan, other.examples[:3], start))
     return clients
@@ -57,7 +58,7 @@ def slow_cosines(client: Client, pseudo: dict[str, Tensor], info) -> tuple[list[
         with torch.no_grad():
             MergedModel(plain, info, client.plan, leaves).logits(row.input_ids)
         counts = [count_activations(rows, [True] * len(rows), client.plan.active_experts or TOP_K) for rows in logits]
-        everything = MergedModel(plain, info, AdapterPlan(2, 1.0, TARGETS, TOP_K), leaves)
+        everything = MergedModel(plain, info, AdapterPlan((Lora(2, 1.0, TARGETS),), TOP_K), leaves)
         loss = everything.losses(row.input_ids, row.prompt_length).sum()
         grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
         for moe, count in zip(info.moe, counts, strict=True):

@@ -18,6 +18,7 @@ from fedguild.client.observing import observing
 from fedguild.client.optimizer import OptimizerSettings
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.moe.view import Routing
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -28,7 +29,7 @@ from tests.oracles import smoe_llb as oracle
 
 EXPERTS = 5
 ACTIVE = (2, 1, 4)
-PLANS = [AdapterPlan(rank=2, scale=1.0, targets=("attention", "router", "experts"), active_experts=k) for k in ACTIVE]
+PLANS = [AdapterPlan((Lora(2, 1.0, ("attention", "router", "experts")),), k) for k in ACTIVE]
 
 
 def layer(tokens_of: list[int], seed: int, padding: bool, index: int = 0) -> Routing:

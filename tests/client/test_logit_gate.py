@@ -12,6 +12,7 @@ from fedguild.client.optimizer import OptimizerSettings
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded, collate
 from fedguild.model.adapters.logit_mixture import BIAS, WEIGHT
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -21,7 +22,7 @@ from tests.methods.federation import LARGE, client
 from tests.oracles import pfl_moe as oracle
 from tests.oracles.lora import MergedModel
 
-PLAN = AdapterPlan(2, 0.5, ("q_proj", "v_proj"))
+PLAN = AdapterPlan((Lora(2, 0.5, ("q_proj", "v_proj")),))
 TRAINING = TrainingSettings(batch_size=2, steps=1)
 HOW = GateSettings("hidden", 3.0, 0.1, 0.01)
 
@@ -126,7 +127,7 @@ def test_the_gate_goes_to_the_better_model() -> None:
     """The first adapter is trained on the gate's rows, the second is noise: the loss falls, g rises for them all."""
     backbone = tiny_backbone("llama", dtype=torch.float64)
     rows = rows_of(0, [7, 6, 5, 8])
-    plan = AdapterPlan(4, 1.0, ("attention", "mlp"))
+    plan = AdapterPlan((Lora(4, 1.0, ("attention", "mlp")),))
     noise = random_adapter(backbone.info, plan, 5)
     with SlotModel(backbone, [plan]) as model:
         work = [LocalWork(client(0, LARGE), rows, Payload(), Payload())]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
 from tests.backbones import random_adapter, tiny_backbone
 from tests.oracles.optimizer import ClientOptimizer
 
-PLAN = AdapterPlan(4, 1.0, ("q_proj", "router", "experts"), output_scale="per_layer")
-PLANS = [PLAN, replace(PLAN, rank=1), replace(PLAN, rank=3)]
+PLAN = AdapterPlan((Lora(4, 1.0, ("q_proj", "router", "experts")), OutputScale("per_layer")))
+PLANS = [PLAN, PLAN.with_lora(rank=1), PLAN.with_lora(rank=3)]
 RATES = [  # of three slots: equal, unequal, resting in the middle, finished early
     (0.1, 0.1, 0.1),
     (0.1, 0.02, 0.1),

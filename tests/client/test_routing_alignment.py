@@ -24,6 +24,7 @@ from fedguild.client.routing_alignment import (
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.model.adapters.full_router import FullRouter
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import MoeInfo
 from fedguild.model.moe.view import Routing
 from fedguild.model.plan import AdapterPlan
@@ -35,7 +36,7 @@ from tests.oracles import fedalign_moe as oracle
 
 EXPERTS, TOP_K, HIDDEN = 5, 2, 3
 LAYER = MoeInfo("block", "block.gate", "block.experts", EXPERTS, TOP_K, HIDDEN, 4)
-PLAN = AdapterPlan(rank=2, scale=2.0, targets=("experts",), parts=(FullRouter(),))
+PLAN = AdapterPlan((Lora(2, 2.0, ("experts",)), FullRouter()))
 SETTINGS = TrainingSettings(optimizer=OptimizerSettings("adamw"), learning_rate=0.02, batch_size=2, steps=3)
 
 

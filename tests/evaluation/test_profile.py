@@ -9,6 +9,8 @@ from fedguild.errors import ConfigError
 from fedguild.evaluation.profile import cost, memory
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_router import FullRouter
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.info import LinearInfo, ModelInfo, MoeInfo
 from fedguild.model.plan import AdapterPlan
 
@@ -33,7 +35,7 @@ OLMOE = ModelInfo(
         for layer in range(LAYERS)
     ),
 )
-FLAME = AdapterPlan(rank=20, scale=0.8, targets=("attention", "router", "experts"))
+FLAME = AdapterPlan((Lora(20, 0.8, ("attention", "router", "experts")),))
 BUDGETS = {1: (46.1, 8.87e6, 0.6), 2: (53.8, 11.8e6, 0.7), 4: (69.2, 17.7e6, 0.9), 8: (100.0, 29.5e6, 1.3)}
 
 
@@ -62,7 +64,7 @@ def test_ub_smoe_table_13_without_router_adapters():
 
 
 def test_adapters_of_experts_and_scales_count_exactly():
-    plan = AdapterPlan(rank=3, scale=1.0, targets=("q_proj", "experts"), active_experts=2, output_scale="per_layer")
+    plan = AdapterPlan((Lora(3, 1.0, ("q_proj", "experts")), OutputScale("per_layer")), 2)
     counted = cost(OLMOE, plan)
     fixed = LAYERS * (3 * 2 * HIDDEN + 1)
     assert counted.trainable == fixed + LAYERS * EXPERTS * 3 * 3 * (HIDDEN + WIDTH)
@@ -71,7 +73,7 @@ def test_adapters_of_experts_and_scales_count_exactly():
 
 def test_experts_trained_in_full_count_exactly():
     """W costs its product and its input gradient, D its product and both gradients: 4 + 6 FLOPs a value."""
-    plan = AdapterPlan(rank=1, scale=1.0, targets=(), active_experts=2, parts=(FullExperts(),))
+    plan = AdapterPlan((FullExperts(),), 2)
     counted, frozen = cost(OLMOE, plan), cost(OLMOE, replace(plan, parts=()))
     expert = 3 * HIDDEN * WIDTH
     assert counted.trainable == LAYERS * EXPERTS * expert
@@ -82,7 +84,7 @@ def test_experts_trained_in_full_count_exactly():
 
 
 def test_routers_trained_in_full_work_for_every_token():
-    plan = AdapterPlan(rank=1, scale=1.0, targets=(), active_experts=2, parts=(FullRouter(),))
+    plan = AdapterPlan((FullRouter(),), 2)
     assert cost(OLMOE, plan).active_trainable == cost(OLMOE, plan).trainable == LAYERS * EXPERTS * HIDDEN
 
 
@@ -90,7 +92,7 @@ def test_experts_without_a_gate_have_two_matrices():
     """SwitchTransformers' experts: one input projection, one of 64 active."""
     layers = tuple(replace(moe, top_k=1, projections=("up_proj", "down_proj")) for moe in OLMOE.moe)
     switch = replace(OLMOE, moe=layers)
-    plan = AdapterPlan(rank=1, scale=1.0, targets=(), parts=(FullExperts(),))
+    plan = AdapterPlan((FullExperts(),))
     assert cost(switch, plan).trainable == LAYERS * EXPERTS * 2 * HIDDEN * WIDTH
     assert cost(switch, plan).active_trainable == LAYERS * 2 * HIDDEN * WIDTH
 
@@ -113,7 +115,7 @@ def test_a_training_step_forms_no_frozen_weight_gradient():
 
 def test_a_dense_model_counts_without_experts():
     dense = replace(OLMOE, moe=(), parameters=10**9)
-    counted = cost(dense, AdapterPlan(rank=2, scale=1.0, targets=("attention",)))
+    counted = cost(dense, AdapterPlan((Lora(2, 1.0, ("attention",)),)))
     assert counted.active_parameters == counted.parameters == 10**9
     assert counted.active_trainable == counted.trainable == LAYERS * 4 * 2 * 2 * HIDDEN
 
@@ -140,7 +142,7 @@ def test_activations_grow_with_tokens_and_experts_and_shrink_with_checkpointing(
 
 
 def test_experts_that_train_something_keep_their_input():
-    plan = AdapterPlan(rank=1, scale=1.0, targets=(), active_experts=2)
+    plan = AdapterPlan((), 2)
     full, none = (
         memory(OLMOE, replace(plan, parts=parts), 512, dtype=torch.bfloat16) for parts in ((FullExperts(),), ())
     )
@@ -156,7 +158,7 @@ def test_more_active_experts_than_there_are_is_an_error():
 def test_a_frozen_factor_costs_what_a_frozen_weight_does():
     """Forward and input gradient, no weight gradient, no moments: LoRA whose A is frozen, counted by hand."""
     plan = replace(FLAME, active_experts=2)
-    half = replace(plan, frozen=("lora_A",))
+    half = plan.with_lora(frozen=("lora_A",))
     down = LAYERS * 20 * (4 * HIDDEN + HIDDEN + 2 * (2 * HIDDEN + WIDTH))
     up = LAYERS * 20 * (4 * HIDDEN + EXPERTS + 2 * (2 * WIDTH + HIDDEN))
     whole, found = cost(OLMOE, plan), cost(OLMOE, half)

@@ -89,8 +89,7 @@ def mean_traffic(name: str, options: dict[str, object], model: ModelInfo) -> tup
     method = build_method(name, options)
     clients = [ClientInfo(index, Budget("all", 0, 8), 100) for index in range(10)]
     state = method.start(model, [clients[0].budget], torch_rng(0, "start"))
-    if isinstance(method, Enrolling):
-        state = method.enroll(state, model, clients)
+    state = method.enroll(state, model, clients)
     up, down = [], []
     for client in clients:
         download = method.download(state, model, client)

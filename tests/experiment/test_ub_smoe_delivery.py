@@ -11,14 +11,12 @@ from torch import Tensor
 
 from fedguild import experiment
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.methods import UbSmoe
-from fedguild.methods.common import ADAPTER
-from fedguild.methods.ub_smoe import PHI, PSEUDO_GRADIENT, WITHOUT, UbSmoeSettings
+from fedguild.methods.ub_smoe import PHI, PSEUDO_GRADIENT, WITHOUT, UbSmoe, UbSmoeSettings
 from fedguild.model.backbone import Backbone, describe_config
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import trainable_shapes
 from fedguild.packing import pack, unpack
-from fedguild.payload import Payload, with_part
+from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server import checkpoint
 from fedguild.server.record import ClientRecord, RunLog
 from fedguild.wire.accounting import bytes_by_part, size_bytes

@@ -51,7 +51,6 @@ def noisy(config: Config, eta: float | None = ETA) -> Config:
 def question(config: Config, client: int = 1, factor: float = 1.0) -> Parcel:
     """The server's question of the first round; the model may be another multiple of the start."""
     method, backbone = build_method("fedamole", config.method.options), load_model(config)
-    assert isinstance(method, Enrolling)
     (budget, *_) = budgets = list(budget_tiers(config, method, backbone).values())
     state = method.start(backbone.info, budgets, torch_rng(config.seed, "start", "fedamole"))
     clients = [ClientInfo(index, budget, 10) for index in range(config.federation.clients)]

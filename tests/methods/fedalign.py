@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedguild.methods import FedAlignMoe
-from fedguild.methods.fedalign_moe import FedAlignMoeSettings
+from fedguild.methods.fedalign_moe import FedAlignMoe, FedAlignMoeSettings
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
 from fedguild.server.method import Upload

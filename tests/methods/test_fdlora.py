@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedguild.data.batches import Encoded
 from fedguild.errors import ConfigError, UploadError
-from fedguild.methods import FDLoRA, build_method
-from fedguild.methods.fdlora import WEIGHTS, FDLoRASettings
+from fedguild.methods import build_method
+from fedguild.methods.fdlora import WEIGHTS, FDLoRA, FDLoRASettings
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
 from fedguild.server.validation import check_upload

@@ -17,7 +17,8 @@ from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded, collate
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError, ModelError, UploadError
-from fedguild.methods import FedAlignMoe, build_method
+from fedguild.methods import build_method
+from fedguild.methods.fedalign_moe import FedAlignMoe
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import Routing
 from fedguild.model.plan import trainable_shapes

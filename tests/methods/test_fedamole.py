@@ -16,8 +16,8 @@ from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import collate
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError, UploadError
-from fedguild.methods import FedAMoLE, build_method
-from fedguild.methods.fedamole import COMMON, EXPERT, EXPERTS, TOKEN, FedAMoLESettings, Pool
+from fedguild.methods import build_method
+from fedguild.methods.fedamole import COMMON, EXPERT, EXPERTS, TOKEN, FedAMoLE, FedAMoLESettings, Pool
 from fedguild.model.adapters.mole_pool import held_experts
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.merges import VERSION
-from fedguild.methods import FedIT
-from fedguild.methods.common import ADAPTER
 from fedguild.methods.fedex_lora import FedExLoRA, FedExLoRASettings, residual
-from fedguild.methods.fedit import FedITSettings
+from fedguild.methods.fedit import FedIT, FedITSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
-from fedguild.payload import Payload, with_part
+from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.seeding import torch_rng
 from fedguild.server.low_rank import by_module
 from fedguild.server.merges import echo, merges
@@ -120,7 +118,7 @@ def test_its_adapter_is_fedits(olmoe_backbone: Backbone, weights: str) -> None:
     fedit = FedIT(FedITSettings(rank=3, alpha=6.0, targets=EVERYTHING, weights=weights))  # type: ignore[arg-type]
     state, who = start(method, model), clients_of(2, 5, 8)
     uploads = uploads_of(method, state, model, who)
-    theirs = fedit.aggregate(fedit.start(model, [LARGE], torch_rng(0, "start")), iter(uploads)).tensors
+    theirs = fedit.aggregate(fedit.start(model, [LARGE], torch_rng(0, "start")), iter(uploads)).part("adapter")
     ours = method.deploy(method.aggregate(state, iter(uploads)), model, LARGE)
     assert ours is not None
     for name, value in theirs.items():
@@ -205,6 +203,6 @@ def test_clients_without_examples_change_nothing(olmoe_backbone: Backbone) -> No
 
 
 def test_the_scale(olmoe_backbone: Backbone) -> None:
-    assert fedex().plan(olmoe_backbone.info, LARGE).scale == 2.0
-    assert fedex(scaling="root").plan(olmoe_backbone.info, SMALL).scale == 6.0 / math.sqrt(3)
+    assert fedex().plan(olmoe_backbone.info, LARGE).lora.scale == 2.0
+    assert fedex(scaling="root").plan(olmoe_backbone.info, SMALL).lora.scale == 6.0 / math.sqrt(3)
     assert fedex().plan(olmoe_backbone.info, SMALL).active_experts == 1

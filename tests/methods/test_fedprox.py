@@ -13,9 +13,9 @@ from fedguild.client.optimizer import OptimizerSettings
 from fedguild.client.schedule import TrainingSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
-from fedguild.methods import FedAvg, FedProx, build_method
-from fedguild.methods.fedavg import FedAvgSettings
-from fedguild.methods.fedprox import FedProxSettings, squared_distance
+from fedguild.methods import build_method
+from fedguild.methods.fedavg import FedAvg, FedAvgSettings
+from fedguild.methods.fedprox import FedProx, FedProxSettings, squared_distance
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
@@ -47,7 +47,7 @@ def trained(
     tasks = [Task(1, who, method.download(state, federation.model, who)) for who in CLIENTS]
     sent = [delivery.upload.part("adapter") for delivery in engine.train(method, federation.model, tasks)]
     kept = [dict(federation.memory.load(who.name, 2).tensors) for who in CLIENTS]
-    return dict(state.tensors), sent, kept
+    return state.part("adapter"), sent, kept
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -93,8 +93,8 @@ def test_two_clients_by_hand() -> None:
     sent = [
         upload(client(i, LARGE, n), adapter={name: torch.tensor([[a]])}) for i, n, a in ((0, 10, 2.0), (1, 30, 6.0))
     ]
-    found = fedprox(0.1).aggregate(Payload({name: torch.zeros(1, 1)}), iter(sent))
-    assert found.tensors[name].item() == 5.0
+    found = fedprox(0.1).aggregate(Payload.of({"adapter": {name: torch.zeros(1, 1)}}), iter(sent))
+    assert found.part("adapter")[name].item() == 5.0
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -145,7 +145,10 @@ def test_without_a_penalty_it_is_fedavg(experts: str, personal: bool, olmoe_back
         assert_equal(found, expected)
     assert all(bool(part) == personal for part in kept)
     uploads = [upload(who, adapter=part) for who, part in zip(CLIENTS, sent, strict=True)]
-    after = [dict(method.aggregate(Payload(start), iter(uploads)).tensors) for method in (ours, theirs)]
+    after = [
+        dict(method.aggregate(Payload.of({"adapter": start}), iter(uploads)).part("adapter"))
+        for method in (ours, theirs)
+    ]
     assert_equal(*after)
 
 

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget
 from fedguild.errors import ConfigError, ModelError
-from fedguild.methods import FedIT, Flame, build_method
-from fedguild.methods.common import ROUTING
-from fedguild.methods.flame import FlameSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedit import FedIT
+from fedguild.methods.flame import Flame, FlameSettings
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone
-from fedguild.payload import Payload
+from fedguild.payload import ROUTING, Payload
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
 from fedguild.wire.codec import decode, encode
@@ -136,7 +137,7 @@ def test_temperature_zero_is_averaging_by_size(olmoe_backbone: Backbone) -> None
         Upload(1, sent.client, Payload({n: v for n, v in sent.payload.tensors.items() if not n.startswith(ROUTING)}))
         for sent in uploads
     ]
-    expected = fedit.aggregate(Payload(global_adapter), plain).tensors
+    expected = fedit.aggregate(Payload.of({"adapter": global_adapter}), plain).part("adapter")
     found = Payload(method.aggregate(state, uploads).tensors).part("adapter")
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
@@ -244,8 +245,8 @@ SCALE_NAMES = {"per_layer": LAYERS, "shared": ["output_scale"], "static": [], "n
 def test_the_four_rescalers(rescaler: str, olmoe_backbone: Backbone, tmp_path: Path) -> None:
     method = flame(rescaler=rescaler)
     plan = method.plan(olmoe_backbone.info, SMALL)
-    assert plan.output_scale == {"static": "fixed"}.get(rescaler, rescaler)
-    assert plan.output_scale_start == (4.0 if rescaler == "static" else 1.0)
+    kinds = {"static": OutputScale("fixed", 4.0), "none": None}
+    assert plan.part(OutputScale) == kinds.get(rescaler, OutputScale(rescaler, 1.0))
     federation = Federation(olmoe_backbone, method, [client(0, SMALL), client(1, LARGE)], tmp_path)
     for sent in federation.train(federation.start()):
         learned = scales(sent.payload.part("rescaler"))
@@ -255,8 +256,8 @@ def test_the_four_rescalers(rescaler: str, olmoe_backbone: Backbone, tmp_path: P
 
 
 def test_the_static_ratio_is_k_over_k_i(olmoe_backbone: Backbone) -> None:
-    starts = [flame(rescaler="static").plan(olmoe_backbone.info, b).output_scale_start for b in (LARGE, MIDDLE, SMALL)]
-    assert starts == [1.0, 2.0, 4.0]
+    plans = [flame(rescaler="static").plan(olmoe_backbone.info, budget) for budget in (LARGE, MIDDLE, SMALL)]
+    assert [plan.part(OutputScale).start for plan in plans] == [1.0, 2.0, 4.0]
 
 
 def test_a_client_goes_on_from_its_own_scale(olmoe_backbone: Backbone, tmp_path: Path) -> None:

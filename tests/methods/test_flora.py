@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.fresh_adapter import ADAPTER_SEED
 from fedguild.client.merges import VERSION
 from fedguild.engines.local import LocalEngine
-from fedguild.methods.common import ADAPTER, ADAPTER_SEED
 from fedguild.methods.flexlora import FlexLoRA, FlexLoRASettings
 from fedguild.methods.flora import Flora, FloraSettings
 from fedguild.methods.florist import Florist, FloristSettings
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.payload import Payload, with_part
+from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.seeding import torch_rng
 from fedguild.server.low_rank import by_module
 from fedguild.server.merges import echo, merges
@@ -117,7 +118,7 @@ def test_it_is_flexlora_at_full_rank_and_florist_at_threshold_one(olmoe_backbone
     for module in modules_of(uploads[0]):
         expected = change_of(merges(after), module)
         assert expected is not None
-        product = dense_product(whole.tensors[f"{module}.lora_A"], whole.tensors[f"{module}.lora_B"])
+        product = dense_product(*(whole.part("adapter")[f"{module}.{factor}"] for factor in ("lora_A", "lora_B")))
         torch.testing.assert_close(product, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(change_of(merges(pair), module), expected, rtol=1e-4, atol=1e-4)
 
@@ -243,5 +244,5 @@ def test_clients_without_examples_change_nothing(olmoe_backbone: Backbone) -> No
 
 def test_the_plan_has_every_clients_own_scale(olmoe_backbone: Backbone) -> None:
     model = olmoe_backbone.info
-    assert flora().plan(model, BUDGETS[2]) == AdapterPlan(5, 6.0 / 5, EVERYTHING)
-    assert flora(scale=2.0).plan(model, BUDGETS[2]).scale == 2.0
+    assert flora().plan(model, BUDGETS[2]) == AdapterPlan((Lora(5, 6.0 / 5, EVERYTHING),))
+    assert flora(scale=2.0).plan(model, BUDGETS[2]).lora.scale == 2.0

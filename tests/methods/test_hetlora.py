@@ -148,7 +148,12 @@ def test_a_penalised_client_prunes_for_good(olmoe_backbone: Backbone, tmp_path: 
         seen.append(state.tensors[RANKS].tolist())
     assert seen == [[2, 1], [1, 1], [1, 1], [1, 1]]
     assert [rank_of(sent.payload.part("adapter")) for sent in uploads] == [1, 1]
-    assert method.personalize(state, federation.model, clients[0], Payload()).plan.rank == 1
+    assert (
+        method.personalize(
+            method.excerpt(state, federation.model, clients[0]), federation.model, clients[0], Payload()
+        ).plan.rank
+        == 1
+    )
     assert method.deploy(state, federation.model, LARGE).plan.rank == 3
     whole = Federation(olmoe_backbone, hetlora(penalty_weight=100.0, gamma=0.7, pruning=False), clients, tmp_path)
     assert [
@@ -409,7 +414,7 @@ def test_one_client_gets_its_own_ranks_back(olmoe_backbone: Backbone, tmp_path: 
 def test_a_rank_means_the_same_to_every_client(olmoe_backbone: Backbone) -> None:
     plans = [hetlora().plan(olmoe_backbone.info, budget) for budget in (LARGE, MIDDLE, SMALL)]
     assert [plan.rank for plan in plans] == [3, 2, 1]
-    assert {plan.scale for plan in plans} == {2.0}
+    assert {plan.lora.scale for plan in plans} == {2.0}
     assert {plan.active_experts for plan in plans} == {None}
 
 

@@ -13,9 +13,9 @@ from fedguild.data.batches import Encoded, collate
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
 from fedguild.export.weights import beyond_weights
-from fedguild.methods import FedIT, PflMoe, build_method
-from fedguild.methods.fedit import FedITSettings
-from fedguild.methods.pfl_moe import PflMoeSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedit import FedIT, FedITSettings
+from fedguild.methods.pfl_moe import PflMoe, PflMoeSettings
 from fedguild.model.adapters.logit_mixture import BIAS, SECOND, WEIGHT
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel

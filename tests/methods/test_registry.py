@@ -39,7 +39,7 @@ def test_every_method_has_its_file_page_tests_and_presets() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_is_what_it_is_registered_as(name: str) -> None:
-    method = METHODS[name]
+    method = METHODS.load(name)
     assert method.name == name
     assert method.title.lower().startswith(name)
     assert method.__module__ == f"fedguild.methods.{module_of(name)}"
@@ -61,7 +61,7 @@ def test_the_presets_of_a_method_are_its_own(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_page_lists_the_options_as_they_are(name: str) -> None:
     page = (PAGES / f"{name}.md").read_text()
-    assert as_markdown(settings_of(METHODS[name].Settings)) in page
+    assert as_markdown(settings_of(METHODS.load(name).Settings)) in page
     for heading in ("## The idea", "## The algorithm", "## Symbols", "## Options", "## Deviations", "## Claims and"):
         assert heading in page
 
@@ -95,6 +95,6 @@ def test_a_value_out_of_range_gets_its_help() -> None:
 
 
 def test_settings_cannot_be_changed_afterwards() -> None:
-    settings = METHODS["flame"].Settings()
+    settings = METHODS.load("flame").Settings()
     with pytest.raises(ValueError, match="frozen"):
         settings.rank = 3  # type: ignore[attr-defined]

@@ -15,13 +15,12 @@ from fedguild.client.optimizer import OptimizerSettings
 from fedguild.client.schedule import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.errors import ConfigError, ModelError
-from fedguild.methods import UbSmoe, build_method
-from fedguild.methods.common import ADAPTER
-from fedguild.methods.ub_smoe import PHI, PSEUDO_GRADIENT, STEP_SIZE, UTILISATION, WITHOUT, UbSmoeSettings
+from fedguild.methods import build_method
+from fedguild.methods.ub_smoe import PHI, PSEUDO_GRADIENT, STEP_SIZE, UTILISATION, WITHOUT, UbSmoe, UbSmoeSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload, with_part
+from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.seeding import torch_rng
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
@@ -120,10 +119,7 @@ def random_round(method: UbSmoe, model: ModelInfo, clients: int) -> tuple[Payloa
         shares[0, 6] = 0.0
         if index == 1:
             shares.zero_()
-        adapter = {
-            name: torch.randn(value.shape, generator=rng)
-            for name, value in state.part(ADAPTER).items()
-        }
+        adapter = {name: torch.randn(value.shape, generator=rng) for name, value in state.part(ADAPTER).items()}
         budget = (LARGE, MIDDLE, SMALL)[index % 3]
         uploads.append(sent(client(index, budget, 3 + 5 * index), adapter, shares.tolist(), 0.1 * (index + 1)))
     return state, uploads

@@ -8,14 +8,15 @@ import torch
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError
 from fedguild.model.adapters.full_linears import FullLinears
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
 from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tiny_model
 from tests.oracles.lora import MergedModel
 
 PART = FullLinears(("attention", "mlp"))
-PLAN = AdapterPlan(rank=1, scale=1.0, targets=(), parts=(PART,))
-BESIDE = AdapterPlan(rank=2, scale=0.5, targets=("q_proj",), parts=(PART,))
+PLAN = AdapterPlan((PART,))
+BESIDE = AdapterPlan((Lora(2, 0.5, ("q_proj",)), PART))
 
 
 @pytest.mark.parametrize("plan", [PLAN, BESIDE], ids=["alone", "beside LoRA"])
@@ -49,7 +50,7 @@ def test_slots_equal_their_merged_models_in_losses_and_gradients(plan, lengths):
 def test_shapes_and_start(olmoe_backbone):
     shapes = FullLinears(("q_proj",)).shapes(olmoe_backbone.info)
     assert shapes == {f"model.layers.{layer}.self_attn.q_proj.delta": (16, 16) for layer in (0, 1)}
-    assert trainable_shapes(olmoe_backbone.info, AdapterPlan(1, 1.0, (), parts=(FullLinears(("q_proj",)),))) == shapes
+    assert trainable_shapes(olmoe_backbone.info, AdapterPlan((FullLinears(("q_proj",)),))) == shapes
     for name, shape in shapes.items():
         assert not PART.initial(name, shape, torch.Generator()).any()
         assert PART.slot_axis(name) == 0

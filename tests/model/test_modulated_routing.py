@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError, ModelError
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.modulated_routing import ModulatedChooser, ModulatedRouting
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.routing import RoutingRule, route
@@ -126,7 +127,7 @@ def test_without_modulation_native_gating_is_the_familys(renormalise: bool) -> N
 
 def plan_with(active: int, **changes: object) -> AdapterPlan:
     part = replace(ModulatedRouting(), **changes)
-    return AdapterPlan(2, 1.0, ("experts",), active, parts=(part,))
+    return AdapterPlan((Lora(2, 1.0, ("experts",)), part), active)
 
 
 @pytest.fixture(scope="module")

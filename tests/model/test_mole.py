@@ -27,7 +27,7 @@ HELD = [
 
 
 def plan_with(part: MixtureOfLora) -> AdapterPlan:
-    return AdapterPlan(rank=1, scale=1.0, targets=(), parts=(part,))
+    return AdapterPlan((part,))
 
 
 def encoded(lengths: list[list[int]]) -> list[list[Encoded]]:
@@ -242,7 +242,7 @@ def test_the_start_changes_nothing_and_the_end_leaves_nothing():
     """With B at zero the model is the backbone; after `close` it is so again. On a mixture-of-experts model."""
     backbone = tiny_backbone("olmoe")
     batch = collate(encoded([[6, 3]]), PAD)
-    with SlotModel(backbone, [AdapterPlan(1, 1.0, ())]) as model, torch.no_grad():
+    with SlotModel(backbone, [AdapterPlan(())]) as model, torch.no_grad():
         plain = model.token_losses(batch)
     rng = torch_rng(1, "start")
     with SlotModel(backbone, [plan_with(PART)]) as model, torch.no_grad():
@@ -256,7 +256,7 @@ def test_the_start_changes_nothing_and_the_end_leaves_nothing():
     for name, value in start.items():
         assert value.abs().max() <= 0.25
         assert bool(value.any()) != name.endswith("lora_B")
-    with SlotModel(backbone, [AdapterPlan(1, 1.0, ())]) as model, torch.no_grad():
+    with SlotModel(backbone, [AdapterPlan(())]) as model, torch.no_grad():
         assert torch.equal(model.token_losses(batch), plain)
 
 

@@ -103,9 +103,9 @@ def _product(module: str, plan: AdapterPlan, adapter: Mapping[str, Tensor]) -> T
 
 
 def _output_scale(block: str, plan: AdapterPlan, adapter: Mapping[str, Tensor]) -> Tensor | float:
-    scale = plan.part(OutputScale)
-    if scale is None:
+    part = plan.part(OutputScale)
+    if part is None:
         return 1.0
-    if scale.kind == "per_layer":
-        return adapter[f"{block}.output_scale"]
-    return adapter["output_scale"] if scale.kind == "shared" else scale.start
+    if part.kind == "fixed":
+        return part.start
+    return adapter["output_scale" if part.kind == "shared" else f"{block}.output_scale"]

@@ -75,5 +75,4 @@ def _change(module: str, plan: AdapterPlan, adapter: Mapping[str, Tensor], exper
 
 
 def _output_scale(block: str, plan: AdapterPlan, adapter: Mapping[str, Tensor]) -> Tensor | float:
-    scale = plan.part(OutputScale)
-    return adapter[f"{block}.output_scale"] if scale is not None and scale.kind == "per_layer" else 1.0
+    return adapter[f"{block}.output_scale"] if plan.part(OutputScale) else 1.0

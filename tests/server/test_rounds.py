@@ -12,7 +12,8 @@ import torch
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport
 from fedguild.errors import QuorumError
-from fedguild.methods import FedIT, build_method
+from fedguild.methods import build_method
+from fedguild.methods.fedit import FedIT
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.clock import Clock

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedguild.client.cohort import Cohort
+from fedguild.client.observing import observing
 from fedguild.data.batches import Encoded
 from fedguild.model.info import MoeInfo
 from fedguild.model.moe.view import Routing

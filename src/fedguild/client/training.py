@@ -10,9 +10,7 @@ from fedguild.client.cohort import Cohort
 from fedguild.payload import ADAPTER, Payload
 
 
-def plain_update(
-    cohort: Cohort, *, penalty: Callable[[], Tensor] | None = None, keep: bool = False
-) -> list[Payload]:
+def plain_update(cohort: Cohort, *, penalty: Callable[[], Tensor] | None = None, keep: bool = False) -> list[Payload]:
     """Trains every client from the adapter that it received; returns the trained adapters, in slot order.
 
     Args:

@@ -145,7 +145,9 @@ def _after(method: Method, state: Payload, model: ModelInfo, clients: Sequence[C
     return method.aggregate(state, uploads())
 
 
-def _exchange(method: Method, state: Payload, model: ModelInfo, client: ClientInfo, wire_dtype: torch.dtype) -> Exchange:
+def _exchange(
+    method: Method, state: Payload, model: ModelInfo, client: ClientInfo, wire_dtype: torch.dtype
+) -> Exchange:
     download = method.download(state, model, client)
     scalars = method.expected_scalars(download)
     shapes = method.expected_upload(model, client, download)

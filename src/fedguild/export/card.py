@@ -78,7 +78,8 @@ def _auto_class(model: ModelInfo) -> str:
 
 
 def _facts(origin: Origin, model: ModelInfo, deployment: Deployment) -> dict[str, str]:
-    lora = deployment.plan.part(Lora)
+    plan = deployment.plan
+    lora = plan.part(Lora)
     facts = {
         "base model": f"{origin.base} ({model.family})",
         "method": origin.method,

@@ -46,7 +46,9 @@ def folded(deployment: Deployment) -> Deployment:
     for name in [name for name in tensors if name.endswith(".lora_R")]:
         module = name.removesuffix(".lora_R")
         tensors[f"{module}.{DOWN}"] = tensors.pop(name).float() @ tensors[f"{module}.{DOWN}"].float()
-    return replace(deployment, plan=plan.with_lora(middle=False, frozen=()) if plan.part(Lora) else plan, tensors=tensors)
+    return replace(
+        deployment, plan=plan.with_lora(middle=False, frozen=()) if plan.part(Lora) else plan, tensors=tensors
+    )
 
 
 def _weights_with(leaf: str, model: ModelInfo, adapter: Iterable[str]) -> dict[str, tuple[str, ...]]:

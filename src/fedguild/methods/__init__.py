@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from fedguild.errors import ConfigError, nearest
 from fedguild.plugins import Plugins
-from fedguild.server.method import Method
+
+if TYPE_CHECKING:
+    from fedguild.server.method import Method
 
 
 def _method_of(name: str, target: Any) -> type[Method]:
@@ -22,6 +24,8 @@ def _method_of(name: str, target: Any) -> type[Method]:
     Raises:
         TypeError: there is none, or more than one, or it goes by another name.
     """
+    from fedguild.server.method import Method  # not before a method is loaded: it imports torch
+
     candidates = vars(target).values() if isinstance(target, ModuleType) else [target]
     classes = [
         candidate

@@ -205,7 +205,9 @@ class FedSB:
             return state
         seed = int(state.scalars[SEED])
         gradients = mean.result({name: torch.zeros(()).expand(shape) for name, shape in shapes.items()})
-        return Payload({**kept, **self._factors(whole_gradients(gradients, seed), seed)}, {STAGE: "training", SEED: seed})
+        return Payload(
+            {**kept, **self._factors(whole_gradients(gradients, seed), seed)}, {STAGE: "training", SEED: seed}
+        )
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns B R A; before the first round it is zero."""

@@ -85,16 +85,12 @@ def adapter_shapes(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[int, 
 
 def trainable_shapes(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[int, ...]]:
     """Returns name -> shape of everything that the plan trains: `adapter_shapes` without what is frozen."""
-    return {
-        name: shape for part in plan.parts for name, shape in part.shapes(model).items() if part.trains(name)
-    }
+    return {name: shape for part in plan.parts for name, shape in part.shapes(model).items() if part.trains(name)}
 
 
 def initial_adapter(model: ModelInfo, plan: AdapterPlan, rng: torch.Generator) -> dict[str, Tensor]:
     """Returns the start of everything that a plan loads, drawn in the order of its parts: for LoRA BA = 0."""
-    return {
-        name: part.initial(name, shape, rng) for part in plan.parts for name, shape in part.shapes(model).items()
-    }
+    return {name: part.initial(name, shape, rng) for part in plan.parts for name, shape in part.shapes(model).items()}
 
 
 def zero_adapter(model: ModelInfo, plan: AdapterPlan) -> dict[str, Tensor]:

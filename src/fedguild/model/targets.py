@@ -24,7 +24,8 @@ def targeted_linears(model: ModelInfo, targets: tuple[str, ...]) -> tuple[Linear
         if hits:
             chosen.append(linear)
             used |= hits
-    missing = [target for target in targets if target not in used and (target not in MOE_TARGETS or not model.moe)]
+    unknown = [target for target in targets if target not in used and target not in MOE_TARGETS]
+    missing = unknown or sorted(set(MOE_TARGETS) & set(targets) if not model.moe else ())
     if missing:
         known = sorted({leaf(linear.name) for linear in model.linears})
         raise ConfigError(

@@ -23,6 +23,8 @@ from fedguild.server.method import Upload
 HOLDERS, HELD = "merge_holders", "merge_held"
 """In the state: the indices of the clients that hold every version up to `merge_held`, of which `HELD` is the name."""
 
+HISTORY_COST = "the state keeps every round's merge, which a client that missed rounds downloads"
+
 
 def no_merges() -> Payload:
     """Returns the part of a state that says that the backbone is as published."""

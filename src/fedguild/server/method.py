@@ -101,7 +101,7 @@ RUNNING_MEAN = ServerCosts("O(n), whatever C is: a running mean", "O(C n)")
 
 
 class Method(ABC):
-    """A federated method. Write `plan`, `start`, `local_update` and `aggregate`; override the rest where a paper differs.
+    """A federated method: `plan`, `start`, `local_update` and `aggregate`, and the rest where a paper differs.
 
     Where the clients train elsewhere, a method is built again from its `name` and its `settings`.
 
