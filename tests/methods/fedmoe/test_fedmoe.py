@@ -15,7 +15,8 @@ from fedguild.errors import ConfigError, ModelError, UploadError
 from fedguild.methods import build_method
 from fedguild.methods.fedavg import FedAvg, FedAvgSettings
 from fedguild.methods.fedmoe import FedMoe, FedMoeSettings
-from fedguild.model.adapters.held_experts import HeldExperts
+from fedguild.methods.fedmoe.held_experts import HeldExperts
+from fedguild.methods.fedmoe.sub_moes import SubMoes
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
@@ -23,7 +24,6 @@ from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.seeding import numpy_rng, torch_rng
 from fedguild.server.method import Upload
-from fedguild.server.sub_moes import SubMoes
 from fedguild.server.validation import check_upload
 from fedguild.wire.codec import decode, encode
 from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tiny_model
@@ -47,12 +47,12 @@ def federation_of(backbone: Backbone, folder: Path, **options: object) -> Federa
 
 
 def held(state: Payload, client: int) -> list[list[int]]:
-    return [ids.tolist() for ids in SubMoes.of(state.tensors).ids(client).values()]
+    return [ids.tolist() for ids in SubMoes.of(state).ids(client).values()]
 
 
 def hold(state: Payload, *clients: list[int]) -> Payload:
     """The state with other sets, the same in all layers."""
-    members = SubMoes.of(state.tensors)
+    members = SubMoes.of(state)
     for own in members.held.values():
         for index, experts in enumerate(clients):
             own[index] = torch.zeros(own.shape[1], dtype=torch.bool).index_fill(0, torch.tensor(experts), True)
@@ -72,9 +72,8 @@ def test_two_clients_by_hand(olmoe_backbone: Backbone, tmp_path: Path) -> None:
     federation = federation_of(olmoe_backbone, tmp_path)
     server = federation.method
     state = hold(federation.start(), [0, 1, 2, 3, 4], [1, 2, 3, 4, 5])
-    before = Payload(state.tensors)
     uploads = federation.train(state, 1, who=(0, 1))
-    after = Payload(server.aggregate(state, iter(uploads)).tensors)
+    after = server.aggregate(state, iter(uploads))
     assert [sent.client.examples for sent in uploads] == [4, 5]
     for name, value in after.part("adapter").items():
         expected = oracle.expert_mean(0.0, values(uploads, "adapter", name, None), [4, 5])
@@ -87,15 +86,15 @@ def test_two_clients_by_hand(olmoe_backbone: Backbone, tmp_path: Path) -> None:
                 float(sent.payload.part("experts")[name][own[expert]].flatten()[0]) if expert in own else None
                 for sent, own in zip(uploads, rows, strict=True)
             ]
-            old = float(before.part("experts")[name][expert].flatten()[0])
+            old = float(state.part("experts")[name][expert].flatten()[0])
             expected = oracle.expert_mean(old, versions, [4, 5])
             found = float(after.part("experts")[name][expert].flatten()[0])
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
             if expert > 5:
-                assert torch.equal(after.part("experts")[name][expert], before.part("experts")[name][expert])
+                assert torch.equal(after.part("experts")[name][expert], state.part("experts")[name][expert])
         copied = uploads[0].payload.part("experts")[name][0]
         assert torch.equal(after.part("experts")[name][0], copied)
-        assert not torch.equal(copied, before.part("experts")[name][0])
+        assert not torch.equal(copied, state.part("experts")[name][0])
 
 
 def test_with_all_experts_and_the_plain_loss_it_is_fedavg(olmoe_backbone: Backbone, tmp_path: Path) -> None:
@@ -112,8 +111,8 @@ def test_with_all_experts_and_the_plain_loss_it_is_fedavg(olmoe_backbone: Backbo
         state = ours.method.aggregate(state, iter(ours.train(state, round_index)))
         expected = fedavg.method.aggregate(expected, iter(fedavg.train(expected, round_index)))
     found = ours.method.deploy(state, ours.model, LARGE).tensors
-    assert found.keys() == expected.tensors.keys()
-    for name, value in expected.tensors.items():
+    assert found.keys() == expected.part("adapter").keys()
+    for name, value in expected.part("adapter").items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
@@ -127,11 +126,11 @@ def test_a_late_upload_is_of_the_experts_that_were_held_then(olmoe_backbone: Bac
     after = server.aggregate(state, iter([late]))
     for name, sent in late.payload.part("experts").items():
         assert torch.equal(after.part("experts")[name], sent)
-    members = SubMoes.of(after.tensors)
+    members = SubMoes.of(after)
     assert bool(members.known[0])
     assert not bool(members.scored[0])
     uploads = federation.train(after, 3, who=(1,))
-    assert SubMoes.of(server.aggregate(after, iter(uploads)).tensors).scored.tolist() == [False, True, False]
+    assert SubMoes.of(server.aggregate(after, iter(uploads))).scored.tolist() == [False, True, False]
 
 
 # What a client gets and sends
@@ -147,7 +146,7 @@ def test_a_client_receives_and_sends_the_experts_that_it_holds(olmoe_backbone: B
         for sent in uploads:
             download = server.download(state, model, sent.client)
             own = held(state, sent.client.index)
-            room = SubMoes.of(state.tensors)._room(sent.client.index).limit
+            room = SubMoes.of(state).limits(sent.client.index).most
             full = round_index == 1 and sent.client.budget.name != "small"
             assert own == [list(range(8))] * 2 if full else sum(map(len, own)) * size <= room
             for part in (download.part("experts"), sent.payload.part("experts")):
@@ -286,7 +285,8 @@ def test_a_clients_model_is_its_sub_moe_and_the_global_one_has_all(tmp_path: Pat
     batch = collate([[Encoded(tuple(random_rows([9], 1)[0]), 2)]], PAD)
     whole = server.deploy(state, model, LARGE)
     assert not any(isinstance(part, HeldExperts) for part in whole.plan.parts)
-    own = server.personalize(state, model, federation.clients[0], Payload({"x": torch.zeros(1)}))
+    excerpt = server.excerpt(state, model, federation.clients[0])
+    own = server.personalize(excerpt, model, federation.clients[0], Payload({"x": torch.zeros(1)}))
     found: list[Tensor] = []
     for deployment in (own, replace(own, tensors=whole.tensors), whole):
         with SlotModel(backbone, [deployment.plan]) as slots, torch.no_grad():
@@ -311,7 +311,8 @@ def test_an_encoder_decoder_model_with_one_active_expert(tmp_path: Path) -> None
         state = server.aggregate(state, iter(uploads))
         assert all(bool(value.isfinite().all()) for value in state.tensors.values() if value.is_floating_point())
     assert [len(own) for own in held(state, 1)] == [1, 1]
-    own = server.personalize(state, federation.model, federation.clients[1], Payload())
+    excerpt = server.excerpt(state, federation.model, federation.clients[1])
+    own = server.personalize(excerpt, federation.model, federation.clients[1], Payload())
     with SlotModel(backbone, [own.plan]) as slots:
         slots.load(0, own.tensors)
         assert len(slots.generate([random_rows([5], 1)], 3)[0]) == 1

@@ -1,4 +1,4 @@
-"""What a prompt looks like to the frozen backbone: one vector [H] per row, no adapter at work."""
+"""Features of a prompt in the frozen backbone: one vector [H] per row, no adapter at work (PFL-MoE's phi)."""
 
 from __future__ import annotations
 

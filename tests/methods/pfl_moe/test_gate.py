@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fedguild.client.cohort import Cohort, LocalWork
-from fedguild.client.logit_gate import GateSettings, LogitGates, train_gates
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
-from fedguild.model.adapters.logit_mixture import BIAS, WEIGHT
+from fedguild.methods.pfl_moe.gate import GateSettings, LogitGates, train_gates
+from fedguild.methods.pfl_moe.logit_mixture import BIAS, WEIGHT
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan

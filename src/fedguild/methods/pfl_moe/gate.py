@@ -1,4 +1,4 @@
-"""Training of the gate between a global and a personal model, both frozen (PFL-MoE, its last phase)."""
+"""Training of the gates between global and personal adapters, both frozen (PFL-MoE, line 7)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fedguild.client.optimizer import SlotOptimizer
 from fedguild.client.schedule import plan_steps
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, SlotBatch, collate
-from fedguild.model.adapters.logit_mixture import BIAS, WEIGHT, gate_values, mixed
+from fedguild.methods.pfl_moe.logit_mixture import BIAS, WEIGHT, gate_values, mixed
+from fedguild.methods.pfl_moe.prompt_features import Features, prompt_features, target_rows
 from fedguild.model.adapters.storage import SlotTensor
-from fedguild.model.prompt_features import Features, prompt_features, target_rows
 from fedguild.seeding import numpy_rng
 
 Adapters = Sequence[Mapping[str, Tensor]]
@@ -108,10 +108,10 @@ def train_gates(
         epochs=settings.epochs,
     )
     optimizer = SlotOptimizer(gates.trainables, training)
-    plans = [_batches(cohort, slot, len(own), training) if own else [] for slot, own in enumerate(examples)]
+    plans = [_batches(cohort, slot, len(rows), training) if rows else [] for slot, rows in enumerate(examples)]
     cohort.model.dropout.seed(None)
     for index, batches in enumerate(zip_longest(*plans, fillvalue=[])):
-        rows = [[own[i] for i in batch] for own, batch in zip(examples, batches, strict=True)]
+        rows = [[encoded[i] for i in batch] for encoded, batch in zip(examples, batches, strict=True)]
         optimizer.zero_grad()
         gates.losses(collate(rows, cohort.pad_id, cohort.model.seq2seq), first, second).sum().backward()
         optimizer.step([settings.learning_rate if index < len(plan) else None for plan in plans])

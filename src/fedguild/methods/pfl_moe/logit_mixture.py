@@ -1,4 +1,4 @@
-"""Two LoRAs in one slot, their logits mixed by a gate: g · z_first + (1 - g) · z_second, one g per row.
+"""Mixture of the logits of two LoRAs in one slot, by a gate: g · z_first + (1 - g) · z_second, one g per row.
 
 g = sigmoid(w · phi + b), where phi is the mean of the prompt's features in the frozen backbone. Every
 row of a batch runs twice, all rows under the slots' LoRA and then all rows under their second one; a
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from fedguild.data.batches import SlotBatch
 from fedguild.errors import ConfigError
+from fedguild.methods.pfl_moe.prompt_features import Features, prompt_features, target_rows
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.info import ModelInfo
-from fedguild.model.prompt_features import Features, prompt_features, target_rows
 
 SECOND = "personal."
 """What the names of the second LoRA begin with."""
@@ -85,7 +85,7 @@ def mixed(gate: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 class _Mixing:
-    """What a batch and the head have to know of each other.
+    """The gate's values of a batch's rows, computed before the pass and used by the hook on the head.
 
     Args:
         host: The slots, the gate's storage allocated.

@@ -1,4 +1,4 @@
-"""What a client of FedMoE finds on its held-out examples: how good its model is, and which experts they activate."""
+"""Validation of a FedMoE client on its held-out examples: loss, accuracy, and the experts that they activate."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def validate(cohort: Cohort, examples: Sequence[Sequence[Encoded]]) -> list[Vali
         Validation(
             float(loss[slot]),
             float(accuracy[slot]),
-            {layer.experts: own[slot, : layer.num_experts] for layer, own in zip(layers, shares, strict=True)},
+            {layer.experts: share[slot, : layer.num_experts] for layer, share in zip(layers, shares, strict=True)},
         )
         for slot in range(len(examples))
     ]

@@ -1,4 +1,4 @@
-"""A sub-MoE: a slot's routers choose among the experts that its client holds, as if there were no others.
+"""Restricted routing of a sub-MoE: a slot's routers choose among the experts that its client holds.
 
 The logits of the other experts become -inf before the softmax, which is what a router without their
 rows computes. The part trains nothing; which experts a slot holds can be set anew between passes.
@@ -43,12 +43,12 @@ class HeldExperts(AdapterPart):
         for slot, part in enumerate(parts):
             if part.held:
                 layers = (layer.experts for layer in host.backbone.info.moe)
-                tensors = (torch.tensor(experts, dtype=torch.int64) for experts in part.held)
-                holding.hold(slot, dict(zip(layers, tensors, strict=True)))
+                indices = (torch.tensor(experts, dtype=torch.int64) for experts in part.held)
+                holding.hold(slot, dict(zip(layers, indices, strict=True)))
 
 
 class Holding:
-    """Which experts every slot holds; all of them at the start.
+    """The experts that every slot holds; all of them at the start.
 
     Args:
         host: The slots.

@@ -11,11 +11,11 @@ from torch import Tensor
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError
 from fedguild.evaluation.likelihood import Candidates, collate_candidates, collate_singles
-from fedguild.model.adapters.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture, doubled, gate_values, mixed
+from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture, doubled, gate_values, mixed
+from fedguild.methods.pfl_moe.prompt_features import prompt_features
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan, trainable_shapes
-from fedguild.model.prompt_features import prompt_features
 from fedguild.model.slots import SlotModel
 from tests.backbones import END, PAD, random_adapter, random_rows, tiny_backbone, tiny_model
 from tests.oracles import pfl_moe as oracle

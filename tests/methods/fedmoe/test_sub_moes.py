@@ -1,30 +1,32 @@
-"""What FedMoE's server remembers of its clients: whose p counts for whom, when sets change, and when they stay."""
+"""FedMoE's server between rounds: whose p counts for whom, when sets change, and when they stay."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from fedguild.server.expert_sets import Room
-from fedguild.server.sub_moes import FROZEN, SEARCHING, TRYING, SubMoes
+from fedguild.methods.fedmoe import FedMoeSettings, adjust, fit
+from fedguild.methods.fedmoe.fitting import Limits
+from fedguild.methods.fedmoe.sub_moes import FROZEN, SEARCHING, TRYING, SubMoes
+from fedguild.payload import Payload
 
 LAYER, EXPERTS = "layer.experts", 4
-WHOLE, HALF = Room([1], [1], 4), Room([1], [1], 2)
+WHOLE, HALF = Limits([1], [1], 4), Limits([1], [1], 2)
 
 
-def members(*rooms: Room, tasks: list[int] | None = None, seed: int = 3) -> SubMoes:
+def members(*limits: Limits, tasks: list[int] | None = None, seed: int = 3) -> SubMoes:
     return SubMoes.enrolled(
         {LAYER: EXPERTS},
-        rooms,
-        poor=[room.limit < EXPERTS for room in rooms],
-        tasks=tasks or [0] * len(rooms),
-        examples=[10 * (1 + client) for client in range(len(rooms))],
+        limits,
+        poor=[bounds.most < EXPERTS for bounds in limits],
+        tasks=tasks or [0] * len(limits),
+        examples=[10 * (1 + client) for client in range(len(limits))],
         seed=seed,
     )
 
 
 def measure(known: SubMoes, client: int, p: list[float], accuracy: float = 0.5) -> None:
-    known.measured(client, {LAYER: torch.tensor(p)}, 1.0 - accuracy, accuracy)
+    known.note(client, {LAYER: torch.tensor(p)}, 1.0 - accuracy, accuracy)
 
 
 def held(known: SubMoes, client: int) -> list[int]:
@@ -48,7 +50,7 @@ def test_who_can_hold_all_experts_starts_with_them() -> None:
 def test_they_survive_as_tensors() -> None:
     known = members(WHOLE, HALF)
     measure(known, 0, [0.5, 0.2, 0.2, 0.1])
-    again = SubMoes.of(known.tensors())
+    again = SubMoes.of(Payload(known.tensors()))
     assert all(torch.equal(value, again.tensors()[name]) for name, value in known.tensors().items())
     again.held[LAYER][0] = False
     again.known[1] = True
@@ -66,7 +68,7 @@ def test_the_poor_get_the_mean_of_those_of_their_task() -> None:
     measure(known, 1, [0.0, 0.1, 0.6, 0.3])
     measure(known, 2, [0.0, 0.0, 0.0, 1.0])
     measure(known, 3, [0.0, 1.0, 0.0, 0.0])  # on experts that it happened to hold: of no account
-    known.fit()
+    fit(known)
     assert held(known, 3) == [0, 2]  # .3, .1, .4, .2
     assert held(known, 2) == [3]
 
@@ -74,7 +76,7 @@ def test_the_poor_get_the_mean_of_those_of_their_task() -> None:
 def test_who_was_never_asked_gets_the_mean_too() -> None:
     known = members(WHOLE, WHOLE)
     measure(known, 1, [0.0, 0.8, 0.2, 0.0])
-    known.fit()
+    fit(known)
     assert held(known, 0) == [1, 2] == held(known, 1)
 
 
@@ -89,7 +91,7 @@ def test_who_stands_in(measured: list[int], expected: list[int]) -> None:
     known = members(HALF, WHOLE, WHOLE, HALF, tasks=[0, 1, 0, 1])
     for client in measured:
         measure(known, client, p[client])
-    known.fit()
+    fit(known)
     assert held(known, 0) == expected
 
 
@@ -109,7 +111,7 @@ def rounds(known: SubMoes, *accuracies: float, patience: int = 2) -> list[tuple[
     seen = []
     for accuracy in accuracies:
         measure(known, 0, [0.7, 0.3, 0.0, 0.0], accuracy)
-        known.adjust([0], "accuracy", patience, peers=3)
+        adjust(known, [0], FedMoeSettings(patience=patience, peers=3))
         seen.append((held(known, 0), int(known.status[0])))
     return seen
 
@@ -142,8 +144,8 @@ def test_a_gain_keeps_the_adjustment_and_the_search_goes_on() -> None:
 def test_the_loss_can_be_what_has_to_get_better() -> None:
     known = searching()
     for loss, status in ((2.0, SEARCHING), (1.5, SEARCHING), (1.6, TRYING), (1.4, SEARCHING)):
-        known.measured(0, {LAYER: torch.tensor([0.7, 0.3, 0.0, 0.0])}, loss, 0.0)
-        known.adjust([0], "loss", 1, 3)
+        known.note(0, {LAYER: torch.tensor([0.7, 0.3, 0.0, 0.0])}, loss, 0.0)
+        adjust(known, [0], FedMoeSettings(gain="loss", patience=1, peers=3))
         assert int(known.status[0]) == status
 
 
@@ -165,7 +167,7 @@ def test_adjustments_of_one_round_do_not_see_each_other() -> None:
     for accuracy in (0.5, 0.4):
         measure(known, 0, [0.7, 0.3, 0.0, 0.0], accuracy)
         measure(known, 1, [0.4, 0.3, 0.1, 0.2], accuracy)
-        known.adjust([0, 1], "accuracy", 1, 3)
+        adjust(known, [0, 1], FedMoeSettings(patience=1, peers=3))
     assert (held(known, 0), held(known, 1)) == ([0, 1, 2, 3], [0, 1])
 
 

@@ -1,4 +1,4 @@
-"""What a client of FedMoE measures on its held-out examples, against a plain model, example by example."""
+"""The validation of a FedMoE client on its held-out examples, against a plain model, example by example."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fedguild.client.cohort import Cohort, LocalWork
-from fedguild.client.sub_moe import validate
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
+from fedguild.methods.fedmoe.validation import validate
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError, ModelError
+from fedguild.methods.fedmoe.held_experts import HeldExperts
 from fedguild.model.adapters.full_router import FullRouter
-from fedguild.model.adapters.held_experts import HeldExperts
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
@@ -25,7 +24,7 @@ PLAN = AdapterPlan((Lora(3, 0.5, ("q_proj", "experts")), FullRouter(), HeldExper
 
 
 def plan_of(*held: tuple[int, ...]) -> AdapterPlan:
-    return replace(PLAN, parts=(FullRouter(), HeldExperts(held)))
+    return AdapterPlan((PLAN.lora, FullRouter(), HeldExperts(held)))
 
 
 def cut_losses(model: Any, backbone: Backbone, adapter: dict[str, Tensor], ids: tuple[int, ...]) -> Tensor:
@@ -73,7 +72,7 @@ def test_nothing_else_is_activated_or_counted(family: str) -> None:
     plan = PLAN.with_lora(targets=("experts",))
     layers = len(backbone.info.moe)
     held = SETS[:layers]
-    plans = [replace(plan, parts=(FullRouter(), HeldExperts(held))), plan]
+    plans = [AdapterPlan((plan.lora, FullRouter(), HeldExperts(held))), plan]
     batch = collate([[Encoded(tuple(random_rows([24], slot)[0]), 18)] for slot in (0, 1)], PAD, backbone.info.seq2seq)
     with SlotModel(backbone, plans) as model, model.collect_routing() as routing, torch.no_grad():
         together = model.token_losses(batch)
@@ -99,7 +98,7 @@ def test_sets_change_between_passes(olmoe_backbone: Backbone) -> None:
         for held in (tuple(range(8)), SETS[0], SETS[1]):
             model.attached[HeldExperts].hold(0, {name: torch.tensor(held) for name in layers})
             losses.append(model.token_losses(batch))
-    with SlotModel(olmoe_backbone, [replace(PLAN, parts=(FullRouter(),))]) as model, torch.no_grad():
+    with SlotModel(olmoe_backbone, [PLAN.without(HeldExperts)]) as model, torch.no_grad():
         assert torch.equal(model.token_losses(batch), losses[0])
     assert not torch.allclose(losses[0], losses[1])
     assert not torch.allclose(losses[1], losses[2])
