@@ -12,7 +12,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 MOST_LINES = 400
 
 STAGES = ("config", "data", "model", "client", "wire", "server", "evaluation", "report")
-BELOW = ("errors", "seeding", "heap", "files", "payload", "packing", "sealed", "progress", "environment")
+BELOW = ("errors", "plugins", "seeding", "heap", "files", "payload", "packing", "sealed", "progress", "environment")
 """What every stage may use, and what uses no stage."""
 LAST = ("setup", "profiling", "scoring", "experiment", "export", "federation", "cli", "__main__")
 """What uses every stage, in this order."""
