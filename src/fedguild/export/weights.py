@@ -11,6 +11,7 @@ from torch import Tensor
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_linears import FullLinears
 from fedguild.model.adapters.full_router import FullRouter
+from fedguild.model.families import FAMILIES
 from fedguild.model.merging import changes, weight_modules
 from fedguild.model.plan import AdapterPlan, ModelInfo, adapter_shapes, lora_shapes
 from fedguild.server.aggregation import pad_rank
@@ -29,6 +30,14 @@ def changed_weights(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[str,
     D is `{module}.delta`, of the module's own shape: linear layers, experts and routers trained in full.
     """
     return _weights_with("delta", model, adapter_shapes(model, plan))
+
+
+def published_modules(model: ModelInfo, weight: str) -> list[str]:
+    """Returns the linear layers of transformers that a weight was stacked from, expert by expert; else none."""
+    for moe in model.moe:
+        if weight.startswith(f"{moe.experts}."):
+            return FAMILIES.load(model.family).published(weight, moe.num_experts)
+    return []
 
 
 def beyond_weights(plan: AdapterPlan) -> list[str]:
