@@ -3,7 +3,7 @@
 A sparse MLP of this family has a router that takes the best expert of each token, times its
 probability, and a `ModuleDict` of experts without a gate: wo relu(wi x). The stack takes the
 place of the `ModuleDict`, so that the experts run grouped and with what several slots train, as
-those of every other family do. `unstacked` gives a weight its published names back.
+those of every other family do. `published` gives a weight its names in transformers back.
 
 Source: Fedus et al., Switch Transformers, JMLR 2022, Section 2; transformers'
 `SwitchTransformersSparseMLP`, whose expert capacity is counted in each row, earlier tokens first.
@@ -13,7 +13,7 @@ model's dtype, so that in bf16 a near tie may fall to the other expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,12 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 )
 
 from fedguild.errors import ModelError
-from fedguild.model.runtime import Runtime
+from fedguild.model.info import MoeInfo
+from fedguild.model.moe.experts import FrozenExperts
+from fedguild.model.moe.family import Family
+from fedguild.model.moe.routing import RoutingRule
+from fedguild.model.moe.view import MoeLayer
 
-FAMILY = "switch_transformers"
 PROJECTIONS = ("up_proj", "down_proj")
 _PUBLISHED = {"up_proj": "wi", "down_proj": "wo"}
 
@@ -63,54 +66,74 @@ class SwitchExperts(nn.Module):
         return self.run(hidden, chosen, weights)
 
 
-def stack_experts(model: nn.Module) -> None:
-    """Stacks the experts of every sparse MLP of a model, layer by layer; other models stay as they are.
+class SwitchTransformers(Family):
+    """SwitchTransformers; see the module's docstring."""
 
-    Raises:
-        ModelError: the experts are quantised.
-    """
-    for block in list(model.modules()):
-        if not isinstance(block, SwitchTransformersSparseMLP):
-            continue
-        experts: Any = block.experts
-        block.experts = SwitchExperts(  # type: ignore[assignment]
-            _stacked(experts, "wi"), _stacked(experts, "wo"), next(iter(experts.values())).act
-        )
-        block.router.classifier.to(block.router.dtype)
+    router = "router"
+    linear = True
+
+    def prepare(self, model: nn.Module) -> None:
+        """Stacks the experts of every sparse MLP, layer by layer.
+
+        Raises:
+            ModelError: the experts are quantised.
+        """
+        for block in list(model.modules()):
+            if not isinstance(block, SwitchTransformersSparseMLP):
+                continue
+            experts: Any = block.experts
+            block.experts = SwitchExperts(  # type: ignore[assignment]
+                _stacked(experts, "wi"), _stacked(experts, "wo"), next(iter(experts.values())).act
+            )
+            block.router.classifier.to(block.router.dtype)
+
+    def info(self, name: str, block: Any) -> MoeInfo:
+        """Returns names and sizes of a sparse MLP."""
+        num_experts, width, hidden = block.experts.up_proj.shape
+        router = f"{name}.router.classifier"
+        return MoeInfo(name, router, f"{name}.experts", num_experts, 1, hidden, width, PROJECTIONS)
+
+    def rule(self, router: Any) -> RoutingRule:
+        """Returns softmax over all experts."""
+        return RoutingRule()
+
+    def capacity(self, router: Any) -> int | None:
+        """Returns the expert capacity of the config."""
+        return int(router.expert_capacity)
+
+    def frozen(self, experts: Any) -> FrozenExperts:
+        """Returns the stacked weights."""
+        return FrozenExperts(experts.up_proj, experts.down_proj, experts.activation)
+
+    def attach(self, model: Any, layers: Sequence[MoeLayer]) -> None:
+        """Puts the view's routing in the place of each router's own."""
+        for layer in layers:
+            experts: Any = layer.experts
+            experts.run = layer.run
+            layer.router.register_forward_hook(_top1_hook(layer))
+
+    def published(self, weight: str, experts: int) -> list[str]:
+        """Returns `….expert_0.wi`, `….expert_1.wi`, … of `….up_proj`, and `….wo` of `….down_proj`."""
+        path, _, leaf = weight.rpartition(".")
+        return [f"{path}.expert_{index}.{_PUBLISHED[leaf]}" for index in range(experts)]
 
 
-def top1_hook(routed: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], runtime: Runtime) -> Any:
-    """Returns a forward hook that puts a view's routing in the place of a router's own.
+FAMILY = SwitchTransformers()
 
-    Args:
-        routed: (hidden [N, H], logits [N, M]) -> logits [N, M], weights [N, 1], indices [N, 1].
-        runtime: Knows whether the view is in charge of the pass that runs.
-    """
+
+def _top1_hook(layer: MoeLayer) -> Any:
+    """Returns a forward hook that rewrites a router's (one-hot [.., 1, M], weight [.., 1], logits [.., M])."""
 
     def hook(module: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        if runtime.current is None:
+        if layer.runtime.current is None:
             return output
         selected, native, logits = output
         hidden, experts = args[0], logits.shape[-1]
-        ours, weights, indices = routed(hidden.reshape(-1, hidden.shape[-1]), logits.reshape(-1, experts))
+        ours, weights, indices = layer.routed(hidden.reshape(-1, hidden.shape[-1]), logits.reshape(-1, experts))
         one_hot = nn.functional.one_hot(indices, experts + 1)[..., :experts]
         return one_hot.view_as(selected), weights.to(native.dtype).view_as(native), ours.view_as(logits)
 
     return hook
-
-
-def unstacked(model: nn.Module, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]] | None:
-    """Returns a stacked weight as transformers' own names and matrices; None if `name` is not one."""
-    if not isinstance(model.get_submodule(name.rpartition(".")[0]), SwitchExperts):
-        return None
-    modules = published_modules(name, len(weight))
-    return ((f"{module}.weight", part) for module, part in zip(modules, weight.unbind(), strict=True))
-
-
-def published_modules(name: str, experts: int) -> list[str]:
-    """Returns transformers' own linear layers, expert by expert, of a stacked weight."""
-    path, _, leaf = name.rpartition(".")
-    return [f"{path}.expert_{index}.{_PUBLISHED[leaf]}" for index in range(experts)]
 
 
 def _stacked(experts: SwitchTransformersExperts, linear: str) -> Tensor:
