@@ -40,9 +40,10 @@ from fedguild.setup import (
     Experiment,
     PreparedData,
     Split,
-    budget_tiers,
+    checked_budgets,
     load_model,
     method_of,
+    model_of,
     prepare_data,
     run_identity,
 )
@@ -208,10 +209,10 @@ def prepare_remote(
             "Set evaluation.pooled=false.",
         )
     method = method_of(config)
+    tiers = checked_budgets(config, method, model_of(config))
     known = prepare_data(config) if settings.reads_data else None
     progress.stage(f"Loading the model {config.model.path}")
     backbone = load_model(config)
-    tiers = budget_tiers(config, method, backbone)
     roster = Roster(
         post,
         run_identity(output),
