@@ -156,7 +156,8 @@ class Desk:
     def _score(self, parcel: Parcel) -> Parcel:
         experiment = self._session(parcel.run, self._addressed(parcel)).experiment
         scope, split = parcel.facts["scope"], parcel.facts["split"]
-        records = score_clients(experiment, scope, _state(parcel), parcel.round, split)
+        excerpt = _state(parcel)
+        records = score_clients(experiment, scope, lambda _: excerpt, parcel.round, split)
         return parcel.answer(facts={"records": [record.model_dump(mode="json") for record in records]})
 
     def _deliver(self, parcel: Parcel) -> Parcel:
