@@ -10,10 +10,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
-from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
+from fedguild.client.optimizer import SlotOptimizer
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
-from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.adapters.lora import Lora
+from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 
@@ -75,7 +76,7 @@ def our_step(
     model = SlotModel(backbone, [plan] * len(batches))
     for name, trainable in model.trainables.items():
         trainable.stored.detach().normal_(0, 0.02) if name.endswith("lora_A") else None
-    optimizer = SlotOptimizer(model.trainables, OptimizerSettings(kind="adamw"))
+    optimizer = SlotOptimizer(model.trainables, TrainingSettings(optimizer="adamw"))
     counts = [sum(len(row.input_ids) - 1 for row in rows) for rows in batches]
 
     def step() -> None:

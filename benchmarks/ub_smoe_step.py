@@ -19,8 +19,7 @@ from timing import keep_freed_pages, machine
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
@@ -72,7 +71,7 @@ def local_update(
 ) -> Callable[[], float]:
     """Returns a method's local update in its second round, of `STEPS` steps, which returns their seconds."""
     method = build_method(name, {"rank": RANK, "targets": TARGETS})
-    settings = TrainingSettings(OptimizerSettings("adamw"), learning_rate=2e-4, batch_size=batch, steps=STEPS)
+    settings = TrainingSettings(optimizer="adamw", learning_rate=2e-4, batch_size=batch, steps=STEPS, clip_norm=None)
     clients = [ClientInfo(i, Budget(f"k{k}", k, RANK), batch * STEPS) for i, k in enumerate(active)]
     examples = [rows(size, batch * STEPS, seed=client.index, tokens=tokens) for client in clients]
     state = method.start(backbone.info, [client.budget for client in clients], torch.Generator().manual_seed(0))

@@ -12,10 +12,10 @@ from fedguild.client.merges import MergeLedger
 from fedguild.config import Config, load_config
 from fedguild.environment import describe_environment
 from fedguild.errors import CheckpointError
-from fedguild.evaluation.records import client_records, observation_records, routing_record
 from fedguild.files import write_json, write_text
 from fedguild.payload import Payload
 from fedguild.progress import Progress
+from fedguild.recording import client_records, observation_records, routing_record
 from fedguild.report.html import write_report
 from fedguild.report.tracking import Tracker
 from fedguild.scoring import evaluate_state
@@ -32,7 +32,7 @@ from fedguild.server.record import (
     StrayUpload,
 )
 from fedguild.server.rounds import Outcome, frequencies, run_round
-from fedguild.setup import Experiment, PreparedData, Split, make_engine, prepare, prepare_data, round_rules
+from fedguild.setup import Experiment, PreparedData, Split, make_engine, prepare, prepare_data
 
 __all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
 
@@ -157,7 +157,7 @@ def _begin(experiment: Experiment) -> RunResult:
 def _rounds(experiment: Experiment, state: Payload, first: int, accepted: Collection[int] = ()) -> RunResult:
     """Runs the rounds from `first` on: train, aggregate, evaluate, record, checkpoint."""
     config, log = experiment.config, RunLog(experiment.folder)
-    rules, model = round_rules(config), experiment.backbone.info
+    rules, model = config.federation, experiment.backbone.info
     total, saving_seconds = config.federation.rounds, 0.0
     with (
         closing(make_engine(experiment)) as engine,
@@ -166,7 +166,9 @@ def _rounds(experiment: Experiment, state: Payload, first: int, accepted: Collec
         for number in range(first, total + 1):
             experiment.progress.round_started(number, total)
             started = time.perf_counter()
-            outcome = run_round(number, experiment.method, state, model, experiment.clients, engine, rules, accepted)
+            outcome = run_round(
+                number, experiment.method, state, model, experiment.clients, engine, rules, accepted, seed=config.seed
+            )
             state, accepted = outcome.state, outcome.accepted
             _tell(experiment.progress, outcome)
             records: list[Record] = [*client_records(outcome, model)]

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config
+from fedguild.costs.flops import cost
 from fedguild.data import Example
-from fedguild.evaluation.profile import cost
-from fedguild.evaluation.records import Where, evaluation_record, summary_record
+from fedguild.data.corpora import corpus_spec
+from fedguild.evaluation.metrics import METRICS, load_metrics
 from fedguild.evaluation.tasks import Scoring
 from fedguild.evaluation.tasks import evaluate as score
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
+from fedguild.recording import Where, evaluation_record, summary_record
 from fedguild.server.method import Deployment
 from fedguild.server.record import EvaluationRecord, Record
 from fedguild.setup import Experiment, Split
@@ -132,11 +134,12 @@ def evaluated_plan(experiment: Experiment, budget: Budget, deployment: Deploymen
 
 
 def _scoring(config: Config) -> Scoring:
-    settings = config.evaluation
+    settings, primary = config.evaluation, corpus_spec(config.data.corpus).metric
     return Scoring(
         choices="generation" if settings.by == "generation" else "likelihood",
         normalise=settings.normalise,
-        responses="exact_match" if config.data.corpus == "tasks" else "rouge_l",
+        metrics={**load_metrics(settings.metrics), primary: METRICS.load(primary)},
+        responses=primary,
     )
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalReport, LocalWork, Step
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
@@ -37,7 +36,8 @@ TARGETS = ("attention", "router", "experts")
 
 # With batches of 2, accumulated over 2, and two epochs: 2, 4, 10, 4, 2, 8, 6 and 8 steps.
 SETTINGS = TrainingSettings(
-    optimizer=OptimizerSettings("adamw", weight_decay=0.1),
+    optimizer="adamw",
+    weight_decay=0.1,
     learning_rate=0.01,
     batch_size=2,
     accumulation=2,

@@ -14,11 +14,11 @@ import torch
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.memory import ClientMemory
+from fedguild.costs.memory import memory
 from fedguild.engines import cohorts, local
 from fedguild.engines.cohorts import auto_cohort_size, free_bytes
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import FedGuildError
-from fedguild.evaluation.profile import memory
 from fedguild.methods import build_method
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
@@ -56,7 +56,7 @@ def engine_of(backbone: Backbone, method: Method, folder: Path, cohort_size: Any
     examples = Federation(backbone, method, CLIENTS, folder).examples
     memory = ClientMemory(folder / "clients")
     memory.save("client-001", 1, Payload(KEPT))
-    settings = replace(SETTINGS, steps=3, clip_norm=1.0)
+    settings = SETTINGS.model_copy(update={"steps": 3, "clip_norm": 1.0})
     return LocalEngine(backbone, examples, settings, memory, cohort_size=cohort_size, seed=1, **options)
 
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from fedguild.client.merges import MergeLedger
+from fedguild.config.federation import FederationSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.methods.flora import Flora, FloraSettings
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
-from fedguild.server.rounds import RoundRules, Task, run_round
+from fedguild.server.rounds import Task, run_round
 from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client
 
 CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 4), client(2, LARGE, 4)]
-RULES = RoundRules(participation=1.0, quorum=0.5, norm_limit=None, seed=1)
+RULES = FederationSettings()
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def test_a_round_that_fails_half_way_gives_the_backbone_back(
     monkeypatch.setattr(Flora, "aggregate", broken)
     engine = engine_of(federation)
     with pytest.raises(RuntimeError, match="the disk is full") as caught:
-        run_round(2, federation.method, state, federation.model, CLIENTS, engine, RULES)
+        run_round(2, federation.method, state, federation.model, CLIENTS, engine, RULES, seed=1)
     assert caught.traceback
     assert not federation.backbone.is_merged
     assert federation.backbone.fingerprint() == before

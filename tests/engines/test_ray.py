@@ -14,6 +14,7 @@ import torch
 
 from fedguild import experiment
 from fedguild.config import load_config
+from fedguild.config.federation import FederationSettings
 from fedguild.errors import ConfigError, FedGuildError
 from fedguild.methods import METHODS
 from fedguild.payload import Payload
@@ -23,7 +24,6 @@ from fedguild.server.rounds import (
     Delivery,
     Engine,
     Outcome,
-    RoundRules,
     Task,
     Terms,
     run_round,
@@ -127,8 +127,8 @@ class Begun:
         return self.engine.train(self.run.method, self.run.backbone.info, self.tasks, terms)
 
     def round(self, engine: Any) -> Outcome:
-        rules = RoundRules(participation=1.0, quorum=1.0, norm_limit=None, seed=0)
-        return run_round(1, self.run.method, self.state, self.run.backbone.info, self.run.clients, engine, rules)
+        model, rules = self.run.backbone.info, FederationSettings(quorum=1.0)
+        return run_round(1, self.run.method, self.state, model, self.run.clients, engine, rules, seed=0)
 
 
 @pytest.fixture

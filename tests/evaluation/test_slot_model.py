@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedguild.costs.memory import memory
 from fedguild.data.batches import Encoded, collate
 from fedguild.data.example import Example
 from fedguild.evaluation.likelihood import candidate_losses, encode_candidates
-from fedguild.evaluation.profile import memory
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import make_backbone

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.local import LocalEngine
 from fedguild.model.backbone import Backbone
@@ -24,7 +22,7 @@ from fedguild.server.rounds import Task
 from tests.backbones import random_rows
 
 LARGE, MIDDLE, SMALL = Budget("large", 4, 3), Budget("middle", 2, 2), Budget("small", 1, 1)
-SETTINGS = TrainingSettings(optimizer=OptimizerSettings("adam"), learning_rate=0.05, batch_size=2, steps=2)
+SETTINGS = TrainingSettings(optimizer="adam", learning_rate=0.05, batch_size=2, steps=2, clip_norm=None)
 
 
 def client(index: int, budget: Budget, examples: int = 4) -> ClientInfo:
@@ -55,7 +53,11 @@ class Federation:
     ) -> list[Upload]:
         """Returns the uploads of some clients (by index; all by default), their memory kept."""
         engine = LocalEngine(
-            self.backbone, self.examples, replace(SETTINGS, learning_rate=learning_rate), self.memory, seed=1
+            self.backbone,
+            self.examples,
+            SETTINGS.model_copy(update={"learning_rate": learning_rate}),
+            self.memory,
+            seed=1,
         )
         asked = [known for known in self.clients if who is None or known.index in who]
         tasks = [Task(round, known, self.method.download(state, self.model, known)) for known in asked]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
 from fedguild.methods import build_method
@@ -25,9 +23,9 @@ from tests.backbones import random_adapter, tiny_backbone
 from tests.methods.federation import LARGE, SMALL, Federation, client, upload
 from tests.oracles import fedprox as oracle
 
-SGD = TrainingSettings(optimizer=OptimizerSettings("sgd"), learning_rate=0.3, batch_size=2, steps=2)
+SGD = TrainingSettings(optimizer="sgd", learning_rate=0.3, batch_size=2, steps=2, clip_norm=None)
 ADAMW = TrainingSettings(
-    OptimizerSettings("adamw", weight_decay=0.1), 0.02, batch_size=2, accumulation=2, steps=3, clip_norm=0.5
+    optimizer="adamw", weight_decay=0.1, learning_rate=0.02, batch_size=2, accumulation=2, steps=3, clip_norm=0.5
 )
 CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 7), client(2, LARGE, 1)]
 EVERYTHING = {"rank": 2, "gate": "full", "experts": "lora", "targets": ("attention",)}
@@ -105,10 +103,10 @@ def test_two_steps_by_hand(accumulation: int, tmp_path: Path) -> None:
     that term and nothing else: once, also where a step is several passes, and where a client has fewer of them.
     """
     backbone, mu = tiny_backbone("olmoe", dtype=torch.float64), 0.8
-    settings = replace(SGD, accumulation=accumulation)
+    settings = SGD.model_copy(update={"accumulation": accumulation})
     plain, pulled = fedprox(0.0), fedprox(mu)
-    start, first, _ = trained(plain, backbone, tmp_path / "a", replace(settings, steps=1))
-    _, same, _ = trained(pulled, backbone, tmp_path / "b", replace(settings, steps=1))
+    start, first, _ = trained(plain, backbone, tmp_path / "a", settings.model_copy(update={"steps": 1}))
+    _, same, _ = trained(pulled, backbone, tmp_path / "b", settings.model_copy(update={"steps": 1}))
     _, free, _ = trained(plain, backbone, tmp_path / "c", settings)
     _, held, _ = trained(pulled, backbone, tmp_path / "d", settings)
     for slot in range(len(CLIENTS)):
@@ -121,7 +119,7 @@ def test_two_steps_by_hand(accumulation: int, tmp_path: Path) -> None:
 
 
 def test_a_strong_penalty_holds_everybody(olmoe_backbone: Backbone, tmp_path: Path) -> None:
-    settings = replace(SGD, learning_rate=1e-3, steps=8)
+    settings = SGD.model_copy(update={"learning_rate": 1e-3, "steps": 8})
     moved = []
     for mu in (0.0, 500.0):
         start, sent, _ = trained(fedprox(mu), olmoe_backbone, tmp_path / str(mu), settings)

@@ -20,7 +20,7 @@ from fedguild.server.low_rank import by_module, weighted_product
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
-from tests.evaluation.test_profile import OLMOE
+from tests.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.flexlora import aggregate, orthonormal_rows, redistribute
 from tests.oracles.low_rank import dense_product
@@ -46,6 +46,7 @@ def adapters(model: ModelInfo, ranks: tuple[int, ...]) -> list[dict[str, Tensor]
 def before_of(model: ModelInfo, rank: int) -> Payload:
     adapter = random_tensors(model, flexlora().plan(model, LARGE).with_lora(rank=rank), 99)
     return Payload.of({"adapter": adapter})
+
 
 def uploads_of(clients: list[ClientInfo], sent: list[dict[str, Tensor]]) -> list[Upload]:
     return [upload(who, adapter=adapter) for who, adapter in zip(clients, sent, strict=True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ from fedguild.server.method import Upload
 from fedguild.server.rounds import Task
 from fedguild.wire.accounting import bytes_by_part
 from tests.backbones import tiny_backbone
-from tests.evaluation.test_profile import OLMOE
+from tests.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors
 from tests.oracles.flora import exact_change
 from tests.oracles.low_rank import dense_product
@@ -148,7 +147,7 @@ def test_every_client_starts_afresh_and_unlike_any_other(olmoe_backbone: Backbon
 def first_loss(backbone: Backbone, method: Flora, state: Payload, folder: Path) -> float:
     """A client's loss over its examples before it changes anything."""
     federation = Federation(backbone, method, [client(0, LARGE, 4)], folder)
-    settings = replace(SETTINGS, learning_rate=0.0)
+    settings = SETTINGS.model_copy(update={"learning_rate": 0.0})
     engine = LocalEngine(backbone, federation.examples, settings, federation.memory, seed=1)
     task = Task(9, federation.clients[0], method.download(state, federation.model, federation.clients[0]))
     (delivery,) = engine.train(method, federation.model, [task])

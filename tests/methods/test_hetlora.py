@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.optimizer import OptimizerSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError, UploadError
 from fedguild.methods import build_method
@@ -29,7 +28,7 @@ from fedguild.server.method import Upload
 from fedguild.server.rounds import Task
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
-from tests.evaluation.test_profile import OLMOE
+from tests.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.hetlora import norm_of_products, padded_average, tail_penalty
 
@@ -189,9 +188,9 @@ def test_a_product_that_stayed_is_not_pruned(olmoe_backbone: Backbone, tmp_path:
 
 
 OPTIMIZERS = {
-    "adam": OptimizerSettings("adam"),
-    "adamw": OptimizerSettings("adamw", weight_decay=0.1),
-    "sgd": OptimizerSettings("sgd", momentum=0.9, weight_decay=0.1),
+    "adam": {"optimizer": "adam"},
+    "adamw": {"optimizer": "adamw", "weight_decay": 0.1},
+    "sgd": {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.1},
 }
 
 
@@ -212,7 +211,7 @@ def test_ranks_beyond_a_clients_own_stay_zero(
         return read(cohort, slot)
 
     monkeypatch.setattr(Cohort, "read", spy)
-    settings = replace(SETTINGS, optimizer=OPTIMIZERS[kind], steps=4)
+    settings = SETTINGS.model_copy(update={**OPTIMIZERS[kind], "steps": 4})
     engine = LocalEngine(olmoe_backbone, federation.examples, settings, federation.memory, cohort_size=3, seed=1)
     tasks = [Task(1, who, federation.method.download(state, federation.model, who)) for who in clients]
     uploads = list(engine.train(federation.method, federation.model, tasks))

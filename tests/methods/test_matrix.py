@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from fedguild import experiment
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import UploadError
 from fedguild.methods import METHODS, build_method
@@ -36,8 +35,8 @@ from tests.backbones import tiny_backbone
 from tests.experiment.runs import Killed, assert_same, ended, kill_at, save_model, small_config
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 
-SGD_STEP = TrainingSettings(optimizer=OptimizerSettings("sgd"), learning_rate=0.5, batch_size=3, steps=1)
-TEN_STEPS = TrainingSettings(optimizer=OptimizerSettings("adam"), learning_rate=0.01, batch_size=2, steps=10)
+SGD_STEP = TrainingSettings(optimizer="sgd", learning_rate=0.5, batch_size=3, steps=1, clip_norm=None)
+TEN_STEPS = TrainingSettings(optimizer="adam", learning_rate=0.01, batch_size=2, steps=10, clip_norm=None)
 CLIENTS = (client(0, LARGE, 4), client(1, SMALL, 5), client(2, MIDDLE, 3), client(3, SMALL, 6))
 """Every client has examples of other lengths than the others, so that a pass over several is padded."""
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget
 from fedguild.client.observing import observing
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import collate
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError, ModelError
@@ -30,7 +29,7 @@ from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, r
 from tests.oracles import smoe_llb as oracle
 from tests.oracles.aggregation import weighted_mean
 
-WHOLE = TrainingSettings(optimizer=OptimizerSettings("sgd"), learning_rate=0.5, batch_size=8, steps=1)
+WHOLE = TrainingSettings(optimizer="sgd", learning_rate=0.5, batch_size=8, steps=1, clip_norm=None)
 """One step over all of a client's examples."""
 CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 5), client(2, MIDDLE, 3)]
 
@@ -136,14 +135,14 @@ def test_without_the_losses_and_with_all_experts_it_is_fedavg(olmoe_backbone: Ba
 def test_the_losses_even_out_the_routing(tmp_path: Path) -> None:
     """The experts' shares of a client's tokens are less unequal after training with a strong balance loss."""
     backbone = tiny_backbone("olmoe")
-    settings = replace(WHOLE, learning_rate=0.02, steps=60, optimizer=OptimizerSettings("adam"))
+    settings = WHOLE.model_copy(update={"learning_rate": 0.02, "steps": 60, "optimizer": "adam"})
     unevenness = []
     for weight in (0.0, 3.0):
         method = smoe_llb(balance_weight=weight, z_weight=0.0)
         _, sent, *_ = trained(method, backbone, tmp_path / str(weight), settings=settings)
         total = 0.0
         for who, own in zip(CLIENTS, sent, strict=True):
-            still = replace(settings, learning_rate=0.0, steps=1)
+            still = settings.model_copy(update={"learning_rate": 0.0, "steps": 1})
             state = Payload.of({"adapter": own})
             *_, frequencies = trained(method, backbone, tmp_path / f"{weight} {who.name}", state, still)
             total += float(frequencies[who.index].square().sum())

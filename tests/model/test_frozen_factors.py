@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
+from fedguild.client.optimizer import SlotOptimizer
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError
 from fedguild.model.adapters.lora import Lora
@@ -151,7 +152,7 @@ def test_what_is_frozen_is_loaded_but_neither_read_nor_optimised(olmoe_backbone)
         for name, tensor in model.loaded.items():
             torch.testing.assert_close(tensor.own(1).double(), adapter[name], rtol=1e-6, atol=1e-6)
         assert all(name.endswith("lora_B") for name in model.read(0))
-        optimizer = SlotOptimizer(model.trainables, OptimizerSettings("adamw", weight_decay=0.1))
+        optimizer = SlotOptimizer(model.trainables, TrainingSettings(optimizer="adamw", weight_decay=0.1))
         before = {name: tensor.stored.detach().clone() for name, tensor in model.loaded.items()}
         model.token_losses(collate([ROWS[0], ROWS[2]], PAD)).sum().backward()
         optimizer.step([0.1, 0.1])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport
+from fedguild.config.federation import FederationSettings
 from fedguild.errors import QuorumError
 from fedguild.methods import build_method
 from fedguild.methods.fedit import FedIT
@@ -20,7 +20,6 @@ from fedguild.server.rounds import (
     WAIT_FOR_ALL,
     Delivery,
     Outcome,
-    RoundRules,
     Stray,
     Task,
     Terms,
@@ -31,7 +30,7 @@ from fedguild.server.rounds import (
 from fedguild.wire.accounting import size_bytes
 
 CLIENTS = [ClientInfo(index, Budget("all", 4, 2), examples=10) for index in range(6)]
-RULES = RoundRules(participation=1.0, quorum=0.5, norm_limit=None, seed=3)
+RULES = FederationSettings()
 ROUND = 5
 GONE = "the client went away"
 
@@ -119,7 +118,8 @@ def state(method, model) -> Payload:
 @pytest.fixture
 def play(method, state, model):
     def run(engine: Scripted, accepted_before: Sequence[int] = (), **rules) -> Outcome:
-        return run_round(ROUND, method, state, model, CLIENTS, engine, replace(RULES, **rules), accepted_before)
+        settings = RULES.model_copy(update=rules)
+        return run_round(ROUND, method, state, model, CLIENTS, engine, settings, accepted_before, seed=3)
 
     return run
 

@@ -11,8 +11,9 @@ from rich.table import Table
 from fedguild.report.units import byte_count, duration, flops, si
 
 if TYPE_CHECKING:
-    from fedguild.evaluation.published import Comparison
-    from fedguild.evaluation.tiers import Direction, Profile, TierProfile
+    from fedguild.costs.profile import Profile
+    from fedguild.costs.published import Comparison
+    from fedguild.costs.tiers import Direction, TierProfile
     from fedguild.server.method import ServerCosts
 
 VARIES = {

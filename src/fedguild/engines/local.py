@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fedguild.client.cohort import LocalWork
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merges import MergeLedger
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import (
     CohortSize,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merges import DIGEST, MergeLedger
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import (
     CohortSize,
@@ -102,7 +102,7 @@ class RayEngine:
         packed = ray.put(pack_examples(examples))
         path = Path(str(backbone["path"]))
         where = {**backbone, "device": device, "path": str(path.resolve() if path.exists() else path)}
-        self._built_from = (where, asdict(settings), seed, cpus_per_actor, gpu_fraction, packed)
+        self._built_from = (where, settings.model_dump(), seed, cpus_per_actor, gpu_fraction, packed)
         self._actors = [self._new_actor() for _ in range(count)]
         self.describe()
 

@@ -17,8 +17,8 @@ from fedguild.export.folder import new_folder, require_new
 from fedguild.export.merged import require_mergeable, write_merged
 from fedguild.export.weights import beyond_weights, in_one_adapter
 from fedguild.files import write_text
-from fedguild.model.backbone import EMBEDDED
 from fedguild.model.plan import AdapterPlan
+from fedguild.model.pretrained import EMBEDDED
 from fedguild.model.tiny import CHECKPOINT
 from fedguild.payload import Payload
 from fedguild.scoring import evaluated_plan

@@ -27,6 +27,7 @@ from fedguild.engines.flower.parcel import Kind, Parcel
 from fedguild.engines.local import LocalEngine
 from fedguild.environment import installed
 from fedguild.errors import ConfigError, FedGuildError, UploadError, nearest
+from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.run import export_own
 from fedguild.federation.agreement import Agreement
 from fedguild.federation.secret import private_seed, run_secret
@@ -42,11 +43,10 @@ from fedguild.setup import (
     MEMORY,
     Experiment,
     PreparedData,
-    budget_tiers,
+    checked_budgets,
     load_model,
     method_of,
     prepare_data,
-    training_settings,
 )
 from fedguild.wire.accounting import size_bytes
 from fedguild.wire.codec import encode, shrink
@@ -191,7 +191,7 @@ class Desk:
         wanted = wanted_count(config.federation.clients, config.federation.participation)
         aggregated = quorum_count(wanted, config.federation.quorum)
         examples = len(self._own_data().train)
-        steps = len(plan_steps(examples, training_settings(config), numpy_rng(0, "counting steps")))
+        steps = len(plan_steps(examples, config.training, numpy_rng(0, "counting steps")))
         return self.agreement.refuses_run(config.method.name, steps, aggregated)
 
     def _session(self, run: str, config: Config) -> _Session:
@@ -204,8 +204,9 @@ class Desk:
         if not RUN_NAME.fullmatch(run):
             raise UploadError(f"a message names a run that is none: {run!r:.50}")
         method = method_of(config)
+        load_metrics(config.evaluation.metrics)
         backbone, own = self._loaded(config), self._own_data()
-        tiers = budget_tiers(config, method, backbone)
+        tiers = checked_budgets(config, method, backbone.info)
         client = ClientInfo(self.site.client, self._budget(config, tiers), len(own.train))
         folder = self.work / "runs" / run
         memory = ClientMemory(folder / MEMORY)
@@ -223,7 +224,7 @@ class Desk:
         )
         encoded = [encode_example(example, backbone.tokenizer, config.data.max_tokens) for example in own.train]
         engine = LocalEngine(
-            backbone, {client.index: encoded}, training_settings(config), memory, cohort_size=1, seed=config.seed
+            backbone, {client.index: encoded}, config.training, memory, cohort_size=1, seed=config.seed
         )
         return _Session(experiment, engine, run_secret(folder))
 

@@ -23,6 +23,7 @@ from fedguild.engines.flower.parcel import Parcel
 from fedguild.engines.flower.post import Post
 from fedguild.engines.flower.roster import POLL_SECONDS, Roster
 from fedguild.errors import ConfigError, QuorumError
+from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.weights import beyond_weights
 from fedguild.federation.desk import facts_of, model_digest
 from fedguild.files import write_json
@@ -40,9 +41,10 @@ from fedguild.setup import (
     Experiment,
     PreparedData,
     Split,
-    budget_tiers,
+    checked_budgets,
     load_model,
     method_of,
+    model_of,
     prepare_data,
     run_identity,
 )
@@ -205,10 +207,11 @@ def prepare_remote(
             "Set evaluation.pooled=false.",
         )
     method = method_of(config)
+    load_metrics(config.evaluation.metrics)
+    tiers = checked_budgets(config, method, model_of(config))
     known = prepare_data(config) if settings.reads_data else None
     progress.stage(f"Loading the model {config.model.path}")
     backbone = load_model(config)
-    tiers = budget_tiers(config, method, backbone)
     roster = Roster(
         post,
         run_identity(output),

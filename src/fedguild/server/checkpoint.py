@@ -109,7 +109,7 @@ def load(folder: Path, round: int, *, fingerprint: str) -> Checkpoint:
     if header["format"] != FORMAT:
         raise CheckpointError(
             f"{path} has format {header['format']}, but this version of FedGuild reads format {FORMAT}.",
-            "FedGuild 0.1.0 wrote it: resume and export the run with `pip install 'fedguild==0.1.0'`, or start it again."
+            "FedGuild 0.1.0 wrote it: install fedguild==0.1.0 to resume or export this run, or start it again."
             if header["format"] == 1
             else "Install the version that wrote it; the run's environment.json names it.",
         )

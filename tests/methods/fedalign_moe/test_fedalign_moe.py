@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ from torch import Tensor
 
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.observing import observing
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError, ModelError, UploadError
@@ -175,7 +173,12 @@ def test_a_step_of_gate_and_experts_is_down_eq_11(form: str, accumulation: int) 
     kept = Payload({**with_part("gate", gates), **with_part("routing", uploads[0].payload.part("routing"))})
     work = LocalWork(who, TEXTS, method.download(state, backbone.info, who), kept)
     settings = TrainingSettings(
-        OptimizerSettings("sgd"), RATE, batch_size=len(TEXTS) // accumulation, accumulation=accumulation, steps=1
+        optimizer="sgd",
+        learning_rate=RATE,
+        batch_size=len(TEXTS) // accumulation,
+        accumulation=accumulation,
+        steps=1,
+        clip_norm=None,
     )
     with SlotModel(backbone, [plan]) as model:
         cohort = Cohort(model, [work], settings, round_index=2, seed=1, pad_id=PAD)
@@ -236,7 +239,12 @@ def test_a_cohort_gives_what_each_client_gives_alone(tmp_path: Path) -> None:
     found = []
     for size in (3, 1):
         engine = LocalEngine(
-            backbone, federation.examples, replace(SETTINGS, steps=10), federation.memory, cohort_size=size, seed=1
+            backbone,
+            federation.examples,
+            SETTINGS.model_copy(update={"steps": 10}),
+            federation.memory,
+            cohort_size=size,
+            seed=1,
         )
         tasks = [Task(2, who, method.download(state, federation.model, who)) for who in federation.clients]
         found.append([delivery.upload for delivery in engine.train(method, federation.model, tasks)])

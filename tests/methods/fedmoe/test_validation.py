@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedguild.client.cohort import Cohort, LocalWork
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.methods.fedmoe.validation import validate
 from fedguild.model.adapters.lora import Lora
@@ -23,7 +23,9 @@ PLAN = AdapterPlan((Lora(2, 0.5, ("attention",)),))
 
 def cohort_of(model: SlotModel, clients: int) -> Cohort:
     work = [LocalWork(client(index, LARGE), [], Payload(), Payload()) for index in range(clients)]
-    return Cohort(model, work, TrainingSettings(batch_size=2, steps=1), round_index=1, seed=3, pad_id=PAD)
+    return Cohort(
+        model, work, TrainingSettings(batch_size=2, steps=1, clip_norm=None), round_index=1, seed=3, pad_id=PAD
+    )
 
 
 def test_loss_accuracy_and_activations() -> None:

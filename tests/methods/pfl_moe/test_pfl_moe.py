@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,7 +133,11 @@ def test_personalising_counts_as_the_clients_work(llama_backbone: Backbone, tmp_
     for first in (1, 2):
         federation = federation_of(llama_backbone, tmp_path / str(first), 8, personal_from=first, personal_epochs=1)
         engine = LocalEngine(
-            llama_backbone, federation.examples, replace(SETTINGS, epochs=1, steps=None), federation.memory, seed=1
+            llama_backbone,
+            federation.examples,
+            SETTINGS.model_copy(update={"epochs": 1, "steps": None}),
+            federation.memory,
+            seed=1,
         )
         state, who = federation.start(), federation.clients[0]
         (delivery,) = engine.train(

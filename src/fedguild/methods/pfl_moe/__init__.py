@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -41,8 +40,8 @@ from pydantic import Field
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.schedule import TrainingSettings
-from fedguild.client.training import load_received, plain_update, train
+from fedguild.client.training import load_received, train
+from fedguild.config.training import TrainingSettings
 from fedguild.methods.pfl_moe.gate import GateSettings, train_gates
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture
 from fedguild.model.adapters.lora import Lora
@@ -105,7 +104,8 @@ class PflMoe(Method):
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Line 3, then lines 5 to 7."""
-        uploads = plain_update(cohort)
+        load_received(cohort)
+        uploads = train(cohort)
         if cohort.round >= self.settings.personal_from:
             self._personalise(cohort)
         return uploads
@@ -134,9 +134,9 @@ class PflMoe(Method):
         """Returns how line 6 trains."""
         settings = self.settings
         if settings.personal_epochs is not None:
-            training = replace(training, epochs=settings.personal_epochs, steps=None)
+            training = training.model_copy(update={"epochs": settings.personal_epochs, "steps": None})
         if settings.personal_learning_rate is not None:
-            training = replace(training, learning_rate=settings.personal_learning_rate)
+            training = training.model_copy(update={"learning_rate": settings.personal_learning_rate})
         return training
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
