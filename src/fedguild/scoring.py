@@ -157,6 +157,4 @@ def _next_models(experiment: Experiment, state: Payload) -> list[Model]:
 
 
 def _personal(experiment: Experiment, state: Payload, client: ClientInfo, memory: Payload) -> Model:
-    method, model = experiment.method, experiment.backbone.info
-    deployment = method.personalize(method.excerpt(state, model, client), model, client, memory)
-    return client.name, client.budget, deployment
+    return client.name, client.budget, experiment.own_model(state, client, memory)

@@ -36,7 +36,7 @@ from fedguild.model.plan import adapter_shapes
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.seeding import numpy_rng
-from fedguild.server.method import Method
+from fedguild.server.method import Deployment, Method
 from fedguild.server.record import EvaluationRecord
 from fedguild.server.rounds import Engine
 
@@ -92,7 +92,8 @@ class Remote(Protocol):
 class Experiment:
     """Everything that a run holds while it runs.
 
-    `remote` is None where the clients are simulated, by the engine that the config names.
+    `remote` is None where the clients are simulated, by the engine that the config names. `at_client` is True on a
+    real client's machine, which never has a state but its own excerpt of one.
     """
 
     config: Config
@@ -105,6 +106,13 @@ class Experiment:
     memory: ClientMemory
     progress: Progress
     remote: Remote | None = None
+    at_client: bool = False
+
+    def own_model(self, state: Payload, client: ClientInfo, memory: Payload) -> Deployment:
+        """Returns a client's own model after a round; see `Method.personalize`."""
+        model = self.backbone.info
+        excerpt = state if self.at_client else self.method.excerpt(state, model, client)
+        return self.method.personalize(excerpt, model, client, memory)
 
 
 def prepare_data(config: Config) -> PreparedData:

@@ -193,7 +193,7 @@ def _deployed(experiment: Experiment, state: Payload, number: int, subject: Subj
     if subject.client:
         client = next(known for known in experiment.clients if known.name == subject.client)
         budget, memory = client.budget, experiment.memory.load(client.name, number + 1)
-        deployment = method.personalize(method.excerpt(state, model, client), model, client, memory)
+        deployment = experiment.own_model(state, client, memory)
     else:
         budget = next(known for known in experiment.budgets if known.name == subject.budget)
         deployment = method.deploy(state, model, budget)

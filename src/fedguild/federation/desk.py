@@ -221,6 +221,7 @@ class Desk:
             [client],
             memory,
             Silent(),
+            at_client=True,
         )
         encoded = [encode_example(example, backbone.tokenizer, config.data.max_tokens) for example in own.train]
         engine = LocalEngine(
