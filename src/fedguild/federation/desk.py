@@ -142,8 +142,8 @@ class Desk:
         if refusal := self._refuses(config) or self.agreement.refuses_names(expected):
             return parcel.answer(failure=f"refused by its site: {refusal}")
         experiment.memory.forget(max(0, parcel.round - config.federation.keep_checkpoints))
-        session.engine.private_seed = private_seed(session.secret, experiment.config, parcel.body)
-        (delivery,) = session.engine.train(method, model, [task])
+        secret = private_seed(session.secret, experiment.config, parcel.body)
+        (delivery,) = session.engine.train(method.with_secret(secret), model, [task])
         if delivery.upload is None:
             return parcel.answer(failure=delivery.failure)
         upload = shrink(delivery.upload, config.federation.codec)
