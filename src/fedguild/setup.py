@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -10,15 +10,12 @@ from uuid import uuid4
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
 from fedguild.config import Config
 from fedguild.data import (
     ClientData,
     Corpus,
     Example,
     PartitionTable,
-    SplitRule,
     load_corpus,
     partition,
     partition_table,
@@ -30,14 +27,18 @@ from fedguild.data.sampling import sample
 from fedguild.engines.coded import CodedEngine
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
+from fedguild.evaluation.metrics import load_metrics
 from fedguild.files import write_text
 from fedguild.methods import build_method
-from fedguild.model.backbone import Backbone, load_backbone
+from fedguild.model.backbone import Backbone, inspect_model, load_backbone, pick_device
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import adapter_shapes
+from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.seeding import numpy_rng
-from fedguild.server.method import Fitting, Method, State
+from fedguild.server.method import Method
 from fedguild.server.record import EvaluationRecord
-from fedguild.server.rounds import Engine, RoundRules
+from fedguild.server.rounds import Engine
 
 Split = Literal["test", "validation"]
 MEMORY = "clients"
@@ -81,7 +82,7 @@ class Remote(Protocol):
         ...
 
     def score(
-        self, scope: Literal["client", "received"], state: State, number: int, split: Split
+        self, scope: Literal["client", "received"], state: Payload, number: int, split: Split
     ) -> list[EvaluationRecord]:
         """Returns the scores of every client's own model, or of the one that it would receive next."""
         ...
@@ -112,7 +113,7 @@ def prepare_data(config: Config) -> PreparedData:
     Raises:
         DataError: the data is missing, has other columns, or leaves a client empty.
     """
-    data, split = config.data, config.data.split
+    data = config.data
     corpus = load_corpus(
         data.corpus,
         train=data.train,
@@ -127,15 +128,7 @@ def prepare_data(config: Config) -> PreparedData:
     parts = partition(
         rule.scheme, corpus.train, config.federation.clients, rng=rng, alpha=rule.alpha, minimum=rule.minimum
     )
-    cut = SplitRule(
-        validation=split.validation,
-        test=split.test,
-        max_train=split.caps.train,
-        max_validation=split.caps.validation,
-        max_test=split.caps.test,
-        test_source=split.test_source,
-    )
-    clients = split_clients(corpus, parts, cut, seed=config.seed)
+    clients = split_clients(corpus, parts, data.split, seed=config.seed)
     return PreparedData(corpus, clients, partition_table(corpus.train, parts))
 
 
@@ -151,20 +144,22 @@ def method_of(config: Config) -> Method:
 def fitted(method: Method, config: Config) -> Method:
     """Returns a method as it runs in the config's federation."""
     federation = config.federation
-    if isinstance(method, Fitting):
-        return method.fitted(federation.clients, exact=federation.codec == "fp32")
-    return method
+    return method.fitted(federation.clients, exact=federation.codec == "fp32")
 
 
 def prepare(config: Config, output: Path, progress: Progress | None = None) -> Experiment:
-    """Builds the method, the data and the backbone of a run, in the order of what fails fastest."""
+    """Builds the method, the data and the backbone of a run, in the order of what fails fastest.
+
+    What the config and the model's `config.json` decide is decided before the data is read and a weight is loaded.
+    """
     progress = progress or Silent()
     method = method_of(config)
+    load_metrics(config.evaluation.metrics)
+    tiers = checked_budgets(config, method, model_of(config))
     progress.stage("Reading the data")
     data = prepare_data(config)
     progress.stage(f"Loading the model {config.model.path}")
     backbone = load_model(config)
-    tiers = budget_tiers(config, method, backbone)
     clients = [
         ClientInfo(index, tiers[tier.name], len(data.clients[index].train))
         for index, tier in enumerate(config.federation.budget_per_client())
@@ -178,21 +173,37 @@ def load_model(config: Config) -> Backbone:
     return load_backbone(**config.model.model_dump())
 
 
-def budget_tiers(config: Config, method: Method, backbone: Backbone) -> dict[str, Budget]:
-    """Returns the config's budgets by name, as this model can run them.
+def model_of(config: Config) -> ModelInfo:
+    """Returns what the config's model looks like, its folder checked, without reading a weight.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be loaded.
+        ConfigError: this machine does not have the device.
+    """
+    model = config.model
+    pick_device(model.device)
+    return inspect_model(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+
+
+def checked_budgets(config: Config, method: Method, model: ModelInfo) -> dict[str, Budget]:
+    """Returns the config's budgets by name, the method's plan for each of them held against the model.
 
     Raises:
         ModelError: the method needs experts, and the model has none.
-        ConfigError: a budget asks for more active experts than the model has.
+        ConfigError: a budget asks for more active experts than the model has, or a plan does not fit the model, for
+            example as a target names no layer of it.
     """
     if method.needs_experts:
-        backbone.info.require_experts(method.title)
-    top_k = backbone.info.top_k
-    tiers = {
-        tier.name: Budget(tier.name, tier.active_experts or top_k, tier.rank) for tier in config.federation.budgets
+        model.require_experts(method.title)
+    budgets = {
+        tier.name: Budget(tier.name, tier.active_experts or model.top_k, tier.rank)
+        for tier in config.federation.budgets
     }
-    _check_budgets(list(tiers.values()), backbone)
-    return tiers
+    for budget in budgets.values():
+        if model.moe:
+            model.require_active_experts(budget.active_experts, f"federation.budgets: '{budget.name}'")
+        adapter_shapes(model, method.plan(model, budget))
+    return budgets
 
 
 def make_engine(experiment: Experiment) -> Engine:
@@ -213,7 +224,7 @@ def _local_engine(experiment: Experiment) -> Engine:
     return LocalEngine(
         experiment.backbone,
         _encoded(experiment),
-        training_settings(config),
+        config.training,
         experiment.memory,
         cohort_size=config.federation.cohort_size,
         seed=config.seed,
@@ -234,7 +245,7 @@ def _ray_engine(experiment: Experiment) -> Engine:
     return RayEngine(
         config.model.model_dump(),
         _encoded(experiment),
-        training_settings(config),
+        config.training,
         experiment.memory,
         cohort_size=config.federation.cohort_size,
         seed=config.seed,
@@ -270,23 +281,6 @@ def _encoded(experiment: Experiment) -> dict[int, list[Encoded]]:
     }
 
 
-def round_rules(config: Config) -> RoundRules:
-    """Returns what the config's federation section asks of a round."""
-    federation = config.federation
-    return RoundRules(
-        participation=federation.participation,
-        quorum=federation.quorum,
-        norm_limit=federation.norm_limit,
-        seed=config.seed,
-        over_selection=federation.over_selection,
-        retries=federation.retries,
-        deadline_seconds=federation.deadline_seconds,
-        late=federation.late,
-        upload_limit_bytes=federation.upload_limit_bytes,
-        codec=federation.codec,
-    )
-
-
 def run_identity(folder: Path) -> str:
     """Returns the identity of a run, 32 hexadecimal digits: drawn when first asked for, the same ever after.
 
@@ -297,37 +291,3 @@ def run_identity(folder: Path) -> str:
     if not path.is_file():
         write_text(path, uuid4().hex + "\n")
     return path.read_text("utf-8").strip()
-
-
-def training_settings(config: Config) -> TrainingSettings:
-    """Returns the config's training section as the client takes it."""
-    training = config.training
-    return TrainingSettings(
-        optimizer=OptimizerSettings(
-            kind=training.optimizer,
-            betas=training.betas,
-            eps=training.eps,
-            weight_decay=training.weight_decay,
-            momentum=training.momentum,
-        ),
-        learning_rate=training.learning_rate,
-        batch_size=training.batch_size,
-        accumulation=training.accumulation,
-        epochs=training.epochs,
-        steps=training.steps,
-        schedule=training.schedule,
-        warmup=training.warmup,
-        round_decay=training.round_decay,
-        clip_norm=training.clip_norm,
-    )
-
-
-def _check_budgets(budgets: Sequence[Budget], backbone: Backbone) -> None:
-    top_k = backbone.info.top_k
-    for budget in budgets:
-        if top_k and budget.active_experts > top_k:
-            raise ConfigError(
-                f"federation.budgets: '{budget.name}' has active_experts {budget.active_experts}, but "
-                f"{backbone.info.name} runs {top_k} of {backbone.info.moe[0].num_experts} experts per token.",
-                f"Choose active_experts from 1 to {top_k}.",
-            )

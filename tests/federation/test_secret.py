@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fedguild.client.budget import ClientInfo
-from fedguild.client.embedding_privacy import privatised
 from fedguild.config import Config
 from fedguild.engines.flower.engine import read_payload
 from fedguild.engines.flower.message import Message
@@ -18,11 +17,11 @@ from fedguild.errors import FedGuildError
 from fedguild.federation.secret import SECRET_BYTES, private_seed, run_secret
 from fedguild.federation.trainer_service import TrainerService, run_metadata
 from fedguild.methods import build_method
-from fedguild.methods.fedamole import EXPERT, TOKEN
+from fedguild.methods.fedamole.embedding_privacy import privatised
+from fedguild.methods.fedamole.pool import EXPERT, TOKEN
 from fedguild.payload import Payload
 from fedguild.seeding import numpy_rng, torch_rng
-from fedguild.server.method import Enrolling
-from fedguild.setup import budget_tiers, load_model
+from fedguild.setup import checked_budgets, load_model
 from fedguild.wire.codec import encode
 from tests.engines.equality import case_config
 from tests.engines.flower.loopback_federation import trainers_of
@@ -52,8 +51,7 @@ def noisy(config: Config, eta: float | None = ETA) -> Config:
 def question(config: Config, client: int = 1, factor: float = 1.0) -> Message:
     """The server's question of the first round; the model may be another multiple of the start."""
     method, backbone = build_method("fedamole", config.method.options), load_model(config)
-    assert isinstance(method, Enrolling)
-    (budget, *_) = budgets = list(budget_tiers(config, method, backbone).values())
+    (budget, *_) = budgets = list(checked_budgets(config, method, backbone.info).values())
     state = method.start(backbone.info, budgets, torch_rng(config.seed, "start", "fedamole"))
     clients = [ClientInfo(index, budget, 10) for index in range(config.federation.clients)]
     state = method.enroll(state, backbone.info, clients)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.optimizer import SlotOptimizer
-from fedguild.client.schedule import TrainingSettings, learning_rate, plan_steps
+from fedguild.client.schedule import learning_rate, plan_steps
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, SlotBatch, collate
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.moe.statistics import RoutingStatistics
@@ -110,7 +111,7 @@ class Cohort:
         self.seed = seed
         self.private_seed = seed if private_seed is None else private_seed
         self.pad_id = pad_id
-        self.optimizer = SlotOptimizer(model.trainables, settings.optimizer)
+        self.optimizer = SlotOptimizer(model.trainables, settings)
         self.reports = [LocalReport() for _ in work]
         self.kept: list[dict[str, Tensor]] = [{} for _ in work]
         self.routing: RoutingStatistics | None = None
@@ -202,6 +203,39 @@ class Cohort:
             self.routing = self.routing or again.routing
         else:
             self.routing.add(again.routing)
+
+    def another(self, settings: TrainingSettings, purpose: str) -> Cohort:
+        """Returns the same clients in the same slots, for a training of its own within the round.
+
+        Its optimizer is new, and so are its reports, which `add_cost` counts in. What it holds out, its batches and
+        its dropout are drawn anew.
+
+        Args:
+            settings: How the clients train in it.
+            purpose: Tells its randomness from this cohort's.
+        """
+        return Cohort(
+            self.model,
+            self.work,
+            settings,
+            round_index=self.round,
+            seed=derive(self.seed, purpose),
+            pad_id=self.pad_id,
+            private_seed=self.private_seed,
+        )
+
+    def add_cost(self, another: Cohort, seconds: float) -> None:
+        """Adds the tokens and examples of another training to the reports, and its time; steps and loss stay.
+
+        Args:
+            another: What `another` returned, after its training.
+            seconds: How long it took; a client's share is that of its tokens.
+        """
+        total = sum(report.tokens for report in another.reports)
+        for report, more in zip(self.reports, another.reports, strict=True):
+            report.tokens += more.tokens
+            report.examples += more.examples
+            report.seconds += seconds * more.tokens / max(1, total)
 
     @property
     def trainables(self) -> Mapping[str, SlotTensor]:

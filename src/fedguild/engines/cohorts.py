@@ -14,13 +14,14 @@ import psutil
 import torch
 
 from fedguild.client.cohort import Cohort, LocalWork
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
+from fedguild.costs.memory import memory
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.peak_memory import peak_bytes, reset_peak
 from fedguild.errors import FedGuildError
-from fedguild.evaluation.profile import memory
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.server.method import Method

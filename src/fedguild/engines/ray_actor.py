@@ -16,8 +16,7 @@ import torch
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalWork
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.cohorts import Trained, Trainer, free_bytes, halving
@@ -81,7 +80,7 @@ class CohortActor:
         if torch.cuda.is_available() and gpu_fraction < 1:
             torch.cuda.set_per_process_memory_fraction(gpu_fraction)
         self.loads = 0
-        self.trainer = Trainer(self._load(backbone), plain_settings(settings), seed)
+        self.trainer = Trainer(self._load(backbone), TrainingSettings(**settings), seed)
         self.examples, _ = unpack(examples)
         self._merged = ExitStack()
         self._merged_digest = ""
@@ -163,11 +162,6 @@ def encode_payloads(result: Trained) -> tuple[bytes, bytes]:
 def decode_result(report: Plain, upload: bytes, memory: bytes) -> Trained:
     """Returns the result that a client's report and `encode_payloads` came from."""
     return Trained(decode(upload), decode(memory) if memory else None, ClientReport.from_json(report))
-
-
-def plain_settings(plain: Plain) -> TrainingSettings:
-    """Returns the training settings that `asdict` was given."""
-    return TrainingSettings(**{**plain, "optimizer": OptimizerSettings(**plain["optimizer"])})
 
 
 def pack_examples(examples: Mapping[int, Sequence[Encoded]]) -> bytes:

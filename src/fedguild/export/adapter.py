@@ -24,13 +24,14 @@ from fedguild.export.weights import (
     in_one_adapter,
     merged_beyond,
     output_scales,
+    published_modules,
     stacked_factors,
     summed_rank,
 )
 from fedguild.files import write_json
-from fedguild.model.moe.switch import FAMILY as SWITCH
-from fedguild.model.moe.switch import published_modules
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.families import FAMILIES
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Deployment
 
 CONFIG_FILE = "adapter_config.json"
@@ -90,7 +91,7 @@ def peft_config(model: ModelInfo, plan: AdapterPlan, *, base: str, revision: str
     linears = [name for name in weights if not _is_parameter(model, name)]
     modules = [_in_layer(module) for name in linears for module in _modules(model, name)]
     parameters = [_in_layer(name) for name in weights if _is_parameter(model, name)]
-    alpha = plan.scale * plan.rank
+    alpha = plan.lora.scale * plan.lora.rank
     fused = {_leaf(name): len(parts) for name, parts in weights.items() if len(parts) > 1}
     return {
         "peft_type": "LORA",
@@ -98,9 +99,9 @@ def peft_config(model: ModelInfo, plan: AdapterPlan, *, base: str, revision: str
         "base_model_name_or_path": base,
         "revision": revision,
         "inference_mode": True,
-        "r": plan.rank,
+        "r": plan.lora.rank,
         "lora_alpha": alpha,
-        "rank_pattern": {leaf: parts * plan.rank for leaf, parts in fused.items()},
+        "rank_pattern": {leaf: parts * plan.lora.rank for leaf, parts in fused.items()},
         "alpha_pattern": {leaf: parts * alpha for leaf, parts in fused.items()},
         "target_modules": sorted(set(modules)),
         "target_parameters": sorted(set(parameters)) or None,
@@ -132,23 +133,19 @@ def peft_tensors(model: ModelInfo, deployment: Deployment) -> dict[str, Tensor]:
 
 
 def _modules(model: ModelInfo, weight: str) -> list[str]:
-    """Returns the linear layers that a weight is in transformers: one, or each expert's of SwitchTransformers."""
-    if model.family == SWITCH:
-        for moe in model.moe:
-            if weight.startswith(f"{moe.experts}."):
-                return published_modules(weight, moe.num_experts)
-    return [weight.removesuffix(".weight")]
+    """Returns the linear layers that a weight is in transformers: one, or one for each expert."""
+    return published_modules(model, weight) or [weight.removesuffix(".weight")]
 
 
 def _is_parameter(model: ModelInfo, weight: str) -> bool:
     """Whether peft must reach a weight through `target_parameters`.
 
-    Routers and experts are no linear layers in transformers, but in SwitchTransformers. The MLPs beside them (shared
+    Routers and experts are no linear layers in transformers, unless their family says so. The MLPs beside them (shared
     experts, dense layers) are, but peft takes the names of their projections for the experts'
     (`utils/transformers_weight_conversion.py`, `_MOE_TARGET_MODULE_MAPPING`).
     """
     attention = {f"{linear.name}.weight" for linear in model.linears if linear.group == "attention"}
-    return bool(model.moe) and model.family != SWITCH and weight not in attention
+    return bool(model.moe) and not FAMILIES.load(model.family).linear and weight not in attention
 
 
 def _wrapper(weight: str) -> str:

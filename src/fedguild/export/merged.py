@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -26,12 +25,12 @@ from fedguild.export.weights import (
     changed_weights,
     folded,
     output_scales,
+    published_modules,
     stacked_factors,
 )
 from fedguild.files import write_json
 from fedguild.model.backbone import Backbone
 from fedguild.model.merging import changes, require_unquantised, weight_modules, with_changes
-from fedguild.model.moe.switch import unstacked
 from fedguild.server.method import Deployment
 
 SHARD_BYTES = 5_000_000_000
@@ -63,7 +62,7 @@ def write_merged(folder: Path, backbone: Backbone, deployment: Deployment, *, sh
     if backbone.tokenizer is not None:
         backbone.tokenizer.save_pretrained(folder)
     weights = (
-        pair for name, weight in merged_weights(backbone, deployment) for pair in _published(model, name, weight)
+        pair for name, weight in merged_weights(backbone, deployment) for pair in _published(backbone, name, weight)
     )
     _write_shards(folder, weights, shard_bytes)
 
@@ -109,15 +108,18 @@ def _merged(
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     if adapted:
         down, up = (part.to(wide) for part in stacked_factors(deployment.tensors, adapted))
-        wide = wide + deployment.plan.scale * (up @ down)
+        wide = wide + deployment.plan.lora.scale * (up @ down)
     if changed:
         wide = wide + torch.cat([deployment.tensors[f"{module}.delta"] for module in changed], dim=-2).to(wide)
     return (wide * factor).to(weight.dtype)
 
 
-def _published(model: Any, name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
+def _published(backbone: Backbone, name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
     """Returns a weight of the backbone under the names of the model's hub repository."""
-    return unstacked(model, name, weight) or revert_weight_conversion(model, {name: weight}).items()
+    if modules := published_modules(backbone.info, name):
+        return ((f"{module}.weight", part) for module, part in zip(modules, weight.unbind(), strict=True))
+    converted: dict[str, Tensor] = revert_weight_conversion(backbone.model, {name: weight})
+    return converted.items()
 
 
 def _write_config(folder: Path, backbone: Backbone, active_experts: int | None) -> None:

@@ -23,16 +23,17 @@ from fedguild.engines.flower.engine import FlowerEngine
 from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import Transport
 from fedguild.errors import ConfigError, QuorumError
+from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.weights import beyond_weights
 from fedguild.federation.trainer_service import model_digest, run_metadata
 from fedguild.files import write_json
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.packing import pack
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.server import checkpoint
-from fedguild.server.method import Excerpting, Method, State
+from fedguild.server.method import Method
 from fedguild.server.record import EvaluationRecord
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (
@@ -40,9 +41,10 @@ from fedguild.setup import (
     Experiment,
     PreparedData,
     Split,
-    budget_tiers,
+    checked_budgets,
     load_model,
     method_of,
+    model_of,
     prepare_data,
     run_identity,
 )
@@ -86,7 +88,7 @@ class RemoteClients:
     progress: Progress
 
     def score(
-        self, scope: Literal["client", "received"], state: State, number: int, split: Split
+        self, scope: Literal["client", "received"], state: Payload, number: int, split: Split
     ) -> list[EvaluationRecord]:
         """Returns the clients' scores on their own held-out examples, in client order.
 
@@ -110,7 +112,7 @@ class RemoteClients:
             )
         return records
 
-    def deliver(self, state: State, number: int) -> dict[int, Message]:
+    def deliver(self, state: Payload, number: int) -> dict[int, Message]:
         """Sends every client what its own model is made of; returns client index -> reply.
 
         Nothing is sent if no folder could hold the model.
@@ -129,23 +131,20 @@ class RemoteClients:
         return replies
 
     def _ask(
-        self, kind: Literal["score", "deliver"], state: State, number: int, metadata: Mapping[str, Any]
+        self, kind: Literal["score", "deliver"], state: Payload, number: int, metadata: Mapping[str, Any]
     ) -> dict[int, Message]:
-        """Sends every client a request with the state, or with its own excerpt of it if the method has excerpts."""
-        if isinstance(self.method, Excerpting):
-            return self.engine.ask(kind, number, partial(self._excerpt, state), self.wait_seconds, metadata)
-        body = pack(state.tensors, state.scalars)
-        return self.engine.ask(kind, number, lambda _: body, self.wait_seconds, metadata)
+        """Sends every client a request with its excerpt of the state."""
+        return self.engine.ask(kind, number, partial(self._excerpt, state), self.wait_seconds, metadata)
 
-    def _excerpt(self, state: State, client: int) -> bytes:
-        assert isinstance(self.method, Excerpting)
+    def _excerpt(self, state: Payload, client: int) -> bytes:
         part = self.method.excerpt(state, self.model, self.clients[client])
         return pack(part.tensors, part.scalars)
 
-    def _beyond_weights(self, state: State) -> list[str]:
+    def _beyond_weights(self, state: Payload) -> list[str]:
         """Returns the parts of the clients' models that no checkpoint holds; they are the same for all."""
         client = next(iter(self.clients.values()))
-        return beyond_weights(self.method.personalize(state, self.model, client, Payload()).plan)
+        excerpt = self.method.excerpt(state, self.model, client)
+        return beyond_weights(self.method.personalize(excerpt, self.model, client, Payload()).plan)
 
 
 def serve(
@@ -209,10 +208,11 @@ def prepare_remote(
             "Set evaluation.pooled=false.",
         )
     method = method_of(config)
+    load_metrics(config.evaluation.metrics)
+    tiers = checked_budgets(config, method, model_of(config))
     data = prepare_data(config) if settings.reads_data else None
     progress.stage(f"Loading the model {config.model.path}")
     backbone = load_model(config)
-    tiers = budget_tiers(config, method, backbone)
     registry = ClientRegistry(
         transport,
         run_identity(output),

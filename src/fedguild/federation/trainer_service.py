@@ -28,26 +28,26 @@ from fedguild.engines.flower.message import Message, MessageKind
 from fedguild.engines.local import LocalEngine
 from fedguild.environment import installed
 from fedguild.errors import ConfigError, FedGuildError, UploadError, nearest
+from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.run import export_own
 from fedguild.federation.secret import private_seed, run_secret
 from fedguild.federation.site_policy import SitePolicy
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
+from fedguild.payload import Payload
 from fedguild.progress import Silent
 from fedguild.scoring import score_clients
 from fedguild.seeding import numpy_rng
-from fedguild.server.method import State
 from fedguild.server.rounds import Task
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (
     MEMORY,
     Experiment,
     PreparedData,
-    budget_tiers,
+    checked_budgets,
     load_model,
     method_of,
     prepare_data,
-    training_settings,
 )
 from fedguild.wire.accounting import size_bytes
 from fedguild.wire.codec import encode, shrink
@@ -194,7 +194,7 @@ class TrainerService:
         wanted = wanted_count(config.federation.clients, config.federation.participation)
         aggregated = quorum_count(wanted, config.federation.quorum)
         examples = len(self._client_data().train)
-        steps = len(plan_steps(examples, training_settings(config), numpy_rng(0, "counting steps")))
+        steps = len(plan_steps(examples, config.training, numpy_rng(0, "counting steps")))
         return self.policy.run_refusal(config.method.name, steps, aggregated)
 
     def _session(self, run: str, config: Config) -> _Session:
@@ -207,8 +207,9 @@ class TrainerService:
         if not RUN_NAME.fullmatch(run):
             raise UploadError(f"a message names a run that is none: {run!r:.50}")
         method = method_of(config)
+        load_metrics(config.evaluation.metrics)
         backbone, client_data = self._load_once(config), self._client_data()
-        tiers = budget_tiers(config, method, backbone)
+        tiers = checked_budgets(config, method, backbone.info)
         client = ClientInfo(self.site.client, self._budget(config, tiers), len(client_data.train))
         folder = self.work / "runs" / run
         memory = ClientMemory(folder / MEMORY)
@@ -225,7 +226,7 @@ class TrainerService:
         )
         encoded = [encode_example(example, backbone.tokenizer, config.data.max_tokens) for example in client_data.train]
         engine = LocalEngine(
-            backbone, {client.index: encoded}, training_settings(config), memory, cohort_size=1, seed=config.seed
+            backbone, {client.index: encoded}, config.training, memory, cohort_size=1, seed=config.seed
         )
         return _Session(experiment, engine, run_secret(folder))
 
@@ -287,6 +288,5 @@ def run_metadata(config: Config) -> dict[str, Any]:
     return {"config": settings}
 
 
-def _state(message: Message) -> State:
-    payload = read_payload(message.body, "The state")
-    return State(payload.tensors, payload.scalars)
+def _state(message: Message) -> Payload:
+    return read_payload(message.body, "The state")

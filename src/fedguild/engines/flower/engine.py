@@ -19,7 +19,7 @@ from fedguild.engines.flower.message import Message, MessageKind
 from fedguild.engines.flower.transport import NoReply, Transport
 from fedguild.engines.flower.upload_store import UploadStore
 from fedguild.errors import FedGuildError, UploadError
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.method import Method
 from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late
