@@ -20,7 +20,7 @@ from fedguild.config.site import load_server, load_site
 from fedguild.errors import ConfigError
 from fedguild.federation import checks
 from fedguild.federation.project import write_project
-from tests.engines.flower.processes import free_ports
+from tests.engines.flower.federation_processes import free_ports
 from tests.experiment.runs import says
 
 pytest.importorskip("cryptography")
@@ -134,13 +134,13 @@ def test_a_missing_key_and_one_that_others_can_read(copy: Path) -> None:
     says(faults_of_site(copy)[0].message, "Others on this machine can read the private key")
     (copy / "client-000/node.key").unlink()
     fault = faults_of_site(copy)[0]
-    says(fault.message + fault.cure, "node.key is missing", "fedguild federation key")
+    says(fault.message + fault.hint, "node.key is missing", "fedguild federation key")
 
 
 def test_a_port_that_is_taken(guild: Path) -> None:
     with socket.create_server(("127.0.0.1", load_server(guild / "server").port)):
         (fault,) = faults_of_server(guild)
-    says(fault.message + fault.cure, "cannot be listened on", "port in server.yaml")
+    says(fault.message + fault.hint, "cannot be listened on", "port in server.yaml")
 
 
 def test_fewer_keys_than_clients(copy: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_clock_that_is_off(seconds: int, found: bool) -> None:
 def test_another_version_of_flower(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "installed", lambda _: version)
     (fault,) = checks.version_faults()
-    says(fault.cure, "pip install 'fedguild[flower]'")
+    says(fault.hint, "pip install 'fedguild[flower]'")
 
 
 def test_all_faults_are_named_at_once(copy: Path) -> None:

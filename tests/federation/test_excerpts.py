@@ -9,14 +9,14 @@ import pytest
 
 from fedguild import experiment
 from fedguild.config import Config
-from fedguild.engines.flower.engine import read_upload
-from fedguild.engines.flower.parcel import Parcel
+from fedguild.engines.flower.engine import read_payload
+from fedguild.engines.flower.message import Message
 from fedguild.experiment import CHECKPOINTS
 from fedguild.methods.fedamole.pool import Pool, held_experts
 from fedguild.server import checkpoint
 from tests.engines.equality import case_config
-from tests.engines.flower.guild import Lines, desks_of, serve_on
 from tests.engines.flower.loopback import LoopbackGrid, LoopbackNode
+from tests.engines.flower.loopback_federation import Lines, serve_on, trainers_of
 from tests.experiment.runs import save_model
 
 
@@ -26,15 +26,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: save_model(folder / family, family) for family in ("llama", "olmoe")}
 
 
-def listening(config: Config, folder: Path) -> tuple[LoopbackGrid, list[Parcel]]:
+def listening(config: Config, folder: Path) -> tuple[LoopbackGrid, list[Message]]:
     """Returns a Grid of the config's clients, and a list into which every question to them goes."""
-    heard: list[Parcel] = []
+    heard: list[Message] = []
 
-    def of(answer: Callable[[Parcel], Parcel]) -> Callable[[Parcel], Parcel]:
-        return lambda parcel: heard.append(parcel) or answer(parcel)  # type: ignore[func-returns-value]
+    def of(handle: Callable[[Message], Message]) -> Callable[[Message], Message]:
+        return lambda message: heard.append(message) or handle(message)  # type: ignore[func-returns-value]
 
-    desks = desks_of(config, folder)
-    return LoopbackGrid(LoopbackNode(100 + desk.site.client, of(desk.answer)) for desk in desks), heard
+    trainers = trainers_of(config, folder)
+    return LoopbackGrid(LoopbackNode(100 + trainer.site.client, of(trainer.handle)) for trainer in trainers), heard
 
 
 def scoring(config: Config) -> Config:
@@ -51,17 +51,17 @@ def test_a_client_of_fedamole_is_sent_its_own_experts_and_no_others(models: dict
         tmp_path / "server/state/run" / CHECKPOINTS, result.rounds, fingerprint=config.fingerprint()
     )
     pool = Pool.of(saved.state)
-    asked = [parcel for parcel in heard if parcel.kind == "score" and parcel.round == result.rounds]
-    assert {parcel.client for parcel in asked} == set(range(config.federation.clients))
-    for parcel in asked:
-        sent = read_upload(parcel.body, "test")
+    asked = [message for message in heard if message.kind == "score" and message.round == result.rounds]
+    assert {message.client for message in asked} == set(range(config.federation.clients))
+    for message in asked:
+        sent = read_payload(message.body, "test")
         assert not sent.scalars
         assert {name.partition("/")[0] for name in sent.tensors} == {"common", "experts"}
-        held = {module: rows[parcel.client].nonzero().flatten() for module, rows in pool.assigned.items()}
+        held = {module: rows[message.client].nonzero().flatten() for module, rows in pool.assigned.items()}
         own = {module: tuple(ids.tolist()) for module, ids in held.items()}
         assert held_experts(sent.part("experts")) == own
         assert all(len(ids) < config.method.options["experts"] for ids in own.values())
-    assert not [parcel for parcel in heard if parcel.kind == "deliver"]
+    assert not [message for message in heard if message.kind == "deliver"]
     assert lines.says("No client takes a model home", "fedamole", "MixtureOfLora", "clients")
     assert not list((tmp_path / "sites").rglob("models"))
 
@@ -82,4 +82,4 @@ def test_all_clients_are_sent_the_same_bytes_where_a_state_is_about_none(
     config = scoring(case_config("fedavg", models))
     grid, heard = listening(config, tmp_path / "sites")
     result = serve_on(grid, config, tmp_path / "server", reads_data=False)
-    assert len({parcel.body for parcel in heard if parcel.kind == "score" and parcel.round == result.rounds}) == 1
+    assert len({message.body for message in heard if message.kind == "score" and message.round == result.rounds}) == 1

@@ -1,6 +1,6 @@
-"""Training cohorts on one backbone: what the local engine does in its process, and `ray` in each actor.
+"""Training of cohorts on one backbone, shared by the local engine and the actors of `ray`.
 
-Nothing here knows where tasks come from or where uploads go.
+Nothing here depends on where tasks come from or where uploads go.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Literal, TypeVar
 
 import psutil
 import torch
-from torch import Tensor
 
-from fedguild.client.cohort import Cohort, LocalReport, LocalWork
+from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.config.training import TrainingSettings
 from fedguild.costs.memory import memory
+from fedguild.engines.client_report import ClientReport
 from fedguild.engines.peak_memory import peak_bytes, reset_peak
 from fedguild.errors import FedGuildError
 from fedguild.model.backbone import Backbone
@@ -40,21 +40,17 @@ MEMORY_SHARE = 0.6
 
 @dataclass(frozen=True)
 class Trained:
-    """What one client's training gives.
+    """The result of one client's training.
 
     Attributes:
         upload: What it sends.
-        kept: What it leaves in its memory; None where it keeps what it had, as it diverged or has nothing to keep.
-        report: What its training did.
-        frequency: [L, M] share of its tokens that activated each expert; None for a dense model.
-        peak_memory_bytes: Peak memory of its cohort.
+        memory: What it keeps for its next round; None to keep what it had, as it diverged or has nothing to keep.
+        report: The figures of the training.
     """
 
     upload: Payload
-    kept: Payload | None
-    report: LocalReport
-    frequency: Tensor | None
-    peak_memory_bytes: int
+    memory: Payload | None
+    report: ClientReport
 
 
 @dataclass(frozen=True)
@@ -110,9 +106,7 @@ class Trainer:
             Trained(
                 upload,
                 Payload(kept) if kept and all(bool(tensor.isfinite().all()) for tensor in kept.values()) else None,
-                replace(report),
-                None if frequency is None else frequency[:, slot],
-                peak,
+                ClientReport(replace(report), None if frequency is None else frequency[:, slot], peak),
             )
             for slot, (upload, kept, report) in enumerate(zip(uploads, cohort.kept, cohort.reports, strict=True))
         ]
@@ -191,7 +185,8 @@ def in_task_order(
 
 def delivery(task: Task, plan: AdapterPlan, trained: Trained) -> Delivery:
     """Returns what goes to the round."""
-    return Delivery(task, trained.upload, plan, trained.report, trained.frequency, trained.peak_memory_bytes)
+    report = trained.report
+    return Delivery(task, trained.upload, plan, report.training, report.frequency, report.peak_memory_bytes)
 
 
 def auto_cohort_size(backbone: Backbone, plan: AdapterPlan, tokens: int, clients: int, free: int) -> int:

@@ -111,8 +111,8 @@ class LocalEngine:
         plans = [plan for _, plan in members]
         trained = self.trainer.train(method, plans, work, members[0][0].round)
         for (task, _), result in zip(members, trained, strict=True):
-            if result.kept is not None:
-                self.memory.save(task.client.name, task.round, result.kept)
+            if result.memory is not None:
+                self.memory.save(task.client.name, task.round, result.memory)
         return [delivery(task, plan, result) for (task, plan), result in zip(members, trained, strict=True)]
 
     def _work(self, task: Task) -> LocalWork:

@@ -1,4 +1,4 @@
-"""Flower's programs as FedGuild starts them: their arguments and their environment."""
+"""Command lines and environments of Flower's programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",
 }
-"""Without these Flower reports its use, looks for updates, and installs packages while it runs."""
+"""Keep Flower from reporting its use, looking for updates, and installing packages while it runs."""
 
 
 def server_environment(folder: Path, settings: ServerSettings) -> dict[str, str]:
@@ -70,12 +70,12 @@ def trainer(folder: Path) -> list[str]:
 
 
 def register(public_key: Path) -> list[str]:
-    """Returns the command that lets a client's key in, under the name of its file."""
+    """Returns the command that registers a client's key under the name of its file."""
     return [_program("flwr"), "supernode", "register", str(public_key.resolve()), CONNECTION, "--name", public_key.stem]
 
 
 def start_run(folder: Path, ticket: str) -> list[str]:
-    """Returns the command that starts a run and shows what it says."""
+    """Returns the command that starts a run and streams its output."""
     return [
         _program("flwr"),
         *("run", str((folder / "app").resolve()), CONNECTION),
@@ -114,7 +114,7 @@ def _environment(home: Path) -> dict[str, str]:
 
 def _program(name: str) -> str:
     beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    path = str(beside) if beside.exists() else shutil.which(name)
+    if path is None:
         raise FedGuildError(f"Flower's program {name} is not installed.", "pip install 'fedguild[flower]'")
-    return found
+    return path

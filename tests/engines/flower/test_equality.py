@@ -11,7 +11,7 @@ import torch
 from fedguild import experiment
 from fedguild.methods import METHODS
 from tests.engines.equality import case_config, save_models, traffic
-from tests.engines.flower.guild import QUICK, desks_of, grid_of, serve_on, small_config
+from tests.engines.flower.loopback_federation import QUICK, grid_of, serve_on, small_config, trainers_of
 from tests.experiment.runs import Ended, assert_same, ended, save_model
 
 
@@ -36,12 +36,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_flower_gives_the_results_of_local(label: str, models: dict[str, Path], tmp_path: Path) -> None:
     config = case_config(label, models)
     experiment.run(config, tmp_path / "local")
-    desks = desks_of(config, tmp_path / "sites")
-    serve_on(grid_of(desks), config, tmp_path / "server")
+    trainers = trainers_of(config, tmp_path / "sites")
+    serve_on(grid_of(trainers), config, tmp_path / "server")
     assert traffic(tmp_path / "server/state/run") == traffic(tmp_path / "local")
     found, expected = (ended(folder) for folder in (tmp_path / "server/state/run", tmp_path / "local"))
     assert_same(replace(found, memory=memories(tmp_path / "sites")), newest(expected))
-    assert {desk.loads for desk in desks} == {1}
+    assert {trainer.loads for trainer in trainers} == {1}
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
@@ -53,7 +53,7 @@ def test_a_codec_loses_the_same_on_every_engine(codec: str, tmp_path: Path, monk
     )
     experiment.run(plain, tmp_path / "plain")
     experiment.run(coded, tmp_path / "local")
-    serve_on(grid_of(desks_of(coded, tmp_path)), coded, tmp_path / "server")
+    serve_on(grid_of(trainers_of(coded, tmp_path)), coded, tmp_path / "server")
     exact, local, flower = (
         ended(folder) for folder in (tmp_path / "plain", tmp_path / "local", tmp_path / "server/state/run")
     )

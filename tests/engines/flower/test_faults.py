@@ -1,4 +1,4 @@
-"""What becomes of every fault on the way to real clients; the trainer code is real, the network is not."""
+"""Faults of clients and of the network, on the loopback Grid with the real trainer code."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import pytest
 
 from fedguild import experiment
 from fedguild.config import Config
-from fedguild.engines.flower.parcel import Parcel
+from fedguild.engines.flower.message import Message
 from fedguild.errors import ConfigError, QuorumError
-from fedguild.federation.desk import Desk
+from fedguild.federation.trainer_service import TrainerService
 from fedguild.model.backbone import Backbone
 from fedguild.server.record import ClientRecord, RoundRecord, RunLog
-from tests.engines.flower.guild import QUICK, Lines, desks_of, grid_of, serve_on, small_config
-from tests.engines.flower.lies import poison, widen, with_upload
+from tests.engines.flower.faulty_replies import poison, widen, with_upload
 from tests.engines.flower.loopback import LoopbackGrid, LoopbackNode
+from tests.engines.flower.loopback_federation import QUICK, Lines, grid_of, serve_on, small_config, trainers_of
 from tests.experiment.runs import Killed, assert_same, ended, kill_at, save_model, says
 
-Change = Callable[[Parcel], Parcel | None]
+Change = Callable[[Message], Message | None]
 
 
 @pytest.fixture(scope="module")
@@ -38,26 +38,28 @@ def backbone(config: Config) -> Backbone:
     return load_model(config)
 
 
-def federation(config: Config, folder: Path, backbone: Backbone, **client_two: Any) -> tuple[LoopbackGrid, list[Desk]]:
+def federation(
+    config: Config, folder: Path, backbone: Backbone, **client_two: Any
+) -> tuple[LoopbackGrid, list[TrainerService]]:
     """Returns three clients, of which the last has other settings."""
-    desks = desks_of(config, folder, backbone, [{}, {}, client_two])
-    return grid_of(desks), desks
+    trainers = trainers_of(config, folder, backbone, [{}, {}, client_two])
+    return grid_of(trainers), trainers
 
 
 def last(grid: LoopbackGrid) -> LoopbackNode:
     """Returns client 2's node."""
-    return grid.known[102]
+    return grid.nodes[102]
 
 
 def changed(node: LoopbackNode, rounds: tuple[int, ...], change: Change) -> None:
-    """Lets a node's answers to the training of some rounds be others."""
-    honest = node.answer
+    """Changes a node's replies to the training of some rounds."""
+    honest = node.handle
 
-    def answer(parcel: Parcel) -> Parcel | None:
-        reply = honest(parcel)
-        return change(reply) if parcel.kind == "train" and parcel.round in rounds and reply is not None else reply
+    def handle(message: Message) -> Message | None:
+        reply = honest(message)
+        return change(reply) if message.kind == "train" and message.round in rounds and reply is not None else reply
 
-    node.answer = answer
+    node.handle = handle
 
 
 def rounds_of(folder: Path) -> list[RoundRecord]:
@@ -68,12 +70,12 @@ def rounds_of(folder: Path) -> list[RoundRecord]:
 WRONG: dict[str, tuple[Change, str]] = {
     "not a number": (with_upload(poison), "has NaN or infinity"),
     "a wrong shape": (with_upload(widen), "has the shape"),
-    "damaged bytes": (lambda parcel: replace(parcel, body=parcel.body[:-100]), "cannot be decoded"),
-    "another run": (lambda parcel: replace(parcel, run="0" * 32), "the upload is of the run '0000"),
-    "another round": (lambda parcel: replace(parcel, round=7), "the upload is of round 7, but round 1 was asked for"),
-    "another client": (lambda parcel: replace(parcel, client=0), "this client was not asked for one"),
-    "no report": (lambda parcel: replace(parcel, facts={}), "lacks a readable report"),
-    "a failure of its own": (lambda parcel: parcel.answer(failure="out of memory"), "out of memory"),
+    "damaged bytes": (lambda message: replace(message, body=message.body[:-100]), "cannot be decoded"),
+    "another run": (lambda message: replace(message, run="0" * 32), "the upload is of the run '0000"),
+    "another round": (lambda message: replace(message, round=7), "the upload is of round 7, but round 1 was asked for"),
+    "another client": (lambda message: replace(message, client=0), "this client was not asked for one"),
+    "no report": (lambda message: replace(message, metadata={}), "lacks a readable report"),
+    "a failure of its own": (lambda message: message.reply(failure="out of memory"), "out of memory"),
 }
 
 
@@ -98,7 +100,7 @@ def test_an_oversized_upload_is_refused_before_it_is_decoded(
         update={"federation": config.federation.model_copy(update={"upload_limit_bytes": 100_000})}
     )
     grid, _ = federation(limited, tmp_path, backbone)
-    changed(last(grid), (1, 2), lambda parcel: replace(parcel, body=b"\0" * 100_001))
+    changed(last(grid), (1, 2), lambda message: replace(message, body=b"\0" * 100_001))
     decoded: list[int] = []
     from fedguild.engines.flower import engine
 
@@ -115,11 +117,11 @@ def test_an_upload_that_is_asked_for_again_is_aggregated_once(
 ) -> None:
     retrying = config.model_copy(update={"federation": config.federation.model_copy(update={"retries": 1})})
     grid, _ = federation(retrying, tmp_path, backbone)
-    calls: list[Parcel] = []
+    calls: list[Message] = []
 
-    def once(parcel: Parcel) -> Parcel:
-        calls.append(parcel)
-        return poisoned(parcel) if len(calls) == 1 else parcel
+    def once(message: Message) -> Message:
+        calls.append(message)
+        return poisoned(message) if len(calls) == 1 else message
 
     poisoned = with_upload(poison)
     changed(last(grid), (1, 2), once)
@@ -133,22 +135,22 @@ def test_an_upload_that_is_asked_for_again_is_aggregated_once(
 
 
 @pytest.mark.parametrize(("late", "expected"), [("drop", "it is 1 round(s) late"), ("next_round", "")])
-def test_an_answer_after_the_deadline(
+def test_a_reply_after_the_deadline(
     late: str, expected: str, config: Config, backbone: Backbone, tmp_path: Path
 ) -> None:
     federal = config.federation.model_copy(update={"deadline_seconds": 4.0, "late": late, "rounds": 3})
     hasty = config.model_copy(update={"federation": federal})
     grid, _ = federation(hasty, tmp_path, backbone)
-    first_client = grid.known[100].answer
+    first_client = grid.nodes[100].handle
 
-    def answer(parcel: Parcel) -> Parcel | None:
-        if parcel.kind == "train" and parcel.round == 2:
+    def handle(message: Message) -> Message | None:
+        if message.kind == "train" and message.round == 2:
             grid.withheld.clear()
-        return first_client(parcel)
+        return first_client(message)
 
-    grid.known[100].answer = answer
-    changed(grid.known[100], (1,), lambda parcel: grid.withheld.add(102) or parcel)
-    changed(last(grid), (2,), lambda parcel: parcel.answer(failure="busy"))
+    grid.nodes[100].handle = handle
+    changed(grid.nodes[100], (1,), lambda message: grid.withheld.add(102) or message)
+    changed(last(grid), (2,), lambda message: message.reply(failure="busy"))
     serve_on(grid, hasty, tmp_path)
     first, second, _ = rounds_of(tmp_path)
     says(first.rejected[0].reason, "did not answer within 4 s")
@@ -157,15 +159,15 @@ def test_an_answer_after_the_deadline(
 
 def test_a_machine_that_is_gone_is_a_failure_and_not_a_wait(config: Config, backbone: Backbone, tmp_path: Path) -> None:
     grid, _ = federation(config, tmp_path, backbone)
-    node, honest = last(grid), last(grid).answer
+    node, honest = last(grid), last(grid).handle
 
-    def answer(parcel: Parcel) -> Parcel:
-        reply = honest(parcel)
-        if parcel.kind == "hello":
+    def handle(message: Message) -> Message:
+        reply = honest(message)
+        if message.kind == "hello":
             node.error = 5
         return reply
 
-    node.answer = answer  # type: ignore[assignment]
+    node.handle = handle  # type: ignore[assignment]
     serve_on(grid, config, tmp_path)
     for record in rounds_of(tmp_path):
         says(record.rejected[0].reason, "it is gone: its machine stopped answering")
@@ -173,7 +175,7 @@ def test_a_machine_that_is_gone_is_a_failure_and_not_a_wait(config: Config, back
 
 def test_a_machine_that_is_off_is_not_asked(config: Config, backbone: Backbone, tmp_path: Path) -> None:
     grid, _ = federation(config, tmp_path, backbone)
-    changed(last(grid), (1,), lambda parcel: setattr(last(grid), "online", False) or parcel)
+    changed(last(grid), (1,), lambda message: setattr(last(grid), "online", False) or message)
     serve_on(grid, config, tmp_path)
     first, second = rounds_of(tmp_path)
     assert not first.rejected
@@ -190,7 +192,7 @@ def test_a_client_that_was_restarted_while_it_worked_is_not_waited_for(
         FlowerEngine, "__init__", lambda *given, **named: patient(*given, **{**named, "silence_seconds": 0.0})
     )
     grid, _ = federation(config, tmp_path, backbone)
-    changed(last(grid), (1,), lambda parcel: None)
+    changed(last(grid), (1,), lambda message: None)
     serve_on(grid, config, tmp_path)
     first, second = rounds_of(tmp_path)
     says(first.rejected[0].reason, "it lost its task: it was restarted while it worked")
@@ -200,12 +202,12 @@ def test_a_client_that_was_restarted_while_it_worked_is_not_waited_for(
 def test_a_client_that_comes_back_on_another_machine_number_takes_part_again(
     config: Config, backbone: Backbone, tmp_path: Path
 ) -> None:
-    grid, desks = federation(config, tmp_path, backbone)
+    grid, trainers = federation(config, tmp_path, backbone)
 
-    def move(parcel: Parcel) -> Parcel:
+    def move(message: Message) -> Message:
         last(grid).online = False
-        grid.known[202] = LoopbackNode(202, desks[2].answer)
-        return parcel
+        grid.nodes[202] = LoopbackNode(202, trainers[2].handle)
+        return message
 
     changed(last(grid), (1,), move)
     waiting = config.model_copy(update={"federation": config.federation.model_copy(update={"retries": 3, "rounds": 3})})
@@ -267,8 +269,8 @@ def test_a_key_registered_for_one_client_cannot_speak_for_another(
 
 
 def test_two_machines_cannot_be_one_client(config: Config, backbone: Backbone, tmp_path: Path) -> None:
-    grid, desks = federation(config, tmp_path, backbone)
-    grid.known[300] = LoopbackNode(300, desks[0].answer)
+    grid, trainers = federation(config, tmp_path, backbone)
+    grid.nodes[300] = LoopbackNode(300, trainers[0].handle)
     lines = Lines()
     serve_on(grid, config, tmp_path, lines)
     assert lines.says("another node is client-000 already")
@@ -278,12 +280,12 @@ def test_a_run_below_its_quorum_stops_and_goes_on_when_the_clients_are_back(
     config: Config, backbone: Backbone, tmp_path: Path
 ) -> None:
     strict = config.model_copy(update={"federation": config.federation.model_copy(update={"quorum": 1.0})})
-    grid, desks = federation(strict, tmp_path, backbone)
-    changed(last(grid), (2,), lambda parcel: parcel.answer(failure="the disk is full"))
+    grid, trainers = federation(strict, tmp_path, backbone)
+    changed(last(grid), (2,), lambda message: message.reply(failure="the disk is full"))
     with pytest.raises(QuorumError, match="client-002: the disk is full"):
         serve_on(grid, strict, tmp_path)
     assert len(rounds_of(tmp_path)) == 1
-    serve_on(grid_of(desks), strict, tmp_path)
+    serve_on(grid_of(trainers), strict, tmp_path)
     experiment.run(strict, tmp_path / "local")
     found, expected = ended(tmp_path / "state" / "run"), ended(tmp_path / "local")
     assert_same(replace(found, memory={}), replace(expected, memory={}))
@@ -293,23 +295,23 @@ def test_a_run_below_its_quorum_stops_and_goes_on_when_the_clients_are_back(
 def test_a_server_that_is_killed_goes_on_to_the_same_bits(
     moment: str, config: Config, backbone: Backbone, tmp_path: Path
 ) -> None:
-    grid, desks = federation(config, tmp_path, backbone)
+    grid, trainers = federation(config, tmp_path, backbone)
     with pytest.MonkeyPatch.context() as patch:
         kill_at(patch, moment, 3)
         with pytest.raises(Killed):
             serve_on(grid, config, tmp_path)
-    serve_on(grid_of(desks), config, tmp_path)
+    serve_on(grid_of(trainers), config, tmp_path)
     experiment.run(config, tmp_path / "local")
     found, expected = ended(tmp_path / "state" / "run"), ended(tmp_path / "local")
     assert_same(replace(found, memory={}), replace(expected, memory={}))
 
 
 def test_another_config_does_not_go_on_with_a_run(config: Config, backbone: Backbone, tmp_path: Path) -> None:
-    grid, desks = federation(config, tmp_path, backbone)
+    grid, trainers = federation(config, tmp_path, backbone)
     serve_on(grid, config, tmp_path)
     other = config.model_copy(update={"seed": config.seed + 1})
     with pytest.raises(ConfigError, match=r"run\.yaml is not what the run in .* began with"):
-        serve_on(grid_of(desks), other, tmp_path)
+        serve_on(grid_of(trainers), other, tmp_path)
 
 
 def test_pooled_scores_need_examples_that_do_not_leave(config: Config, backbone: Backbone, tmp_path: Path) -> None:
@@ -322,7 +324,7 @@ def test_pooled_scores_need_examples_that_do_not_leave(config: Config, backbone:
 def test_a_server_without_data_has_the_clients_score_their_own_models(
     config: Config, backbone: Backbone, tmp_path: Path
 ) -> None:
-    grid, desks = federation(config, tmp_path, backbone)
+    grid, trainers = federation(config, tmp_path, backbone)
     result = serve_on(grid, config, tmp_path, reads_data=False, deliver=True)
     assert set(result.own) == {"client-000", "client-001", "client-002"}
     assert not result.scores
@@ -330,8 +332,8 @@ def test_a_server_without_data_has_the_clients_score_their_own_models(
         config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"clients": True})}),
         tmp_path / "local",
     )
-    for desk in desks:
-        assert list((desk.work / "models").iterdir())
+    for trainer in trainers:
+        assert list((trainer.work / "models").iterdir())
 
 
 class Clock:
@@ -354,7 +356,7 @@ def test_a_client_that_is_away_is_waited_for_once(
     monkeypatch.setattr("fedguild.engines.flower.engine.time", clock)
     longer = config.model_copy(update={"federation": config.federation.model_copy(update={"rounds": 3})})
     grid, _ = federation(longer, tmp_path, backbone)
-    changed(last(grid), (1,), lambda parcel: setattr(last(grid), "online", False) or parcel)
+    changed(last(grid), (1,), lambda message: setattr(last(grid), "online", False) or message)
     serve_on(grid, longer, tmp_path, reconnect_seconds=60.0)
     assert [len(record.rejected) for record in rounds_of(tmp_path)] == [0, 1, 1]
     assert 60.0 <= clock.now < 120.0, "waited for in the second round, not again in the third"
@@ -362,7 +364,7 @@ def test_a_client_that_is_away_is_waited_for_once(
 
 def test_a_client_that_comes_back_in_time_takes_part(config: Config, backbone: Backbone, tmp_path: Path) -> None:
     grid, _ = federation(config, tmp_path, backbone)
-    changed(last(grid), (1,), lambda parcel: setattr(last(grid), "online", False) or parcel)
-    changed(grid.known[100], (2,), lambda parcel: setattr(last(grid), "online", True) or parcel)
+    changed(last(grid), (1,), lambda message: setattr(last(grid), "online", False) or message)
+    changed(grid.nodes[100], (2,), lambda message: setattr(last(grid), "online", True) or message)
     serve_on(grid, config, tmp_path, reconnect_seconds=60)
     assert not any(record.rejected for record in rounds_of(tmp_path))

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from fedguild.config.site import AcceptSettings
-from tests.engines.flower.processes import FAST, Started, wait_for
+from tests.engines.flower.federation_processes import FAST, Started, wait_for
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/federation.md"
 STAYS = re.compile(r'# terminal: (?P<name>\S+), until "(?P<said>[^"]+)"\n(?P<command>.*)', re.DOTALL)

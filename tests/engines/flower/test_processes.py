@@ -12,12 +12,12 @@ import pytest
 
 from fedguild import experiment
 from fedguild.config import Config
-from fedguild.engines.flower.parcel import Parcel
+from fedguild.engines.flower.message import Message
 from fedguild.federation.keys import write_key
 from fedguild.server.record import RoundRecord, RunLog
-from tests.engines.flower.guild import QUICK, desks_of, grid_of, serve_on, small_config
-from tests.engines.flower.lies import DEADLINE_SECONDS, EVERY_ROUND, LIMIT_BYTES
-from tests.engines.flower.processes import Guild, running, wait_for
+from tests.engines.flower.faulty_replies import DEADLINE_SECONDS, EVERY_ROUND, LIMIT_BYTES
+from tests.engines.flower.federation_processes import FederationProcesses, running, wait_for
+from tests.engines.flower.loopback_federation import QUICK, grid_of, serve_on, small_config, trainers_of
 from tests.engines.flower.test_equality import memories, newest
 from tests.experiment.runs import assert_same, ended, save_model, says
 
@@ -45,13 +45,15 @@ def config_of(family: str, model: Path, *overrides: str) -> Config:
 
 
 @pytest.fixture(scope="module")
-def guild(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guild]:
+def guild(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FederationProcesses]:
     with running(tmp_path_factory.mktemp("federation") / "guild", config_of("fedit", model)) as started:
         yield started
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_flower_over_tls_gives_the_results_of_local(family: str, guild: Guild, model: Path, tmp_path: Path) -> None:
+def test_flower_over_tls_gives_the_results_of_local(
+    family: str, guild: FederationProcesses, model: Path, tmp_path: Path
+) -> None:
     config = config_of(family, model)
     experiment.run(config, tmp_path / "local")
     guild.set_run(config)
@@ -67,7 +69,7 @@ def test_flower_over_tls_gives_the_results_of_local(family: str, guild: Guild, m
 
 
 def test_kill_minus_nine_of_a_trainer_a_node_and_the_server_changes_no_bit(
-    guild: Guild, model: Path, tmp_path: Path
+    guild: FederationProcesses, model: Path, tmp_path: Path
 ) -> None:
     config = config_of("fedit", model, "federation.rounds=4", "federation.retries=1", "training.steps=60")
     experiment.run(config, tmp_path / "local")
@@ -105,7 +107,7 @@ def test_kill_minus_nine_of_a_trainer_a_node_and_the_server_changes_no_bit(
 
 
 def test_a_client_that_lies_another_way_each_round_is_left_out_each_time(
-    guild: Guild, model: Path, tmp_path: Path
+    guild: FederationProcesses, model: Path, tmp_path: Path
 ) -> None:
     """The state at the end is that of a run in which this client fails in these rounds."""
     limits = (f"federation.upload_limit_bytes={LIMIT_BYTES}", f"federation.deadline_seconds={DEADLINE_SECONDS}")
@@ -130,20 +132,20 @@ def test_a_client_that_lies_another_way_each_round_is_left_out_each_time(
         (late, 2, "it is 1 round(s) late")
     ]
     left_out = late + 1 if honest.rejected else late
-    grid = grid_of(desks_of(config, tmp_path / "sites"))
-    answer = grid.known[102].answer
+    grid = grid_of(trainers_of(config, tmp_path / "sites"))
+    handle = grid.nodes[102].handle
 
-    def failing(parcel: Parcel) -> Parcel | None:
-        fails = parcel.kind == "train" and parcel.round <= left_out
-        return parcel.answer(failure="left out") if fails else answer(parcel)
+    def failing(message: Message) -> Message | None:
+        fails = message.kind == "train" and message.round <= left_out
+        return message.reply(failure="left out") if fails else handle(message)
 
-    grid.known[102].answer = failing
+    grid.nodes[102].handle = failing
     serve_on(grid, config, tmp_path / "server")
     found, expected = ended(guild.run_folder), ended(tmp_path / "server/state/run")
     assert_same(replace(found, records=[], memory={}), replace(expected, records=[], memory={}))
 
 
-def test_a_client_whose_key_is_not_registered_stays_outside(guild: Guild) -> None:
+def test_a_client_whose_key_is_not_registered_stays_outside(guild: FederationProcesses) -> None:
     site = guild.site(0)
     stranger = guild.folder / "client-009"
     stranger.mkdir()
@@ -162,8 +164,10 @@ def test_a_client_whose_key_is_not_registered_stays_outside(guild: Guild) -> Non
     assert "train" not in (stranger / "work" / "trainer.log").read_text()
 
 
-def test_a_client_with_another_authoritys_certificate_is_told_so(guild: Guild, model: Path, tmp_path: Path) -> None:
-    other = Guild(tmp_path / "other", config_of("fedit", model))
+def test_a_client_with_another_authoritys_certificate_is_told_so(
+    guild: FederationProcesses, model: Path, tmp_path: Path
+) -> None:
+    other = FederationProcesses(tmp_path / "other", config_of("fedit", model))
     stranger = guild.folder / "client-008"
     stranger.mkdir()
     (stranger / "site.yaml").write_bytes((guild.site(0) / "site.yaml").read_bytes())

@@ -56,7 +56,7 @@ class Started:
         self.process.wait()
 
 
-class Guild:
+class FederationProcesses:
     """The folders and processes of a federation.
 
     Args:
@@ -136,9 +136,9 @@ class Guild:
 
 
 @contextmanager
-def running(folder: Path, config: Config) -> Iterator[Guild]:
+def running(folder: Path, config: Config) -> Iterator[FederationProcesses]:
     """Yields a federation whose server and clients are up."""
-    guild = Guild(folder, config)
+    guild = FederationProcesses(folder, config)
     try:
         guild.start_server()
         for index in range(config.federation.clients):
