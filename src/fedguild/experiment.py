@@ -91,7 +91,8 @@ def run(
         raise CheckpointError(
             f"{output} holds a run already.", f"Go on with `fedguild resume {output}`, or choose another folder."
         )
-    return _begin((preparation or prepare)(config, output, progress))
+    experiment = (preparation or prepare)(config, output, progress)
+    return _rounds(experiment, _begin(experiment), first=1)
 
 
 def resume(output: Path, *, progress: Progress | None = None, preparation: Preparation | None = None) -> RunResult:
@@ -104,7 +105,8 @@ def resume(output: Path, *, progress: Progress | None = None, preparation: Prepa
     last = checkpoint.latest(output / CHECKPOINTS)
     if last is None:
         (output / RunLog.FILE).unlink(missing_ok=True)
-        return _begin((preparation or prepare)(config, output, progress))
+        experiment = (preparation or prepare)(config, output, progress)
+        return _rounds(experiment, _begin(experiment), first=1)
     saved = checkpoint.load(output / CHECKPOINTS, last, fingerprint=config.fingerprint())
     RunLog(output).truncate_after(last)
     accepted = saved.extra.get(ACCEPTED, ())
@@ -141,8 +143,8 @@ def restore(
     return prepare(config, output, progress), saved.state, number
 
 
-def _begin(experiment: Experiment) -> RunResult:
-    """Runs a config from its start."""
+def _begin(experiment: Experiment) -> Payload:
+    """Writes and scores the start of a run; returns the state before the first round."""
     config = experiment.config
     state = experiment.method.start(
         experiment.backbone.info, experiment.budgets, torch_rng(config.seed, "start", config.method.name)
@@ -151,7 +153,7 @@ def _begin(experiment: Experiment) -> RunResult:
     _write_facts(experiment)
     RunLog(experiment.folder).append(*evaluate_state(experiment, state, 0))
     _save(experiment, 0, state)
-    return _rounds(experiment, state, first=1)
+    return state
 
 
 def _rounds(experiment: Experiment, state: Payload, first: int, accepted: Collection[int] = ()) -> RunResult:

@@ -13,7 +13,7 @@ from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines import local
 from fedguild.engines.client_report import ClientReport
-from fedguild.engines.cohorts import Trained, halving
+from fedguild.engines.cohorts import FittingCohorts, Trained
 from fedguild.engines.ray_actor import (
     CohortActor,
     CohortJob,
@@ -78,16 +78,15 @@ def test_nobody_to_train_is_nothing_to_do(olmoe_backbone, flame, tmp_path):
     assert list(engine.train(flame, olmoe_backbone.info, [], Terms(enough=2))) == []
 
 
-def test_halving_keeps_the_smaller_size_and_the_order():
-    tried = []
-
-    def train(members):
-        tried.append(len(members))
-        if len(members) > 3:
-            raise torch.OutOfMemoryError("no room")
-        return [10 * member for member in members]
-
-    assert list(halving(range(11), 8, train, torch.device("cpu"))) == [10 * member for member in range(11)]
+def test_cohorts_keep_the_smaller_size_and_the_order():
+    cohorts, tried, done = FittingCohorts(range(11), 8, torch.device("cpu")), [], []
+    for cohort in cohorts:
+        tried.append(len(cohort))
+        with cohorts.fitting():
+            if len(cohort) > 3:
+                raise torch.OutOfMemoryError("no room")
+            done += cohort
+    assert done == list(range(11))
     assert tried == [8, 4, 2, 2, 2, 2, 2, 1]
 
 

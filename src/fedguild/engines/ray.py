@@ -27,9 +27,9 @@ from fedguild.engines.cohorts import (
     Planned,
     Trained,
     delivery,
-    in_task_order,
     plan_groups,
     split_by_need,
+    taken_before,
 )
 from fedguild.engines.ray_actor import CohortActor, CohortJob, Plain, decode_result, pack_examples
 from fedguild.engines.ray_cluster import actors_on, connect, place, require_room
@@ -138,7 +138,10 @@ class RayEngine:
             FedGuildError: a device does not hold one client, or the memory cannot be written.
         """
         planned, left_out = split_by_need(method, model, tasks, terms, self.seed)
-        yield from in_task_order(tasks, left_out, self._deliveries(method, planned, terms.deadline_seconds))
+        for delivered in self._deliveries(method, planned, terms.deadline_seconds):
+            yield from taken_before(left_out, delivered.task.client.index)
+            yield delivered
+        yield from taken_before(left_out)
 
     def close(self) -> None:
         """Ends the actors, and Ray where this engine started it."""

@@ -19,11 +19,10 @@ from fedguild.client.cohort import LocalWork
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.client_report import ClientReport
-from fedguild.engines.cohorts import Trained, Trainer, free_bytes, halving
+from fedguild.engines.cohorts import FittingCohorts, Trained, Trainer, free_bytes
 from fedguild.errors import FedGuildError
 from fedguild.methods import build_method
 from fedguild.model.backbone import load_backbone
-from fedguild.model.plan import AdapterPlan
 from fedguild.packing import pack, unpack
 from fedguild.wire.codec import decode, encode
 
@@ -116,18 +115,18 @@ class CohortActor:
         request = CohortJob.from_plain(job)
         method, clients = build_method(request.method, request.options), request.clients
         downloads, memories = payloads[: len(clients)], payloads[len(clients) : 2 * len(clients)]
-        members = []
-        for client, download, memory in zip(clients, downloads, memories, strict=True):
-            work = LocalWork(client, unpack_rows(self.examples, client.index), decode(download), decode(memory))
-            members.append((method.plan(self.trainer.backbone.info, client.budget), work))
-
-        def train(cohort: Sequence[tuple[AdapterPlan, LocalWork]]) -> list[Trained]:
-            plans, work = zip(*cohort, strict=True)
-            return self.trainer.train(method, plans, work, request.round)
-
+        members = [
+            LocalWork(client, unpack_rows(self.examples, client.index), decode(download), decode(memory))
+            for client, download, memory in zip(clients, downloads, memories, strict=True)
+        ]
+        cohorts = FittingCohorts(members, len(members), self.trainer.backbone.device)
+        trained: list[Trained] = []
         try:
             self._merge(request.merge_digest, payloads[-1])
-            trained = list(halving(members, len(members), train, self.trainer.backbone.device))
+            for cohort in cohorts:
+                plans = [method.plan(self.trainer.backbone.info, work.client.budget) for work in cohort]
+                with cohorts.fitting():
+                    trained += self.trainer.train(method, plans, cohort, request.round)
         except FedGuildError as error:
             return {"error": error.message, "hint": error.hint}, []
         reports = [result.report.to_json() for result in trained]
