@@ -12,7 +12,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 MOST_LINES = 400
 
 STAGES = ("config", "data", "model", "client", "wire", "server", "evaluation", "costs", "report")
-BELOW = ("errors", "seeding", "heap", "files", "payload", "packing", "sealed", "progress", "environment")
+BELOW = ("errors", "plugins", "seeding", "heap", "files", "payload", "packing", "sealed", "progress", "environment")
 """What every stage may use, and what uses no stage."""
 LAST = ("setup", "costs.from_config", "recording", "scoring", "experiment", "export", "federation", "cli", "__main__")
 """What uses every stage, in this order."""

@@ -20,7 +20,7 @@ def describe_environment(device: torch.device, dtype: torch.dtype) -> dict[str, 
     return {
         "fedguild": __version__,
         "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := installed(name)) is not None},
+        "packages": {name: version for name in PACKAGES if (version := installed(name)) is not None},
         "system": f"{platform.system()} {platform.machine()}",
         "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),

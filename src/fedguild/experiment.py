@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from fedguild.client.merges import MergeLedger
+from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config import Config, load_config
 from fedguild.environment import describe_environment
 from fedguild.errors import CheckpointError
@@ -21,8 +21,9 @@ from fedguild.report.tracking import Tracker
 from fedguild.scoring import evaluate_state
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
-from fedguild.server.merges import merges
-from fedguild.server.record import (
+from fedguild.server.merge_history import merges
+from fedguild.server.rounds import Outcome, frequencies, run_round
+from fedguild.server.run_log import (
     EvaluationRecord,
     PartitionRecord,
     Record,
@@ -31,7 +32,6 @@ from fedguild.server.record import (
     RunLog,
     StrayUpload,
 )
-from fedguild.server.rounds import Outcome, frequencies, run_round
 from fedguild.setup import Experiment, PreparedData, Split, make_engine, prepare, prepare_data
 
 __all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
@@ -248,7 +248,7 @@ def _written_config(folder: Path) -> Config:
 
 def _result(experiment: Experiment, number: int, records: Sequence[Record], report: Path) -> RunResult:
     scored = [record for record in records if isinstance(record, EvaluationRecord)]
-    scores, own, received, pooled, summaries = (
+    scores, own_scores, received_scores, pooled_scores, summaries = (
         {record.name: record.score for record in scored if record.scope == scope}
         for scope in ("budget", "client", "received", "pooled", "summary")
     )
@@ -258,4 +258,15 @@ def _result(experiment: Experiment, number: int, records: Sequence[Record], repo
         if record.scope == "summary" and "deviation" in record.metrics
     }
     mean = summaries.get("mean", summaries.get("mtal", 0.0))
-    return RunResult(experiment.folder, number, scores, mean, report, own, received, pooled, summaries, deviations)
+    return RunResult(
+        experiment.folder,
+        number,
+        scores,
+        mean,
+        report,
+        own=own_scores,
+        received=received_scores,
+        pooled=pooled_scores,
+        summaries=summaries,
+        deviations=deviations,
+    )

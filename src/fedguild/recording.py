@@ -15,8 +15,8 @@ from fedguild.evaluation.scores import Scores, Summary
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Observation
-from fedguild.server.record import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
 from fedguild.server.rounds import Outcome
+from fedguild.server.run_log import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
 
 Where = tuple[Literal["budget", "client", "received", "pooled"], int, Literal["test", "validation"]]
 

@@ -21,7 +21,7 @@ from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.recording import Where, evaluation_record, summary_record
 from fedguild.server.method import Deployment
-from fedguild.server.record import EvaluationRecord, Record
+from fedguild.server.run_log import EvaluationRecord, Record
 from fedguild.setup import Experiment, Split
 
 Model = tuple[str, Budget, Deployment]
@@ -49,8 +49,8 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
         summary.append(summary_record("received", scored))
         records += scored
     if settings.pooled:
-        own = _own_models(experiment, state, number)
-        scored = _scored(experiment, own, [pooled] * len(own), ("pooled", number, split))
+        models = _own_models(experiment, state, number)
+        scored = _scored(experiment, models, [pooled] * len(models), ("pooled", number, split))
         summary.append(summary_record("pooled", scored))
         records += scored
     experiment.progress.evaluated(
@@ -127,8 +127,8 @@ def evaluated_plan(experiment: Experiment, budget: Budget, deployment: Deploymen
     model, plan = experiment.backbone.info, deployment.plan
     if not model.moe:
         return plan
-    own = experiment.config.evaluation.active_experts == "method"
-    return replace(plan, active_experts=(plan.active_experts or model.top_k) if own else budget.active_experts)
+    as_method = experiment.config.evaluation.active_experts == "method"
+    return replace(plan, active_experts=(plan.active_experts or model.top_k) if as_method else budget.active_experts)
 
 
 def _scoring(config: Config) -> Scoring:

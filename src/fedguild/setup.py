@@ -33,9 +33,9 @@ from fedguild.model.backbone import Backbone, load_backbone
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.seeding import numpy_rng
+from fedguild.server.engine import Engine
 from fedguild.server.method import Method
-from fedguild.server.record import EvaluationRecord
-from fedguild.server.rounds import Engine
+from fedguild.server.run_log import EvaluationRecord
 
 Split = Literal["test", "validation"]
 MEMORY = "clients"

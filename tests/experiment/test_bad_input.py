@@ -15,7 +15,7 @@ from fedguild.methods import METHODS
 from fedguild.methods.flame import Flame
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
-from fedguild.server.record import ClientRecord, RoundRecord, RunLog
+from fedguild.server.run_log import ClientRecord, RoundRecord, RunLog
 from tests.data.writing import write_jsonl
 from tests.experiment.conftest import Command
 from tests.experiment.runs import assert_same, ended, says, small_config, small_settings

@@ -132,28 +132,28 @@ def _show(comparisons: Sequence[Comparison], reference: str, as_json: bool, whol
     from fedguild.report.comparison import compare
     from fedguild.report.html import write_comparison
     from fedguild.report.overview import adds_to, overview, write_overview
-    from fedguild.report.record import load_run
+    from fedguild.report.run_folder import load_run
 
-    found, pages = {}, []
+    by_column, pages = {}, []
     for comparison in comparisons:
         folders = comparison.folders()
-        found[comparison.title] = compare(
+        by_column[comparison.title] = compare(
             {name: [load_run(folder) for folder in folders[name]] for name in folders}, reference
         )
         pages.append(write_comparison(folders, comparison.folder, reference=reference, title=comparison.title or None))
     several = len(comparisons) > 1
     if as_json:
-        answers = {column: table.to_json() for column, table in found.items()}
+        answers = {column: table.to_json() for column, table in by_column.items()}
         show_json(answers if several else next(iter(answers.values())))
     else:
-        for column, table in found.items():
+        for column, table in by_column.items():
             note(f"\n{column}" if column else "")
             show(table.score_grid().to_rich(), *([] if several else [table.cost_grid().to_rich()]))
-        if whole and adds_to(found, whole.scores):
-            show(overview(found, whole.scores, whole.name).to_rich())
+        if whole and adds_to(by_column, whole.scores):
+            show(overview(by_column, whole.scores, whole.name).to_rich())
     if whole:
-        note(f"Table: {write_overview(found, whole.scores, whole.name, whole.folder)}")
-    for column, table in found.items():
+        note(f"Table: {write_overview(by_column, whole.scores, whole.name, whole.folder)}")
+    for column, table in by_column.items():
         for warning in table.warnings:
             note(f"Careful: {f'{column}: ' if column else ''}{warning}")
     for page in pages:

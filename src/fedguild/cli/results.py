@@ -10,7 +10,7 @@ from fedguild.cli.output import note, show, show_json
 def show_run(folder: Path, as_json: bool) -> None:
     """Prints a run's table, or the same as JSON, and says where its report lies."""
     from fedguild.report.html import REPORT_FILE
-    from fedguild.report.record import load_run
+    from fedguild.report.run_folder import load_run
     from fedguild.report.tables import run_table
 
     table = run_table(load_run(folder))

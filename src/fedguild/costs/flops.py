@@ -133,8 +133,8 @@ def _adapter_parameters(model: ModelInfo, plan: AdapterPlan, shapes: Mapping[str
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     idle = 0
     for moe in model.moe:
-        own = sum(size for name, size in sizes.items() if name.startswith(f"{moe.experts}."))
-        idle += (moe.num_experts - active_experts(moe, plan)) * own // moe.num_experts
+        expert_values = sum(size for name, size in sizes.items() if name.startswith(f"{moe.experts}."))
+        idle += (moe.num_experts - active_experts(moe, plan)) * expert_values // moe.num_experts
     return sum(sizes.values()), sum(sizes.values()) - idle
 
 

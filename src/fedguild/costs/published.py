@@ -184,8 +184,8 @@ def _costs(setup: Setup, build: Build) -> tuple[Cost, Cost]:
     model, method = setup.info(), build(setup.method, dict(setup.options))
     active, rank = setup.budgets[0]
     plans = [method.plan(model, Budget("b", experts, rank)) for experts in (active, model.top_k)]
-    own, full = (cost(model, plan) for plan in plans)
-    return own, full
+    budgeted, full = (cost(model, plan) for plan in plans)
+    return budgeted, full
 
 
 @cache
@@ -195,8 +195,10 @@ def _traffic(setup: Setup, build: Build) -> tuple[float, float]:
     counted = exchanges(
         method, setup.info(), setup.clients(), rounds=setup.rounds, absences=False, wire_dtype=setup.wire
     )
-    found = counted.rounds[-1]
-    return fmean(sum(one.upload.values()) for one in found), fmean(sum(one.download.values()) for one in found)
+    last_round = counted.rounds[-1]
+    return fmean(sum(one.upload.values()) for one in last_round), fmean(
+        sum(one.download.values()) for one in last_round
+    )
 
 
 @cache

@@ -38,12 +38,12 @@ class ServerProfile:
 def server_profile(entry: ServerCosts, traffic: Exchanges, participants: int) -> ServerProfile:
     """Returns what a round of the counted exchanges costs the server, of a method with this entry."""
     sizes = [sum(exchange.upload.values()) for exchange in traffic.rounds[-1]]
-    held = sum(sizes) if entry.holds == "all" else max(sizes)
+    uploads_bytes = sum(sizes) if entry.holds == "all" else max(sizes)
     return ServerProfile(
         entry,
         participants,
         state_bytes=traffic.state_bytes,
-        memory_bytes=2 * traffic.state_bytes + held,
+        memory_bytes=2 * traffic.state_bytes + uploads_bytes,
         received_bytes=sum(sizes),
         running_sum_seconds=sum(sizes) * seconds_per_byte(),
     )

@@ -174,13 +174,16 @@ def _of(budget: Budget, exchanges: Sequence[Exchange]) -> list[Exchange]:
     return [exchange for exchange in exchanges if exchange.client.budget == budget]
 
 
-def _upload(found: Sequence[Exchange]) -> Direction:
-    parts, least = _mean([exchange.upload for exchange in found]), _mean([exchange.least_upload for exchange in found])
+def _upload(exchanges: Sequence[Exchange]) -> Direction:
+    parts, least = (
+        _mean([exchange.upload for exchange in exchanges]),
+        _mean([exchange.least_upload for exchange in exchanges]),
+    )
     return Direction(sum(parts.values()), parts, sum(least.values()))
 
 
-def _download(found: Sequence[Exchange]) -> Direction:
-    parts = _mean([exchange.download for exchange in found])
+def _download(exchanges: Sequence[Exchange]) -> Direction:
+    parts = _mean([exchange.download for exchange in exchanges])
     return Direction(sum(parts.values()), parts, sum(parts.values()))
 
 

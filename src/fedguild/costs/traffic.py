@@ -93,13 +93,13 @@ def exchanges(
         states = [method.enroll(state, model, clients)]
         for number in range(1, rounds):
             states.append(_after(method, states[-1], model, asked, number))
-        found = [[_exchange(method, state, model, client, wire_dtype) for client in asked] for state in states]
+        per_round = [[_exchange(method, state, model, client, wire_dtype) for client in asked] for state in states]
         missed = []
         if absences and rounds > 1:
             for absent, state in _after_absences(method, states, model, clients, asked):
                 missed += [_exchange(method, state, model, client, wire_dtype) for client in absent]
     missed.sort(key=lambda exchange: exchange.client.index)
-    return Exchanges(found, missed, sum(tensor_bytes(tensor) for tensor in states[-1].tensors.values()))
+    return Exchanges(per_round, missed, sum(tensor_bytes(tensor) for tensor in states[-1].tensors.values()))
 
 
 def _after_absences(

@@ -225,7 +225,7 @@ class PartitionTable:
 
 def partition_table(examples: Sequence[Example], parts: Sequence[Sequence[int]]) -> PartitionTable:
     """Counts a partition of `examples` by client and label."""
-    held = [Counter(examples[index].label for index in part) for part in parts]
-    totals = sum(held, Counter[str]())
+    per_client = [Counter(examples[index].label for index in part) for part in parts]
+    totals = sum(per_client, Counter[str]())
     labels = tuple(sorted(totals, key=lambda label: (-totals[label], label)))
-    return PartitionTable(labels, tuple(tuple(counter[label] for label in labels) for counter in held))
+    return PartitionTable(labels, tuple(tuple(counter[label] for label in labels) for counter in per_client))

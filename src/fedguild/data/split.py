@@ -97,19 +97,19 @@ def _matching_test(corpus: Corpus, share: Sequence[Example], client: int, rng: n
     pool: dict[str, list[Example]] = {}
     for example in corpus.test:
         pool.setdefault(example.label, []).append(example)
-    held = Counter(example.label for example in share if example.label in pool)
-    if not held:
+    share_counts = Counter(example.label for example in share if example.label in pool)
+    if not share_counts:
         raise DataError(
             f"None of client {client}'s labels is among the test examples of the corpus '{corpus.name}'.",
             "Set the test source to client.",
         )
-    weights = np.array([held[label] for label in sorted(held)], dtype=np.float64)
-    available = np.array([len(pool[label]) for label in sorted(held)])
+    weights = np.array([share_counts[label] for label in sorted(share_counts)], dtype=np.float64)
+    available = np.array([len(pool[label]) for label in sorted(share_counts)])
     total = int(weights.sum() * (available / weights).min())
     counts = np.minimum(apportion(weights, max(total, 1)), available)
     drawn = [
         example
-        for label, count in zip(sorted(held), counts.tolist(), strict=True)
+        for label, count in zip(sorted(share_counts), counts.tolist(), strict=True)
         for example in (sample(pool[label], count, rng) if count else ())
     ]
     return [drawn[index] for index in rng.permutation(len(drawn))]

@@ -103,10 +103,10 @@ def candidate_losses(
     """
     if model.seq2seq is not None:
         alone = [[single for row in slot_rows for single in row.singles] for slot_rows in rows]
-        found = _losses(model, alone, batch_tokens, pad_id)
+        slot_losses = _losses(model, alone, batch_tokens, pad_id)
         return [
             [[loss for (loss,) in islice(losses, len(row.responses))] for row in slot_rows]
-            for slot_rows, losses in zip(rows, map(iter, found), strict=True)
+            for slot_rows, losses in zip(rows, map(iter, slot_losses), strict=True)
         ]
     return _losses(model, rows, batch_tokens, pad_id)
 

@@ -46,12 +46,12 @@ def parse_label(text: str, choices: Sequence[str]) -> int | None:
     same place (`New`, `New York`) the longest.
     """
     said = normalised(text)
-    found = []
+    mentions = []
     for index, choice in enumerate(choices):
         mention = re.search(rf"(?<!\w){re.escape(normalised(choice))}(?!\w)", said)
         if mention:
-            found.append((mention.start(), -mention.end(), index))
-    return min(found)[2] if found else None
+            mentions.append((mention.start(), -mention.end(), index))
+    return min(mentions)[2] if mentions else None
 
 
 def mtal(own_test_scores: Iterable[float | None]) -> float:

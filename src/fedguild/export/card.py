@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedguild import __version__
-from fedguild.client.merges import by_version
+from fedguild.client.merge_ledger import by_version
 from fedguild.export.weights import output_scales
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo

@@ -30,8 +30,8 @@ from fedguild.export.weights import (
 )
 from fedguild.files import write_json
 from fedguild.model.backbone import Backbone
-from fedguild.model.merging import changes, require_unquantised, weight_modules, with_changes
 from fedguild.model.moe.switch import unstacked
+from fedguild.model.weight_changes import changes, require_unquantised, weight_modules, with_changes
 from fedguild.server.method import Deployment
 
 SHARD_BYTES = 5_000_000_000

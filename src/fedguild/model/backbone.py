@@ -22,11 +22,11 @@ from fedguild.model.four_bit import four_bit_options, quantise_experts
 from fedguild.model.frozen_linear import speed_up_frozen_linears
 from fedguild.model.info import LinearInfo, ModelInfo
 from fedguild.model.known import find_known, known_models
-from fedguild.model.merging import merged
 from fedguild.model.moe.switch import stack_experts
 from fedguild.model.moe.view import MoeLayer, attach, find_moe_layers
 from fedguild.model.runtime import Runtime
 from fedguild.model.tiny import CHECKPOINT
+from fedguild.model.weight_changes import merged
 
 EMBEDDED = "embedded"
 _ATTENTION = {"self_attn", "attn", "SelfAttention", "EncDecAttention"}

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from fedguild.report.record import Run
-from fedguild.server.record import ClientRecord
+from fedguild.report.run_folder import Run
+from fedguild.server.run_log import ClientRecord
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from fedguild.report.comparison import ComparisonTable, compare
 from fedguild.report.costs import budget_costs, client_totals, phase_seconds
 from fedguild.report.observation_figures import MOST_NAMED, observation_figure
 from fedguild.report.observations import Series, observation_grid, observed
-from fedguild.report.record import Run, load_run
+from fedguild.report.run_folder import Run, load_run
 from fedguild.report.stability import stability_grids
 from fedguild.report.summary import budget_title, comparison_summary, run_summary
 from fedguild.report.tables import RunTable, routing_grid, run_table, task_grid, training_grid

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from fedguild.report.observations import Series
 from fedguild.report.style import FULL_WIDTH, HEAT, INK, MUTED, gridlines, method_colours, styled, to_svg
-from fedguild.server.record import ObservationRecord
+from fedguild.server.run_log import ObservationRecord
 
 MOST_NAMED = 8
 """Rows beyond which the lines are thin and unnamed, and their mean stands out."""

@@ -70,7 +70,7 @@ def _meaning(scores: Mapping[str, str]) -> str:
     (usual, _), *others = Counter(scores.values()).most_common()
     parts = [_MEANING[usual]]
     for score, _ in others:
-        names = [label for label, own in scores.items() if own == score]
+        names = [label for label, shown in scores.items() if shown == score]
         parts.append(f"{', '.join(names)}: {_MEANING[score]}")
     return "; ".join(parts)
 

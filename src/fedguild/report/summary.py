@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedguild.evaluation.metrics import Spread
 from fedguild.report import units
 from fedguild.report.comparison import MEAN, MTAL, ComparisonTable
-from fedguild.report.record import BudgetFacts
+from fedguild.report.run_folder import BudgetFacts
 from fedguild.report.tables import RunTable
 
 
@@ -97,9 +97,9 @@ def _elsewhere(table: ComparisonTable, leader: str) -> list[str]:
     mean = table.difference(leader, MEAN) if MEAN in table.columns else None
     if mean is not None:
         sentences.append(f"Averaged over the {len(table.budgets)} budgets the difference is {_signed(mean)}.")
-    own = table.difference(leader, MTAL) if table.budgets else None
-    if own is not None and _decisive_column(table) != MTAL:
-        sentences.append(f"Between the clients' own models on their own data it is {_signed(own)}.")
+    difference = table.difference(leader, MTAL) if table.budgets else None
+    if difference is not None and _decisive_column(table) != MTAL:
+        sentences.append(f"Between the clients' own models on their own data it is {_signed(difference)}.")
     return sentences
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedguild.errors import ConfigError
-from fedguild.server.record import ClientRecord, EvaluationRecord, ObservationRecord, Record, RoundRecord
+from fedguild.server.run_log import ClientRecord, EvaluationRecord, ObservationRecord, Record, RoundRecord
 
 
 class Tracker:

@@ -14,7 +14,7 @@ from fedguild import experiment
 from fedguild.config import Config
 from fedguild.engines.flower.parcel import Parcel
 from fedguild.federation.keys import write_key
-from fedguild.server.record import RoundRecord, RunLog
+from fedguild.server.run_log import RoundRecord, RunLog
 from tests.engines.flower.guild import QUICK, desks_of, grid_of, serve_on, small_config
 from tests.engines.flower.lies import DEADLINE_SECONDS, EVERY_ROUND, LIMIT_BYTES
 from tests.engines.flower.processes import Guild, running, wait_for

@@ -25,6 +25,6 @@ def read_document(path: Path, keys: Iterable[str]) -> dict[str, Any]:
         raise DataError(f"{path} holds a JSON {type(document).__name__}.", f"Expected one object with {expected}.")
     missing = [key for key in keys if key not in document]
     if missing:
-        found = ", ".join(map(str, document)) or "no keys"
-        raise DataError(f"{path} lacks: {', '.join(missing)}.", f"Found: {found}. Expected: {expected}.")
+        present = ", ".join(map(str, document)) or "no keys"
+        raise DataError(f"{path} lacks: {', '.join(missing)}.", f"Found: {present}. Expected: {expected}.")
     return document

@@ -97,19 +97,19 @@ def split_paths(folder: Path, splits: Sequence[str]) -> list[Path]:
     Raises:
         DataError: two files claim the same split.
     """
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         for part in {part for name in splits for part in name.split("+")}:
             if not is_split(path, part):
                 continue
-            if part in found:
+            if part in files:
                 raise DataError(
-                    f"Both {found[part].name} and {path.name} in {folder} could be the '{part}' split.",
+                    f"Both {files[part].name} and {path.name} in {folder} could be the '{part}' split.",
                     "Give one of the files instead of the folder.",
                 )
-            found[part] = path
-    name = first_split(splits, list(found))
-    return [found[part] for part in name.split("+")] if name else []
+            files[part] = path
+    name = first_split(splits, list(files))
+    return [files[part] for part in name.split("+")] if name else []
 
 
 def is_split(path: Path, part: str) -> bool:

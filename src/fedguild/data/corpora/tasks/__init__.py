@@ -91,17 +91,17 @@ def _is_held_out(prompt: str) -> bool:
 
 def _distinct(name: str, examples: Iterator[Example], count: int) -> list[Example]:
     """Returns the first `count` examples of a family with different prompts."""
-    found: dict[str, Example] = {}
+    by_prompt: dict[str, Example] = {}
     repeats = 0
-    while len(found) < count:
+    while len(by_prompt) < count:
         example = next(examples)
-        repeats = repeats + 1 if example.prompt in found else 0
+        repeats = repeats + 1 if example.prompt in by_prompt else 0
         if repeats > _PATIENCE:
             raise DataError(
-                f"Task family '{name}' has no more than {len(found)} distinct questions, {count} asked for."
+                f"Task family '{name}' has no more than {len(by_prompt)} distinct questions, {count} asked for."
             )
-        found.setdefault(example.prompt, example)
-    return list(found.values())
+        by_prompt.setdefault(example.prompt, example)
+    return list(by_prompt.values())
 
 
 def _shuffled(examples: list[Example], seed: int) -> tuple[Example, ...]:

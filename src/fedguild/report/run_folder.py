@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from fedguild.errors import CheckpointError
-from fedguild.server.record import (
+from fedguild.server.run_log import (
     ClientRecord,
     EvaluationRecord,
     ObservationRecord,
