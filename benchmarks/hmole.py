@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fedguild.client.optimizer import SlotOptimizer
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
+from fedguild.methods.fedamole.mixture import MixtureOfLora
 from fedguild.model.adapters.lora import Lora
-from fedguild.model.adapters.mole import MixtureOfLora
 from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel

@@ -13,6 +13,9 @@ cases hold the defaults of all settings and what every shipped preset resolves t
 
 A fact is named `round/what/who/name`, for example `2/upload/client-001/adapter/…lora_A`. A case that fails is
 recorded with its error. `compare` exits with 1 where anything differs. `RENAMED` and `EXPECTED` say what may.
+
+The package is imported where it is needed: `compare` works without it, and a module that has moved fails the cases
+that use it, no others.
 """
 
 from __future__ import annotations
@@ -33,20 +36,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}  # before torch
-
-import torch
-
-from fedguild import experiment
-from fedguild.client.memory import ClientMemory
-from fedguild.config import load_config
-from fedguild.engines.local import LocalEngine
-from fedguild.methods import build_method
-from fedguild.model.tiny.tokenizer import train_tokenizer
-from fedguild.server import checkpoint
-from tests.backbones import tiny_model
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Facts = dict[str, str]
 """`round/what/who/name` -> a digest, or a value as JSON."""
@@ -319,15 +312,15 @@ CASES: dict[str, Case] = {
             "evaluation": {"active_experts": "method", "by": "generation", "split": "validation"},
         },
     ),
-    "fedprox, rejected": Case(
+    "fedit, rejected": Case(
         "olmoe",
-        {"rank": 2},
+        {"rank": 3, "rank_by_budget": True},
         {
             "federation": {
-                "norm_limit": 5.88,
+                "norm_limit": 7.0,
+                "participation": 0.8,
                 "quorum": 0.01,
-                "over_selection": 0.5,
-                "participation": 0.5,
+                "over_selection": 0.3,
                 "retries": 1,
             },
             "evaluation": {"normalise": "sum"},
@@ -375,6 +368,12 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 def save_models(folder: Path) -> Facts:
     """Writes the random models that the cases need, each with a byte-level tokenizer; returns their digests."""
+    from transformers.utils import logging
+
+    from fedguild.model.tiny.tokenizer import train_tokenizer
+    from tests.backbones import tiny_model
+
+    logging.disable_progress_bar()
     facts: Facts = {}
     for family in sorted({case.model for case in CASES.values()} - {"embedded"}):
         tokenizer = train_tokenizer(["The quick brown fox."])
@@ -394,6 +393,13 @@ def save_models(folder: Path) -> Facts:
 
 def record_run(label: str, models: Path) -> Facts:
     """Runs a case in a folder of its own and returns its facts."""
+    from fedguild import experiment
+    from fedguild.client.memory import ClientMemory
+    from fedguild.config import load_config
+    from fedguild.engines.local import LocalEngine
+    from fedguild.server import checkpoint
+
+    experiment.write_report = lambda folder: folder / "report.html"  # which takes longer than the run
     facts: Facts = {}
     with tempfile.TemporaryDirectory() as root:
         path = Path(root) / "case.yaml"
@@ -444,14 +450,14 @@ def task_facts(what: str, task: Any, payload: Any) -> Facts:
     return payload_facts(f"{task.round}/{what}/client-{task.client.index:03d}", payload.tensors, payload.scalars)
 
 
-def payload_facts(prefix: str, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> Facts:
+def payload_facts(prefix: str, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> Facts:
     """Returns a digest of each tensor, and each scalar's value."""
     facts = {f"{prefix}/{name}": digest_of_tensor(tensor) for name, tensor in tensors.items()}
     return facts | {f"{prefix}/{name}": shortened(value) for name, value in scalars.items()}
 
 
 def record_facts(lines: str) -> Facts:
-    """Returns the fields of every record but the measured ones, each record by its place among its kind in its round."""
+    """Returns the fields of all records but the measured ones; a record is named by its place in its round and kind."""
     facts: Facts = {}
     seen: Counter[tuple[int, str]] = Counter()
     for record in map(json.loads, lines.splitlines()):
@@ -479,8 +485,10 @@ def shortened(value: Any) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[:40]}… {digest(text.encode())}"
 
 
-def digest_of_tensor(tensor: torch.Tensor) -> str:
+def digest_of_tensor(tensor: Tensor) -> str:
     """Returns dtype, shape and a digest of the bytes, for example `float32[2, 3] 0123456789abcdef`."""
+    import torch
+
     plain = tensor.detach().cpu().contiguous()
     content = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{str(plain.dtype).removeprefix('torch.')}{list(plain.shape)} {digest(content)}"
@@ -496,6 +504,9 @@ def digest(content: bytes) -> str:
 
 def defaults() -> Facts:
     """Returns the default of every option of every method, and of every other setting."""
+    from fedguild.config import load_config
+    from fedguild.methods import build_method
+
     facts: Facts = {}
     for name in sorted({method_of(label) for label in CASES}):
         facts |= value_facts(f"0/options/{name}", build_method(name, {}).settings.model_dump(mode="json"))
@@ -507,7 +518,10 @@ def defaults() -> Facts:
 
 def presets() -> Facts:
     """Returns what every shipped preset resolves to."""
-    folder = Path(experiment.__file__).parent / "config" / "presets"
+    import fedguild
+    from fedguild.config import load_config
+
+    folder = Path(fedguild.__file__).parent / "config" / "presets"
     names = [path.relative_to(folder).with_suffix("").as_posix() for path in sorted(folder.rglob("*.yaml"))]
     facts: Facts = {}
     for name in names:
@@ -524,16 +538,16 @@ WITHOUT_RUN: dict[str, Callable[[], Facts]] = {"defaults": defaults, "presets": 
 def record(output: Path, only: Sequence[str], jobs: int) -> None:
     """Records the cases of some methods (all by default), or those with these labels, in processes of their own."""
     labels = [label for label in [*WITHOUT_RUN, *CASES] if not only or {label, method_of(label)} & set(only)]
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     started = time.perf_counter()
     cases: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as root:
-        cases["models"] = outcome(functools.partial(save_models, Path(root)))
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(jobs, context) as pool:
-            results = pool.map(record_case, labels, [Path(root)] * len(labels))
-            for label, result in zip(labels, results, strict=True):
-                cases[label] = result
-                print(f"{result['seconds']:6.1f} s  {label}  {result['error'] or len(result['facts'])}", flush=True)
+    processes = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as models, ProcessPoolExecutor(jobs, processes) as pool:
+        cases["models"] = pool.submit(record_models, Path(models)).result()
+        results = pool.map(record_case, labels, [Path(models)] * len(labels))
+        for label, result in zip(labels, results, strict=True):
+            cases[label] = result
+            print(f"{result['seconds']:6.1f} s  {label}  {result['error'] or len(result['facts'])}", flush=True)
     output.write_text(json.dumps(cases, indent=0, sort_keys=True))
     facts = sum(len(case["facts"]) for case in cases.values())
     failed = [label for label, case in cases.items() if case["error"]]
@@ -542,9 +556,12 @@ def record(output: Path, only: Sequence[str], jobs: int) -> None:
 
 def record_case(label: str, models: Path) -> dict[str, Any]:
     """Returns a case's facts, or its error."""
-    torch.set_num_threads(1)
-    experiment.write_report = lambda folder: folder / "report.html"
     return outcome(WITHOUT_RUN.get(label) or functools.partial(record_run, label, models))
+
+
+def record_models(models: Path) -> dict[str, Any]:
+    """Returns the digests of the random models, which it writes."""
+    return outcome(functools.partial(save_models, models))
 
 
 def outcome(compute: Callable[[], Facts]) -> dict[str, Any]:
@@ -562,8 +579,14 @@ def compare(old: Path, new: Path, limit: int) -> int:
     """Prints every difference between two recordings, up to a limit; returns the exit status."""
     before, after = (json.loads(path.read_text()) for path in (old, new))
     shared = [label for label in before if label in after]
-    differences, agreeing, expected = [], 0, Counter[str]()
+    differences: list[str] = []
+    agreeing, failing, expected = 0, 0, Counter[str]()
     for label in shared:
+        errors = [recording[label]["error"] for recording in (before, after)]
+        if any(errors):
+            failing += 1
+            differences += [f"{label}: {errors[0] or 'ran'} -> {errors[1] or 'ran'}"] if errors[0] != errors[1] else []
+            continue
         olds, news = facts_of(before[label], RENAMED), facts_of(after[label], {})
         agreeing += sum(news.get(name) == value for name, value in olds.items())
         for name in sorted(olds.keys() | news.keys()):
@@ -583,14 +606,21 @@ def compare(old: Path, new: Path, limit: int) -> int:
     for reason, count in expected.items():
         print(f"{count:6} expected differences: {reason}")
     left_out = (before.keys() | after.keys()) - set(shared)
-    print(f"{len(shared)} cases, {agreeing} facts agree, {len(differences)} differ, {len(left_out)} cases in one only")
+    print(f"{len(shared)} cases ({failing} failed, {len(left_out)} more in one recording only), ", end="")
+    print(f"{agreeing} facts agree, {len(differences)} differ")
     return 1 if differences else 0
 
 
 def facts_of(case: Mapping[str, Any], renamed: Mapping[str, str]) -> Facts:
-    """Returns a case's facts under today's names; a failure is a fact."""
+    """Returns a case's facts under today's names.
+
+    Raises:
+        ValueError: two facts have the same name today, so that one would hide the other.
+    """
     facts = {normalised(name, renamed): value for name, value in case["facts"].items()}
-    return facts | ({"error": case["error"]} if case["error"] else {})
+    if len(facts) != len(case["facts"]):
+        raise ValueError("RENAMED gives two facts the same name.")
+    return facts
 
 
 def normalised(fact: str, renamed: Mapping[str, str]) -> str:

@@ -3,7 +3,6 @@
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -36,15 +35,23 @@ def block(language: str, containing: str) -> str:
 
 @pytest.fixture
 def preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Registers the method and writes the preset of the guide; returns the preset's path."""
+    """Installs the method as a package of its own and writes the preset of the guide; returns the preset's path."""
     assert "fedavgm" not in methods.METHODS, "The example has to be a method that does not ship."
-    module = ModuleType("fedguild.methods.fedavgm")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(block("python", "class FedAvgM:"), "CONTRIBUTING.md", "exec"), module.__dict__)
-    monkeypatch.setitem(methods.METHODS, "fedavgm", module.FedAvgM)
+    site = tmp_path / "site"
+    package = site / "example-1.0.dist-info"
+    package.mkdir(parents=True)
+    (site / "fedavgm.py").write_text(block("python", "class FedAvgM(Method):"))
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: example\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[fedguild.methods]\nfedavgm = fedavgm\n")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, "fedavgm", raising=False)
     path = tmp_path / "fedavgm.yaml"
-    path.write_text(block("yaml", "fedavgm"))
+    path.write_text(block("yaml", "extends: flame/tiny-tasks"))
     return str(path)
+
+
+def test_the_case_of_the_guide_is_one_line() -> None:
+    assert re.fullmatch(r'    "fedavgm": Case\(\{.*\}\),\n', block("python", '"fedavgm": Case'))
 
 
 def states(preset: str, folder: Path, *overrides: str) -> list[dict[str, Tensor]]:

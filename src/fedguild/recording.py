@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedguild.costs.flops import cost
-from fedguild.evaluation.metrics import expert_utilisation
+from fedguild.evaluation.expert_usage import expert_utilisation
 from fedguild.evaluation.scores import Scores, Summary
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
@@ -147,10 +147,9 @@ def _matrix(seen: Observation) -> list[list[float]]:
 
 
 def _measures(summary: Summary, perplexity: bool) -> dict[str, float]:
-    measures = {
+    measures: dict[str, float | None] = {
         "accuracy": summary.accuracy,
-        "exact_match": summary.exact_match,
-        "rouge_l": summary.rouge_l,
+        **summary.metrics,
         "perplexity": summary.perplexity if perplexity else None,
     }
     return {name: value for name, value in measures.items() if value is not None}

@@ -14,6 +14,8 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config
 from fedguild.costs.flops import cost
 from fedguild.data import Example
+from fedguild.data.corpora import corpus_spec
+from fedguild.evaluation.metrics import METRICS, load_metrics
 from fedguild.evaluation.tasks import Scoring
 from fedguild.evaluation.tasks import evaluate as score
 from fedguild.model.plan import AdapterPlan
@@ -132,11 +134,12 @@ def evaluated_plan(experiment: Experiment, budget: Budget, deployment: Deploymen
 
 
 def _scoring(config: Config) -> Scoring:
-    settings = config.evaluation
+    settings, primary = config.evaluation, corpus_spec(config.data.corpus).metric
     return Scoring(
         choices="generation" if settings.by == "generation" else "likelihood",
         normalise=settings.normalise,
-        responses="exact_match" if config.data.corpus == "tasks" else "rouge_l",
+        metrics={**load_metrics(settings.metrics), primary: METRICS.load(primary)},
+        responses=primary,
     )
 
 

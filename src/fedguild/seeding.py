@@ -7,9 +7,12 @@ drew random numbers before. No global generator is read or set anywhere in the p
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def derive(seed: int, *purpose: str | int) -> int:
@@ -26,6 +29,8 @@ def numpy_rng(seed: int, *purpose: str | int) -> np.random.Generator:
 
 def torch_rng(seed: int, *purpose: str | int) -> torch.Generator:
     """Returns a CPU torch generator for a purpose."""
+    import torch
+
     return torch.Generator().manual_seed(derive(seed, *purpose))
 
 

@@ -27,6 +27,7 @@ from fedguild.data.sampling import sample
 from fedguild.engines.coded import CodedEngine
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
+from fedguild.evaluation.metrics import load_metrics
 from fedguild.files import write_text
 from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone, load_backbone
@@ -148,6 +149,7 @@ def prepare(config: Config, output: Path, progress: Progress | None = None) -> E
     """Builds the method, the data and the backbone of a run, in the order of what fails fastest."""
     progress = progress or Silent()
     method = method_of(config)
+    load_metrics(config.evaluation.metrics)
     progress.stage("Reading the data")
     data = prepare_data(config)
     progress.stage(f"Loading the model {config.model.path}")

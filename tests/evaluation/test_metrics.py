@@ -1,22 +1,15 @@
 from __future__ import annotations
 
-import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-import torch
 
-from fedguild.errors import DataError
-from fedguild.evaluation.metrics import (
-    exact_match,
-    expert_utilisation,
-    mean_over_budgets,
-    mtal,
-    paired_difference,
-    parse_label,
-    rouge_l,
-    spread,
-)
+from fedguild.errors import ConfigError, FedGuildError
+from fedguild.evaluation.metrics import METRICS, exact_match, load_metrics, measure, rouge_l
 from tests.oracles import metrics as oracle
+from tests.plugins import install
 
 
 @pytest.mark.parametrize(
@@ -31,97 +24,77 @@ from tests.oracles import metrics as oracle
     ],
 )
 def test_rouge_l_is_the_longest_common_subsequence(prediction, reference):
-    assert rouge_l(prediction, reference) == pytest.approx(oracle.rouge_l(prediction, reference), abs=1e-12)
+    assert rouge_l.score(prediction, reference) == pytest.approx(oracle.rouge_l(prediction, reference), abs=1e-12)
 
 
 def test_rouge_l_of_a_hand_worked_pair():
-    assert rouge_l("police kill the gunman", "police killed the gunman") == pytest.approx(0.75)
+    assert rouge_l.score("police kill the gunman", "police killed the gunman") == pytest.approx(0.75)
 
 
 def test_rouge_l_counts_equal_texts_without_latin_letters():
-    assert rouge_l("東京", "東京 ") == 1.0
-    assert rouge_l("東京", "大阪") == 0.0
+    assert rouge_l.score("東京", "東京 ") == 1.0
+    assert rouge_l.score("東京", "大阪") == 0.0
 
 
 def test_exact_match_ignores_case_and_white_space_only():
-    assert exact_match("  Two\nwords ", "two words") == 1.0
-    assert exact_match("two words.", "two words") == 0.0
+    assert exact_match.score("  Two\nwords ", "two words") == 1.0
+    assert exact_match.score("two words.", "two words") == 0.0
 
 
-@pytest.mark.parametrize(
-    ("text", "choices", "named"),
-    [
-        ("Yes", ("Yes", "No"), 0),
-        ("the correct answer is Answer2.", ("answer1", "answer2"), 1),
-        ("I know nothing", ("Yes", "No"), None),
-        ("No, not yes", ("yes", "no"), 1),
-        ("New York City", ("New", "New York", "York"), 1),
-        ("answer10", ("answer1", "answer10"), 1),
-        ("C++ of course", ("C", "C++"), 1),
-        ("", ("a",), None),
-    ],
-)
-def test_parse_label(text, choices, named):
-    assert parse_label(text, choices) == named
+@pytest.fixture
+def verses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package with a metric, one that returns no number, and two that cannot be used."""
+    source = """
+        def rhyme(prediction, reference):
+            \"\"\"Whether the last letters rhyme.\"\"\"
+            return int(prediction[-2:] == reference[-2:])
+
+        def silence(prediction, reference):
+            return float("nan") if prediction else None
+
+        NUMBER = 3
+    """
+    entries = """
+        [fedguild.metrics]
+        rhyme = verses:rhyme
+        silence = verses:silence
+        number = verses:NUMBER
+        perplexity = verses:rhyme
+    """
+    install(monkeypatch, tmp_path / "verses", "verses", entry_points=entries, modules={"verses.py": source})
 
 
-def test_mtal_counts_clients_equally_and_skips_those_without_tests():
-    assert mtal([0.5, None, 1.0, 0.0]) == pytest.approx(0.5)
-    with pytest.raises(DataError, match="No client has test examples"):
-        mtal([None, None])
+@pytest.mark.usefixtures("verses")
+def test_a_metric_of_another_package_is_listed_and_measures():
+    rhyme = next(metric for metric in METRICS.found() if metric.name == "rhyme")
+    assert (rhyme.title, rhyme.origin) == ("Whether the last letters rhyme", "verses 1.2")
+    metrics = load_metrics(("rhyme", "exact_match"))
+    assert measure(metrics, "a mouse", "the house") == {"rhyme": 1.0, "exact_match": 0.0}
 
 
-def test_mean_over_budgets():
-    assert mean_over_budgets({"k=1": 0.2, "k=8": 0.8}) == pytest.approx(0.5)
-    with pytest.raises(DataError, match="No budget"):
-        mean_over_budgets({})
+@pytest.mark.usefixtures("verses")
+def test_what_is_no_metric_is_refused_and_leaves_the_others_alone():
+    assert {metric.name: metric.fault for metric in METRICS.checked() if metric.fault} == {
+        "number": "TypeError: a metric is a function of two texts, not a int",
+        "perplexity": "ValueError: perplexity is recorded as another figure",
+    }
+    with pytest.raises(ConfigError, match=r"The metric number \(verses 1.2\) cannot be used: TypeError"):
+        load_metrics(["rouge_l", "number"])
 
 
-def test_spread_is_the_sample_deviation():
-    result = spread([1.0, 2.0, 4.0])
-    assert result.mean == pytest.approx(7 / 3)
-    assert result.std == pytest.approx(math.sqrt(((4 / 3) ** 2 + (1 / 3) ** 2 + (5 / 3) ** 2) / 2))
-    assert result.count == 3
-    assert spread([0.25]).std == 0.0
-    assert str(spread([0.5, 0.7])) == "0.600 ± 0.141"
-    with pytest.raises(DataError, match="at least one seed"):
-        spread([])
+@pytest.mark.usefixtures("verses")
+@pytest.mark.parametrize(("prediction", "returned"), [("one", "nan"), ("", "None")])
+def test_a_metric_returns_a_finite_number(prediction: str, returned: str):
+    with pytest.raises(FedGuildError, match=f"The metric 'silence' returned {returned} for the answer '{prediction}'"):
+        measure(load_metrics(["silence"]), prediction, "two")
 
 
-def test_paired_difference_cancels_the_seed():
-    difference = paired_difference({1: 0.9, 0: 0.4}, {0: 0.3, 1: 0.8})
-    assert difference.mean == pytest.approx(0.1)
-    assert difference.std == pytest.approx(0.0, abs=1e-12)
-    with pytest.raises(DataError, match=r"one side has \[0, 1\] and the other \[0, 2\]"):
-        paired_difference({0: 1.0, 1: 1.0}, {0: 1.0, 2: 1.0})
+def test_an_unknown_metric_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"evaluation.metrics: there is no metric 'rouge'\.\nDid you mean 'rouge_l'"):
+        load_metrics(["rouge"])
 
 
-def test_expert_utilisation_against_loops():
-    counts = torch.tensor([[5, 0, 3, 8], [4, 4, 4, 4], [16, 0, 0, 0], [0, 0, 0, 0]])
-    usage = expert_utilisation(counts, tokens=16)
-    for layer, row in enumerate(counts.tolist()):
-        rates = [count / 16 for count in row]
-        shares = [count / sum(row) if sum(row) else 0.0 for count in row]
-        assert usage.frequency[layer].tolist() == rates
-        assert usage.rate_entropy[layer].item() == pytest.approx(oracle.entropy(rates), abs=1e-12)
-        assert usage.entropy[layer].item() == pytest.approx(oracle.entropy(shares), abs=1e-12)
-        assert usage.normalised_entropy[layer].item() == pytest.approx(oracle.entropy(shares) / math.log(4), abs=1e-12)
-        assert usage.gini[layer].item() == pytest.approx(oracle.gini(rates), abs=1e-12)
-    assert usage.gini.tolist()[1:] == pytest.approx([0.0, 0.75, 0.0])
-    assert usage.normalised_entropy.tolist()[1:] == pytest.approx([1.0, 0.0, 0.0])
-
-
-def test_rate_entropy_may_exceed_ln_m():
-    usage = expert_utilisation(torch.full((1, 64), 2), tokens=16)
-    assert usage.rate_entropy.item() == pytest.approx(8 * math.log(8))
-    assert usage.rate_entropy.item() > math.log(64)
-    assert usage.entropy.item() == pytest.approx(math.log(64))
-
-
-def test_utilisation_without_tokens_or_with_one_expert_is_defined():
-    unseen = expert_utilisation(torch.zeros(2, 3), tokens=0)
-    single = expert_utilisation(torch.tensor([[7]]), tokens=7)
-    for usage in (unseen, single):
-        assert usage.entropy.abs().max() == usage.normalised_entropy.abs().max() == usage.gini.abs().max() == 0
-    assert unseen.frequency.abs().max() == 0
-    assert single.frequency.item() == 1.0
+def test_listing_the_metrics_does_not_import_torch():
+    code = "import sys; from fedguild.evaluation.metrics import METRICS; print(*METRICS, 'torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout.split() == ["exact_match", "rouge_l", "False"]

@@ -8,7 +8,7 @@ import torch
 
 from fedguild.data.example import Example
 from fedguild.errors import ConfigError, DataError
-from fedguild.evaluation.tasks import Scoring, evaluate
+from fedguild.evaluation.tasks import Scoring, evaluate, parse_label
 
 CHOICE = Example("pick:", "aab", "", "pick", ("aab", "b"), 0)
 TALK = Example("talk:", "cc dd", "", "talk")
@@ -35,8 +35,7 @@ def test_choices_by_mean_likelihood(model, tokenizer):
     assert (first.examples[0].predicted, first.overall.accuracy) == (0, 1.0)
     # aab (.5+2+2+.25+.5)/5 = 1.05 > b (.5+.25+.5)/3
     assert (second.examples[0].predicted, second.overall.accuracy) == (1, 0.0)
-    assert first.overall.exact_match is None
-    assert first.overall.rouge_l is None
+    assert first.overall.metrics == {}
     assert first.examples[0].generated is None
     assert first.overall.perplexity == pytest.approx(math.exp(0.7))
     assert second.overall.perplexity == pytest.approx(math.exp(1.05))
@@ -59,9 +58,9 @@ def test_choices_by_generation(model, tokenizer):
 
 def test_responses_by_generation(model, tokenizer):
     first, second = evaluate(model, [[TALK], [TALK]], tokenizer, max_tokens=64, max_new_tokens=32)
-    assert (first.overall.rouge_l, first.overall.exact_match, first.overall.score) == (1.0, 1.0, 1.0)
-    assert second.overall.rouge_l == second.overall.score == pytest.approx(2 / 3)
-    assert second.overall.exact_match == 0.0
+    assert (first.overall.metrics, first.overall.score) == ({"exact_match": 1.0, "rouge_l": 1.0}, 1.0)
+    assert second.overall.metrics["rouge_l"] == second.overall.score == pytest.approx(2 / 3)
+    assert second.overall.metrics["exact_match"] == 0.0
     assert second.overall.accuracy is None
     assert second.overall.perplexity == pytest.approx(math.exp(0.5))
     _, exact = evaluate(
@@ -80,7 +79,7 @@ def test_kinds_mix_and_keep_their_order(model, tokenizer):
     assert first.overall.accuracy == pytest.approx(2 / 3)
     assert list(first.by_task) == ["flip", "pick", "talk"]
     assert (first.by_task["pick"].count, first.by_task["pick"].accuracy) == (2, 1.0)
-    assert first.by_task["talk"].rouge_l == 1.0
+    assert first.by_task["talk"].metrics["rouge_l"] == 1.0
     assert [score.task for score in second.examples] == ["pick", "flip", "pick", "talk"]
     assert [score.primary for score in second.examples] == pytest.approx([0.0, 1.0, 0.0, 2 / 3])
 
@@ -96,7 +95,8 @@ def test_a_slot_without_examples_has_no_scores(model, tokenizer):
     _, second = evaluate(model, [[CHOICE], []], tokenizer, max_tokens=64)
     assert second.overall.count == 0
     assert second.examples == ()
-    assert all(value is None for name, value in asdict(second.overall).items() if name != "count")
+    assert second.overall.metrics == {}
+    assert all(value is None for name, value in asdict(second.overall).items() if name not in ("count", "metrics"))
 
 
 def test_batches_stay_within_the_bound(model, tokenizer):
@@ -138,3 +138,20 @@ def test_lists_must_match_the_slots(model, tokenizer):
 def test_new_tokens_must_leave_room_for_a_prompt(model, tokenizer):
     with pytest.raises(ConfigError, match="max_new_tokens is 64"):
         evaluate(model, [[TALK], []], tokenizer, max_tokens=64, max_new_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("text", "choices", "named"),
+    [
+        ("Yes", ("Yes", "No"), 0),
+        ("the correct answer is Answer2.", ("answer1", "answer2"), 1),
+        ("I know nothing", ("Yes", "No"), None),
+        ("No, not yes", ("yes", "no"), 1),
+        ("New York City", ("New", "New York", "York"), 1),
+        ("answer10", ("answer1", "answer10"), 1),
+        ("C++ of course", ("C", "C++"), 1),
+        ("", ("a",), None),
+    ],
+)
+def test_parse_label(text, choices, named):
+    assert parse_label(text, choices) == named

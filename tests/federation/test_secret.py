@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fedguild.client.budget import ClientInfo
-from fedguild.client.embedding_privacy import privatised
 from fedguild.config import Config
 from fedguild.engines.flower.engine import read_upload
 from fedguild.engines.flower.parcel import Parcel, to_bytes
@@ -18,7 +17,8 @@ from fedguild.errors import FedGuildError
 from fedguild.federation.desk import Desk, facts_of
 from fedguild.federation.secret import SECRET_BYTES, private_seed, run_secret
 from fedguild.methods import build_method
-from fedguild.methods.fedamole import EXPERT, TOKEN
+from fedguild.methods.fedamole.embedding_privacy import privatised
+from fedguild.methods.fedamole.pool import EXPERT, TOKEN
 from fedguild.payload import Payload
 from fedguild.seeding import numpy_rng, torch_rng
 from fedguild.setup import budget_tiers, load_model

@@ -97,7 +97,7 @@ def test_it_is_flame_without_rescaler_at_temperature_one(
         for number in (1, 2):
             uploads = federation.train(state, number)
             state = method.aggregate(state, iter(uploads))
-        adapter = state.part("adapter") if method.name == "flame" else state.part("adapter")
+        adapter = state.part("adapter")
         runs.append((uploads, adapter))
     for ours, theirs in zip(runs[0][0], runs[1][0], strict=True):
         assert ours.payload.tensors.keys() == theirs.payload.tensors.keys()

@@ -111,7 +111,7 @@ def test_a_family_with_unknown_experts_is_refused():
         num_local_experts=4,
         num_experts_per_tok=2,
     )
-    with pytest.raises(ModelError, match=r"'gpt_oss'[\s\S]*Supported[\s\S]*olmoe, mixtral"):
+    with pytest.raises(ModelError, match=r"'gpt_oss'[\s\S]*Supported[\s\S]*mixtral, olmoe"):
         make_backbone(AutoModelForCausalLM.from_config(config), None, name="gpt")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedguild.model.moe.routing import RoutingRule, route, routing_rule
+from fedguild.model.families import FAMILIES
+from fedguild.model.moe.routing import RoutingRule, route
 from tests.backbones import EXPERTS, MOE_FAMILIES, TOP_K, tiny_model
 from tests.oracles.routing import as_dicts, route_token
 
@@ -44,7 +45,7 @@ def test_the_rule_equals_the_familys_own_router(family):
     with torch.no_grad():
         logits, weights, indices = router(hidden)
     bias = getattr(router, "e_score_correction_bias", None)
-    rule = routing_rule(family.split()[0], router)
+    rule = FAMILIES.load(family.split()[0]).rule(router)
     ours = route(logits, rule, TOP_K, selection_bias=bias)
     assert_same_routing(as_dicts(*ours, EXPERTS), as_dicts(weights, indices, EXPERTS))
     oracle = [
@@ -58,7 +59,7 @@ def test_the_rule_equals_the_familys_own_router(family):
 @pytest.mark.parametrize("renormalise", [False, True])
 def test_renormalisation_follows_the_config(family, renormalise):
     router = router_of(family, norm_topk_prob=renormalise)
-    assert routing_rule(family, router).renormalise is renormalise
+    assert FAMILIES.load(family).rule(router).renormalise is renormalise
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
@@ -68,7 +69,7 @@ def test_each_token_has_its_own_number_of_active_experts(family):
     logits = torch.randn(24, EXPERTS, generator=torch.Generator().manual_seed(2))
     active = torch.tensor([1, 2, 3, 4] * 6)
     bias = getattr(router, "e_score_correction_bias", None)
-    weights, indices = route(logits, routing_rule(family.split()[0], router), TOP_K, active, bias)
+    weights, indices = route(logits, FAMILIES.load(family.split()[0]).rule(router), TOP_K, active, bias)
     oracle = [
         route_token(row, k, bias=None if bias is None else bias.tolist(), **ORACLE_OF_FAMILY[family])
         for row, k in zip(logits.tolist(), active.tolist(), strict=True)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedguild.evaluation.metrics import spread
+from fedguild.evaluation.statistics import spread
 from fedguild.report import units
 
 

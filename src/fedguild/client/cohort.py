@@ -204,6 +204,39 @@ class Cohort:
         else:
             self.routing.add(again.routing)
 
+    def another(self, settings: TrainingSettings, purpose: str) -> Cohort:
+        """Returns the same clients in the same slots, for a training of its own within the round.
+
+        Its optimizer is new, and so are its reports, which `add_cost` counts in. What it holds out, its batches and
+        its dropout are drawn anew.
+
+        Args:
+            settings: How the clients train in it.
+            purpose: Tells its randomness from this cohort's.
+        """
+        return Cohort(
+            self.model,
+            self.work,
+            settings,
+            round_index=self.round,
+            seed=derive(self.seed, purpose),
+            pad_id=self.pad_id,
+            private_seed=self.private_seed,
+        )
+
+    def add_cost(self, another: Cohort, seconds: float) -> None:
+        """Adds the tokens and examples of another training to the reports, and its time; steps and loss stay.
+
+        Args:
+            another: What `another` returned, after its training.
+            seconds: How long it took; a client's share is that of its tokens.
+        """
+        total = sum(report.tokens for report in another.reports)
+        for report, more in zip(self.reports, another.reports, strict=True):
+            report.tokens += more.tokens
+            report.examples += more.examples
+            report.seconds += seconds * more.tokens / max(1, total)
+
     @property
     def trainables(self) -> Mapping[str, SlotTensor]:
         """Every trainable of all slots, by name."""

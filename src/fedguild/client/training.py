@@ -10,35 +10,19 @@ from fedguild.client.cohort import Cohort
 from fedguild.payload import ADAPTER, Payload
 
 
-def plain_update(cohort: Cohort, *, penalty: Callable[[], Tensor] | None = None, keep: bool = False) -> list[Payload]:
-    """Trains every client from the adapter that it received; returns the trained adapters, in slot order.
-
-    Args:
-        cohort: The clients.
-        penalty: See `train`.
-        keep: Whether the clients keep what they trained in their memory.
-    """
-    load_received(cohort)
-    train(cohort, penalty)
-    uploads = trained_adapters(cohort)
-    if keep:
-        for slot, upload in enumerate(uploads):
-            cohort.keep(slot, upload.part(ADAPTER))
-    return uploads
-
-
 def load_received(cohort: Cohort) -> None:
     """Sets every client's trainables to the adapter of its download."""
     for slot, work in enumerate(cohort.work):
         cohort.load(slot, work.download.part(ADAPTER))
 
 
-def train(cohort: Cohort, penalty: Callable[[], Tensor] | None = None) -> None:
-    """Runs the round's steps of every client.
+def train(cohort: Cohort, penalty: Callable[[], Tensor] | None = None, *, keep: bool = False) -> list[Payload]:
+    """Runs the round's steps of every client; returns the trained adapters as uploads, in slot order.
 
     Args:
         cohort: The clients, their trainables loaded.
         penalty: Gives [S], what is added to each client's loss once for an optimizer step, with gradients.
+        keep: Whether the clients keep what they trained in their memory.
     """
     for step in cohort.steps():
         loss = step.forward()
@@ -46,6 +30,11 @@ def train(cohort: Cohort, penalty: Callable[[], Tensor] | None = None) -> None:
             loss = loss + penalty()
         step.backward(loss)
         step.apply()
+    uploads = trained_adapters(cohort)
+    if keep:
+        for slot, upload in enumerate(uploads):
+            cohort.keep(slot, upload.part(ADAPTER))
+    return uploads
 
 
 def trained_adapters(cohort: Cohort) -> list[Payload]:

@@ -112,6 +112,11 @@ class EvaluationSettings(Section):
     normalise: Literal["mean", "sum"] = Field(
         default="mean", description="A choice's likelihood: mean over its tokens, or their sum."
     )
+    metrics: tuple[str, ...] = Field(
+        default=("exact_match", "rouge_l"),
+        description="Metrics of generated answers to record beside the corpus's own, which is the score: "
+        "`exact_match`, `rouge_l`, or one that an installed package adds.",
+    )
     active_experts: Literal["budget", "method"] = Field(
         default="budget",
         description="budget: each budget is scored with that budget's active experts, so that methods compare at "

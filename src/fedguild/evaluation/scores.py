@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Self
 
@@ -16,12 +16,11 @@ class ExampleScore:
     Attributes:
         task: The example's task.
         primary: The measure for the example's kind, from 0 to 1: right or wrong where it has
-            choices, else ROUGE-L or exact match of the generated text.
+            choices, else a metric of the generated text.
         response_nll: Negative log-likelihood of the right response, in nats.
         response_tokens: Tokens that `response_nll` sums over.
         correct: 1.0 where the predicted choice is the right one, else 0.0.
-        exact_match: Of the generated text with the response, where there are no choices.
-        rouge_l: F-measure of the generated text with the response, where there are no choices.
+        metrics: Metrics of the generated text by name, where there are no choices.
         predicted: Index of the predicted choice; None where the text names none.
         generated: The generated text.
     """
@@ -31,8 +30,7 @@ class ExampleScore:
     response_nll: float
     response_tokens: int
     correct: float | None = None
-    exact_match: float | None = None
-    rouge_l: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     predicted: int | None = None
     generated: str | None = None
 
@@ -45,16 +43,14 @@ class Summary:
         count: Number of examples.
         score: Mean of the examples' primary measures, from 0 to 1.
         accuracy: Over the examples with choices.
-        exact_match: Over the examples without choices.
-        rouge_l: Over the examples without choices.
+        metrics: By name, over the examples without choices.
         perplexity: exp of the mean negative log-likelihood over all response tokens.
     """
 
     count: int
     score: float | None
     accuracy: float | None
-    exact_match: float | None
-    rouge_l: float | None
+    metrics: Mapping[str, float]
     perplexity: float | None
 
     @classmethod
@@ -66,8 +62,7 @@ class Summary:
             count=len(examples),
             score=_mean(example.primary for example in examples),
             accuracy=_mean(example.correct for example in examples),
-            exact_match=_mean(example.exact_match for example in examples),
-            rouge_l=_mean(example.rouge_l for example in examples),
+            metrics=_means(example.metrics for example in examples),
             perplexity=_exp(nll / tokens) if tokens else None,
         )
 
@@ -97,6 +92,15 @@ class Scores:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
+
+
+def _means(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the mean of every metric over those that have it."""
+    values: dict[str, list[float]] = {}
+    for measured in metrics:
+        for name, value in measured.items():
+            values.setdefault(name, []).append(value)
+    return {name: fmean(each) for name, each in values.items()}
 
 
 def _exp(value: float) -> float:

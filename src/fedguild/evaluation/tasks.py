@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from fedguild.data.example import Example
 from fedguild.errors import DataError
 from fedguild.evaluation.generation import GenerativeModel, generate_texts
 from fedguild.evaluation.likelihood import Candidates, LikelihoodModel, candidate_losses, encode_candidates
-from fedguild.evaluation.metrics import exact_match, parse_label, rouge_l
+from fedguild.evaluation.metrics import Metric, load_metrics, measure
+from fedguild.evaluation.metrics.exact_match import normalised
 from fedguild.evaluation.scores import ExampleScore, Scores
 
 
@@ -27,12 +29,14 @@ class Scoring:
             that names one.
         normalise: A choice's likelihood is the mean over its tokens, or their sum, which favours
             short choices.
-        responses: The primary measure of an example without choices.
+        metrics: The metrics of an example without choices, by name.
+        responses: Name of the one that is its primary measure.
     """
 
     choices: Literal["likelihood", "generation"] = "likelihood"
     normalise: Literal["mean", "sum"] = "mean"
-    responses: Literal["rouge_l", "exact_match"] = "rouge_l"
+    metrics: Mapping[str, Metric] = field(default_factory=lambda: load_metrics(("exact_match", "rouge_l")))
+    responses: str = "rouge_l"
 
     def generates(self, example: Example) -> bool:
         """Whether this example's response is generated."""
@@ -134,21 +138,21 @@ def _score(
     lengths = [len(response) for response in candidates.responses]
     right = example.answer or 0
     predicted: int | None = None
-    correct = exact = overlap = None
+    correct: float | None = None
+    measured: dict[str, float] = {}
     if example.choices:
         predicted = _likeliest(nll, lengths, scoring) if text is None else parse_label(text, example.choices)
         primary = correct = float(predicted == right)
     else:
-        exact, overlap = exact_match(text or "", example.response), rouge_l(text or "", example.response)
-        primary = overlap if scoring.responses == "rouge_l" else exact
+        measured = measure(scoring.metrics, text or "", example.response)
+        primary = measured[scoring.responses]
     return ExampleScore(
         task=example.task,
         primary=primary,
         response_nll=nll[right],
         response_tokens=lengths[right],
         correct=correct,
-        exact_match=exact,
-        rouge_l=overlap,
+        metrics=measured,
         predicted=predicted,
         generated=text,
     )
@@ -162,3 +166,18 @@ def _likeliest(nll: Sequence[float], lengths: Sequence[int], scoring: Scoring) -
 def _pad_id(tokenizer: Any) -> int:
     """Returns a token id to fill rows with; masked out, it only has to exist."""
     return next((int(i) for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+
+
+def parse_label(text: str, choices: Sequence[str]) -> int | None:
+    """Returns the index of the choice that a generated text names, or None where it names none.
+
+    The choice that the text mentions first, as whole words, wins; of several that begin at the
+    same place (`New`, `New York`) the longest.
+    """
+    said = normalised(text)
+    mentions = []
+    for index, choice in enumerate(choices):
+        mention = re.search(rf"(?<!\w){re.escape(normalised(choice))}(?!\w)", said)
+        if mention:
+            mentions.append((mention.start(), -mention.end(), index))
+    return min(mentions)[2] if mentions else None

@@ -24,13 +24,13 @@ from fedguild.export.weights import (
     in_one_adapter,
     merged_beyond,
     output_scales,
+    published_modules,
     stacked_factors,
     summed_rank,
 )
 from fedguild.files import write_json
+from fedguild.model.families import FAMILIES
 from fedguild.model.info import ModelInfo
-from fedguild.model.moe.switch import FAMILY as SWITCH
-from fedguild.model.moe.switch import published_modules
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Deployment
 
@@ -133,23 +133,19 @@ def peft_tensors(model: ModelInfo, deployment: Deployment) -> dict[str, Tensor]:
 
 
 def _modules(model: ModelInfo, weight: str) -> list[str]:
-    """Returns the linear layers that a weight is in transformers: one, or each expert's of SwitchTransformers."""
-    if model.family == SWITCH:
-        for moe in model.moe:
-            if weight.startswith(f"{moe.experts}."):
-                return published_modules(weight, moe.num_experts)
-    return [weight.removesuffix(".weight")]
+    """Returns the linear layers that a weight is in transformers: one, or one for each expert."""
+    return published_modules(model, weight) or [weight.removesuffix(".weight")]
 
 
 def _is_parameter(model: ModelInfo, weight: str) -> bool:
     """Whether peft must reach a weight through `target_parameters`.
 
-    Routers and experts are no linear layers in transformers, but in SwitchTransformers. The MLPs beside them (shared
+    Routers and experts are no linear layers in transformers, unless their family says so. The MLPs beside them (shared
     experts, dense layers) are, but peft takes the names of their projections for the experts'
     (`utils/transformers_weight_conversion.py`, `_MOE_TARGET_MODULE_MAPPING`).
     """
     attention = {f"{linear.name}.weight" for linear in model.linears if linear.group == "attention"}
-    return bool(model.moe) and model.family != SWITCH and weight not in attention
+    return bool(model.moe) and not FAMILIES.load(model.family).linear and weight not in attention
 
 
 def _wrapper(weight: str) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -26,11 +25,11 @@ from fedguild.export.weights import (
     changed_weights,
     folded,
     output_scales,
+    published_modules,
     stacked_factors,
 )
 from fedguild.files import write_json
 from fedguild.model.backbone import Backbone
-from fedguild.model.moe.switch import unstacked
 from fedguild.model.weight_changes import changes, require_unquantised, weight_modules, with_changes
 from fedguild.server.method import Deployment
 
@@ -63,7 +62,7 @@ def write_merged(folder: Path, backbone: Backbone, deployment: Deployment, *, sh
     if backbone.tokenizer is not None:
         backbone.tokenizer.save_pretrained(folder)
     weights = (
-        pair for name, weight in merged_weights(backbone, deployment) for pair in _published(model, name, weight)
+        pair for name, weight in merged_weights(backbone, deployment) for pair in _published(backbone, name, weight)
     )
     _write_shards(folder, weights, shard_bytes)
 
@@ -115,9 +114,12 @@ def _merged(
     return (wide * factor).to(weight.dtype)
 
 
-def _published(model: Any, name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
+def _published(backbone: Backbone, name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
     """Returns a weight of the backbone under the names of the model's hub repository."""
-    return unstacked(model, name, weight) or revert_weight_conversion(model, {name: weight}).items()
+    if modules := published_modules(backbone.info, name):
+        return ((f"{module}.weight", part) for module, part in zip(modules, weight.unbind(), strict=True))
+    converted: dict[str, Tensor] = revert_weight_conversion(backbone.model, {name: weight})
+    return converted.items()
 
 
 def _write_config(folder: Path, backbone: Backbone, active_experts: int | None) -> None:

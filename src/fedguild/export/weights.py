@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
+from fedguild.model.families import FAMILIES
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.weight_changes import changes, weight_modules
@@ -30,6 +31,14 @@ def changed_weights(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[str,
     D is `{module}.delta`, of the module's own shape: linear layers, experts and routers trained in full.
     """
     return _weights_with("delta", model, adapter_shapes(model, plan))
+
+
+def published_modules(model: ModelInfo, weight: str) -> list[str]:
+    """Returns the linear layers of transformers that a weight was stacked from, expert by expert; else none."""
+    for moe in model.moe:
+        if weight.startswith(f"{moe.experts}."):
+            return FAMILIES.load(model.family).published(weight, moe.num_experts)
+    return []
 
 
 def beyond_weights(plan: AdapterPlan) -> list[str]:

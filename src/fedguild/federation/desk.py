@@ -27,6 +27,7 @@ from fedguild.engines.flower.parcel import Kind, Parcel
 from fedguild.engines.local import LocalEngine
 from fedguild.environment import installed
 from fedguild.errors import ConfigError, FedGuildError, UploadError, nearest
+from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.run import export_own
 from fedguild.federation.agreement import Agreement
 from fedguild.federation.secret import private_seed, run_secret
@@ -203,6 +204,7 @@ class Desk:
         if not RUN_NAME.fullmatch(run):
             raise UploadError(f"a message names a run that is none: {run!r:.50}")
         method = method_of(config)
+        load_metrics(config.evaluation.metrics)
         backbone, own = self._loaded(config), self._own_data()
         tiers = budget_tiers(config, method, backbone)
         client = ClientInfo(self.site.client, self._budget(config, tiers), len(own.train))

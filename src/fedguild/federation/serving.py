@@ -23,6 +23,7 @@ from fedguild.engines.flower.parcel import Parcel
 from fedguild.engines.flower.post import Post
 from fedguild.engines.flower.roster import POLL_SECONDS, Roster
 from fedguild.errors import ConfigError, QuorumError
+from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.weights import beyond_weights
 from fedguild.federation.desk import facts_of, model_digest
 from fedguild.files import write_json
@@ -205,6 +206,7 @@ def prepare_remote(
             "Set evaluation.pooled=false.",
         )
     method = method_of(config)
+    load_metrics(config.evaluation.metrics)
     known = prepare_data(config) if settings.reads_data else None
     progress.stage(f"Loading the model {config.model.path}")
     backbone = load_model(config)

@@ -31,7 +31,7 @@ import torch
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.training import activation_frequency, plain_update
+from fedguild.client.training import activation_frequency, load_received, train
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
@@ -69,9 +69,10 @@ class A3Smoe(Method):
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 to 5."""
+        load_received(cohort)
         return [
             Payload({**upload.tensors, **with_part(ROUTING, activation_frequency(cohort, slot))})
-            for slot, upload in enumerate(plain_update(cohort))
+            for slot, upload in enumerate(train(cohort))
         ]
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.training import plain_update
+from fedguild.client.training import load_received, train
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError
 from fedguild.model.adapters.lora import Lora
@@ -115,7 +115,8 @@ class FDLoRA(Method):
         """Lines 1, 4 and 5, then line 8."""
         limit = self.settings.fusion_batches * cohort.settings.batch_size
         few_shot = [cohort.hold_out(slot, self.settings.held_out, limit) for slot in range(len(cohort.work))]
-        uploads = plain_update(cohort)
+        load_received(cohort)
+        uploads = train(cohort)
         stage_two_round = cohort.round - 1
         synchronises = stage_two_round % self.settings.synchronise_every == 0
         personal = []

@@ -31,7 +31,7 @@ import torch
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.training import plain_update
+from fedguild.client.training import load_received, train
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
@@ -61,7 +61,8 @@ class FedAvg(Method):
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
-        return plain_update(cohort, keep=self.settings.personal)
+        load_received(cohort)
+        return train(cohort, keep=self.settings.personal)
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5."""

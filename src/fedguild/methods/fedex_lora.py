@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.training import plain_update
+from fedguild.client.training import load_received, train
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
@@ -99,7 +99,8 @@ class FedExLoRA(Method):
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
-        trained = zip(plain_update(cohort), cohort.work, strict=True)
+        load_received(cohort)
+        trained = zip(train(cohort), cohort.work, strict=True)
         return [Payload(upload.tensors, self.expected_scalars(work.download)) for upload, work in trained]
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:

@@ -34,7 +34,7 @@ from pydantic import Field
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.training import plain_update
+from fedguild.client.training import load_received, train
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
@@ -86,7 +86,8 @@ class FedIT(Method):
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
-        return plain_update(cohort, keep=self.settings.personal)
+        load_received(cohort)
+        return train(cohort, keep=self.settings.personal)
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5; a rank that nobody trained keeps its global value."""

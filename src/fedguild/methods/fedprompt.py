@@ -32,7 +32,7 @@ from pydantic import Field
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.training import plain_update
+from fedguild.client.training import load_received, train
 from fedguild.model.adapters.soft_prompt import SoftPrompt
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
@@ -77,7 +77,8 @@ class FedPrompt(Method):
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4; before the first round the download is empty, and the prompt starts from the text."""
-        return plain_update(cohort, keep=self.settings.personal)
+        load_received(cohort)
+        return train(cohort, keep=self.settings.personal)
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5."""

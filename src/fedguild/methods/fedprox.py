@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.training import load_received, plain_update
+from fedguild.client.training import load_received, train
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
@@ -71,7 +71,7 @@ class FedProx(Method):
         def penalty() -> Tensor:
             return self.settings.mu / 2 * squared_distance(cohort.trainables, received)  # Eq. 2
 
-        return plain_update(cohort, penalty=penalty if self.settings.mu > 0 else None, keep=self.settings.personal)
+        return train(cohort, penalty if self.settings.mu > 0 else None, keep=self.settings.personal)
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5."""

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.training import plain_update
+from fedguild.client.training import load_received, train
 from fedguild.model.adapters.soft_prompt import PROMPT, EncodedPrompt, SoftPrompt, encoded_prompt
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
@@ -69,7 +69,8 @@ class FedPTuning(Method):
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
-        uploads = plain_update(cohort)
+        load_received(cohort)
+        uploads = train(cohort)
         if self.settings.personal:
             for slot, upload in enumerate(uploads):
                 cohort.keep(slot, {PROMPT: encoded_prompt(upload.part(ADAPTER))})

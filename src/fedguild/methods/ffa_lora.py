@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.training import plain_update
+from fedguild.client.training import load_received, train
 from fedguild.model.adapters.lora import Lora, kaiming_uniform
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
@@ -81,7 +81,8 @@ class FFALoRA(Method):
         shared = shared_factors(cohort.model.backbone.info, cohort.model.plans[0], seed)
         for slot in range(len(cohort.work)):
             cohort.load(slot, shared)
-        return plain_update(cohort)
+        load_received(cohort)
+        return train(cohort)
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5."""

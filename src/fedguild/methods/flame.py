@@ -101,10 +101,9 @@ class Flame(Method):
         load_received(cohort)
         for slot, work in enumerate(cohort.work):
             cohort.load(slot, work.memory.tensors)  # its own s_i
-        train(cohort)
         uploads = []
-        for slot in range(len(cohort.work)):
-            lora, scales = split(cohort.read(slot))
+        for slot, trained in enumerate(train(cohort)):
+            lora, scales = split(trained.part(ADAPTER))
             cohort.keep(slot, scales)
             frequency = activation_frequency(cohort, slot, self.settings.frequency)
             uploads.append(Payload.of({ADAPTER: lora, RESCALER: scales, ROUTING: frequency}))

@@ -36,7 +36,7 @@ from torch.nn.functional import pad
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.training import plain_update
+from fedguild.client.training import load_received, train
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
@@ -89,7 +89,8 @@ class FlexLoRA(Method):
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Line 4."""
-        return plain_update(cohort)
+        load_received(cohort)
+        return train(cohort)
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 5 and 6, the clients in their order; holds all uploads, but one module's sum at a time."""

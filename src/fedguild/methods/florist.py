@@ -39,7 +39,7 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.fresh_adapter import ADAPTER_SEED, fresh_adapter, fresh_seed
-from fedguild.client.training import train, trained_adapters
+from fedguild.client.training import train
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
@@ -120,8 +120,7 @@ class Florist(Method):
             fresh = fresh_adapter(model.backbone.info, plan, int(work.download.scalars[ADAPTER_SEED]))
             pair = work.download.part(PAIR)
             cohort.load(slot, at_rank(pair, fresh, plan.lora.scale) if pair else fresh)
-        train(cohort)
-        trained = zip(trained_adapters(cohort), cohort.work, strict=True)
+        trained = zip(train(cohort), cohort.work, strict=True)
         return [Payload(upload.tensors, self.expected_scalars(work.download)) for upload, work in trained]
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:

@@ -81,9 +81,8 @@ class Trivial(Method):
             with cohort.afresh([self._plan(rank)] * len(cohort.work)) as clients:
                 for slot, work in enumerate(clients.work):
                     clients.load(slot, work.download.part(f"{ADAPTER}/{budget}"))
-                train(clients)
-                for slot, tensors in enumerate(trained):
-                    tensors |= with_part(budget, clients.read(slot))
+                for tensors, upload in zip(trained, train(clients), strict=True):
+                    tensors |= with_part(budget, upload.part(ADAPTER))
         return [Payload.of({ADAPTER: tensors}) for tensors in trained]
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:

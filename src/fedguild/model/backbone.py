@@ -18,12 +18,13 @@ from transformers.utils import logging as transformers_logging
 from fedguild.data.batches import Seq2Seq
 from fedguild.errors import ConfigError, ModelError
 from fedguild.heap import keep_freed_pages
+from fedguild.model.families import FAMILIES
 from fedguild.model.four_bit import four_bit_options, quantise_experts
 from fedguild.model.frozen_linear import speed_up_frozen_linears
 from fedguild.model.info import LinearInfo, ModelInfo
 from fedguild.model.known import find_known, known_models
-from fedguild.model.moe.switch import stack_experts
-from fedguild.model.moe.view import MoeLayer, attach, find_moe_layers
+from fedguild.model.moe.family import Family, moe_blocks, moe_layers
+from fedguild.model.moe.view import MoeLayer
 from fedguild.model.runtime import Runtime
 from fedguild.model.tiny import CHECKPOINT
 from fedguild.model.weight_changes import merged
@@ -159,8 +160,8 @@ def make_backbone(model: Any, tokenizer: Any, *, name: str, gradient_checkpointi
     """Freezes a loaded model and attaches the view of its experts.
 
     Args:
-        model: A causal or encoder-decoder language model of transformers, on its device. The experts of
-            SwitchTransformers are stacked in place.
+        model: A causal or encoder-decoder language model of transformers, on its device. Its family may
+            change it in place, for example stack its experts.
         tokenizer: Its tokenizer; may be None where no text is encoded.
         name: What to call it in records and messages.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
@@ -170,16 +171,16 @@ def make_backbone(model: Any, tokenizer: Any, *, name: str, gradient_checkpointi
     """
     model.requires_grad_(False)
     model.eval()
-    stack_experts(model)
+    family = _prepared(model)
     speed_up_frozen_linears(model)
     if gradient_checkpointing:
         _checkpoint_layers(model, name)
     if tokenizer is not None and tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     runtime = Runtime()
-    family = str(model.config.model_type)
-    layers = find_moe_layers(model, family, runtime)
-    attach(model, layers)
+    layers = moe_layers(model, family, runtime) if family else []
+    if family and layers:
+        family.attach(model, layers)
     info = describe(model, name, layers)
     if getattr(model, "is_loaded_in_4bit", False):
         quantise_experts(layer.experts for layer in layers)
@@ -265,8 +266,28 @@ def describe_architecture(config: Mapping[str, Any], name: str) -> ModelInfo:
 def _described(config: PreTrainedConfig, name: str, trust_remote_code: bool = False) -> ModelInfo:
     with torch.device("meta"):
         model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-        stack_experts(model)
-    return describe(model, name, find_moe_layers(model, str(config.model_type), Runtime()))
+        family = _prepared(model)
+    return describe(model, name, moe_layers(model, family, Runtime()) if family else [])
+
+
+def _prepared(model: Any) -> Family | None:
+    """Returns a model's family, which has prepared it; None for a dense model.
+
+    Raises:
+        ModelError: the model has experts, but its family is not known.
+        ConfigError: its family comes from a package that is broken.
+    """
+    name = str(model.config.model_type)
+    if name in FAMILIES:
+        family = FAMILIES.load(name)
+        family.prepare(model)
+        return family
+    for _, block in moe_blocks(model):
+        raise ModelError(
+            f"The experts of '{name}' models ({type(block.experts).__name__}) are not supported.",
+            f"Supported mixture-of-experts families: {', '.join(FAMILIES)}.",
+        )
+    return None
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from fedguild.errors import ConfigError, nearest
-from fedguild.evaluation.metrics import Spread, paired_difference, spread
+from fedguild.evaluation.statistics import Spread, paired_difference, spread
 from fedguild.report import units
 from fedguild.report.costs import Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from fedguild.evaluation.metrics import spread
+from fedguild.evaluation.statistics import spread
 from fedguild.report.grid import Cell, Grid
 from fedguild.report.run_folder import Run
 from fedguild.server.run_log import ObservationRecord

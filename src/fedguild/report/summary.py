@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedguild.evaluation.metrics import Spread
+from fedguild.evaluation.statistics import Spread
 from fedguild.report import units
 from fedguild.report.comparison import MEAN, MTAL, ComparisonTable
 from fedguild.report.run_folder import BudgetFacts

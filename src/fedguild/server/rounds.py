@@ -116,15 +116,18 @@ def run_round(
     Raises:
         QuorumError: too few valid uploads; the state from before is untouched.
     """
+    # sample
     asked = sample(round_index, clients, rules.participation, seed, over_selection=rules.over_selection)
     wanted = min(wanted_count(len(clients), rules.participation), len(asked))
     outcome = Outcome(round_index, state, asked)
+    # download
     with outcome.clock.phase("download"):
         tasks = [Task(round_index, client, method.download(state, model, client)) for client in asked]
-    with outcome.clock.phase("aggregate"):
-        intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, frozenset(accepted_before))
-        with closing(intake.uploads()) as uploads:  # so that the engine ends its work also where this fails
-            outcome.state = method.aggregate(state, uploads)
+    # train, validate and aggregate, one upload after the other
+    intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, frozenset(accepted_before))
+    with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:  # the engine ends its work in any case
+        outcome.state = method.aggregate(state, uploads)
+    # record
     intake.close()
     reasons = {client.name: outcome.rejected[client.index] for client in asked if client.index in outcome.rejected}
     require_quorum(len(outcome.accepted), wanted, rules.quorum, reasons)
@@ -155,15 +158,25 @@ class _Intake:
         self.late: dict[int, Delivery] = {}
 
     def uploads(self) -> Generator[Upload, None, None]:
-        """Yields what is to be aggregated, and records all that arrives."""
+        """Trains the clients, as often as the rules allow; yields what is to be aggregated, and records all."""
         for attempt in range(1 + self.rules.retries):
-            open_tasks = [task for index, task in self.tasks.items() if index not in self.accepted]
+            tasks = [task for index, task in self.tasks.items() if index not in self.accepted]
             missing = self.wanted - len(self.accepted)
             if missing == 0:
                 break
             if attempt:
-                self.retried.update(task.client.index for task in open_tasks)
-            yield from self._attempt(open_tasks, missing)
+                self.retried.update(task.client.index for task in tasks)
+            terms = Terms(self.rules.deadline_seconds, enough=missing if missing < len(tasks) else None)
+            arriving = self.engine.train(self.method, self.model, tasks, terms)
+            while True:
+                with self.outcome.clock.phase("train"):
+                    delivery = next(arriving, None)
+                if delivery is None:
+                    break
+                with self.outcome.clock.phase("validate"):
+                    upload = self._sorted_in(delivery)
+                if upload is not None:
+                    yield upload
         yield from self._late_uploads()
 
     def close(self) -> None:
@@ -177,20 +190,6 @@ class _Intake:
         outcome.unneeded = sorted(self.unneeded)
         outcome.retried = sorted(self.retried)
         outcome.deliveries = [self.arrived[index] for index in self.tasks if index in self.arrived]
-
-    def _attempt(self, tasks: Sequence[Task], missing: int) -> Iterator[Upload]:
-        """Asks clients once; yields the valid uploads of this round, up to the missing number."""
-        enough = missing if missing < len(tasks) else None
-        arriving = self.engine.train(self.method, self.model, tasks, Terms(self.rules.deadline_seconds, enough))
-        while True:
-            with self.outcome.clock.phase("train"):
-                delivery = next(arriving, None)
-            if delivery is None:
-                return
-            with self.outcome.clock.phase("validate"):
-                accepted = self._sorted_in(delivery)
-            if accepted is not None:
-                yield accepted
 
     def _sorted_in(self, delivery: Delivery) -> Upload | None:
         """Records a delivery; returns its upload where it is to be aggregated now."""

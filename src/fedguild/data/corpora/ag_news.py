@@ -41,8 +41,6 @@ def read(source: Source, template: str) -> Iterator[Example]:
 
 
 SPEC = CorpusSpec(
-    name="ag_news",
-    help="News articles in four classes.",
     kind="choice",
     layouts=("CSV without header: class 1-4, title, description", "CSV with the columns text, label 0-3"),
     hub=HubDataset("fancyzhx/ag_news"),

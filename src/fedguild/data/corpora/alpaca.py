@@ -36,8 +36,6 @@ def read(source: Source, template: str, *, top_labels: int = 10) -> list[Example
 
 
 SPEC = CorpusSpec(
-    name="alpaca",
-    help="Alpaca or AlpaGasus instructions.",
     kind="generate",
     layouts=("JSON list or JSON lines with instruction, input, output",),
     template="alpaca",

@@ -129,8 +129,6 @@ def read(source: Source, template: str, *, label: Label = "task") -> Iterator[Ex
 
 
 SPEC = CorpusSpec(
-    name="commonsense",
-    help="Eight commonsense sets: the correct answer is ...",
     kind="choice",
     layouts=(
         "JSON list with instruction, input, output, answer; source sets line by line in X.task.txt where present",

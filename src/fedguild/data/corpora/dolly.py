@@ -26,8 +26,6 @@ def read(source: Source, template: str) -> Iterator[Example]:
 
 
 SPEC = CorpusSpec(
-    name="dolly",
-    help="Instructions in eight categories.",
     kind="generate",
     layouts=(
         "JSON lines or a JSON list with instruction, context, response, category",

@@ -32,8 +32,6 @@ def read(source: Source, template: str, *, top_labels: int = 20) -> list[Example
 
 
 SPEC = CorpusSpec(
-    name="hellaswag",
-    help="Which of four endings continues a text.",
     kind="choice",
     layouts=("JSON lines with ctx, endings, label, and activity_label where present",),
     hub=HubDataset("Rowan/hellaswag"),

@@ -94,8 +94,6 @@ def read(
 
 
 SPEC = CorpusSpec(
-    name="instructions",
-    help="Any table of instructions and responses.",
     kind="mixed",
     layouts=("JSON lines, JSON list, CSV, TSV or Parquet; columns by their usual names or as the options say",),
     template="alpaca",

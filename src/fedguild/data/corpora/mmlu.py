@@ -80,8 +80,6 @@ def read(source: Source, template: str) -> Iterator[Example]:
 
 
 SPEC = CorpusSpec(
-    name="mmlu",
-    help="Multiple-choice questions in 57 subjects; trained on dev and validation.",
     kind="choice",
     layouts=(
         "a folder {dev,val,test}/SUBJECT_{dev,val,test}.csv without header: question, A, B, C, D, letter",

@@ -98,8 +98,6 @@ def read(source: Source, template: str, *, label: Label = "task", max_tasks: int
 
 
 SPEC = CorpusSpec(
-    name="natural_instructions",
-    help="Many tasks, each with a definition.",
     kind="generate",
     layouts=(
         "a folder of TASK.json files with Definition, Instances and optionally Categories",

@@ -52,8 +52,6 @@ def read(source: Source, template: str) -> Iterator[Example]:
 
 
 SPEC = CorpusSpec(
-    name="piqa",
-    help="Which of two solutions reaches a goal.",
     kind="choice",
     layouts=("X.jsonl with goal, sol1, sol2 and the labels in X-labels.lst", "JSON lines with goal, sol1, sol2, label"),
     hub=HubDataset("ybisk/piqa", revision="refs/convert/parquet"),

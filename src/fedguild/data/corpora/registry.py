@@ -1,25 +1,12 @@
-"""Every corpus by name, and the one function that loads any of them."""
+"""The corpora by name, and the one function that loads any of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedguild.data.corpora import (
-    ag_news,
-    alpaca,
-    commonsense,
-    dolly,
-    hellaswag,
-    instructions,
-    mmlu,
-    natural_instructions,
-    piqa,
-    snli,
-    tasks,
-    telequad,
-)
 from fedguild.data.corpora.source import HubDataset, Source, first_split, is_split, locate
 from fedguild.data.corpora.spec import CorpusSpec
 from fedguild.data.corpora.table import hub_splits
@@ -27,44 +14,29 @@ from fedguild.data.example import Corpus, Example
 from fedguild.data.prompts import check_template
 from fedguild.data.sampling import sample
 from fedguild.errors import DataError, nearest
+from fedguild.plugins import Plugins
 from fedguild.seeding import numpy_rng
 
-_TASKS = CorpusSpec(
-    name="tasks",
-    help="Small made-up tasks, some chosen and some generated; needs no file and no network.",
-    kind="mixed",
-    generate=tasks.load,
-    options={
-        "train_examples": "how many training examples to make (4000)",
-        "test_examples": "how many test examples to make (400)",
-        "families": "list of the task families to draw from (all)",
-    },
-)
 
-CORPORA: dict[str, CorpusSpec] = {
-    spec.name: spec
-    for spec in (
-        _TASKS,
-        ag_news.SPEC,
-        snli.SPEC,
-        dolly.SPEC,
-        alpaca.SPEC,
-        natural_instructions.SPEC,
-        commonsense.SPEC,
-        hellaswag.SPEC,
-        piqa.SPEC,
-        mmlu.SPEC,
-        telequad.SPEC,
-        instructions.SPEC,
-    )
-}
+def _accepted(name: str, loaded: object) -> CorpusSpec:
+    if not isinstance(loaded, CorpusSpec):
+        raise TypeError(f"a corpus is declared by a CorpusSpec, not by a {type(loaded).__name__}")
+    return replace(loaded, name=name)
+
+
+CORPORA = Plugins("corpus", "fedguild.data.corpora", "fedguild.corpora", _accepted, attribute="SPEC")
 
 
 def corpus_spec(name: str) -> CorpusSpec:
-    """Returns a registered corpus, or raises DataError listing the known ones."""
+    """Returns the declaration of a corpus.
+
+    Raises:
+        DataError: there is no such corpus; lists the known ones.
+        ConfigError: it comes from a package that is broken.
+    """
     if name not in CORPORA:
         raise DataError(f"There is no corpus '{name}'.", nearest(name, CORPORA))
-    return CORPORA[name]
+    return CORPORA.load(name)
 
 
 def load_corpus(

@@ -47,8 +47,6 @@ def read(source: Source, template: str) -> Iterator[Example]:
 
 
 SPEC = CorpusSpec(
-    name="snli",
-    help="Natural language inference: Yes, Maybe or No.",
     kind="choice",
     layouts=(
         "JSON lines of SNLI 1.0, or only sentence1, sentence2, gold_label",

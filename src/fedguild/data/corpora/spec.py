@@ -1,4 +1,4 @@
-"""What the registry knows about a corpus, and the helpers that its readers share."""
+"""The declaration of a corpus, and helpers for those who write one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ OTHER = "other"
 
 @dataclass(frozen=True, slots=True)
 class CorpusSpec:
-    """One dataset family.
+    """One dataset family, as its module declares it in `SPEC`.
 
     Attributes:
-        name: As in the config.
-        help: One line: what it is.
         kind: Whether answers are chosen (scored by likelihood), generated, or both.
+        metric: Name of the metric whose value is the score of a generated answer.
         layouts: The file and folder layouts that are read, one line each.
         template: Name of the prompt template used unless another is asked for.
         hub: Its dataset on the Hugging Face hub; None where it has none.
@@ -32,11 +31,11 @@ class CorpusSpec:
         train_splits: Names that the training split may have, first choice first.
         test_splits: The same for the test split; where published test labels are withheld, the
             validation split comes first.
+        name: As in the config; filled in from the file's name or the entry point's when it is loaded.
     """
 
-    name: str
-    help: str
     kind: Kind
+    metric: str = "rouge_l"
     layouts: tuple[str, ...] = ()
     template: str = "plain"
     hub: HubDataset | None = None
@@ -45,6 +44,11 @@ class CorpusSpec:
     options: Mapping[str, str] = field(default_factory=dict)
     train_splits: tuple[str, ...] = ("train",)
     test_splits: tuple[str, ...] = ("test", "validation", "valid", "val", "dev")
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.read is None) == (self.generate is None):
+            raise ValueError("a CorpusSpec has either read or generate")
 
 
 def choice_example(prompt: str, choices: Sequence[str], answer: int, *, label: str, task: str) -> Example:

@@ -73,8 +73,6 @@ def read(source: Source, template: str, *, impossible: bool = False) -> Iterator
 
 
 SPEC = CorpusSpec(
-    name="telequad",
-    help="Questions about telecommunication standards, answered by a span.",
     kind="generate",
     layouts=(
         "a JSON object in SQuAD's format: data[].paragraphs[].qas[]",

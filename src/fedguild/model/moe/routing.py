@@ -7,10 +7,13 @@ six facts of a `RoutingRule`. A test holds `route` equal to every family's own r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+from fedguild.errors import ModelError
+from fedguild.model.info import ModelInfo
 
 
 @dataclass(frozen=True)
@@ -32,27 +35,6 @@ class RoutingRule:
     groups: int = 1
     groups_kept: int = 1
     group_score: Literal["max", "top2"] = "max"
-
-
-def routing_rule(family: str, router: nn.Module) -> RoutingRule:
-    """Returns the rule of a router module of this family (`model_type`)."""
-    if family == "deepseek_v3":
-        return RoutingRule(
-            score="sigmoid",
-            renormalise=bool(router.norm_topk_prob),
-            scaling=_number(router, "routed_scaling_factor"),
-            groups=int(_number(router, "num_group")),
-            groups_kept=int(_number(router, "topk_group")),
-            group_score="top2",
-        )
-    if family == "deepseek_v2":
-        limited = getattr(router, "topk_method", "greedy") == "group_limited_greedy"
-        return RoutingRule(
-            scaling=_number(router, "routed_scaling_factor"),
-            groups=int(_number(router, "num_group")) if limited else 1,
-            groups_kept=int(_number(router, "topk_group")) if limited else 1,
-        )
-    return RoutingRule(renormalise=family == "mixtral" or bool(getattr(router, "norm_topk_prob", False)))
 
 
 def route(
@@ -91,6 +73,25 @@ def route(
     return weights * rule.scaling, indices
 
 
+def require_softmax(purpose: str, rule: RoutingRule, model: ModelInfo) -> None:
+    """Checks that a router is a softmax over all experts.
+
+    Args:
+        purpose: What needs it, for the message.
+        rule: The router's.
+        model: Whose router it is.
+
+    Raises:
+        ModelError: it scores by sigmoid, or limits the expert groups.
+    """
+    if rule.score != "softmax" or rule.groups > 1:
+        raise ModelError(
+            f"{purpose} needs a router that is a softmax over all experts; that of {model.name} "
+            f"({model.family}) {'scores by sigmoid' if rule.score != 'softmax' else 'limits expert groups'}.",
+            "Choose OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE or a DeepSeek-V2 without groups.",
+        )
+
+
 def within_capacity(weights: Tensor, indices: Tensor, capacity: int, experts: int, rows: int) -> tuple[Tensor, Tensor]:
     """Drops what is beyond an expert's capacity in each row, the earlier tokens of a row first.
 
@@ -120,8 +121,3 @@ def _allowed(choice: Tensor, rule: RoutingRule) -> Tensor:
     score = grouped.amax(dim=-1) if rule.group_score == "max" else grouped.topk(2, dim=-1).values.sum(dim=-1)
     kept = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, score.topk(rule.groups_kept, dim=-1).indices, True)
     return kept.unsqueeze(-1).expand_as(grouped).flatten(-2)
-
-
-def _number(module: nn.Module, name: str) -> Any:
-    value = getattr(module, name, None)
-    return 1 if value is None else value

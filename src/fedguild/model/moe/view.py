@@ -1,36 +1,22 @@
-"""One view of the mixture-of-experts layers of every family.
-
-Transformers' own extension points are used: the experts run through an implementation
-registered in `ALL_EXPERTS_FUNCTIONS`, the router's result is rewritten by a forward hook. No
-class of the library is patched. SwitchTransformers, which keeps its experts one by one, gets
-stacked ones first (switch.py).
-"""
+"""One view of the mixture-of-experts layers of every family; `family.py` attaches it to a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from fedguild.errors import ModelError
 from fedguild.model.info import MoeInfo
 from fedguild.model.moe.dense import prefers_dense, run_every_expert
 from fedguild.model.moe.dispatch import dispatch
 from fedguild.model.moe.experts import Factors, FrozenExperts, run_experts
 from fedguild.model.moe.low_rank import prefers_blocks
-from fedguild.model.moe.routing import RoutingRule, route, routing_rule, within_capacity
-from fedguild.model.moe.switch import FAMILY as SWITCH
-from fedguild.model.moe.switch import PROJECTIONS as SWITCH_PROJECTIONS
-from fedguild.model.moe.switch import SwitchExperts, top1_hook
+from fedguild.model.moe.routing import RoutingRule, route, within_capacity
 from fedguild.model.moe.token_side import prefers_token_side, run_token_side
 from fedguild.model.runtime import Runtime
-
-IMPLEMENTATION = "fedguild_slots"
-FAMILIES = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", SWITCH)
 
 
 @dataclass(frozen=True)
@@ -79,6 +65,7 @@ class MoeLayer:
         index: Position among the model's MoE layers.
         info: Its names and sizes.
         router: The router module; `experts` the fused experts module.
+        frozen: Returns the experts' frozen weights.
         rule: The family's routing.
         runtime: The backbone's runtime.
         capacity: Most tokens of a row that an expert takes, or None without a limit.
@@ -95,6 +82,7 @@ class MoeLayer:
     info: MoeInfo
     router: nn.Module
     experts: nn.Module
+    frozen: Callable[[], FrozenExperts]
     rule: RoutingRule
     runtime: Runtime
     capacity: int | None = None
@@ -155,96 +143,13 @@ class MoeLayer:
         plain = delta is None and (lora is None or len(lora[0]) == 2)
         if plain and self._prefers_dense(hidden, indices.shape[1], slots):
             experts = self.info.num_experts
-            return run_every_expert(hidden, weights, indices, keep, experts, self._frozen, lora, self.expert_scale)
+            return run_every_expert(hidden, weights, indices, keep, experts, self.frozen, lora, self.expert_scale)
         blocks = lora is not None and delta is None and prefers_blocks(hidden)
         plan = dispatch(indices, slot, keep, self.info.num_experts, slots, blocks)
         scale = self.expert_scale
         if current is not None and plain and lora and scale is not None and prefers_token_side(hidden, plan):
-            return run_token_side(hidden, weights, plan, current.rows_per_slot, self._frozen, lora, scale)
-        return run_experts(hidden, weights, plan, self._frozen, lora, scale, delta)
+            return run_token_side(hidden, weights, plan, current.rows_per_slot, self.frozen, lora, scale)
+        return run_experts(hidden, weights, plan, self.frozen, lora, scale, delta)
 
     def _prefers_dense(self, hidden: Tensor, top_k: int, slots: int) -> bool:
         return prefers_dense(hidden, top_k, self.info.num_experts, self.info.hidden * self.info.width, slots)
-
-    def _frozen(self) -> FrozenExperts:
-        experts: Any = self.experts
-        if isinstance(experts, SwitchExperts):
-            return FrozenExperts(experts.up_proj, experts.down_proj, experts.activation)
-        return FrozenExperts(experts.gate_up_proj, experts.down_proj, experts._apply_gate)
-
-
-def find_moe_layers(model: nn.Module, family: str, runtime: Runtime) -> list[MoeLayer]:
-    """Returns the model's MoE layers, in module order; empty for a dense model.
-
-    Raises:
-        ModelError: the model has experts of a family that the view does not know.
-    """
-    found: list[MoeLayer] = []
-    for name, block in model.named_modules():
-        experts = getattr(block, "experts", None)
-        if not isinstance(experts, nn.Module):
-            continue
-        if isinstance(experts, SwitchExperts):
-            router, info = block.router, _describe_switch(name, experts)
-        else:
-            router = getattr(block, "gate", None)
-            if family not in FAMILIES or router is None or not hasattr(experts, "gate_up_proj"):
-                raise ModelError(
-                    f"The experts of '{family}' models ({type(experts).__name__}) are not supported.",
-                    f"Supported mixture-of-experts families: {', '.join(FAMILIES)}.",
-                )
-            info = _describe(name, router, experts)
-        rule, capacity = routing_rule(family, router), getattr(router, "expert_capacity", None)
-        found.append(MoeLayer(len(found), info, router, experts, rule, runtime, capacity))
-    return found
-
-
-def _describe(name: str, router: Any, experts: Any) -> MoeInfo:
-    return MoeInfo(
-        name=name,
-        router=f"{name}.gate",
-        experts=f"{name}.experts",
-        num_experts=experts.gate_up_proj.shape[0],
-        top_k=int(router.top_k),
-        hidden=experts.gate_up_proj.shape[2],
-        width=experts.down_proj.shape[2],
-    )
-
-
-def _describe_switch(name: str, experts: SwitchExperts) -> MoeInfo:
-    num_experts, width, hidden = experts.up_proj.shape
-    router = f"{name}.router.classifier"
-    return MoeInfo(name, router, f"{name}.experts", num_experts, 1, hidden, width, SWITCH_PROJECTIONS)
-
-
-def attach(model: Any, layers: list[MoeLayer]) -> None:
-    """Routes the model's MoE layers through the view."""
-    if not layers:
-        return
-    if not isinstance(layers[0].experts, SwitchExperts):
-        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
-        model.set_experts_implementation(IMPLEMENTATION)
-    for layer in layers:
-        if isinstance(layer.experts, SwitchExperts):
-            layer.experts.run = layer.run
-            layer.router.register_forward_hook(top1_hook(layer.routed, layer.runtime))
-        else:
-            object.__setattr__(layer.experts, "fedguild_layer", layer)
-            layer.router.register_forward_hook(_router_hook(layer))
-
-
-def _router_hook(layer: MoeLayer) -> Any:
-    def hook(module: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        if layer.runtime.current is None:
-            return output
-        logits, native, _ = output
-        logits, weights, indices = layer.routed(args[0].reshape(-1, args[0].shape[-1]), logits)
-        return logits, weights.to(native.dtype), indices
-
-    return hook
-
-
-def _experts_forward(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The registered implementation: hidden [N, H], routing [N, k] -> [N, H]."""
-    layer: MoeLayer = module.fedguild_layer
-    return layer.run(hidden, top_k_index, top_k_weights)

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 
 from numpy.random import Generator
 
+from fedguild.data.corpora.spec import CorpusSpec
 from fedguild.data.corpora.tasks.families import FAMILIES, Family
 from fedguild.data.example import Corpus, Example
 from fedguild.data.prompts import render
 from fedguild.errors import DataError, nearest
 from fedguild.seeding import numpy_rng
 
-__all__ = ["FAMILIES", "SEEN", "UNSEEN", "Family", "draw", "load"]
+__all__ = ["FAMILIES", "SEEN", "SPEC", "UNSEEN", "Family", "draw", "load"]
 
 SEEN = tuple(name for name, family in FAMILIES.items() if family.seen)
 """Families that the embedded checkpoint was trained on."""
@@ -117,3 +118,15 @@ def _check(families: Sequence[str], *counts: int) -> None:
             raise DataError(f"Unknown task family '{name}'.", nearest(name, FAMILIES))
     if min(counts) < 0:
         raise DataError(f"The number of examples must not be negative, but is {min(counts)}.")
+
+
+SPEC = CorpusSpec(
+    kind="mixed",
+    metric="exact_match",
+    generate=load,
+    options={
+        "train_examples": "how many training examples to make (4000)",
+        "test_examples": "how many test examples to make (400)",
+        "families": "list of the task families to draw from (all)",
+    },
+)

@@ -1,0 +1,54 @@
+"""Measures of how evenly the experts of a layer are used."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedguild.server.utilisation import gini, rate_entropy, share_entropy
+
+
+@dataclass(frozen=True, slots=True)
+class Utilisation:
+    """How evenly each of L layers uses its M experts.
+
+    Where no token was seen, and in a layer whose counts are all zero, every figure is 0.
+
+    Attributes:
+        frequency: [L, M] share of tokens that activated an expert, the utilisation rate; a row
+            sums to the active experts per token.
+        rate_entropy: [L] entropy of the rates as they are, in nats, which exceeds ln M where several
+            experts are active per token (UB-SMoE, section 6.3.3).
+        entropy: [L] entropy of the rates scaled to sum 1, in nats, from 0 to ln M.
+        normalised_entropy: [L] `entropy` divided by ln M, from 0 (one expert) to 1 (all alike);
+            0 where a layer has a single expert.
+        gini: [L] Gini coefficient of the rates, from 0 (all alike) to 1 - 1/M (UB-SMoE, Eq. 62).
+    """
+
+    frequency: Tensor
+    rate_entropy: Tensor
+    entropy: Tensor
+    normalised_entropy: Tensor
+    gini: Tensor
+
+
+def expert_utilisation(counts: Tensor, tokens: int) -> Utilisation:
+    """Returns how evenly the experts are used.
+
+    Args:
+        counts: [L, M] tokens that activated each expert, padding excluded.
+        tokens: Tokens seen.
+    """
+    frequency = counts.double() / max(tokens, 1)
+    entropy = share_entropy(frequency)
+    experts = counts.shape[-1]
+    return Utilisation(
+        frequency=frequency,
+        rate_entropy=rate_entropy(frequency),
+        entropy=entropy,
+        normalised_entropy=entropy / math.log(experts) if experts > 1 else torch.zeros_like(entropy),
+        gini=gini(frequency),
+    )

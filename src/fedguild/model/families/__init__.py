@@ -1,0 +1,26 @@
+"""The architectures whose routers and experts can be adapted: a file for each, and `FAMILIES`, which finds them.
+
+A file is named like the `model_type` of transformers and defines `FAMILY`, a `Family` (`model/moe/family.py`). One
+of another package goes by the name of its entry point in the group `fedguild.model_families`, which is the
+`model_type`, too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedguild.plugins import Plugins
+
+if TYPE_CHECKING:
+    from fedguild.model.moe.family import Family
+
+
+def _accepted(name: str, loaded: object) -> Family:
+    from fedguild.model.moe.family import Family
+
+    if not isinstance(loaded, Family):
+        raise TypeError(f"a model family is a Family, not a {type(loaded).__name__}")
+    return loaded
+
+
+FAMILIES = Plugins("model family", "fedguild.model.families", "fedguild.model_families", _accepted, attribute="FAMILY")

@@ -1,0 +1,7 @@
+"""Qwen3-MoE (Qwen Team, 2025)."""
+
+from __future__ import annotations
+
+from fedguild.model.moe.family import Family
+
+FAMILY = Family()

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fedguild.errors import DataError
+from fedguild.evaluation.statistics import mean_over_budgets, mtal, paired_difference, spread
+
+
+def test_mtal_counts_clients_equally_and_skips_those_without_tests():
+    assert mtal([0.5, None, 1.0, 0.0]) == pytest.approx(0.5)
+    with pytest.raises(DataError, match="No client has test examples"):
+        mtal([None, None])
+
+
+def test_mean_over_budgets():
+    assert mean_over_budgets({"k=1": 0.2, "k=8": 0.8}) == pytest.approx(0.5)
+    with pytest.raises(DataError, match="No budget"):
+        mean_over_budgets({})
+
+
+def test_spread_is_the_sample_deviation():
+    result = spread([1.0, 2.0, 4.0])
+    assert result.mean == pytest.approx(7 / 3)
+    assert result.std == pytest.approx(math.sqrt(((4 / 3) ** 2 + (1 / 3) ** 2 + (5 / 3) ** 2) / 2))
+    assert result.count == 3
+    assert spread([0.25]).std == 0.0
+    assert str(spread([0.5, 0.7])) == "0.600 ± 0.141"
+    with pytest.raises(DataError, match="at least one seed"):
+        spread([])
+
+
+def test_paired_difference_cancels_the_seed():
+    difference = paired_difference({1: 0.9, 0: 0.4}, {0: 0.3, 1: 0.8})
+    assert difference.mean == pytest.approx(0.1)
+    assert difference.std == pytest.approx(0.0, abs=1e-12)
+    with pytest.raises(DataError, match=r"one side has \[0, 1\] and the other \[0, 2\]"):
+        paired_difference({0: 1.0, 1: 1.0}, {0: 1.0, 2: 1.0})
