@@ -40,7 +40,7 @@ Preparation = Callable[[Config, Path, Progress | None], Experiment]
 
 CHECKPOINTS = "checkpoints"
 ACCEPTED = "accepted"
-"""Where a checkpoint says whose uploads of its round are in the state."""
+"""Key of the clients whose uploads of the round are in a checkpoint's state."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RunResult:
     """A finished run.
 
     Attributes:
-        folder: Where it was written.
+        folder: Its folder.
         rounds: Rounds it ran.
         scores: Budget -> score of the global model after the last round, from 0 to 1.
         mean: Mean over the budgets; over the clients where every client has a model of its own.
@@ -80,16 +80,16 @@ def run(
     Args:
         config: The run.
         output: The folder.
-        progress: Who is told how it goes.
-        preparation: Builds what the run holds; None for this machine alone, with simulated clients.
+        progress: Receiver of progress reports.
+        preparation: Builds the experiment; None for simulated clients on this machine alone.
 
     Raises:
-        CheckpointError: the folder holds a run already.
-        FedGuildError: anything in the config, the data or the model that the user can mend.
+        CheckpointError: the folder already holds a run.
+        FedGuildError: anything in the config, the data or the model that the user can fix.
     """
     if (output / "config.yaml").exists():
         raise CheckpointError(
-            f"{output} holds a run already.", f"Go on with `fedguild resume {output}`, or choose another folder."
+            f"{output} already holds a run.", f"Continue with `fedguild resume {output}`, or choose another folder."
         )
     return _begin((preparation or prepare)(config, output, progress))
 
@@ -136,7 +136,7 @@ def restore(
     config = _written_config(output)
     number = checkpoint.latest(output / CHECKPOINTS) if round is None else round
     if number is None:
-        raise CheckpointError(f"{output} has no complete round yet.", f"Go on with `fedguild resume {output}`.")
+        raise CheckpointError(f"{output} has no complete round yet.", f"Continue with `fedguild resume {output}`.")
     saved = checkpoint.load(output / CHECKPOINTS, number, fingerprint=config.fingerprint())
     return prepare(config, output, progress), saved.state, number
 
@@ -203,7 +203,7 @@ def _round_record(outcome: Outcome, seconds: float) -> RoundRecord:
 
 
 def _tell(progress: Progress, outcome: Outcome) -> None:
-    """Says what went wrong in a round that its records keep."""
+    """Reports rejected and stray uploads of a round, which its records also hold."""
     for client, reason in outcome.rejected.items():
         progress.message(f"Round {outcome.round}: the upload of client {client} was rejected: {reason}")
     for stray in outcome.strays:
@@ -226,7 +226,7 @@ def _save(experiment: Experiment, number: int, state: Payload, accepted: Collect
 
 
 def _write_facts(experiment: Experiment) -> None:
-    """Writes what a run knows before its first round; the config last, as it marks the folder as a run's."""
+    """Writes the facts known before the first round; the config last, as it marks the folder as a run's."""
     folder, table, backbone = experiment.folder, experiment.data.partition_table, experiment.backbone
     write_json(folder / "environment.json", describe_environment(backbone.device, backbone.dtype))
     partition_record = PartitionRecord(

@@ -1,4 +1,4 @@
-"""Scoring a run's models: the global one as every budget runs it, and each client's own."""
+"""Scoring of a run's models: the global one as every budget runs it, and each client's own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fedguild.setup import Experiment, Split
 Model = tuple[str, Budget, Deployment]
 """A model's name (its budget's or its client's), the budget that it runs at, and what it is."""
 MODELS_AT_ONCE = 8
-"""How many models share a forward pass where the cohort size is `auto`."""
+"""Number of models that share a forward pass where the cohort size is `auto`."""
 
 
 def evaluate_state(experiment: Experiment, state: Payload, number: int, split: Split | None = None) -> list[Record]:
@@ -120,7 +120,7 @@ def _scored_at_once(
 
 
 def _identity(merged: Mapping[str, Tensor]) -> list[tuple[str, int]]:
-    """Returns what two models have in common whose backbones hold the same tensors."""
+    """Returns a key that is equal for models whose backbones hold the same tensors."""
     return [(name, id(tensor)) for name, tensor in merged.items()]
 
 

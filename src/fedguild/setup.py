@@ -1,4 +1,4 @@
-"""What a run holds, built from its config: method, data, backbone, clients and engine."""
+"""Assembly of a run from its config: method, data, backbone, clients and engine."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Remote(Protocol):
 
 @dataclass
 class Experiment:
-    """Everything that a run holds while it runs.
+    """The objects of a run.
 
     `remote` is None where the clients are simulated, by the engine that the config names.
     """
@@ -146,7 +146,7 @@ def fitted(method: Method, config: Config) -> Method:
 
 
 def prepare(config: Config, output: Path, progress: Progress | None = None) -> Experiment:
-    """Builds the method, the data and the backbone of a run, in the order of what fails fastest."""
+    """Builds the method, the data and the backbone of a run, those first that fail fastest."""
     progress = progress or Silent()
     method = method_of(config)
     load_metrics(config.evaluation.metrics)
@@ -263,8 +263,8 @@ def _encoded(experiment: Experiment) -> dict[int, list[Encoded]]:
 def run_identity(folder: Path) -> str:
     """Returns the identity of a run, 32 hexadecimal digits: drawn when first asked for, the same ever after.
 
-    Two runs of one config are two runs. What travels between machines carries it, so that nobody
-    takes one run's tasks, uploads or memory for another's.
+    Two runs of one config are two runs. Messages between machines carry it, so that the tasks,
+    uploads and memory of one run are never taken for those of another.
     """
     path = folder / IDENTITY
     if not path.is_file():

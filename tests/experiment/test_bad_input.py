@@ -135,7 +135,7 @@ def test_a_folder_that_holds_a_run(command: Command, complaint: Complaint, olmoe
     assert command("run", TASKS, *settings, "--output", "out").exit_code == 0
     before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
     told = complaint("run", TASKS, *settings, "--output", "out")
-    says(told, "out holds a run already", "Go on with `fedguild resume out`, or choose another folder")
+    says(told, "out already holds a run", "Continue with `fedguild resume out`, or choose another folder")
     assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
 
 

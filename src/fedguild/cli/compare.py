@@ -27,7 +27,7 @@ SEEDS = (0, 1, 2)
 
 
 class CellEngine(StrEnum):
-    """Where the runs of a comparison are made."""
+    """Engine that the runs of a comparison are made with."""
 
     LOCAL = "local"
     RAY = "ray"
@@ -82,7 +82,7 @@ def command(
     """Run several configs over several seeds and print a paper's table.
 
     Every config and seed is a run in OUTPUT/NAME/seed-N (OUTPUT/COLUMN/ROW/seed-N in a table with columns). Finished
-    runs are kept, half-finished ones are resumed, so the same command goes on after an interruption.
+    runs are kept, half-finished ones are resumed, so the same command continues after an interruption.
     `fedguild presets` lists the tables that ship.
     """
     context.obj.resume_with = "the same command again"
@@ -110,7 +110,7 @@ def command(
 
 @dataclass(frozen=True)
 class Whole:
-    """The table that comparisons are the columns of: its name, the score that it shows of each row, and its folder."""
+    """The table whose columns are comparisons: its name, the score shown for each row, and its folder."""
 
     name: str
     scores: Mapping[str, str]
@@ -192,7 +192,7 @@ def _reference_name(reference: str | None, cells: Sequence[Cell]) -> str:
     if reference is None:
         return cells[-1].config.name
     if reference not in names:
-        raise ConfigError(f"The reference '{reference}' is none of the compared configs.", nearest(reference, names))
+        raise ConfigError(f"The reference '{reference}' is not one of the compared configs.", nearest(reference, names))
     return names[reference]
 
 
@@ -202,5 +202,5 @@ def _row_reference(reference: str, comparisons: Sequence[Comparison], *, asked: 
     if reference in names:
         return reference
     if asked:
-        raise ConfigError(f"The reference '{reference}' is none of the compared rows.", nearest(reference, names))
+        raise ConfigError(f"The reference '{reference}' is not one of the compared rows.", nearest(reference, names))
     return names[-1]

@@ -1,4 +1,4 @@
-"""`fedguild doctor`: what is installed, on which machine, and what will not work."""
+"""`fedguild doctor`: installed software, the machine, and what will not work on it."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Finding:
     """One line of the diagnosis.
 
     Attributes:
-        subject: What was looked at.
-        found: What was found there.
+        subject: The package or property that was examined.
+        found: Its state.
         verdict: `ok`, `missing` (an option that is not installed) or `problem`.
-        consequence: What will not work, and what to do about it; empty where all is well.
+        consequence: What will not work, and the remedy; empty where all is well.
     """
 
     subject: str

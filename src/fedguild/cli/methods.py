@@ -1,4 +1,4 @@
-"""`fedguild methods`: the methods there are, where each comes from, and the options of one."""
+"""`fedguild methods`: the available methods, their origins, and the options of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fedguild profile`: what a config would cost, and what the papers say it costs."""
+"""`fedguild profile`: the costs of a config, and the papers' published figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A profile as tables that read without colour."""
+"""Profiles as plain tables, readable without colour."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ HEADINGS = ("where", "what", "settings", "published", "ours", "off", "verdict")
 
 
 def published_tables(rows: Sequence[Comparison]) -> Iterator[RenderableType]:
-    """Yields a table for every paper: its figures, what we count with, ours, how far they lie off, and why."""
+    """Yields a table for every paper: its figures, our settings, our figures, the deviations and their reasons."""
     for paper, comparisons in _by_paper(rows):
         shown = _table(paper)
         for name in HEADINGS:
@@ -157,7 +157,7 @@ def published_tables(rows: Sequence[Comparison]) -> Iterator[RenderableType]:
 
 
 def published_markdown(rows: Sequence[Comparison]) -> str:
-    """Returns the same in Markdown, as it stands in docs/methods/costs.md."""
+    """Returns the same in Markdown, as in docs/methods/costs.md."""
     lines = []
     for paper, comparisons in _by_paper(rows):
         lines += [f"## {paper}", "", _markdown_row(HEADINGS), _markdown_row(["---"] * len(HEADINGS))]
@@ -173,7 +173,7 @@ def _by_paper(rows: Sequence[Comparison]) -> list[tuple[str, list[Comparison]]]:
 
 
 def _reasons(rows: Sequence[Comparison]) -> Iterator[str]:
-    """Yields why published figures are not to be had, each reason once."""
+    """Yields the reasons why published figures cannot be reproduced, each once."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.claim.why:

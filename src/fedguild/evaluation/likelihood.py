@@ -35,12 +35,12 @@ class LikelihoodModel(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """Device of the model."""
         ...
 
     @property
     def seq2seq(self) -> Seq2Seq | None:
-        """How the model takes a text if it is an encoder-decoder model, else None."""
+        """Special tokens of an encoder-decoder model; None for other models."""
         ...
 
     def token_losses(self, batch: SlotBatch) -> Tensor:
@@ -193,7 +193,7 @@ def _prefix_shared(segments: Tensor) -> Tensor:
 
     Args:
         segments: [R, T] 0 in the prompt, 1… in the candidates, -1 in padding. Padding sees itself
-            and the prompt, never nothing, for a softmax over nothing is not a number.
+            and the prompt, never nothing, since a softmax over nothing is not a number.
     """
     queries, keys = segments[:, :, None], segments[:, None, :]
     causal = torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool).tril()

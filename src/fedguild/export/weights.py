@@ -1,4 +1,4 @@
-"""How a deployment changes the weights of its backbone, as pure functions over names and tensors."""
+"""Changes of a backbone's weights by a deployment, as pure functions over names and tensors."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class ComparisonTable:
         split: What the scores were measured on.
         equal_inference: Whether every budget was scored with the same active experts and inference
             FLOPs in all runs, as far as they are recorded.
-        warnings: What makes the comparison less than fair, one sentence each.
+        warnings: Reasons why the comparison may be unfair, one sentence each.
     """
 
     budgets: tuple[BudgetFacts, ...]
@@ -94,7 +94,7 @@ class ComparisonTable:
     def difference(self, label: str, column: str, against: str | None = None) -> Spread | None:
         """Returns mean and deviation of the seedwise differences to the reference.
 
-        Only seeds that both were run with count; None where there is none.
+        Only seeds that both were run with count; None without one.
 
         Args:
             label: The row.
@@ -222,7 +222,7 @@ def compare(runs: Mapping[str, Sequence[Run]], reference: str | None = None) -> 
         )
     chosen = reference if reference is not None else list(runs)[-1]
     if chosen not in runs:
-        raise ConfigError(f"The reference '{chosen}' is none of the compared methods.", nearest(chosen, runs))
+        raise ConfigError(f"The reference '{chosen}' is not one of the compared methods.", nearest(chosen, runs))
     tables = {label: [run_table(run) for run in members] for label, members in runs.items()}
     every = [table for members in tables.values() for table in members]
     by_budget: dict[str, list[BudgetFacts]] = {}

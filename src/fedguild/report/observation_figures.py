@@ -1,4 +1,4 @@
-"""The figures of what a method reports: lines over the rounds, heat maps of the last one or of a row in each."""
+"""Figures of what a method reports: lines over the rounds, heat maps of the last round or of one row in each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def observation_figure(series: Series, key: str) -> str:
     A figure of one such row is shown in all rounds, one below the other.
 
     Args:
-        series: What the method reported.
+        series: The reported figure.
         key: Prefix of the ids in the SVG.
     """
     return _heat_map(series.matrix(), key) if series.is_matrix else _lines(series, key)

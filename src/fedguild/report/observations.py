@@ -1,4 +1,4 @@
-"""What methods report of their own rounds, gathered by name: over the rounds, and over the seeds."""
+"""Observations that methods report of their own rounds, gathered by name over the rounds and the seeds."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Series:
     """One figure of a run over its rounds.
 
     Attributes:
-        name: What it is.
+        name: Name of the figure.
         unit: The unit of its values; empty for a pure number.
-        records: What was reported, one for each round, in order.
+        records: The records, one for each round, in order.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Series:
         return self.name[:1].upper() + self.name[1:]
 
     def lines(self) -> dict[str, list[tuple[int, float]]]:
-        """Returns row -> (round, value), for figures with one value in a row; values that are no number are left out.
+        """Returns row -> (round, value), for figures with one value in a row; NaN and infinity are left out.
 
         A row that some rounds lack has a shorter line.
         """

@@ -1,4 +1,4 @@
-"""One entry of an observed figure, round by round and seed by seed: how stable it is (FedAMoLE, Table 7)."""
+"""Stability of one entry of an observed figure, over the rounds and the seeds (FedAMoLE, Table 7)."""
 
 from __future__ import annotations
 

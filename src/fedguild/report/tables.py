@@ -1,4 +1,4 @@
-"""One run in numbers: what every budget and every client gets, and what it cost."""
+"""Tables of one run: the scores and costs of every budget and every client."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def size_of(budget: BudgetFacts) -> tuple[float, float]:
 
 
 def training_grid(totals: Iterable[ClientTotals]) -> Grid:
-    """Returns the table of clients' training: what each trained on, and what it paid."""
+    """Returns the table of clients' training: the data and the costs of each."""
     header = ["Client", "Budget", "Experts", "Rank", "Examples", "Steps", "Tokens", "Train loss"]
     header += ["Training FLOPs", "Upload", "Download", "Peak memory", "Time"]
     body = []

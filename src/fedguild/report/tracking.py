@@ -1,4 +1,4 @@
-"""The same records as TensorBoard events, for those who watch there; figures with columns are for the page alone."""
+"""TensorBoard events with a run's records; figures with columns appear on the page alone."""
 
 from __future__ import annotations
 

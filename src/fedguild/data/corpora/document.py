@@ -1,4 +1,4 @@
-"""Nested JSON documents (a task, a collection of articles), which are no tables."""
+"""Nested JSON documents that are not tables, such as a task or a collection of articles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def read_document(path: Path, keys: Iterable[str]) -> dict[str, Any]:
     """Reads a file that holds one JSON object with at least `keys`.
 
     Raises:
-        DataError: the file is no JSON object or lacks a key; lists the keys found and expected.
+        DataError: the file is not a JSON object or lacks a key; lists the keys found and expected.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))

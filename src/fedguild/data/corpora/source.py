@@ -1,4 +1,4 @@
-"""Where one split of a corpus is read from: a local file or folder, or a dataset on the Hugging Face hub."""
+"""Sources of a corpus's splits: a local file or folder, or a dataset on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HubDataset:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a corpus reads one split from.
+    """The source of one split of a corpus.
 
     Attributes:
         where: A local file or folder, or a dataset on the hub.

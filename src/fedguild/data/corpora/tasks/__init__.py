@@ -1,6 +1,6 @@
 """The embedded corpus: small instruction tasks in ten families, thousands of questions in each.
 
-No download and no licence: everything is drawn from a seed. One prompt in eight is held out by a
+Everything is drawn from a seed, so nothing is downloaded or licensed. One prompt in eight is held out by a
 hash of its text, whatever the seed, so that a test question was never in any training set, that
 of the embedded checkpoint included.
 """
@@ -68,7 +68,7 @@ def draw(name: str, rng: Generator, *, held_out: bool = False) -> Iterator[Examp
 
     Args:
         name: The family's name.
-        rng: Where the questions come from.
+        rng: Generator that the questions are drawn with.
         held_out: Whether to yield test questions or training questions.
     """
     family = FAMILIES[name]
