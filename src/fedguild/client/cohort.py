@@ -87,8 +87,6 @@ class Cohort:
         round_index: The round, from 1.
         seed: The run's seed.
         pad_id: Token id of padding.
-        private_seed: A secret of the clients' own machine, from which noise that protects their data is drawn; by
-            default the run's seed, which the server knows too.
         on_step: Called after each optimizer step with (steps done, steps in all, mean loss).
     """
 
@@ -101,7 +99,6 @@ class Cohort:
         round_index: int,
         seed: int,
         pad_id: int = 0,
-        private_seed: int | None = None,
         on_step: Callable[[int, int, float], None] | None = None,
     ) -> None:
         self.model = model
@@ -109,7 +106,6 @@ class Cohort:
         self.settings = settings
         self.round = round_index
         self.seed = seed
-        self.private_seed = seed if private_seed is None else private_seed
         self.pad_id = pad_id
         self.optimizer = SlotOptimizer(model.trainables, settings)
         self.reports = [LocalReport() for _ in work]
@@ -193,7 +189,6 @@ class Cohort:
                 round_index=self.round,
                 seed=self.seed,
                 pad_id=self.pad_id,
-                private_seed=self.private_seed,
                 on_step=self._on_step,
             )
             yield again

@@ -110,22 +110,6 @@ class PflMoe(Method):
             self._personalise(cohort)
         return uploads
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 4."""
-        mean = mean_adapter(state, uploads, "uniform")
-        return Payload.of({ADAPTER: mean}, {"rounds": int(state.scalars["rounds"]) + 1})
-
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Line 8; for a client without a personal model the global one, mixed with itself once others have theirs."""
-        settings, plan, received = self.settings, self.plan(model, client.budget), excerpt.part(ADAPTER)
-        if int(excerpt.scalars["rounds"]) < settings.personal_from:
-            return Deployment(plan, received)
-        theta, personal = memory.part(RECEIVED) or received, memory.part(PERSONAL) or received
-        gate = memory.part(GATE) or {WEIGHT: torch.zeros(model.hidden), BIAS: torch.zeros(())}
-        mixture = LogitMixture(settings.rank, settings.targets, settings.features)
-        second = {f"{SECOND}{name}": value for name, value in personal.items()}
-        return Deployment(AdapterPlan((mixture, plan.lora)), {**theta, **second, **gate})
-
     def _personalise(self, cohort: Cohort) -> None:
         """Lines 5 to 7, for all clients of the cohort at once; what they keep replaces what they kept before."""
         settings, started = self.settings, time.perf_counter()
@@ -154,3 +138,19 @@ class PflMoe(Method):
         if settings.personal_learning_rate is not None:
             training = training.model_copy(update={"learning_rate": settings.personal_learning_rate})
         return training
+
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+        """Line 4."""
+        mean = mean_adapter(state, uploads, "uniform")
+        return Payload.of({ADAPTER: mean}, {"rounds": int(state.scalars["rounds"]) + 1})
+
+    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Line 8; for a client without a personal model the global one, mixed with itself once others have theirs."""
+        settings, plan, received = self.settings, self.plan(model, client.budget), excerpt.part(ADAPTER)
+        if int(excerpt.scalars["rounds"]) < settings.personal_from:
+            return Deployment(plan, received)
+        theta, personal = memory.part(RECEIVED) or received, memory.part(PERSONAL) or received
+        gate = memory.part(GATE) or {WEIGHT: torch.zeros(model.hidden), BIAS: torch.zeros(())}
+        mixture = LogitMixture(settings.rank, settings.targets, settings.features)
+        second = {f"{SECOND}{name}": value for name, value in personal.items()}
+        return Deployment(AdapterPlan((mixture, plan.lora)), {**theta, **second, **gate})

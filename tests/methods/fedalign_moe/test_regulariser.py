@@ -10,18 +10,11 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
-from fedguild.client.routing_alignment import (
-    LayerTarget,
-    Regulariser,
-    RoutingProfile,
-    adaptive_weights,
-    measure_routing,
-    observing,
-    sample_rows,
-    top_k_mask,
-)
+from fedguild.client.observing import observing
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
+from fedguild.methods.fedalign_moe.measuring import RoutingProfile, measure_routing, sample_rows
+from fedguild.methods.fedalign_moe.regulariser import LayerTarget, Regulariser, adaptive_weights, top_k_mask
 from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import MoeInfo

@@ -11,7 +11,16 @@ from torch import Tensor
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
 from fedguild.server.method import Upload
-from tests.methods.fedalign import EXPERTS, GATES, LAYERS, fedalign, federation_of, own_experts, random_round, vector
+from tests.methods.fedalign_moe.federation import (
+    EXPERTS,
+    GATES,
+    LAYERS,
+    fedalign,
+    federation_of,
+    own_experts,
+    random_round,
+    vector,
+)
 from tests.methods.federation import LARGE, client, upload
 from tests.oracles import fedalign_moe as oracle
 from tests.oracles.aggregation import weighted_mean

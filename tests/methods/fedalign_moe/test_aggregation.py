@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
+from fedguild.methods.fedalign_moe import aggregation as region
+from fedguild.methods.fedalign_moe.parts import expert_vectors, from_expert_vectors
+from fedguild.methods.fedalign_moe.uploads import RegionUploads, Spool
 from fedguild.seeding import torch_rng
-from fedguild.server import region_aggregation as region
-from fedguild.server.region_uploads import RegionUploads, Spool
 from tests.oracles import fedalign_moe as oracle
 
 
@@ -95,7 +96,7 @@ def test_directions_of_the_product_are_those_of_the_formed_products(clients: int
     before = {f"{name}.lora_A": normal(rank, 5, seed=1) for name in ("gate", "up")}
     before |= {f"{name}.lora_B": normal(6, rank, seed=2) * (start == "trained") for name in ("gate", "up")}
     changes = [{name: normal(*value.shape, seed=10 + i) for name, value in before.items()} for i in range(clients)]
-    rows = torch.cat([region.expert_vectors({n: v[None] for n, v in change.items()}) for change in changes])
+    rows = torch.cat([expert_vectors({n: v[None] for n, v in change.items()}) for change in changes])
     formed = []
     for change in changes:
         after = {name: before[name].double() + change[name].double() for name in before}
@@ -177,10 +178,10 @@ def test_updates_without_a_direction_change_nothing() -> None:
 
 def test_an_experts_vector_and_back() -> None:
     tensors = {"b": normal(3, 2, 4), "a": normal(3, 5), "c": normal(3, 1, 1)}
-    vectors = region.expert_vectors(tensors)
+    vectors = expert_vectors(tensors)
     assert vectors.shape == (3, 14)
     close(vectors[2], torch.cat([tensors["a"][2], tensors["b"][2].flatten(), tensors["c"][2].flatten()]))
-    back = region.from_expert_vectors(vectors, tensors)
+    back = from_expert_vectors(vectors, tensors)
     assert list(back) == list(tensors)
     assert all(torch.equal(back[name], value) for name, value in tensors.items())
 

@@ -1,4 +1,4 @@
-"""FedAlign-MoE's server arithmetic: whose routing counts, and whose version of an expert.
+"""FedAlign-MoE's server arithmetic: the reference of the routing, and the clients' weights in an expert.
 
 Source: Fang et al., "Aggregation Alignment for Federated Learning with Mixture-of-Experts under
 Data Heterogeneity", Eq. 4, 6, 7 and 13-18. Pure functions over N clients, in fp64.
@@ -13,6 +13,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+from fedguild.methods.fedalign_moe.parts import from_expert_vectors
 
 COLUMNS = 2**18
 """Columns of the updates that are multiplied at once."""
@@ -116,25 +118,3 @@ def combined(rows: Tensor, weights: Tensor) -> Tensor:
     """Returns sum_i w_i row_i [P] in fp32, of rows [n, P] and weights [n]."""
     blocks = [(weights @ block.double()).float() for block in rows.split(COLUMNS, dim=1)]
     return torch.cat(blocks)
-
-
-def expert_vectors(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Returns [M, P]: all trainables of each expert of a layer in one row, in the order of their names.
-
-    Args:
-        tensors: Name -> [M, ..].
-    """
-    return torch.cat([tensors[name].flatten(1) for name in sorted(tensors)], dim=1)
-
-
-def from_expert_vectors(vectors: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns name -> [n, ..] of rows [n, P] that `expert_vectors` laid out.
-
-    Args:
-        vectors: One row for each expert, or for each client's version of one.
-        like: Name -> a tensor [M, ..] with the trainable's shape after its first dimension.
-    """
-    names = sorted(like)
-    parts = vectors.split([like[name][0].numel() for name in names], dim=1)
-    shaped = {name: part.reshape(-1, *like[name].shape[1:]) for name, part in zip(names, parts, strict=True)}
-    return {name: shaped[name].contiguous() for name in like}

@@ -1,4 +1,4 @@
-"""FedAlign-MoE: private gates drawn towards a common routing, experts averaged where they mean the same.
+"""FedAlign-MoE: private gates with aligned routing, experts averaged by region and direction.
 
 Z. Fang, Q. Wang, H. An, Z. Lin, Y. Deng, X. Chen, Y. Fang, "Aggregation Alignment for Federated
 Learning with Mixture-of-Experts under Data Heterogeneity".
@@ -10,15 +10,17 @@ The algorithm, in our words (Algorithm 1; i, j are clients, e an expert of one M
      4      client: alpha_i(e) = sigmoid(o_i(e) - eta)                              (Eq. 9)
      5      client: train gate and experts on L_task + lambda L_reg                 (Eq. 11), where
                 L_reg = sum_e alpha_i(e) KL(p(x, e) || p_g(e))
-                over e in Top-k(p(x)) or Top-k(p_g)                                 (Eq. 8, 10)
-     6      client: p-bar_i(e), m_i(e) and mu_i(e) over its data                    (Eq. 3, 5, 12)
-     7      client: send them, and the change dtheta_i of the experts it activated
+                over e in Top-k(p(x)) or Top-k(p_g)         -> regulariser.py       (Eq. 8, 10)
+     6      client: p-bar_i(e), m_i(e), mu_i(e) over its data -> measuring.py       (Eq. 3, 5, 12)
+     7      client: send them, and the change dtheta_i of the experts it activated, each expert's
+                trainables in one row                       -> parts.py
      8      server: o_i = p-bar_i mean_j p-bar_j                                    (Eq. 4)
      9      server: omega_i = o_i m_i / sum_j o_j m_j, p_g = sum_i omega_i p-bar_i  (Eq. 6, 7)
     10      server, for each expert: S_ij = cos(mu_i, mu_j), tau = M - beta Sigma   (Eq. 16, 17)
     11      server: D_ij = cos(dtheta_i, dtheta_j)                                  (Eq. 13)
     12      server: gamma_ij = sigmoid(S_ij - tau) max(0, D_ij)                     (Eq. 18; 14)
     13      server: theta += sum_i (sum_j gamma_ij / sum_ij gamma_ij) dtheta_i      (Eq. 15)
+    The formulas of lines 8 to 13 are in aggregation.py; what is pairwise waits in uploads.py.
 
 Symbols: p-bar `routing`, m `margin`, mu `region`, dtheta `update`, o `overlap`, p_g `reference`,
 mean_j p-bar_j `consensus`, eta `overlap_threshold`, lambda `regularisation`, beta `tolerance`.
@@ -38,59 +40,47 @@ Readings and deviations (docs/methods/fedalign-moe.md):
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import ClassVar, Literal, TypeVar
+from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.routing_alignment import (
-    LayerTarget,
-    Regulariser,
-    RoutingProfile,
-    adaptive_weights,
-    measure_routing,
-    observing,
-)
-from fedguild.errors import ConfigError
-from fedguild.methods.common import ADAPTER, in_part, initial_adapter
+from fedguild.client.observing import observing
+from fedguild.methods.fedalign_moe import aggregation as region
+from fedguild.methods.fedalign_moe.measuring import RoutingProfile, measure_routing
+from fedguild.methods.fedalign_moe.observations import FIGURES, expert_figures, observations, reference_figures
+from fedguild.methods.fedalign_moe.options import require_direction, require_targets
+from fedguild.methods.fedalign_moe.parts import EXPERTS, GATE, by_layer, by_part, expert_vectors, from_expert_vectors
+from fedguild.methods.fedalign_moe.regulariser import LayerTarget, Regulariser, adaptive_weights
+from fedguild.methods.fedalign_moe.uploads import RegionUploads, Spool
 from fedguild.model.adapters.full_experts import FullExperts
-from fedguild.model.adapters.full_router import FullRouter, delta_name
+from fedguild.model.adapters.full_router import FullRouter
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.part import AdapterPart
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, trainable_shapes
-from fedguild.payload import Payload, with_part
-from fedguild.server import region_aggregation as region
+from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Deployment, Observation, Upload
-from fedguild.server.region_uploads import RegionUploads, Spool
+from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
+from fedguild.server.settings import Alpha, MethodSettings, Rank
 from fedguild.server.validation import Omissible
 
-Value = TypeVar("Value")
-
-EXPERTS, GATE = "experts", "gate"
 ROUTING, MARGIN, REGION, UPDATE = "routing", "margin", "region", "update"
-REFERENCE, CONSENSUS, FIGURES = "reference", "consensus", "figures"
-OBSERVED = {
-    "overlap": "mean expert overlap o",
-    "spread": "spread of the consistency weights (standard deviation over clients)",
-    "threshold": "similarity threshold tau",
-    "aggregated": "share of experts aggregated",
-}
+"""The parts of an upload with p-bar, m, mu and dtheta; `routing` also of a client's memory."""
+REFERENCE, CONSENSUS = "reference", "consensus"
+"""The parts of the state, and of a download, with p_g and mean_j p-bar_j."""
 
 
-class FedAlignMoeSettings(BaseModel):
+class FedAlignMoeSettings(MethodSettings):
     """The options of FedAlign-MoE."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     experts: Literal["lora", "full"] = Field("lora", description="what trains of the experts: LoRA, or their weights")
-    rank: int = Field(8, ge=1, description="LoRA rank r")
-    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; the scale is alpha / rank")
+    rank: Rank = 8
+    alpha: Alpha = 16.0
     targets: tuple[str, ...] = Field(
         (), description="what else LoRA adapts, averaged by size: leaf names of linear layers, or attention and mlp"
     )
@@ -127,45 +117,39 @@ class FedAlignMoeSettings(BaseModel):
     )
 
 
-class FedAlignMoe:
+class FedAlignMoe(Method):
     """Aligned routing with private gates, region-conditioned expert averaging; see the module's docstring."""
 
-    name: ClassVar[str] = "fedalign-moe"
-    title: ClassVar[str] = "FedAlign-MoE: private gates with aligned routing, experts averaged by region and direction"
-    needs_experts: ClassVar[bool] = True
-    Settings: ClassVar[type[BaseModel]] = FedAlignMoeSettings
-
-    def __init__(self, settings: FedAlignMoeSettings) -> None:
-        self.settings = settings
+    Settings = FedAlignMoeSettings
+    settings: FedAlignMoeSettings
+    needs_experts = True
+    costs = ServerCosts(
+        "O(n + C n_e): the uploads wait on disk, one expert's C versions (n_e each) are in memory",
+        "O(C² n): a Gram matrix over the clients for every expert",
+        varies="at most",
+        leave_out=True,
+        note="An upload leaves out the experts that the client did not activate. After its training a client runs "
+        "forward passes over its data, as much of it as `statistics_tokens` says, that are not counted.",
+    )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a full gate and LoRA on the experts, or full experts; every budget trains the same."""
         settings = self.settings
         model.require_experts("FedAlign-MoE")
-        if taken := {"router", "experts"} & set(settings.targets):
-            raise ConfigError(
-                f"method.targets: {' and '.join(sorted(taken))} cannot be among the targets of fedalign-moe.",
-                "The gate and the experts always train; `targets` names what else does, for example [attention].",
-            )
-        if settings.direction == "product" and settings.experts == "full":
-            raise ConfigError(
-                "method.direction: 'product' compares the changes of LoRA's B A, but method.experts is 'full'.",
-                "Set method.direction to flat or none, or method.experts to lora.",
-            )
-        lora = settings.experts == "lora"
-        return AdapterPlan(
-            rank=settings.rank,
-            scale=settings.alpha / settings.rank,
-            targets=(*settings.targets, "experts") if lora else settings.targets,
-            parts=(FullRouter(),) if lora else (FullRouter(), FullExperts()),
-        )
+        require_targets(settings.targets)
+        require_direction(settings.direction, settings.experts)
+        targets = (*settings.targets, "experts") if settings.experts == "lora" else settings.targets
+        parts: list[AdapterPart] = [Lora(settings.rank, settings.alpha / settings.rank, targets)] if targets else []
+        parts += [FullRouter()]
+        parts += [FullExperts()] if settings.experts == "full" else []
+        return AdapterPlan(tuple(parts))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
-        tensors = _by_part(model, initial_adapter(model, self.plan(model, budgets[0]), rng))
+        parts = by_part(model, initial_adapter(model, self.plan(model, budgets[0]), rng))
         if self.settings.gate == "private":
-            del tensors[GATE]
-        return Payload({name: value for part, held in tensors.items() for name, value in with_part(part, held).items()})
+            del parts[GATE]
+        return Payload.of(parts)
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3: the experts, p_g and the consensus; a gate only where gates are averaged."""
@@ -191,72 +175,6 @@ class FedAlignMoe:
         profile = measure_routing(cohort, self.settings.statistics_tokens)  # line 6
         return [self._upload(cohort, slot, profile) for slot in range(len(cohort.work))]
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns p-bar, m, and for each expert mu and dtheta, which an upload may leave out."""
-        shapes = _by_part(model, trainable_shapes(model, self.plan(model, client.budget)))
-        expected = in_part(ADAPTER, shapes[ADAPTER])
-        if self.settings.gate != "private":
-            expected |= in_part(GATE, shapes[GATE])
-        for layer in model.moe:
-            expected[f"{ROUTING}/{layer.experts}"] = expected[f"{MARGIN}/{layer.experts}"] = (layer.num_experts,)
-            own = [shape for name, shape in shapes[EXPERTS].items() if name.startswith(f"{layer.experts}.")]
-            size = sum(torch.Size(shape).numel() for shape in own) // layer.num_experts
-            for expert in range(layer.num_experts):
-                expected[f"{REGION}/{layer.experts}/{expert}"] = Omissible((layer.hidden,))
-                expected[f"{UPDATE}/{layer.experts}/{expert}"] = Omissible((size,))
-        return expected
-
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Lines 8 to 13. The server holds one upload at a time; what is pairwise waits in a spool."""
-        before = Payload(state.tensors)
-        with Spool() as spool:
-            received, means = RegionUploads(spool), {ADAPTER: WeightedMean(), GATE: WeightedMean()}
-            for upload in uploads:
-                client, payload = upload.client, upload.payload
-                received.add(client, *(payload.part(part) for part in (ROUTING, MARGIN, REGION, UPDATE)))
-                for part, mean in means.items():
-                    mean.add(payload.part(part), float(client.examples))
-            tensors = {name: value for name, value in before.tensors.items() if not name.startswith(f"{FIGURES}/")}
-            for part, mean in means.items():
-                tensors |= with_part(part, mean.result(before.part(part)))
-            for experts, trained in _by_layer(before.part(EXPERTS)).items():
-                tensors |= self._reference(experts, received)
-                tensors |= self._experts(experts, trained, received)
-        return Payload(tensors)
-
-    def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
-        """Returns per layer: o, the spread of omega, tau and the share of experts with an update that counted."""
-        figures = state.part(FIGURES)
-        layers = [layer.experts for layer in model.moe]
-        return [
-            Observation(
-                title,
-                torch.stack([figures[f"{figure}/{experts}"] for experts in layers]),
-                [f"layer {index}" for index in range(len(layers))],
-            )
-            for figure, title in OBSERVED.items()
-            if all(f"{figure}/{experts}" in figures for experts in layers)
-        ]
-
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
-        """Returns the global experts behind the published gate, or behind the mean gate where gates are uploaded."""
-        plan, tensors = self.plan(model, budget), Payload(state.tensors)
-        if self.settings.gate == "private":
-            plan = replace(plan, parts=tuple(part for part in plan.parts if not isinstance(part, FullRouter)))
-        return Deployment(plan, {**tensors.part(EXPERTS), **tensors.part(ADAPTER), **tensors.part(GATE)})
-
-    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the global experts behind the client's own gate; the published one before its first round."""
-        if self.settings.gate == "averaged":
-            return self.deploy(state, model, client.budget)
-        plan, tensors = self.plan(model, client.budget), Payload(state.tensors)
-        gates = {name: torch.zeros(shape) for name, shape in FullRouter().shapes(model).items()}
-        return Deployment(plan, {**tensors.part(EXPERTS), **tensors.part(ADAPTER), **gates, **memory.part(GATE)})
-
-    @property
-    def _aligns(self) -> bool:
-        return self.settings.gate != "averaged" and self.settings.regularisation > 0
-
     def _regulariser(self, cohort: Cohort) -> Regulariser:
         """Lines 3 and 4: p_g, and alpha from each client's last p-bar and the consensus."""
         settings, model = self.settings, cohort.model
@@ -265,9 +183,8 @@ class FedAlignMoe:
         for index, layer in enumerate(model.backbone.info.moe):
             if layer.experts not in reference:
                 continue
-            own = [work.memory.part(ROUTING).get(layer.experts) for work in cohort.work]
-            unknown = torch.zeros(layer.num_experts)
-            last = torch.stack([unknown if routing is None else routing for routing in own])
+            nothing = torch.zeros(layer.num_experts)
+            last = torch.stack([work.memory.part(ROUTING).get(layer.experts, nothing) for work in cohort.work])
             overlap = last * consensus[layer.experts]  # Eq. 4
             alpha = adaptive_weights(overlap, settings.overlap_threshold, settings.overlap_temperature)  # Eq. 9
             if not settings.adaptive_weights:
@@ -279,8 +196,8 @@ class FedAlignMoe:
         """Line 7."""
         assert cohort.routing is not None
         info = cohort.model.backbone.info
-        parts = _by_part(info, cohort.read(slot))
-        started = _by_layer(cohort.work[slot].download.part(EXPERTS))
+        parts = by_part(info, cohort.read(slot))
+        started = by_layer(cohort.work[slot].download.part(EXPERTS))
         sent = with_part(ADAPTER, parts[ADAPTER])
         if self.settings.gate != "private":
             sent |= with_part(GATE, parts[GATE])
@@ -289,8 +206,8 @@ class FedAlignMoe:
             experts = layer.experts
             routing[experts] = measured.routing
             sent[f"{MARGIN}/{experts}"] = measured.margin
-            update = region.expert_vectors(_by_layer(parts[EXPERTS])[experts])
-            update -= region.expert_vectors(started[experts])
+            update = expert_vectors(by_layer(parts[EXPERTS])[experts])
+            update -= expert_vectors(started[experts])
             for expert in cohort.routing.counts[index, slot].nonzero().flatten().tolist():
                 sent[f"{REGION}/{experts}/{expert}"] = measured.region[expert].clone()
                 sent[f"{UPDATE}/{experts}/{expert}"] = update[expert].clone()
@@ -298,25 +215,41 @@ class FedAlignMoe:
         cohort.keep(slot, {**with_part(GATE, own_gate), **with_part(ROUTING, routing)})
         return Payload({**sent, **with_part(ROUTING, routing)})
 
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+        """Lines 8 to 13. The server holds one upload at a time; what is pairwise waits in a spool."""
+        with Spool() as spool:
+            received, means = RegionUploads(spool), {ADAPTER: WeightedMean(), GATE: WeightedMean()}
+            for upload in uploads:
+                client, payload = upload.client, upload.payload
+                received.add(client, *(payload.part(part) for part in (ROUTING, MARGIN, REGION, UPDATE)))
+                for part, mean in means.items():
+                    mean.add(payload.part(part), float(client.examples))
+            tensors = {name: value for name, value in state.tensors.items() if not name.startswith(f"{FIGURES}/")}
+            for part, mean in means.items():
+                tensors |= with_part(part, mean.result(state.part(part)))
+            for experts, trained in by_layer(state.part(EXPERTS)).items():
+                tensors |= self._reference(experts, received)  # lines 8 and 9
+                tensors |= self._experts(experts, trained, received)  # lines 10 to 13
+        return Payload(tensors)
+
     def _reference(self, experts: str, received: RegionUploads) -> dict[str, Tensor]:
         """Lines 8 and 9 for one layer, over the clients with tokens there; without any, p_g stays."""
         routing, margin = received.statistics(experts)
         if not len(routing):
             return {}
-        overlap = region.overlap(routing)
-        omega = region.consistency_weights(overlap, margin)
+        overlap = region.overlap(routing)  # Eq. 4
+        omega = region.consistency_weights(overlap, margin)  # Eq. 6
         if not self.settings.consistency_weights:
             omega = torch.full_like(omega, 1 / len(omega))
         return {
-            f"{REFERENCE}/{experts}": region.global_reference(routing, omega).float(),
+            f"{REFERENCE}/{experts}": region.global_reference(routing, omega).float(),  # Eq. 7
             f"{CONSENSUS}/{experts}": routing.mean(dim=0).float(),
-            f"{FIGURES}/overlap/{experts}": overlap.mean().float(),
-            f"{FIGURES}/spread/{experts}": omega.std(dim=0, correction=0).mean().float(),
+            **reference_figures(experts, overlap, omega),
         }
 
     def _experts(self, experts: str, trained: Mapping[str, Tensor], received: RegionUploads) -> dict[str, Tensor]:
         """Lines 10 to 13 for one layer; an expert that nobody activated stays as it was."""
-        vectors, thresholds, aggregated = region.expert_vectors(trained), [], 0
+        vectors, thresholds, aggregated = expert_vectors(trained), [], 0
         for expert in range(len(vectors)):
             clients, regions, updates = received.versions(f"{experts}/{expert}")
             if not clients:
@@ -337,11 +270,8 @@ class FedAlignMoe:
             vectors[expert] += region.combined(updates, weights)  # Eq. 15
             thresholds.append(threshold)
             aggregated += bool(weights.any())
-        figures = {
-            f"{FIGURES}/aggregated/{experts}": torch.tensor(aggregated / len(vectors)),
-            f"{FIGURES}/threshold/{experts}": torch.tensor(thresholds or [0.0]).mean(),
-        }
-        return {**with_part(EXPERTS, region.from_expert_vectors(vectors, trained)), **figures}
+        figures = expert_figures(experts, thresholds, aggregated, len(vectors))
+        return {**with_part(EXPERTS, from_expert_vectors(vectors, trained)), **figures}
 
     def _direction(self, updates: Tensor, before: Mapping[str, Tensor]) -> Tensor | None:
         """Returns D [n, n] of one expert (Eq. 13), or None where it is left out."""
@@ -350,21 +280,40 @@ class FedAlignMoe:
         products = region.gram(updates) if self.settings.direction == "flat" else region.product_gram(updates, before)
         return region.cosines(products)
 
+    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+        """Returns p-bar, m, and for each expert mu and dtheta, which an upload may leave out."""
+        shapes = by_part(model, trainable_shapes(model, self.plan(model, client.budget)))
+        expected = in_part(ADAPTER, shapes[ADAPTER])
+        if self.settings.gate != "private":
+            expected |= in_part(GATE, shapes[GATE])
+        for layer in model.moe:
+            expected[f"{ROUTING}/{layer.experts}"] = expected[f"{MARGIN}/{layer.experts}"] = (layer.num_experts,)
+            stacks = [shape for name, shape in shapes[EXPERTS].items() if name.startswith(f"{layer.experts}.")]
+            size = sum(torch.Size(shape).numel() for shape in stacks) // layer.num_experts
+            for expert in range(layer.num_experts):
+                expected[f"{REGION}/{layer.experts}/{expert}"] = Omissible((layer.hidden,))
+                expected[f"{UPDATE}/{layer.experts}/{expert}"] = Omissible((size,))
+        return expected
 
-def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Returns experts' path -> name -> tensor: `….experts` of `….experts.up_proj.lora_A`."""
-    layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in tensors.items():
-        layers[name.rsplit(".", 2)[0]][name] = tensor
-    return layers
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+        """Returns the global experts behind the published gate, or behind the mean gate where gates are uploaded."""
+        plan = self.plan(model, budget)
+        if self.settings.gate == "private":
+            plan = plan.without(FullRouter)
+        return Deployment(plan, {**state.part(EXPERTS), **state.part(ADAPTER), **state.part(GATE)})
 
+    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Returns the global experts behind the client's own gate; the published one before its first round."""
+        if self.settings.gate == "averaged":
+            return self.deploy(excerpt, model, client.budget)
+        gates = {name: torch.zeros(shape) for name, shape in FullRouter().shapes(model).items()}
+        tensors = {**excerpt.part(EXPERTS), **excerpt.part(ADAPTER), **gates, **memory.part(GATE)}
+        return Deployment(self.plan(model, client.budget), tensors)
 
-def _by_part(model: ModelInfo, named: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
-    """Returns trainables by what becomes of them: experts, gate, and other adapters."""
-    gates = {delta_name(layer.router) for layer in model.moe}
-    prefixes = tuple(f"{layer.experts}." for layer in model.moe)
-    parts: dict[str, dict[str, Value]] = {EXPERTS: {}, GATE: {}, ADAPTER: {}}
-    for name, value in named.items():
-        part = GATE if name in gates else EXPERTS if name.startswith(prefixes) else ADAPTER
-        parts[part][name] = value
-    return parts
+    def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
+        """Returns per layer: o, the spread of omega, tau and the share of experts with an update that counted."""
+        return observations(state, model)
+
+    @property
+    def _aligns(self) -> bool:
+        return self.settings.gate != "averaged" and self.settings.regularisation > 0

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.observing import observing
-from fedguild.client.routing_alignment import LayerTarget
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError, ModelError, UploadError
 from fedguild.methods import build_method
 from fedguild.methods.fedalign_moe import FedAlignMoe
+from fedguild.methods.fedalign_moe.regulariser import LayerTarget
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import Routing
 from fedguild.model.plan import trainable_shapes
@@ -27,7 +27,7 @@ from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
 from fedguild.wire.codec import decode, encode
 from tests.backbones import PAD, random_rows, tiny_backbone
-from tests.methods.fedalign import EXPERTS, GATES, LAYERS, fedalign, federation_of, random_round
+from tests.methods.fedalign_moe.federation import EXPERTS, GATES, LAYERS, fedalign, federation_of, random_round
 from tests.methods.federation import LARGE, SETTINGS, Federation, client, random_tensors
 from tests.oracles import fedalign_moe as oracle
 from tests.oracles.aggregation import weighted_mean

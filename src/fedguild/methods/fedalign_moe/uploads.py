@@ -1,4 +1,4 @@
-"""What FedAlign-MoE's server keeps of a round's uploads until all have arrived.
+"""Uploads of a round of FedAlign-MoE, kept until all have arrived.
 
 The cosines of Eq. 13 are between all pairs of clients, so no running sum will do. The updates wait
 in a spool, in memory up to a size and on disk beyond; the server then holds one upload, and later
