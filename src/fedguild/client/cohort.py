@@ -216,7 +216,6 @@ class Cohort:
             round_index=self.round,
             seed=derive(self.seed, purpose),
             pad_id=self.pad_id,
-            private_seed=self.private_seed,
         )
 
     def add_cost(self, another: Cohort, seconds: float) -> None:
