@@ -14,8 +14,8 @@ import pytest
 from fedguild import experiment
 from fedguild.config import Config
 from fedguild.methods import METHODS
-from fedguild.server.record import ClientRecord, RunLog
-from fedguild.server.rounds import Engine
+from fedguild.server.engine import Engine
+from fedguild.server.run_log import ClientRecord, RunLog
 from fedguild.setup import Experiment
 from tests.experiment.runs import assert_same, ended, save_model, small_config
 from tests.methods.test_matrix import CASES

@@ -26,7 +26,7 @@ from fedguild.errors import ConfigError, FedGuildError
 from fedguild.methods import build_method
 from fedguild.packing import unpack
 from fedguild.payload import Payload
-from fedguild.server.rounds import Terms
+from fedguild.server.engine import Terms
 from fedguild.setup import make_engine, prepare
 from fedguild.wire.codec import encode
 from tests.engines.test_local import CLIENTS, deliver, engine_of, kept_rounds, tasks_of

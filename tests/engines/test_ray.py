@@ -19,15 +19,8 @@ from fedguild.errors import ConfigError, FedGuildError
 from fedguild.methods import METHODS
 from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
-from fedguild.server.rounds import (
-    WAIT_FOR_ALL,
-    Delivery,
-    Engine,
-    Outcome,
-    Task,
-    Terms,
-    run_round,
-)
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms
+from fedguild.server.rounds import Outcome, run_round
 from fedguild.setup import Experiment, make_engine, prepare
 from tests.engines.equality import assert_equal_to_local, case_config, save_models
 from tests.experiment.runs import assert_same, ended

@@ -25,8 +25,8 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
+from fedguild.server.engine import Delivery, Task, Terms, not_needed
 from fedguild.server.method import Method
-from fedguild.server.rounds import Delivery, Task, Terms, not_needed
 from fedguild.server.sampling import fastest
 
 CohortSize = int | Literal["auto"]

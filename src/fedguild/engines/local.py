@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fedguild.client.cohort import LocalWork
 from fedguild.client.memory import ClientMemory
-from fedguild.client.merges import MergeLedger
+from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import (
@@ -26,8 +26,8 @@ from fedguild.engines.cohorts import (
 from fedguild.errors import CheckpointError
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 from fedguild.server.method import Method
-from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 
 
 class LocalEngine:
@@ -76,7 +76,7 @@ class LocalEngine:
         train, drawn at random.
 
         While they train, the backbone's weights hold the changes that the downloads are about
-        (`fedguild.client.merges`); where some of those are missing, all clients fail.
+        (`fedguild.client.merge_ledger`); where some of those are missing, all clients fail.
 
         Raises:
             FedGuildError: the device does not hold one client, or the memory cannot be written.

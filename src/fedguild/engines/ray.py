@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from fedguild.client.memory import ClientMemory
-from fedguild.client.merges import DIGEST, MergeLedger
+from fedguild.client.merge_ledger import DIGEST, MergeLedger
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import (
@@ -36,8 +36,8 @@ from fedguild.engines.ray_cluster import actors_on, connect, place, require_room
 from fedguild.errors import CheckpointError, FedGuildError
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 from fedguild.server.method import Method
-from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 from fedguild.wire.codec import encode
 
 TRIES = 3

@@ -139,7 +139,7 @@ def run_federation(folder: Path, echo: Echo, *, fresh: bool = False) -> dict[str
     begun = (state / RUN / "config.yaml").exists()
     if begun and fresh:
         raise FedGuildError(
-            f"{state / RUN} holds a run already.", "Leave out --fresh to go on with it, or move it away."
+            f"{state / RUN} already holds a run.", "Leave out --fresh to go on with it, or move it away."
         )
     if begun:
         echo(f"Going on after round {_last_round(state / RUN) or 0}.")

@@ -54,7 +54,7 @@ def write_project(
     config = load_config(config_name, [*required, *overrides])
     method_of(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FedGuildError(f"{folder} exists already.", "Choose a folder that is new or empty.")
+        raise FedGuildError(f"{folder} already exists.", "Choose a folder that is new or empty.")
     _require_openssl()
     server = folder / "server"
     write_text(folder / "README.md", templates.README.format(clients=clients, address=address))

@@ -34,7 +34,7 @@ from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.server import checkpoint
 from fedguild.server.method import Method
-from fedguild.server.record import EvaluationRecord
+from fedguild.server.run_log import EvaluationRecord
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (
     MEMORY,

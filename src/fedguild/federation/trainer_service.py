@@ -38,7 +38,7 @@ from fedguild.payload import Payload
 from fedguild.progress import Silent
 from fedguild.scoring import score_clients
 from fedguild.seeding import numpy_rng
-from fedguild.server.rounds import Task
+from fedguild.server.engine import Task
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (
     MEMORY,

@@ -15,7 +15,7 @@ from fedguild.engines.flower.message import Message
 from fedguild.errors import ConfigError, QuorumError
 from fedguild.federation.trainer_service import TrainerService
 from fedguild.model.backbone import Backbone
-from fedguild.server.record import ClientRecord, RoundRecord, RunLog
+from fedguild.server.run_log import ClientRecord, RoundRecord, RunLog
 from tests.engines.flower.faulty_replies import poison, widen, with_upload
 from tests.engines.flower.loopback import LoopbackGrid, LoopbackNode
 from tests.engines.flower.loopback_federation import QUICK, Lines, grid_of, serve_on, small_config, trainers_of
@@ -291,7 +291,7 @@ def test_a_run_below_its_quorum_stops_and_goes_on_when_the_clients_are_back(
     assert_same(replace(found, memory={}), replace(expected, memory={}))
 
 
-@pytest.mark.parametrize("moment", ["fedguild.server.checkpoint.save", "fedguild.server.record.RunLog.append"])
+@pytest.mark.parametrize("moment", ["fedguild.server.checkpoint.save", "fedguild.server.run_log.RunLog.append"])
 def test_a_server_that_is_killed_goes_on_to_the_same_bits(
     moment: str, config: Config, backbone: Backbone, tmp_path: Path
 ) -> None:

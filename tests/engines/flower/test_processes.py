@@ -14,7 +14,7 @@ from fedguild import experiment
 from fedguild.config import Config
 from fedguild.engines.flower.message import Message
 from fedguild.federation.keys import write_key
-from fedguild.server.record import RoundRecord, RunLog
+from fedguild.server.run_log import RoundRecord, RunLog
 from tests.engines.flower.faulty_replies import DEADLINE_SECONDS, EVERY_ROUND, LIMIT_BYTES
 from tests.engines.flower.federation_processes import FederationProcesses, running, wait_for
 from tests.engines.flower.loopback_federation import QUICK, grid_of, serve_on, small_config, trainers_of

@@ -21,8 +21,8 @@ from fedguild.engines.flower.upload_store import UploadStore
 from fedguild.errors import FedGuildError, UploadError
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late
 from fedguild.server.method import Method
-from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late
 from fedguild.server.validation import Envelope, check_envelope
 from fedguild.wire.codec import Codec, decode, encode, expand, shrink
 
