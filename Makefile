@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 DEMO := runs/demo
 PYTEST_ARGS ?=
 
-.PHONY: demo test lint types check coverage bench clean
+.PHONY: demo test test-long lint types check docs bench clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks \
@@ -28,8 +28,9 @@ types: $(VENV)/.developer
 
 check: lint types test
 
-coverage: $(VENV)/.developer
-	$(PYTEST) -n 2 -m "not processes" --cov --cov-report=term:skip-covered --cov-fail-under=90
+# The tables and indexes of the documentation, from the code and the methods' pages.
+docs: $(VENV)/.developer
+	$(BIN)/python docs/generate.py
 
 bench: $(VENV)/.developer
 	for script in $$(grep -l __main__ benchmarks/*.py); do $(BIN)/python $$script || exit 1; done

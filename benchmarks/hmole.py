@@ -17,9 +17,11 @@ from models import Size, rows
 from timing import keep_freed_pages, machine, medians
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
+from fedguild.client.optimizer import SlotOptimizer
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
-from fedguild.model.adapters.mole import MixtureOfLora
+from fedguild.methods.fedamole.mixture import MixtureOfLora
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -45,9 +47,9 @@ def main() -> None:
 def measure(clients: int, repeats: int, dropout: float) -> None:
     """Prints one cohort's ratio."""
     batches = [rows(DENSE, 1, seed) for seed in range(clients)]
-    lora = AdapterPlan(RANK, SCALE, TARGETS, dropout=dropout)
+    lora = AdapterPlan((Lora(RANK, SCALE, TARGETS, dropout=dropout),))
     part = MixtureOfLora(TARGETS, RANK, SCALE, experts=POOL, capacity=MOST, top_k=2, dropout=dropout)
-    mixture = AdapterPlan(1, 1.0, (), parts=(part,))
+    mixture = AdapterPlan((part,))
     seconds = medians(
         {"plain": step_of(dense_backbone(), lora, batches), "mixture": step_of(dense_backbone(), mixture, batches)},
         repeats=repeats,
@@ -84,7 +86,7 @@ def step_of(backbone: Backbone, plan: AdapterPlan, batches: Sequence[Sequence[En
         for index, module in enumerate(mixture.modules):
             for slot, ids in enumerate(assignment(index)[: len(batches)]):
                 mixture.assign(slot, {module: ids})
-    optimizer = SlotOptimizer(model.trainables, OptimizerSettings(kind="adam"))
+    optimizer = SlotOptimizer(model.trainables, TrainingSettings(optimizer="adam"))
     counts = [sum(len(row.input_ids) - 1 for row in rows) for rows in batches]
 
     def step() -> None:

@@ -10,8 +10,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
-from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
+from fedguild.client.optimizer import SlotOptimizer
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -70,11 +72,11 @@ def our_step(
     backbone: Backbone, batches: Sequence[Sequence[Encoded]], rank: int, targets: tuple[str, ...], active: int = 8
 ) -> tuple[Callable[[], None], SlotModel]:
     """Returns one training step (forward, backward, AdamW) of all clients at once, and its model."""
-    plan = AdapterPlan(rank=rank, scale=2.0, targets=targets, active_experts=active)
+    plan = AdapterPlan((Lora(rank, 2.0, targets),), active)
     model = SlotModel(backbone, [plan] * len(batches))
     for name, trainable in model.trainables.items():
         trainable.stored.detach().normal_(0, 0.02) if name.endswith("lora_A") else None
-    optimizer = SlotOptimizer(model.trainables, OptimizerSettings(kind="adamw"))
+    optimizer = SlotOptimizer(model.trainables, TrainingSettings(optimizer="adamw"))
     counts = [sum(len(row.input_ids) - 1 for row in rows) for rows in batches]
 
     def step() -> None:

@@ -30,17 +30,17 @@ from timing import machine
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.federation import FederationSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.local import LocalEngine
-from fedguild.evaluation.records import client_records, routing_record
 from fedguild.methods import build_method
 from fedguild.payload import Payload
+from fedguild.recording import client_records, routing_record
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
 from fedguild.server.record import RoundRecord, RunLog
-from fedguild.server.rounds import Outcome, RoundRules, frequencies, run_round
+from fedguild.server.rounds import Outcome, frequencies, run_round
 
 ASKED = 20
 EXAMPLES = 8
@@ -73,16 +73,16 @@ def federation(method_name: str, clients: int, rounds: int, folder: Path, trace:
     method = build_method(method_name, METHODS[method_name])
     budget = Budget("all", 8, 4)
     infos = [ClientInfo(index, budget, EXAMPLES) for index in range(clients)]
-    settings = TrainingSettings(optimizer=OptimizerSettings("adamw"), batch_size=4, steps=2)
+    settings = TrainingSettings(optimizer="adamw", batch_size=4, steps=2, clip_norm=None)
     memory = ClientMemory(folder / "clients")
     remember_everybody(memory, infos)
     engine = LocalEngine(backbone, MadeWhenNeeded(clients), settings, memory, cohort_size=ASKED, seed=0)
-    rules = RoundRules(participation=ASKED / clients, quorum=0.5, norm_limit=None, seed=0)
+    rules = FederationSettings(participation=ASKED / clients)
     state = method.start(backbone.info, [budget], torch_rng(0, "start"))
     log, seconds, outside, writing = RunLog(folder), 0.0, 0.0, 0.0
     for number in range(1, rounds + 2):
         started = time.perf_counter()
-        outcome = run_round(number, method, state, backbone.info, infos, engine, rules)
+        outcome = run_round(number, method, state, backbone.info, infos, engine, rules, seed=0)
         state, over = outcome.state, time.perf_counter()
         log.append(*client_records(outcome, backbone.info), *routing(outcome), round_record(outcome))
         checkpoint.save(folder / "checkpoints", number, state, fingerprint="scale")

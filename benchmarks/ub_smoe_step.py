@@ -19,13 +19,11 @@ from timing import keep_freed_pages, machine
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
-from fedguild.server.method import Enrolling, State
 
 RANK = 20
 TARGETS = ("attention", "experts")
@@ -73,12 +71,11 @@ def local_update(
 ) -> Callable[[], float]:
     """Returns a method's local update in its second round, of `STEPS` steps, which returns their seconds."""
     method = build_method(name, {"rank": RANK, "targets": TARGETS})
-    settings = TrainingSettings(OptimizerSettings("adamw"), learning_rate=2e-4, batch_size=batch, steps=STEPS)
+    settings = TrainingSettings(optimizer="adamw", learning_rate=2e-4, batch_size=batch, steps=STEPS, clip_norm=None)
     clients = [ClientInfo(i, Budget(f"k{k}", k, RANK), batch * STEPS) for i, k in enumerate(active)]
     examples = [rows(size, batch * STEPS, seed=client.index, tokens=tokens) for client in clients]
     state = method.start(backbone.info, [client.budget for client in clients], torch.Generator().manual_seed(0))
-    if isinstance(method, Enrolling):
-        state = method.enroll(state, backbone.info, clients)
+    state = method.enroll(state, backbone.info, clients)
     state = _after_a_round(state)
 
     def update() -> float:
@@ -94,7 +91,7 @@ def local_update(
     return update
 
 
-def _after_a_round(state: State) -> State:
+def _after_a_round(state: Payload) -> Payload:
     """Returns the state with random pseudo-gradients, which nobody can derive, in place of zeros."""
     rng = torch.Generator().manual_seed(1)
     drawn = {
@@ -102,7 +99,7 @@ def _after_a_round(state: State) -> State:
         for name, value in state.tensors.items()
         if name.startswith("pseudo_gradient/")
     }
-    return State({**state.tensors, **drawn}, {**state.scalars, "version": 1, "step_size": 0.1})
+    return Payload({**state.tensors, **drawn}, {**state.scalars, "version": 1, "step_size": 0.1})
 
 
 if __name__ == "__main__":

@@ -24,8 +24,11 @@ from transformers import (
 )
 from transformers.models.switch_transformers import SwitchTransformersTop1Router
 
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone, make_backbone
-from fedguild.model.plan import AdapterPlan, ModelInfo, adapter_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.seeding import torch_rng
 
 VOCABULARY = 32
@@ -138,6 +141,21 @@ def tiny_backbone(
     model = tiny_model(family, dtype=dtype, seed=seed, **changes)
     tokenizer = SimpleNamespace(pad_token_id=PAD, eos_token_id=END)
     return make_backbone(model, tokenizer, name=f"tiny {family}", gradient_checkpointing=gradient_checkpointing)
+
+
+def lora_plan(
+    rank: int,
+    scale: float,
+    targets: tuple[str, ...],
+    active_experts: int | None = None,
+    *,
+    output_scale: str = "none",
+    start: float = 1.0,
+    **changes: Any,
+) -> AdapterPlan:
+    """Returns a plan of LoRA (`changes` are its other fields) and, unless it is `none`, an output scale."""
+    scales = () if output_scale == "none" else (OutputScale(output_scale, start),)  # type: ignore[arg-type]
+    return AdapterPlan((Lora(rank, scale, targets, **changes), *scales), active_experts)
 
 
 def random_adapter(info: ModelInfo, plan: AdapterPlan, seed: int, size: float = 0.3) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from fedguild import experiment, methods
 from fedguild.config import load_config
 from fedguild.payload import Payload, with_part
 from fedguild.server import checkpoint
-from fedguild.server.method import State
 from tests.methods.federation import LARGE, client, upload
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text("utf-8")
@@ -37,15 +35,23 @@ def block(language: str, containing: str) -> str:
 
 @pytest.fixture
 def preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Registers the method and writes the preset of the guide; returns the preset's path."""
+    """Installs the method as a package of its own and writes the preset of the guide; returns the preset's path."""
     assert "fedavgm" not in methods.METHODS, "The example has to be a method that does not ship."
-    module = ModuleType("fedguild.methods.fedavgm")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(block("python", "class FedAvgM:"), "CONTRIBUTING.md", "exec"), module.__dict__)
-    monkeypatch.setitem(methods.METHODS, "fedavgm", module.FedAvgM)
+    site = tmp_path / "site"
+    package = site / "example-1.0.dist-info"
+    package.mkdir(parents=True)
+    (site / "fedavgm.py").write_text(block("python", "class FedAvgM(Method):"))
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: example\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[fedguild.methods]\nfedavgm = fedavgm\n")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, "fedavgm", raising=False)
     path = tmp_path / "fedavgm.yaml"
-    path.write_text(block("yaml", "fedavgm"))
+    path.write_text(block("yaml", "extends: flame/tiny-tasks"))
     return str(path)
+
+
+def test_the_case_of_the_guide_is_one_line() -> None:
+    assert re.fullmatch(r'    "fedavgm": Case\(\{.*\}\),\n', block("python", '"fedavgm": Case'))
 
 
 def states(preset: str, folder: Path, *overrides: str) -> list[dict[str, Tensor]]:
@@ -55,7 +61,7 @@ def states(preset: str, folder: Path, *overrides: str) -> list[dict[str, Tensor]
     saved = [
         checkpoint.load(folder / "checkpoints", number, fingerprint=config.fingerprint()).state for number in range(3)
     ]
-    return [Payload(state.tensors).part("adapter") for state in saved]
+    return [state.part("adapter") for state in saved]
 
 
 def test_the_server_goes_on_in_the_direction_of_the_last_round(preset: str, tmp_path: Path) -> None:
@@ -75,7 +81,7 @@ def test_two_rounds_by_hand(preset: str) -> None:
     name = "model.layers.0.self_attn.q_proj.lora_A"
     method = methods.build_method("fedavgm", {"momentum": 0.5})
     zero = {name: torch.zeros(1, 1)}
-    state = State({**with_part("adapter", zero), **with_part("velocity", zero)})
+    state = Payload({**with_part("adapter", zero), **with_part("velocity", zero)})
     for values, theta in (((2.0, 6.0), 5.0), ((9.0, 9.0), 11.5)):
         sent = [
             upload(client(index, LARGE, examples), adapter={name: torch.tensor([[value]])})

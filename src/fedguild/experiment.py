@@ -12,16 +12,16 @@ from fedguild.client.merges import MergeLedger
 from fedguild.config import Config, load_config
 from fedguild.environment import describe_environment
 from fedguild.errors import CheckpointError
-from fedguild.evaluation.records import client_records, observation_records, routing_record
 from fedguild.files import write_json, write_text
+from fedguild.payload import Payload
 from fedguild.progress import Progress
+from fedguild.recording import client_records, observation_records, routing_record
 from fedguild.report.html import write_report
 from fedguild.report.tracking import Tracker
 from fedguild.scoring import evaluate_state
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
 from fedguild.server.merges import merges
-from fedguild.server.method import Enrolling, Observing, State
 from fedguild.server.record import (
     EvaluationRecord,
     PartitionRecord,
@@ -32,7 +32,7 @@ from fedguild.server.record import (
     StrayUpload,
 )
 from fedguild.server.rounds import Outcome, frequencies, run_round
-from fedguild.setup import Experiment, PreparedData, Split, make_engine, prepare, prepare_data, round_rules
+from fedguild.setup import Experiment, PreparedData, Split, make_engine, prepare, prepare_data
 
 __all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
 
@@ -127,7 +127,7 @@ def evaluate(output: Path, *, round: int | None = None, split: Split = "test") -
 
 def restore(
     output: Path, round: int | None = None, *, progress: Progress | None = None
-) -> tuple[Experiment, State, int]:
+) -> tuple[Experiment, Payload, int]:
     """Returns a run as it was after a round (by default its last), with that round's state.
 
     Raises:
@@ -147,18 +147,17 @@ def _begin(experiment: Experiment) -> RunResult:
     state = experiment.method.start(
         experiment.backbone.info, experiment.budgets, torch_rng(config.seed, "start", config.method.name)
     )
-    if isinstance(experiment.method, Enrolling):
-        state = experiment.method.enroll(state, experiment.backbone.info, experiment.clients)
+    state = experiment.method.enroll(state, experiment.backbone.info, experiment.clients)
     _write_facts(experiment)
     RunLog(experiment.folder).append(*evaluate_state(experiment, state, 0))
     _save(experiment, 0, state)
     return _rounds(experiment, state, first=1)
 
 
-def _rounds(experiment: Experiment, state: State, first: int, accepted: Collection[int] = ()) -> RunResult:
+def _rounds(experiment: Experiment, state: Payload, first: int, accepted: Collection[int] = ()) -> RunResult:
     """Runs the rounds from `first` on: train, aggregate, evaluate, record, checkpoint."""
     config, log = experiment.config, RunLog(experiment.folder)
-    rules, model = round_rules(config), experiment.backbone.info
+    rules, model = config.federation, experiment.backbone.info
     total, saving_seconds = config.federation.rounds, 0.0
     with (
         closing(make_engine(experiment)) as engine,
@@ -167,13 +166,14 @@ def _rounds(experiment: Experiment, state: State, first: int, accepted: Collecti
         for number in range(first, total + 1):
             experiment.progress.round_started(number, total)
             started = time.perf_counter()
-            outcome = run_round(number, experiment.method, state, model, experiment.clients, engine, rules, accepted)
+            outcome = run_round(
+                number, experiment.method, state, model, experiment.clients, engine, rules, accepted, seed=config.seed
+            )
             state, accepted = outcome.state, outcome.accepted
             _tell(experiment.progress, outcome)
             records: list[Record] = [*client_records(outcome, model)]
             records += routing_record(number, frequencies(outcome.deliveries), outcome.tokens())
-            if isinstance(experiment.method, Observing):
-                records += observation_records(number, experiment.method.observe(state, model))
+            records += observation_records(number, experiment.method.observe(state, model))
             with outcome.clock.phase("evaluate"):
                 if number % config.evaluation.every == 0 or number == total:
                     records += evaluate_state(experiment, state, number)
@@ -212,7 +212,7 @@ def _tell(progress: Progress, outcome: Outcome) -> None:
         progress.message(f"Round {outcome.round}: {what} {fate}")
 
 
-def _save(experiment: Experiment, number: int, state: State, accepted: Collection[int] = ()) -> None:
+def _save(experiment: Experiment, number: int, state: Payload, accepted: Collection[int] = ()) -> None:
     folder = experiment.folder / CHECKPOINTS
     checkpoint.save(
         folder,

@@ -1,4 +1,4 @@
-"""What crosses a client's boundary: named tensors and scalars, nothing else."""
+"""The payload: named tensors and scalars, the one type of state, download, upload and client memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from torch import Tensor
 
 from fedguild.packing import Scalar as Scalar
 
+ADAPTER = "adapter"
+"""The part with the trainables that are sent and aggregated, of a state as of downloads and uploads."""
+ROUTING = "routing"
+"""The part with the share of its tokens that activated a client's experts: [M] for each layer's experts."""
+
 
 @dataclass(frozen=True)
 class Payload:
-    """Named tensors and scalars on their way between the server and one client.
+    """Named tensors and scalars, nothing else; stored and sent as they are.
 
-    Two clients in one round may send other names, ranks and expert sets.
+    It is what a server keeps between two rounds (the state), what it sends to a client and gets back,
+    and what a client keeps. Two clients in one round may send other names, ranks and expert sets.
 
     Attributes:
         tensors: Name -> tensor. A name is `part/rest`, where the part (for example `adapter`)
@@ -25,10 +31,20 @@ class Payload:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, parts: Mapping[str, Mapping[str, Tensor]], scalars: Mapping[str, Scalar] | None = None) -> Payload:
+        """Returns a payload of parts: part -> name without the part -> tensor."""
+        tensors = {name: value for part, named in parts.items() for name, value in with_part(part, named).items()}
+        return cls(tensors, scalars or {})
+
     def part(self, name: str) -> dict[str, Tensor]:
         """Returns the tensors of one part, by their names without the part."""
         prefix = f"{name}/"
         return {key[len(prefix) :]: value for key, value in self.tensors.items() if key.startswith(prefix)}
+
+    def without(self, *names: str) -> Payload:
+        """Returns the payload without some of its tensors, each by its whole name."""
+        return Payload({name: value for name, value in self.tensors.items() if name not in names}, self.scalars)
 
 
 def with_part(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config
+from fedguild.costs.flops import cost
 from fedguild.data import Example
 from fedguild.data.corpora import corpus_spec
 from fedguild.evaluation.metrics import METRICS, load_metrics
-from fedguild.evaluation.profile import cost
-from fedguild.evaluation.records import Where, evaluation_record, summary_record
 from fedguild.evaluation.tasks import Scoring
 from fedguild.evaluation.tasks import evaluate as score
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
-from fedguild.server.method import Deployment, State
+from fedguild.recording import Where, evaluation_record, summary_record
+from fedguild.server.method import Deployment
 from fedguild.server.record import EvaluationRecord, Record
 from fedguild.setup import Experiment, Split
 
@@ -32,7 +32,7 @@ MODELS_AT_ONCE = 8
 """How many models share a forward pass where the cohort size is `auto`."""
 
 
-def evaluate_state(experiment: Experiment, state: State, number: int, split: Split | None = None) -> list[Record]:
+def evaluate_state(experiment: Experiment, state: Payload, number: int, split: Split | None = None) -> list[Record]:
     """Scores the global model as every budget runs it and, where asked, every client's own model."""
     settings, method, model = experiment.config.evaluation, experiment.method, experiment.backbone.info
     split = split or settings.split
@@ -63,7 +63,7 @@ def evaluate_state(experiment: Experiment, state: State, number: int, split: Spl
 
 
 def score_clients(
-    experiment: Experiment, scope: Literal["client", "received"], state: State, number: int, split: Split
+    experiment: Experiment, scope: Literal["client", "received"], state: Payload, number: int, split: Split
 ) -> list[EvaluationRecord]:
     """Scores every client on its own held-out examples: its own model, or the one that it would receive next."""
     if experiment.remote is not None:
@@ -143,7 +143,7 @@ def _scoring(config: Config) -> Scoring:
     )
 
 
-def _own_models(experiment: Experiment, state: State, number: int) -> list[Model]:
+def _own_models(experiment: Experiment, state: Payload, number: int) -> list[Model]:
     """Returns each client's model as it uses it after the round."""
     kept = [experiment.memory.load(client.name, number + 1) for client in experiment.clients]
     return [
@@ -151,11 +151,12 @@ def _own_models(experiment: Experiment, state: State, number: int) -> list[Model
     ]
 
 
-def _next_models(experiment: Experiment, state: State) -> list[Model]:
+def _next_models(experiment: Experiment, state: Payload) -> list[Model]:
     """Returns the model that each client would receive next."""
     return [_personal(experiment, state, client, Payload()) for client in experiment.clients]
 
 
-def _personal(experiment: Experiment, state: State, client: ClientInfo, memory: Payload) -> Model:
-    deployment = experiment.method.personalize(state, experiment.backbone.info, client, memory)
+def _personal(experiment: Experiment, state: Payload, client: ClientInfo, memory: Payload) -> Model:
+    method, model = experiment.method, experiment.backbone.info
+    deployment = method.personalize(method.excerpt(state, model, client), model, client, memory)
     return client.name, client.budget, deployment

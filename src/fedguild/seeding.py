@@ -32,3 +32,10 @@ def torch_rng(seed: int, *purpose: str | int) -> torch.Generator:
     import torch
 
     return torch.Generator().manual_seed(derive(seed, *purpose))
+
+
+def new_seed(rng: torch.Generator) -> int:
+    """Returns a seed that a run draws once, for what its clients later draw by themselves."""
+    import torch
+
+    return int(torch.randint(2**62, (), generator=rng))

@@ -10,15 +10,12 @@ from uuid import uuid4
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
 from fedguild.config import Config
 from fedguild.data import (
     ClientData,
     Corpus,
     Example,
     PartitionTable,
-    SplitRule,
     load_corpus,
     partition,
     partition_table,
@@ -34,11 +31,12 @@ from fedguild.evaluation.metrics import load_metrics
 from fedguild.files import write_text
 from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone, load_backbone
+from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.seeding import numpy_rng
-from fedguild.server.method import Fitting, Method, State
+from fedguild.server.method import Method
 from fedguild.server.record import EvaluationRecord
-from fedguild.server.rounds import Engine, RoundRules
+from fedguild.server.rounds import Engine
 
 Split = Literal["test", "validation"]
 MEMORY = "clients"
@@ -82,7 +80,7 @@ class Remote(Protocol):
         ...
 
     def score(
-        self, scope: Literal["client", "received"], state: State, number: int, split: Split
+        self, scope: Literal["client", "received"], state: Payload, number: int, split: Split
     ) -> list[EvaluationRecord]:
         """Returns the scores of every client's own model, or of the one that it would receive next."""
         ...
@@ -113,7 +111,7 @@ def prepare_data(config: Config) -> PreparedData:
     Raises:
         DataError: the data is missing, has other columns, or leaves a client empty.
     """
-    data, split = config.data, config.data.split
+    data = config.data
     corpus = load_corpus(
         data.corpus,
         train=data.train,
@@ -128,15 +126,7 @@ def prepare_data(config: Config) -> PreparedData:
     parts = partition(
         rule.scheme, corpus.train, config.federation.clients, rng=rng, alpha=rule.alpha, minimum=rule.minimum
     )
-    cut = SplitRule(
-        validation=split.validation,
-        test=split.test,
-        max_train=split.caps.train,
-        max_validation=split.caps.validation,
-        max_test=split.caps.test,
-        test_source=split.test_source,
-    )
-    clients = split_clients(corpus, parts, cut, seed=config.seed)
+    clients = split_clients(corpus, parts, data.split, seed=config.seed)
     return PreparedData(corpus, clients, partition_table(corpus.train, parts))
 
 
@@ -152,9 +142,7 @@ def method_of(config: Config) -> Method:
 def fitted(method: Method, config: Config) -> Method:
     """Returns a method as it runs in the config's federation."""
     federation = config.federation
-    if isinstance(method, Fitting):
-        return method.fitted(federation.clients, exact=federation.codec == "fp32")
-    return method
+    return method.fitted(federation.clients, exact=federation.codec == "fp32")
 
 
 def prepare(config: Config, output: Path, progress: Progress | None = None) -> Experiment:
@@ -215,7 +203,7 @@ def _local_engine(experiment: Experiment) -> Engine:
     return LocalEngine(
         experiment.backbone,
         _encoded(experiment),
-        training_settings(config),
+        config.training,
         experiment.memory,
         cohort_size=config.federation.cohort_size,
         seed=config.seed,
@@ -236,7 +224,7 @@ def _ray_engine(experiment: Experiment) -> Engine:
     return RayEngine(
         config.model.model_dump(),
         _encoded(experiment),
-        training_settings(config),
+        config.training,
         experiment.memory,
         cohort_size=config.federation.cohort_size,
         seed=config.seed,
@@ -272,23 +260,6 @@ def _encoded(experiment: Experiment) -> dict[int, list[Encoded]]:
     }
 
 
-def round_rules(config: Config) -> RoundRules:
-    """Returns what the config's federation section asks of a round."""
-    federation = config.federation
-    return RoundRules(
-        participation=federation.participation,
-        quorum=federation.quorum,
-        norm_limit=federation.norm_limit,
-        seed=config.seed,
-        over_selection=federation.over_selection,
-        retries=federation.retries,
-        deadline_seconds=federation.deadline_seconds,
-        late=federation.late,
-        upload_limit_bytes=federation.upload_limit_bytes,
-        codec=federation.codec,
-    )
-
-
 def run_identity(folder: Path) -> str:
     """Returns the identity of a run, 32 hexadecimal digits: drawn when first asked for, the same ever after.
 
@@ -299,29 +270,6 @@ def run_identity(folder: Path) -> str:
     if not path.is_file():
         write_text(path, uuid4().hex + "\n")
     return path.read_text("utf-8").strip()
-
-
-def training_settings(config: Config) -> TrainingSettings:
-    """Returns the config's training section as the client takes it."""
-    training = config.training
-    return TrainingSettings(
-        optimizer=OptimizerSettings(
-            kind=training.optimizer,
-            betas=training.betas,
-            eps=training.eps,
-            weight_decay=training.weight_decay,
-            momentum=training.momentum,
-        ),
-        learning_rate=training.learning_rate,
-        batch_size=training.batch_size,
-        accumulation=training.accumulation,
-        epochs=training.epochs,
-        steps=training.steps,
-        schedule=training.schedule,
-        warmup=training.warmup,
-        round_decay=training.round_decay,
-        clip_norm=training.clip_norm,
-    )
 
 
 def _check_budgets(budgets: Sequence[Budget], backbone: Backbone) -> None:

@@ -11,9 +11,9 @@ from typer.testing import CliRunner, Result
 import fedguild
 from fedguild.cli import app
 from fedguild.config import Config, load_config
+from fedguild.payload import Payload
 from fedguild.progress import Progress
 from fedguild.server import checkpoint
-from fedguild.server.method import State
 from fedguild.server.record import RunLog
 from tests.report.runs import FLAME_FINAL, RANKS_FINAL, write_run
 
@@ -89,7 +89,7 @@ class FakeExperiment:
             rounds=config.federation.rounds,
         )
         (output / "config.yaml").write_text(config.resolved_yaml())
-        checkpoint.save(output / "checkpoints", config.federation.rounds, State(), fingerprint=config.fingerprint())
+        checkpoint.save(output / "checkpoints", config.federation.rounds, Payload(), fingerprint=config.fingerprint())
         (output / "report.html").touch()
 
 

@@ -42,9 +42,10 @@ def test_settings_are_listed_with_their_ranges(invoke: Invoke) -> None:
 def test_methods_are_listed_with_their_options(invoke: Invoke) -> None:
     listed = {entry["name"]: entry for entry in json.loads(invoke("methods", "--json").stdout)}
     assert set(listed) == set(METHODS)
-    assert listed["flame"]["needs_experts"] is True
+    assert {entry["from"] for entry in listed.values()} == {"fedguild"}
     one = json.loads(invoke("methods", "flame", "--json").stdout)
-    assert one == listed["flame"]
+    assert one["title"] == listed["flame"]["title"] == METHODS.load("flame").title
+    assert one["needs_experts"] is True
     temperature = next(option for option in one["options"] if option["key"] == "temperature")
     assert temperature["accepts"] == "number ≥ 0"
     assert "method.temperature" in invoke("methods", "flame").stdout

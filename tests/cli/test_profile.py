@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from fedguild.client.budget import Budget
-from fedguild.evaluation import published_claims
-from fedguild.evaluation.profile import cost
+from fedguild.costs import published_claims
+from fedguild.costs.flops import cost
+from fedguild.costs.from_config import EXAMPLES
 from fedguild.methods import build_method
 from fedguild.model.backbone import describe_config
-from fedguild.profiling import EXAMPLES
 from tests.cli.conftest import Invoke
 
 
@@ -98,7 +98,7 @@ def test_what_is_wrong_is_said(invoke: Invoke) -> None:
 
 
 def test_the_papers_figures(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole list is in tests/evaluation/test_published.py."""
+    """The whole list is in tests/costs/test_published.py."""
     monkeypatch.setattr(published_claims, "CLAIMS", published_claims.CLAIMS[:4])
     shown = invoke("profile", "--published").stdout
     assert "8.19 M" in shown
@@ -116,7 +116,7 @@ def test_a_method_that_lacks_its_extra_is_left_out(invoke: Invoke, monkeypatch: 
     claims = [claim for claim in published_claims.CLAIMS if claim.what == "FDLoRA"]
     monkeypatch.setattr(published_claims, "CLAIMS", (*claims, published_claims.CLAIMS[0]))
     monkeypatch.setitem(sys.modules, "nevergrad", None)
-    from fedguild.evaluation import published
+    from fedguild.costs import published
 
     published._traffic.cache_clear()
     result = invoke("profile", "--published")

@@ -10,15 +10,14 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalReport, LocalWork, Step
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.seeding import numpy_rng
-from tests.backbones import PAD, random_adapter, random_rows
+from tests.backbones import PAD, lora_plan, random_adapter, random_rows
 
 SEED, ROUND = 7, 3
 
@@ -37,7 +36,8 @@ TARGETS = ("attention", "router", "experts")
 
 # With batches of 2, accumulated over 2, and two epochs: 2, 4, 10, 4, 2, 8, 6 and 8 steps.
 SETTINGS = TrainingSettings(
-    optimizer=OptimizerSettings("adamw", weight_decay=0.1),
+    optimizer="adamw",
+    weight_decay=0.1,
     learning_rate=0.01,
     batch_size=2,
     accumulation=2,
@@ -82,7 +82,7 @@ def make_clients(backbone: Backbone, *, dropout: bool = True, output_scale: str 
     """Returns the eight clients."""
     clients = []
     for index, (rank, scale, active, rate, count) in enumerate(_CLIENTS):
-        plan = AdapterPlan(rank, scale, TARGETS, active, output_scale, 1.0, rate if dropout else 0.0)  # type: ignore[arg-type]
+        plan = lora_plan(rank, scale, TARGETS, active, output_scale=output_scale, dropout=rate if dropout else 0.0)
         lengths = numpy_rng(SEED, "lengths", index).integers(4, 11, size=count).tolist()
         rows = random_rows(lengths, seed=100 + index)
         examples = tuple(Encoded(tuple(ids), 1 + number % 3) for number, ids in enumerate(rows))

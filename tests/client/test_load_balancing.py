@@ -14,10 +14,10 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.load_balancing import LoadBalancing, balance_loss, z_loss
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.routing_alignment import observing
-from fedguild.client.schedule import TrainingSettings
+from fedguild.client.observing import observing
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.moe.view import Routing
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -28,7 +28,7 @@ from tests.oracles import smoe_llb as oracle
 
 EXPERTS = 5
 ACTIVE = (2, 1, 4)
-PLANS = [AdapterPlan(rank=2, scale=1.0, targets=("attention", "router", "experts"), active_experts=k) for k in ACTIVE]
+PLANS = [AdapterPlan((Lora(2, 1.0, ("attention", "router", "experts")),), k) for k in ACTIVE]
 
 
 def layer(tokens_of: list[int], seed: int, padding: bool, index: int = 0) -> Routing:
@@ -137,7 +137,9 @@ def work_of(index: int, examples: int) -> LocalWork:
 
 def gradients(backbone, members: list[int], accumulation: int) -> list[dict[str, Tensor]]:
     """Every client's gradients of the two losses alone in the first optimizer step."""
-    settings = TrainingSettings(OptimizerSettings("sgd"), 0.1, batch_size=2, accumulation=accumulation, steps=1)
+    settings = TrainingSettings(
+        optimizer="sgd", learning_rate=0.1, batch_size=2, accumulation=accumulation, steps=1, clip_norm=None
+    )
     balancing = LoadBalancing(len(members))
     with SlotModel(backbone, [PLANS[index] for index in members]) as model:
         work = [work_of(index, 3 + 2 * index) for index in members]

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.logit_gate import GateSettings, LogitGates, train_gates
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
 from fedguild.model.adapters.logit_mixture import BIAS, WEIGHT
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -21,8 +21,8 @@ from tests.methods.federation import LARGE, client
 from tests.oracles import pfl_moe as oracle
 from tests.oracles.lora import MergedModel
 
-PLAN = AdapterPlan(2, 0.5, ("q_proj", "v_proj"))
-TRAINING = TrainingSettings(batch_size=2, steps=1)
+PLAN = AdapterPlan((Lora(2, 0.5, ("q_proj", "v_proj")),))
+TRAINING = TrainingSettings(batch_size=2, steps=1, clip_norm=None)
 HOW = GateSettings("hidden", 3.0, 0.1, 0.01)
 
 
@@ -126,11 +126,11 @@ def test_the_gate_goes_to_the_better_model() -> None:
     """The first adapter is trained on the gate's rows, the second is noise: the loss falls, g rises for them all."""
     backbone = tiny_backbone("llama", dtype=torch.float64)
     rows = rows_of(0, [7, 6, 5, 8])
-    plan = AdapterPlan(4, 1.0, ("attention", "mlp"))
+    plan = AdapterPlan((Lora(4, 1.0, ("attention", "mlp")),))
     noise = random_adapter(backbone.info, plan, 5)
     with SlotModel(backbone, [plan]) as model:
         work = [LocalWork(client(0, LARGE), rows, Payload(), Payload())]
-        settings = TrainingSettings(OptimizerSettings("adam"), learning_rate=0.02, batch_size=4, steps=30)
+        settings = TrainingSettings(optimizer="adam", learning_rate=0.02, batch_size=4, steps=30, clip_norm=None)
         cohort = Cohort(model, work, settings, round_index=1, seed=3, pad_id=PAD)
         cohort.load(0, random_adapter(backbone.info, plan, 1, 0.1))
         for step in cohort.steps():

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
+from fedguild.client.optimizer import SlotOptimizer
+from fedguild.config.training import TrainingSettings
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
 from tests.backbones import random_adapter, tiny_backbone
 from tests.oracles.optimizer import ClientOptimizer
 
-PLAN = AdapterPlan(4, 1.0, ("q_proj", "router", "experts"), output_scale="per_layer")
-PLANS = [PLAN, replace(PLAN, rank=1), replace(PLAN, rank=3)]
+PLAN = AdapterPlan((Lora(4, 1.0, ("q_proj", "router", "experts")), OutputScale("per_layer")))
+PLANS = [PLAN, PLAN.with_lora(rank=1), PLAN.with_lora(rank=3)]
 RATES = [  # of three slots: equal, unequal, resting in the middle, finished early
     (0.1, 0.1, 0.1),
     (0.1, 0.02, 0.1),
@@ -24,11 +25,11 @@ RATES = [  # of three slots: equal, unequal, resting in the middle, finished ear
     (0.01, 0.01, None),
 ]
 KINDS = {
-    "adamw": OptimizerSettings("adamw", weight_decay=0.1),
-    "adamw, other constants": OptimizerSettings("adamw", betas=(0.5, 0.9), eps=1e-3),
-    "adam with decay": OptimizerSettings("adam", weight_decay=0.1),
-    "sgd": OptimizerSettings("sgd"),
-    "sgd with momentum and decay": OptimizerSettings("sgd", weight_decay=0.1, momentum=0.9),
+    "adamw": TrainingSettings(optimizer="adamw", weight_decay=0.1),
+    "adamw, other constants": TrainingSettings(optimizer="adamw", betas=(0.5, 0.9), eps=1e-3),
+    "adam with decay": TrainingSettings(optimizer="adam", weight_decay=0.1),
+    "sgd": TrainingSettings(optimizer="sgd"),
+    "sgd with momentum and decay": TrainingSettings(optimizer="sgd", weight_decay=0.1, momentum=0.9),
 }
 
 
@@ -111,7 +112,7 @@ def test_ranks_beyond_a_slots_own_stay_exactly_zero(backbone, settings):
 
 
 def test_output_scales_do_not_decay(backbone):
-    settings = OptimizerSettings("sgd", weight_decay=0.5)
+    settings = TrainingSettings(optimizer="sgd", weight_decay=0.5)
     with SlotModel(backbone, PLANS) as model:
         model.load(0, {name: torch.ones(shape) for name, shape in trainable_shapes(backbone.info, PLAN).items()})
         optimizer = SlotOptimizer(model.trainables, settings)
@@ -124,7 +125,7 @@ def test_output_scales_do_not_decay(backbone):
 
 def test_clipping_reaches_only_the_slots_above_the_limit(backbone):
     with SlotModel(backbone, PLANS) as model:
-        optimizer = SlotOptimizer(model.trainables, OptimizerSettings())
+        optimizer = SlotOptimizer(model.trainables, TrainingSettings())
         grads = put_gradients(model, 0)
         expected = [torch.cat([value.reshape(-1) for value in own.values()]).norm().item() for own in grads]
         limit = (expected[0] + expected[1]) / 2
@@ -139,7 +140,7 @@ def test_clipping_reaches_only_the_slots_above_the_limit(backbone):
 
 def test_forgetting_the_gradients(backbone):
     with SlotModel(backbone, PLANS) as model:
-        optimizer = SlotOptimizer(model.trainables, OptimizerSettings())
+        optimizer = SlotOptimizer(model.trainables, TrainingSettings())
         put_gradients(model, 0)
         optimizer.zero_grad()
         before = model.read(0)

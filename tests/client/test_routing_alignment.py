@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
-from fedguild.client.optimizer import OptimizerSettings
 from fedguild.client.routing_alignment import (
     LayerTarget,
     Regulariser,
@@ -21,11 +20,13 @@ from fedguild.client.routing_alignment import (
     sample_rows,
     top_k_mask,
 )
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.model.adapters.full_router import FullRouter
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.info import MoeInfo
 from fedguild.model.moe.view import Routing
-from fedguild.model.plan import AdapterPlan, MoeInfo
+from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
@@ -34,8 +35,8 @@ from tests.oracles import fedalign_moe as oracle
 
 EXPERTS, TOP_K, HIDDEN = 5, 2, 3
 LAYER = MoeInfo("block", "block.gate", "block.experts", EXPERTS, TOP_K, HIDDEN, 4)
-PLAN = AdapterPlan(rank=2, scale=2.0, targets=("experts",), parts=(FullRouter(),))
-SETTINGS = TrainingSettings(optimizer=OptimizerSettings("adamw"), learning_rate=0.02, batch_size=2, steps=3)
+PLAN = AdapterPlan((Lora(2, 2.0, ("experts",)), FullRouter()))
+SETTINGS = TrainingSettings(optimizer="adamw", learning_rate=0.02, batch_size=2, steps=3, clip_norm=None)
 
 
 def routing(tokens_of: list[int], seed: int, padding: bool = True, layer: int = 0) -> Routing:
@@ -249,7 +250,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_client_in_a_cohort_gets_the_gradients_and_steps_that_it_gets_alone(accumulation: int) -> None:
     exact = tiny_backbone("olmoe", dtype=torch.float64)
-    settings = replace(SETTINGS, steps=10, accumulation=accumulation)
+    settings = SETTINGS.model_copy(update={"steps": 10, "accumulation": accumulation})
     for index, found in enumerate(trained(exact, [0, 1, 2], settings)):
         (alone,) = trained(exact, [index], settings)
         assert_same(found, alone, 1e-8)
@@ -259,7 +260,7 @@ def test_a_client_in_a_cohort_gets_the_gradients_and_steps_that_it_gets_alone(ac
 def test_in_fp32(family: str) -> None:
     """Also with layers in an encoder and in a decoder, which see other tokens."""
     backbone = tiny_backbone(family)
-    settings = replace(SETTINGS, steps=1)
+    settings = SETTINGS.model_copy(update={"steps": 1})
     for index, found in enumerate(trained(backbone, [0, 1, 2], settings)):
         (alone,) = trained(backbone, [index], settings)
         gradients = {name: value for name, value in alone.items() if name.startswith("gradient")}
@@ -275,7 +276,7 @@ def test_recomputed_layers_get_the_same_gradients(olmoe_backbone) -> None:
 
 def test_the_shares_of_accumulated_passes_add_up_to_one(olmoe_backbone) -> None:
     """Client 0 has finished after one optimizer step."""
-    settings = TrainingSettings(OptimizerSettings(), batch_size=2, accumulation=2, epochs=1)
+    settings = TrainingSettings(batch_size=2, accumulation=2, epochs=1, clip_norm=None)
     with SlotModel(olmoe_backbone, [PLAN] * 2) as model:
         work = [work_of(0, 3), work_of(1, 7)]
         cohort = Cohort(model, work, settings, round_index=1, seed=3, pad_id=PAD)
@@ -303,7 +304,9 @@ def test_measured_over_a_clients_own_examples(family: str) -> None:
     for slot, (work, adapter) in enumerate(zip(works, adapters, strict=True)):
         seen: list[Routing] = []
         with SlotModel(backbone, [PLAN]) as model:
-            cohort = Cohort(model, [work], replace(SETTINGS, batch_size=1), round_index=1, seed=3, pad_id=PAD)
+            cohort = Cohort(
+                model, [work], SETTINGS.model_copy(update={"batch_size": 1}), round_index=1, seed=3, pad_id=PAD
+            )
             cohort.load(0, adapter)
             with observing(backbone.moe, seen.append):
                 list(cohort.passes([work.examples]))

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fedguild.client.cohort import Cohort, LocalWork
-from fedguild.client.schedule import TrainingSettings
 from fedguild.client.sub_moe import validate
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -17,12 +18,14 @@ from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tin
 from tests.methods.federation import LARGE, client
 from tests.oracles.lora import MergedModel
 
-PLAN = AdapterPlan(2, 0.5, ("attention",))
+PLAN = AdapterPlan((Lora(2, 0.5, ("attention",)),))
 
 
 def cohort_of(model: SlotModel, clients: int) -> Cohort:
     work = [LocalWork(client(index, LARGE), [], Payload(), Payload()) for index in range(clients)]
-    return Cohort(model, work, TrainingSettings(batch_size=2, steps=1), round_index=1, seed=3, pad_id=PAD)
+    return Cohort(
+        model, work, TrainingSettings(batch_size=2, steps=1, clip_norm=None), round_index=1, seed=3, pad_id=PAD
+    )
 
 
 def test_loss_accuracy_and_activations() -> None:

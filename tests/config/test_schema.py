@@ -43,6 +43,10 @@ def lines_for(*overrides: str) -> list[str]:
         ("data.corpus=''", "data.corpus: must not be empty, got ''"),
         ("training.betas=[0.9, 1]", "training: betas must be at least 0 and less than 1, got [0.9, 1.0]"),
         ("training.epochs=1", "training: set either epochs or steps, not both (null switches one off)"),
+        ("data.split.validation=-0.1", "data.split.validation: must be at least 0, got -0.1"),
+        ("data.split.test=1", "data.split.test: must be less than 1, got 1"),
+        ("data.split.caps.train=0", "data.split.caps.train: must be at least 1, got 0"),
+        ("data.split.test_source=server", "data.split.test_source: must be 'client' or 'corpus', got 'server'"),
         ("data.split={validation: 0.5, test: 0.5}", "data.split: validation and test together must be below 1, got 1"),
         (
             "federation.budgets=[{name: a}, {name: a}]",

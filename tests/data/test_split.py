@@ -2,8 +2,9 @@ from collections import Counter
 
 import pytest
 
+from fedguild.config.data import CapSettings, SplitSettings
 from fedguild.data.example import Corpus, Example
-from fedguild.data.split import ClientData, SplitRule, pooled_test, split_clients
+from fedguild.data.split import ClientData, pooled_test, split_clients
 from fedguild.errors import DataError
 
 
@@ -35,9 +36,14 @@ def test_the_seed_and_the_client_decide():
 
 
 def test_caps_cut_each_split_but_not_the_others():
-    (data,) = split_clients(CORPUS, HALVES[:1], SplitRule(0.2, 0.2, max_train=7, max_validation=3, max_test=2), seed=0)
+    (data,) = split_clients(
+        CORPUS,
+        HALVES[:1],
+        SplitSettings(validation=0.2, test=0.2, caps=CapSettings(train=7, validation=3, test=2)),
+        seed=0,
+    )
     assert sizes(data) == (7, 3, 2)
-    (free,) = split_clients(CORPUS, HALVES[:1], SplitRule(0.2, 0.2), seed=0)
+    (free,) = split_clients(CORPUS, HALVES[:1], SplitSettings(validation=0.2, test=0.2), seed=0)
     assert set(data.train) <= set(free.train)
     assert set(data.test) <= set(free.test)
 
@@ -45,9 +51,9 @@ def test_caps_cut_each_split_but_not_the_others():
 def test_small_shares_get_one_of_each():
     (data,) = split_clients(CORPUS, [[0, 1, 2]], seed=0)
     assert sizes(data) == (1, 1, 1)
-    (data,) = split_clients(CORPUS, [[0, 1]], SplitRule(validation=0.9, test=0), seed=0)
+    (data,) = split_clients(CORPUS, [[0, 1]], SplitSettings(validation=0.9, test=0), seed=0)
     assert sizes(data) == (1, 1, 0)
-    (data,) = split_clients(CORPUS, [[0]], SplitRule(validation=0, test=0), seed=0)
+    (data,) = split_clients(CORPUS, [[0]], SplitSettings(validation=0, test=0), seed=0)
     assert sizes(data) == (1, 0, 0)
 
 
@@ -56,19 +62,21 @@ def test_a_client_with_too_little_is_named_with_what_to_change():
     with pytest.raises(DataError, match=message):
         split_clients(CORPUS, [[0, 1, 2], [3, 4]], seed=0)
     with pytest.raises(DataError, match=r"Client 0 has 0 example\(s\), but needs at least 1 for training\."):
-        split_clients(CORPUS, [[]], SplitRule(validation=0, test=0), seed=0)
+        split_clients(CORPUS, [[]], SplitSettings(validation=0, test=0), seed=0)
 
 
 def test_the_corpus_tests_a_client_in_the_proportions_of_its_labels():
     three_to_one = [*range(30), *range(60, 70)]
-    rule = SplitRule(test_source="corpus")
+    rule = SplitSettings(test_source="corpus")
     (data,) = split_clients(CORPUS, [three_to_one], rule, seed=0)
     assert sizes(data) == (36, 4, 40)  # all 30 of a, and a third as many of b
     assert Counter(example.label for example in data.test) == {"a": 30, "b": 10}
     assert len(set(data.test)) == 40
     assert set(data.test) <= set(CORPUS.test)
     assert {example.label for example in data.test[:8]} == {"a", "b"}, "whoever scores the first has all labels"
-    (capped,) = split_clients(CORPUS, [three_to_one], SplitRule(test_source="corpus", max_test=8), seed=0)
+    (capped,) = split_clients(
+        CORPUS, [three_to_one], SplitSettings(test_source="corpus", caps=CapSettings(test=8)), seed=0
+    )
     assert len(capped.test) == 8
     (only_b,) = split_clients(CORPUS, [[60, 61]], rule, seed=0)
     assert Counter(example.label for example in only_b.test) == {"b": 20}
@@ -76,27 +84,12 @@ def test_the_corpus_tests_a_client_in_the_proportions_of_its_labels():
 
 def test_labels_without_test_examples():
     corpus = Corpus("made", examples("zzza"), examples("aa"))
-    (data,) = split_clients(corpus, [[0, 1, 2, 3]], SplitRule(test_source="corpus"), seed=0)
+    (data,) = split_clients(corpus, [[0, 1, 2, 3]], SplitSettings(test_source="corpus"), seed=0)
     assert len(data.test) == 2
     with pytest.raises(DataError, match="None of client 0's labels"):
-        split_clients(corpus, [[0, 1, 2]], SplitRule(test_source="corpus"), seed=0)
+        split_clients(corpus, [[0, 1, 2]], SplitSettings(test_source="corpus"), seed=0)
     with pytest.raises(DataError, match="'made' has no test examples of its own"):
-        split_clients(Corpus("made", CORPUS.train), HALVES, SplitRule(test_source="corpus"), seed=0)
-
-
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        ({"validation": -0.1}, "validation fraction must be at least 0 and below 1, but is -0.1"),
-        ({"test": 1.0}, "test fraction must be at least 0 and below 1, but is 1.0"),
-        ({"validation": 0.5, "test": 0.5}, "0.5 and 0.5, leave no training"),
-        ({"max_train": 0}, "max_train must be at least 1, but is 0"),
-        ({"test_source": "server"}, r"no test source 'server'\.\nKnown: client, corpus"),
-    ],
-)
-def test_bad_rules(rule: dict[str, object], message: str):
-    with pytest.raises(DataError, match=message):
-        SplitRule(**rule)  # type: ignore[arg-type]
+        split_clients(Corpus("made", CORPUS.train), HALVES, SplitSettings(test_source="corpus"), seed=0)
 
 
 def test_pooled_test_is_the_corpus_own_or_all_clients():

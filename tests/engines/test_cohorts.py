@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from fedguild.client.cohort import LocalReport
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines import local
 from fedguild.engines.cohorts import Trained, halving
@@ -20,7 +20,6 @@ from fedguild.engines.ray_actor import (
     client_of,
     job_of,
     pack_examples,
-    plain_settings,
     trained_of,
     unpack_rows,
 )
@@ -104,8 +103,7 @@ def test_examples_survive_the_way_to_an_actor():
 
 
 def test_settings_and_clients_survive_as_plain_values():
-    assert plain_settings(json.loads(json.dumps(asdict(SETTINGS)))).optimizer.kind == SETTINGS.optimizer.kind
-    assert plain_settings(asdict(SETTINGS)) == SETTINGS
+    assert TrainingSettings(**json.loads(json.dumps(SETTINGS.model_dump()))) == SETTINGS
     job = json.loads(json.dumps(job_of("flame", {"rank": 3}, 4, CLIENTS, "")))
     assert tuple(client_of(plain) for plain in job["clients"]) == CLIENTS
 
@@ -134,7 +132,12 @@ def actor(tmp_path: Path):
     threads = torch.get_num_threads()
     rows = {0: [Encoded((5, 6, 7, 8), 1)] * 4}
     yield CohortActor(
-        {"path": str(folder), "device": "cpu", "dtype": "float32"}, asdict(SETTINGS), 1, 2, 0.5, pack_examples(rows)
+        {"path": str(folder), "device": "cpu", "dtype": "float32"},
+        SETTINGS.model_dump(),
+        1,
+        2,
+        0.5,
+        pack_examples(rows),
     )
     torch.set_num_threads(threads)
 

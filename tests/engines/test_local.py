@@ -14,12 +14,14 @@ import torch
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.memory import ClientMemory
+from fedguild.costs.memory import memory
 from fedguild.engines import cohorts, local
 from fedguild.engines.cohorts import auto_cohort_size, free_bytes
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import FedGuildError
-from fedguild.evaluation.profile import memory
 from fedguild.methods import build_method
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
@@ -44,7 +46,7 @@ def flame() -> Method:
 
 def tasks_of(method: Method, backbone: Backbone, clients: Sequence[ClientInfo] = CLIENTS) -> list[Task]:
     """Returns what the server asks for after some training: a global adapter far from its start."""
-    plan = replace(method.plan(backbone.info, LARGE), output_scale="none")
+    plan = method.plan(backbone.info, LARGE).without(OutputScale)
     download = Payload(with_part("adapter", random_adapter(backbone.info, plan, seed=5, size=0.2)))
     return [Task(ROUND, who, Payload({n: t.float() for n, t in download.tensors.items()})) for who in clients]
 
@@ -54,7 +56,7 @@ def engine_of(backbone: Backbone, method: Method, folder: Path, cohort_size: Any
     examples = Federation(backbone, method, CLIENTS, folder).examples
     memory = ClientMemory(folder / "clients")
     memory.save("client-001", 1, Payload(KEPT))
-    settings = replace(SETTINGS, steps=3, clip_norm=1.0)
+    settings = SETTINGS.model_copy(update={"steps": 3, "clip_norm": 1.0})
     return LocalEngine(backbone, examples, settings, memory, cohort_size=cohort_size, seed=1, **options)
 
 
@@ -219,7 +221,7 @@ class ByBudget:
     """A method that adapts the routers of large clients and the attention of all others."""
 
     def plan(self, model: Any, budget: Any) -> AdapterPlan:
-        return AdapterPlan(2, 1.0, ("router",) if budget == LARGE else ("attention",))
+        return AdapterPlan((Lora(2, 1.0, ("router",) if budget == LARGE else ("attention",)),))
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         for step in cohort.steps():
@@ -232,7 +234,7 @@ def test_clients_with_other_targets_train_in_other_cohorts(olmoe_backbone, flame
     trained = []
 
     def watched(backbone: Backbone, plans: Sequence[AdapterPlan]) -> SlotModel:
-        trained.append([plan.targets[0] for plan in plans])
+        trained.append([plan.lora.targets[0] for plan in plans])
         return SlotModel(backbone, plans)
 
     monkeypatch.setattr(cohorts, "SlotModel", watched)
@@ -249,7 +251,7 @@ def test_clients_with_other_targets_train_in_other_cohorts(olmoe_backbone, flame
 
 @pytest.mark.parametrize(("room", "clients", "expected"), [(7.5, 100, 7), (7.5, 4, 4), (0.3, 100, 1), (0.0, 3, 1)])
 def test_auto_fills_its_share_of_the_free_memory(olmoe_backbone, room, clients, expected):
-    plan = AdapterPlan(4, 1.0, ("attention", "experts"))
+    plan = AdapterPlan((Lora(4, 1.0, ("attention", "experts")),))
     need = memory(olmoe_backbone.info, plan, 640, dtype=torch.float32)
     one = need.total_bytes - need.weights_bytes
     free = int(room * one / cohorts.MEMORY_SHARE)
@@ -257,7 +259,7 @@ def test_auto_fills_its_share_of_the_free_memory(olmoe_backbone, room, clients, 
 
 
 def test_auto_knows_that_checkpointing_saves_memory(olmoe_backbone):
-    plan = AdapterPlan(1, 1.0, ("router",))
+    plan = AdapterPlan((Lora(1, 1.0, ("router",)),))
     free = 10**8
     plain = auto_cohort_size(olmoe_backbone, plan, 640, 10_000, free)
     checkpointing = auto_cohort_size(tiny_backbone("olmoe", gradient_checkpointing=True), plan, 640, 10_000, free)

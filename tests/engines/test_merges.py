@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from fedguild.client.merges import MergeLedger
+from fedguild.config.federation import FederationSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.methods.flora import Flora, FloraSettings
 from fedguild.model.backbone import Backbone
-from fedguild.server.method import State
-from fedguild.server.rounds import RoundRules, Task, run_round
+from fedguild.payload import Payload
+from fedguild.server.rounds import Task, run_round
 from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client
 
 CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 4), client(2, LARGE, 4)]
-RULES = RoundRules(participation=1.0, quorum=0.5, norm_limit=None, seed=1)
+RULES = FederationSettings()
 
 
 @pytest.fixture
@@ -30,11 +31,11 @@ def engine_of(federation: Federation, cohort: int = 1, ledger: MergeLedger | Non
     )
 
 
-def tasks_of(federation: Federation, state: State) -> list[Task]:
+def tasks_of(federation: Federation, state: Payload) -> list[Task]:
     return [Task(2, who, federation.method.download(state, federation.model, who)) for who in CLIENTS]
 
 
-def after_a_round(federation: Federation) -> State:
+def after_a_round(federation: Federation) -> Payload:
     state = federation.start()
     return federation.method.aggregate(state, federation.train(state))
 
@@ -85,14 +86,14 @@ def test_a_round_that_fails_half_way_gives_the_backbone_back(
     """While the error is still being handled, with its frames alive."""
     state, before = after_a_round(federation), federation.backbone.fingerprint()
 
-    def broken(self: Flora, state: State, uploads):
+    def broken(self: Flora, state: Payload, uploads):
         next(iter(uploads))
         raise RuntimeError("the disk is full")
 
     monkeypatch.setattr(Flora, "aggregate", broken)
     engine = engine_of(federation)
     with pytest.raises(RuntimeError, match="the disk is full") as caught:
-        run_round(2, federation.method, state, federation.model, CLIENTS, engine, RULES)
+        run_round(2, federation.method, state, federation.model, CLIENTS, engine, RULES, seed=1)
     assert caught.traceback
     assert not federation.backbone.is_merged
     assert federation.backbone.fingerprint() == before

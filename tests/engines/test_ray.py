@@ -14,16 +14,16 @@ import torch
 
 from fedguild import experiment
 from fedguild.config import load_config
+from fedguild.config.federation import FederationSettings
 from fedguild.errors import ConfigError, FedGuildError
 from fedguild.methods import METHODS
+from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
-from fedguild.server.method import State
 from fedguild.server.rounds import (
     WAIT_FOR_ALL,
     Delivery,
     Engine,
     Outcome,
-    RoundRules,
     Task,
     Terms,
     run_round,
@@ -120,15 +120,15 @@ class Begun:
 
     run: Experiment
     engine: RayEngine
-    state: State
+    state: Payload
     tasks: list[Task]
 
     def train(self, terms: Terms = WAIT_FOR_ALL) -> Iterator[Delivery]:
         return self.engine.train(self.run.method, self.run.backbone.info, self.tasks, terms)
 
     def round(self, engine: Any) -> Outcome:
-        rules = RoundRules(participation=1.0, quorum=1.0, norm_limit=None, seed=0)
-        return run_round(1, self.run.method, self.state, self.run.backbone.info, self.run.clients, engine, rules)
+        model, rules = self.run.backbone.info, FederationSettings(quorum=1.0)
+        return run_round(1, self.run.method, self.state, model, self.run.clients, engine, rules, seed=0)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from fedguild.data.batches import Seq2Seq, encode
 from fedguild.data.example import Example
 from fedguild.evaluation.likelihood import Candidates, candidate_losses, collate_singles, encode_candidates
 from fedguild.evaluation.tasks import evaluate
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import make_backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -21,7 +22,7 @@ SKY = Example("How is the sky?", "blue", "", "sky", ("blue", "a deep dark grey",
 NUMBER = Example("One more than three:", "4", "", "count", ("4", "five"), 0)
 FREE = Example("Say hello.", "hello you there", "", "talk")
 EXAMPLES = [[SKY, FREE, NUMBER], [], [NUMBER, SKY]]
-PLANS = [AdapterPlan(rank, 0.5, ("attention", "experts")) for rank in (4, 2, 3)]
+PLANS = [AdapterPlan((Lora(rank, 0.5, ("attention", "experts")),)) for rank in (4, 2, 3)]
 TOKENS = {"vocab_size": 260, "pad_token_id": 258, "eos_token_id": 257, "decoder_start_token_id": 258}
 
 

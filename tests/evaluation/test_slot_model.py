@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedguild.costs.memory import memory
 from fedguild.data.batches import Encoded, collate
 from fedguild.data.example import Example
 from fedguild.evaluation.likelihood import candidate_losses, encode_candidates
-from fedguild.evaluation.profile import memory
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import make_backbone
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
@@ -33,7 +35,9 @@ def fill(model: SlotModel) -> None:
 
 
 def test_packed_candidates_score_as_each_alone_under_every_budget(backbone, tokenizer):
-    plans = [AdapterPlan(4, 1.0, ("attention", "router", "experts"), k, "per_layer") for k in (2, 1, 2)]
+    plans = [
+        AdapterPlan((Lora(4, 1.0, ("attention", "router", "experts")), OutputScale("per_layer")), k) for k in (2, 1, 2)
+    ]
     examples = [[SKY, FREE, NUMBER], [NUMBER, SKY], []]
     rows = [[encode_candidates(example, tokenizer, 64) for example in slot] for slot in examples]
     with SlotModel(backbone, plans) as model:
@@ -52,7 +56,7 @@ def test_packed_candidates_score_as_each_alone_under_every_budget(backbone, toke
 @pytest.mark.parametrize("experts", [1, 2])
 def test_the_memory_estimate_is_near_what_autograd_keeps(backbone, experts):
     """Saved tensors are what a forward pass keeps; the working memory of its backward pass comes on top."""
-    plan = AdapterPlan(4, 1.0, ("attention", "router", "experts"), experts)
+    plan = AdapterPlan((Lora(4, 1.0, ("attention", "router", "experts")),), experts)
     texts = [Encoded(tuple(range(64)), 1) for _ in range(16)]
     kept: dict[int, int] = {}
     with SlotModel(backbone, [plan]) as model:

@@ -14,8 +14,8 @@ import torch
 from fedguild.config import Config, load_config
 from fedguild.experiment import CHECKPOINTS
 from fedguild.model.tiny.tokenizer import train_tokenizer
+from fedguild.payload import Payload
 from fedguild.server import checkpoint
-from fedguild.server.method import State
 from fedguild.server.record import RunLog, comparable
 from fedguild.setup import MEMORY
 from tests.backbones import tiny_model
@@ -66,7 +66,7 @@ class Ended:
     """
 
     records: list[dict[str, Any]]
-    state: State
+    state: Payload
     memory: dict[str, bytes]
 
 

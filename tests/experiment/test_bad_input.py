@@ -11,7 +11,8 @@ import torch
 from fedguild import experiment
 from fedguild.errors import FedGuildError, QuorumError
 from fedguild.experiment import CHECKPOINTS
-from fedguild.methods import METHODS, Flame
+from fedguild.methods import METHODS
+from fedguild.methods.flame import Flame
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
 from fedguild.server.record import ClientRecord, RoundRecord, RunLog

@@ -13,7 +13,7 @@ from fedguild.engines.local import LocalEngine
 from fedguild.server.method import Method
 from fedguild.server.record import RoundRecord, RunLog
 from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
-from fedguild.setup import Experiment, make_engine, round_rules, run_identity
+from fedguild.setup import Experiment, make_engine, run_identity
 from tests.experiment.runs import Killed, kill_at, small_config
 
 
@@ -116,7 +116,7 @@ def test_over_selection_and_retries_are_written_down(olmoe_folder, tmp_path, mon
     assert len(record.unneeded) == 1
 
 
-def test_the_rules_of_a_round_are_those_of_the_config(olmoe_folder):
+def test_the_rules_of_a_round_are_those_of_the_config(olmoe_folder, monkeypatch, tmp_path):
     config = small_config(
         olmoe_folder,
         "federation.participation=0.5",
@@ -126,11 +126,19 @@ def test_the_rules_of_a_round_are_those_of_the_config(olmoe_folder):
         "federation.late=next_round",
         "federation.upload_limit_bytes=1000",
         "federation.norm_limit=7",
+        "seed=5",
     )
-    rules = round_rules(config)
-    for name in ("participation", "over_selection", "retries", "deadline_seconds", "late", "upload_limit_bytes"):
-        assert getattr(rules, name) == getattr(config.federation, name)
-    assert (rules.norm_limit, rules.quorum, rules.seed) == (7.0, config.federation.quorum, config.seed)
+    given: dict[str, object] = {}
+
+    def round_begun(*arguments: object, seed: int) -> None:
+        given.update(rules=arguments[6], seed=seed)
+        raise Killed
+
+    monkeypatch.setattr("fedguild.experiment.run_round", round_begun)
+    with pytest.raises(Killed):
+        experiment.run(config, tmp_path / "run")
+    assert given == {"rules": config.federation, "seed": 5}
+    assert config.federation.norm_limit == 7.0
 
 
 def test_a_run_keeps_its_identity_and_no_two_share_one(tmp_path):

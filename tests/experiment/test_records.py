@@ -14,14 +14,14 @@ import torch
 from fedguild import experiment, setup
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config
+from fedguild.costs.flops import cost
 from fedguild.environment import describe_environment
 from fedguild.errors import CheckpointError
-from fedguild.evaluation.profile import cost
-from fedguild.evaluation.records import summary_record
 from fedguild.experiment import RunResult, restore
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
+from fedguild.recording import summary_record
 from fedguild.report.record import load_run
 from fedguild.scoring import evaluate_state
 from fedguild.server.record import (

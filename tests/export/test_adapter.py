@@ -15,10 +15,12 @@ from fedguild.errors import ModelError
 from fedguild.export.adapter import obstacle, peft_config, write_adapter
 from fedguild.export.weights import stacked_factors
 from fedguild.model.adapters.full_experts import FullExperts
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Deployment
-from tests.backbones import DENSE_FAMILIES, MOE_FAMILIES, TOP_K
+from tests.backbones import DENSE_FAMILIES, MOE_FAMILIES, TOP_K, lora_plan
 from tests.export.conftest import assert_same_logits, backbone_of, deployment_of, plain_logits, slot_logits
 
 BaseFolder = Callable[..., Path]
@@ -46,7 +48,7 @@ CASES = [
 def test_peft_gives_our_logits(family: str, targets: tuple[str, ...], base_folder: BaseFolder, tmp_path: Path) -> None:
     base = base_folder(family)
     backbone = backbone_of(base)
-    deployment = deployment_of(backbone, AdapterPlan(rank=3, scale=0.7, targets=targets))
+    deployment = deployment_of(backbone, AdapterPlan((Lora(3, 0.7, targets),)))
     write_adapter(tmp_path, backbone.info, deployment, base=str(base))
     ours = slot_logits(backbone, deployment)
     assert_same_logits(plain_logits(loaded_by_peft(base, tmp_path)), ours)
@@ -57,14 +59,14 @@ def test_peft_gives_our_logits(family: str, targets: tuple[str, ...], base_folde
 def test_a_rank_below_the_full_one_keeps_the_full_ones_scale(base_folder: BaseFolder, tmp_path: Path) -> None:
     base = base_folder("olmoe")
     backbone = backbone_of(base)
-    deployment = deployment_of(backbone, AdapterPlan(rank=1, scale=16 / 12, targets=EVERYTHING))
+    deployment = deployment_of(backbone, AdapterPlan((Lora(1, 16 / 12, EVERYTHING),)))
     write_adapter(tmp_path, backbone.info, deployment, base=str(base))
     assert_same_logits(plain_logits(loaded_by_peft(base, tmp_path)), slot_logits(backbone, deployment))
 
 
 def test_an_expert_by_hand(olmoe_backbone: Backbone, tmp_path: Path) -> None:
     """Expert 5's gate rows are fused rank rows 10, 11 of 0 … 15; its B columns are 5 and 13 of gate, 21, 29 of up."""
-    plan = AdapterPlan(rank=1, scale=0.5, targets=("experts",))
+    plan = AdapterPlan((Lora(1, 0.5, ("experts",)),))
     deployment = deployment_of(olmoe_backbone, plan)
     write_adapter(tmp_path, olmoe_backbone.info, deployment, base="b")
     experts = olmoe_backbone.info.moe[1].experts
@@ -80,7 +82,7 @@ def test_an_expert_by_hand(olmoe_backbone: Backbone, tmp_path: Path) -> None:
 
 
 def test_the_config_of_a_mixture_of_experts(olmoe_backbone: Backbone) -> None:
-    config = peft_config(olmoe_backbone.info, AdapterPlan(rank=20, scale=0.8, targets=EVERYTHING), base="b")
+    config = peft_config(olmoe_backbone.info, AdapterPlan((Lora(20, 0.8, EVERYTHING),)), base="b")
     assert config["target_modules"] == [f"self_attn.{leaf}_proj" for leaf in "koqv"]
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.gate.weight"]
     assert (config["r"], config["lora_alpha"]) == (20, 16)
@@ -89,9 +91,7 @@ def test_the_config_of_a_mixture_of_experts(olmoe_backbone: Backbone) -> None:
 
 
 def test_the_config_of_a_dense_model(llama_backbone: Backbone) -> None:
-    config = peft_config(
-        llama_backbone.info, AdapterPlan(rank=4, scale=2.0, targets=("q_proj", "mlp")), base="b", revision="v1"
-    )
+    config = peft_config(llama_backbone.info, AdapterPlan((Lora(4, 2.0, ("q_proj", "mlp")),)), base="b", revision="v1")
     assert config["target_modules"] == ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj"]
     assert config["target_parameters"] is None
     assert (config["lora_alpha"], config["rank_pattern"]) == (8, {})
@@ -115,22 +115,22 @@ def test_two_modules_with_one_input_stack() -> None:
     [
         ({}, ""),
         ({"active_experts": TOP_K}, ""),
-        ({"output_scale": "fixed", "output_scale_start": 1.0}, ""),
+        ({"output_scale": "fixed", "start": 1.0}, ""),
         ({"active_experts": 2}, "it runs 2 of the model's 4 active experts"),
-        ({"output_scale": "fixed", "output_scale_start": 2.0}, "scales the output of the experts, by 2 to 2"),
+        ({"output_scale": "fixed", "start": 2.0}, "scales the output of the experts, by 2 to 2"),
         ({"output_scale": "shared"}, "scales the output of the experts"),
         ({"output_scale": "per_layer"}, "scales the output of the experts"),
     ],
 )
 def test_what_an_adapter_cannot_carry(changes: dict, told: str, olmoe_backbone: Backbone) -> None:
-    plan = AdapterPlan(rank=2, scale=1.0, targets=("experts",), **changes)
+    plan = lora_plan(2, 1.0, ("experts",), **changes)
     found = obstacle(olmoe_backbone.info, deployment_of(olmoe_backbone, plan))
     assert told in found
     assert bool(found) == bool(told)
 
 
 def test_experts_trained_in_full_are_refused(olmoe_backbone: Backbone, tmp_path: Path) -> None:
-    plan = AdapterPlan(rank=2, scale=1.0, targets=("q_proj",), parts=(FullExperts(),))
+    plan = AdapterPlan((Lora(2, 1.0, ("q_proj",)), FullExperts()))
     deployment = deployment_of(olmoe_backbone, plan)
     told = r"4 of its weights are trained in full, for example model\.layers\.0\.mlp\.experts\.gate_up_proj"
     assert re.search(told, obstacle(olmoe_backbone.info, deployment))
@@ -140,7 +140,7 @@ def test_experts_trained_in_full_are_refused(olmoe_backbone: Backbone, tmp_path:
 
 
 def test_a_learned_scale_of_one_is_no_obstacle(olmoe_backbone: Backbone) -> None:
-    plan = AdapterPlan(rank=2, scale=1.0, targets=("experts",), output_scale="per_layer")
+    plan = AdapterPlan((Lora(2, 1.0, ("experts",)), OutputScale("per_layer")))
     tensors = deployment_of(olmoe_backbone, plan).tensors
     ones = {name: torch.ones(()) if name.endswith("output_scale") else value for name, value in tensors.items()}
     assert obstacle(olmoe_backbone.info, Deployment(plan, ones)) == ""

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from fedguild.export.adapter import write_adapter
 from fedguild.export.merged import write_merged
 from fedguild.export.weights import folded
-from fedguild.model.plan import AdapterPlan, lora_shapes
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.plan import AdapterPlan, adapter_shapes
 from tests.export.conftest import assert_same_logits, backbone_of, deployment_of, plain_logits, slot_logits
 
 TARGETS = {"olmoe": ("attention", "router", "experts"), "llama": ("attention", "mlp")}
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_patte
 
 
 def between(family: str) -> AdapterPlan:
-    return AdapterPlan(3, 0.7, TARGETS[family], middle=True, frozen=("lora_A", "lora_B"))
+    return AdapterPlan((Lora(3, 0.7, TARGETS[family], middle=True, frozen=("lora_A", "lora_B")),))
 
 
 @pytest.mark.parametrize("family", TARGETS)
@@ -48,7 +49,7 @@ def test_the_written_model_gives_our_logits(
 def test_a_frozen_a_is_written_like_any_other(base_folder: Callable[..., Path], tmp_path: Path) -> None:
     base = base_folder("olmoe")
     backbone = backbone_of(base)
-    deployment = deployment_of(backbone, AdapterPlan(2, 0.5, TARGETS["olmoe"], frozen=("lora_A",)))
+    deployment = deployment_of(backbone, AdapterPlan((Lora(2, 0.5, TARGETS["olmoe"], frozen=("lora_A",)),)))
     write_adapter(tmp_path, backbone.info, deployment, base=str(base))
     written = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
     assert_same_logits(plain_logits(written), slot_logits(backbone, deployment))
@@ -58,7 +59,9 @@ def test_folding_multiplies_r_and_a(base_folder: Callable[..., Path]) -> None:
     backbone = backbone_of(base_folder("olmoe"))
     deployment = deployment_of(backbone, between("olmoe"))
     plain = folded(deployment)
-    assert {name: tuple(value.shape) for name, value in plain.tensors.items()} == lora_shapes(backbone.info, plain.plan)
+    assert {name: tuple(value.shape) for name, value in plain.tensors.items()} == adapter_shapes(
+        backbone.info, plain.plan
+    )
     for name, value in plain.tensors.items():
         before = deployment.tensors[name]
         if name.endswith("lora_A"):

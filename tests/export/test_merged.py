@@ -17,8 +17,11 @@ from fedguild.export.adapter import obstacle
 from fedguild.export.merged import merged_weights, write_merged
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_router import FullRouter
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone, make_backbone
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Deployment
 from tests.backbones import DENSE_FAMILIES, MOE_FAMILIES, tiny_backbone, tiny_model
 from tests.export.conftest import assert_same_logits, backbone_of, deployment_of, plain_logits, slot_logits
@@ -34,7 +37,7 @@ def test_transformers_gives_our_logits_at_the_budgets_active_experts(
 ) -> None:
     backbone = backbone_of(base_folder(family))
     before = backbone.fingerprint()
-    plan = AdapterPlan(rank=3, scale=0.7, targets=EVERYTHING, active_experts=active, output_scale="per_layer")
+    plan = AdapterPlan((Lora(3, 0.7, EVERYTHING), OutputScale("per_layer")), active)
     deployment = deployment_of(backbone, plan)
     write_merged(tmp_path, backbone, deployment)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -48,7 +51,7 @@ def test_transformers_gives_our_logits_at_the_budgets_active_experts(
 @pytest.mark.parametrize("tied", [False, True])
 def test_dense_models(family: str, tied: bool, base_folder: BaseFolder, tmp_path: Path) -> None:
     backbone = backbone_of(base_folder(family, tie_word_embeddings=tied))
-    deployment = deployment_of(backbone, AdapterPlan(rank=3, scale=0.7, targets=("attention", "mlp")))
+    deployment = deployment_of(backbone, AdapterPlan((Lora(3, 0.7, ("attention", "mlp")),)))
     write_merged(tmp_path, backbone, deployment)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert_same_logits(plain_logits(merged), slot_logits(backbone, deployment))
@@ -58,7 +61,7 @@ def test_dense_models(family: str, tied: bool, base_folder: BaseFolder, tmp_path
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "deepseek_v2 grouped"])
 def test_experts_and_routers_trained_in_full(family: str, base_folder: BaseFolder, tmp_path: Path) -> None:
     backbone = backbone_of(base_folder(family))
-    plan = AdapterPlan(3, 0.7, ("attention",), 2, "per_layer", parts=(FullExperts(), FullRouter()))
+    plan = AdapterPlan((Lora(3, 0.7, ("attention",)), OutputScale("per_layer"), FullExperts(), FullRouter()), 2)
     deployment = deployment_of(backbone, plan)
     write_merged(tmp_path, backbone, deployment)
     ours = slot_logits(backbone, deployment)
@@ -71,7 +74,7 @@ def test_experts_and_routers_trained_in_full(family: str, base_folder: BaseFolde
 def test_a_full_change_is_added_in_fp32() -> None:
     """Weight, LoRA and change are summed before the one rounding to bf16."""
     backbone = make_backbone(tiny_model(dtype=torch.bfloat16), None, name="tiny")
-    deployment = deployment_of(backbone, AdapterPlan(2, 0.7, ("experts",), parts=(FullExperts(),)))
+    deployment = deployment_of(backbone, AdapterPlan((Lora(2, 0.7, ("experts",)), FullExperts())))
     experts, tensors = backbone.info.moe[1].experts, deployment.tensors
     up, down, change = (tensors[f"{experts}.gate_proj.{leaf}"].double() for leaf in ("lora_B", "lora_A", "delta"))
     weight = backbone.model.state_dict()[f"{experts}.gate_up_proj"][:, :8].double()
@@ -91,7 +94,7 @@ class Beside:
 
 def test_what_no_weight_can_hold_is_refused(tmp_path: Path) -> None:
     backbone = tiny_backbone("llama")
-    deployment = deployment_of(backbone, AdapterPlan(2, 1.0, ("q_proj",), parts=(Beside(),)))  # type: ignore[arg-type]
+    deployment = deployment_of(backbone, AdapterPlan((Lora(2, 1.0, ("q_proj",)), Beside())))  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=r"cannot hold Beside, which acts beside the backbone's weights"):
         write_merged(tmp_path, backbone, deployment)
     assert obstacle(backbone.info, deployment) == "it trains more than LoRA, namely Beside"
@@ -101,7 +104,7 @@ def test_what_no_weight_can_hold_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["shared", "fixed"])
 def test_every_kind_of_output_scale(kind: str, base_folder: BaseFolder, tmp_path: Path) -> None:
     backbone = backbone_of(base_folder("olmoe"))
-    plan = AdapterPlan(rank=2, scale=1.0, targets=("q_proj",), output_scale=kind, output_scale_start=2.5)
+    plan = AdapterPlan((Lora(2, 1.0, ("q_proj",)), OutputScale(kind, 2.5)))
     deployment = deployment_of(backbone, plan)
     write_merged(tmp_path, backbone, deployment)
     assert_same_logits(plain_logits(AutoModelForCausalLM.from_pretrained(tmp_path)), slot_logits(backbone, deployment))
@@ -109,7 +112,7 @@ def test_every_kind_of_output_scale(kind: str, base_folder: BaseFolder, tmp_path
 
 def test_the_scale_falls_on_the_experts_down_projection_alone() -> None:
     backbone = tiny_backbone("qwen2_moe")
-    plan = AdapterPlan(rank=2, scale=1.0, targets=("q_proj",), output_scale="fixed", output_scale_start=3.0)
+    plan = AdapterPlan((Lora(2, 1.0, ("q_proj",)), OutputScale("fixed", 3.0)))
     before = backbone.model.state_dict()
     after = dict(merged_weights(backbone, deployment_of(backbone, plan)))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -122,7 +125,7 @@ def test_the_scale_falls_on_the_experts_down_projection_alone() -> None:
 def test_the_names_are_those_of_the_hub(base_folder: BaseFolder, tmp_path: Path) -> None:
     base = base_folder("mixtral")
     backbone = backbone_of(base)
-    write_merged(tmp_path, backbone, deployment_of(backbone, AdapterPlan(2, 1.0, ("experts",))))
+    write_merged(tmp_path, backbone, deployment_of(backbone, AdapterPlan((Lora(2, 1.0, ("experts",)),))))
     with (
         safe_open(base / "model.safetensors", "pt") as plain,
         safe_open(tmp_path / "model.safetensors", "pt") as merged,
@@ -135,7 +138,7 @@ def test_the_names_are_those_of_the_hub(base_folder: BaseFolder, tmp_path: Path)
 def test_bf16_is_merged_in_fp32_and_rounded_once(base_folder: BaseFolder) -> None:
     model = tiny_model("olmoe", dtype=torch.bfloat16)
     backbone = make_backbone(model, None, name="bf16")
-    deployment = deployment_of(backbone, AdapterPlan(rank=2, scale=0.7, targets=("router",)))
+    deployment = deployment_of(backbone, AdapterPlan((Lora(2, 0.7, ("router",)),)))
     router = backbone.info.moe[0].router
     weight = model.state_dict()[f"{router}.weight"]
     down, up = (deployment.tensors[f"{router}.lora_{part}"].double() for part in "AB")
@@ -147,7 +150,7 @@ def test_bf16_is_merged_in_fp32_and_rounded_once(base_folder: BaseFolder) -> Non
 
 def test_many_shards_load_as_one(base_folder: BaseFolder, tmp_path: Path) -> None:
     backbone = backbone_of(base_folder("olmoe"))
-    deployment = deployment_of(backbone, AdapterPlan(rank=2, scale=1.0, targets=EVERYTHING))
+    deployment = deployment_of(backbone, AdapterPlan((Lora(2, 1.0, EVERYTHING),)))
     write_merged(tmp_path, backbone, deployment, shard_bytes=8_000)
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(files) > 3
@@ -161,7 +164,7 @@ def test_many_shards_load_as_one(base_folder: BaseFolder, tmp_path: Path) -> Non
 
 def test_a_weight_larger_than_a_shard_gets_one_of_its_own(base_folder: BaseFolder, tmp_path: Path) -> None:
     backbone = backbone_of(base_folder("llama"))
-    deployment = deployment_of(backbone, AdapterPlan(rank=2, scale=1.0, targets=("q_proj",)))
+    deployment = deployment_of(backbone, AdapterPlan((Lora(2, 1.0, ("q_proj",)),)))
     write_merged(tmp_path, backbone, deployment, shard_bytes=1)
     weights = dict(merged_weights(backbone, deployment))
     assert len(list(tmp_path.glob("*.safetensors"))) == len(weights)
@@ -169,7 +172,7 @@ def test_a_weight_larger_than_a_shard_gets_one_of_its_own(base_folder: BaseFolde
 
 def test_the_config_says_nothing_of_us(base_folder: BaseFolder, tmp_path: Path) -> None:
     backbone = backbone_of(base_folder("olmoe"))
-    plan = AdapterPlan(rank=2, scale=1.0, targets=("q_proj",), active_experts=2)
+    plan = AdapterPlan((Lora(2, 1.0, ("q_proj",)),), 2)
     write_merged(tmp_path, backbone, deployment_of(backbone, plan))
     text = (tmp_path / "config.json").read_text()
     found = json.loads(text)
@@ -182,5 +185,5 @@ def test_four_bit_weights_are_refused(tmp_path: Path) -> None:
     backbone: Backbone = tiny_backbone("olmoe")
     backbone.model.hf_quantizer = SimpleNamespace()
     with pytest.raises(ModelError, match=r"tiny olmoe was loaded in 4 bit(.|\n)*model\.load_in_4bit=false"):
-        write_merged(tmp_path, backbone, deployment_of(backbone, AdapterPlan(2, 1.0, ("q_proj",))))
+        write_merged(tmp_path, backbone, deployment_of(backbone, AdapterPlan((Lora(2, 1.0, ("q_proj",)),))))
     assert not list(tmp_path.iterdir())

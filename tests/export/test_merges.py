@@ -18,6 +18,7 @@ from fedguild.export import Subject, export_adapter, export_merged
 from fedguild.export.adapter import obstacle, write_adapter
 from fedguild.export.merged import merged_weights, write_merged
 from fedguild.export.weights import in_one_adapter
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Deployment
@@ -36,7 +37,9 @@ def merged_deployment(backbone: Backbone, plan: AdapterPlan, targets: tuple[str,
     """Random factors, on two versions of random changes of other ranks."""
     merged: dict[str, Tensor] = {}
     for version, rank in ((1, 2), (2, 4)):
-        change = random_adapter(backbone.info, AdapterPlan(rank, 1.0, targets or plan.targets), seed=version, size=0.2)
+        change = random_adapter(
+            backbone.info, AdapterPlan((Lora(rank, 1.0, targets or plan.targets),)), seed=version, size=0.2
+        )
         merged |= {f"{version}/{name}": value.float() for name, value in change.items()}
     return Deployment(plan, deployment_of(backbone, plan).tensors, merged)
 
@@ -53,7 +56,7 @@ def test_transformers_and_peft_give_our_logits(family: str, base_folder: BaseFol
     backbone = backbone_of(base)
     before = backbone.fingerprint()
     targets = EVERYTHING if backbone.info.moe else ("attention", "mlp")
-    deployment = merged_deployment(backbone, AdapterPlan(3, 0.7, targets))
+    deployment = merged_deployment(backbone, AdapterPlan((Lora(3, 0.7, targets),)))
     ours = our_logits(backbone, deployment)
     assert (slot_logits(backbone, deployment) - ours).abs().max() > 0.05 * ours.abs().max()
     (tmp_path / "merged").mkdir()
@@ -70,7 +73,7 @@ def test_transformers_and_peft_give_our_logits(family: str, base_folder: BaseFol
 
 def test_modules_of_fewer_ranks_are_filled_up() -> None:
     backbone = make_backbone(tiny_model("llama"), None, name="tiny")
-    deployment = merged_deployment(backbone, AdapterPlan(3, 0.7, ("q_proj", "v_proj")), ("q_proj",))
+    deployment = merged_deployment(backbone, AdapterPlan((Lora(3, 0.7, ("q_proj", "v_proj")),)), ("q_proj",))
     folded = in_one_adapter(deployment)
     assert (folded.plan.rank, folded.plan.scale, folded.merged) == (9, 1.0, {})
     assert {tensor.shape[0] for name, tensor in folded.tensors.items() if name.endswith("lora_A")} == {9}
@@ -79,8 +82,8 @@ def test_modules_of_fewer_ranks_are_filled_up() -> None:
 
 def test_a_factor_in_the_middle_is_folded_before_the_changes_join() -> None:
     backbone = make_backbone(tiny_model(), None, name="tiny")
-    plan = AdapterPlan(3, 0.7, EVERYTHING, middle=True, frozen=("lora_A", "lora_B"))
-    changes = merged_deployment(backbone, AdapterPlan(3, 0.7, EVERYTHING)).merged
+    plan = AdapterPlan((Lora(3, 0.7, EVERYTHING, middle=True, frozen=("lora_A", "lora_B")),))
+    changes = merged_deployment(backbone, AdapterPlan((Lora(3, 0.7, EVERYTHING),))).merged
     deployment = Deployment(plan, deployment_of(backbone, plan).tensors, changes)
     found = in_one_adapter(deployment)
     assert (found.plan.rank, found.plan.middle, found.merged) == (9, False, {})
@@ -89,7 +92,7 @@ def test_a_factor_in_the_middle_is_folded_before_the_changes_join() -> None:
 
 def test_one_rounding_to_bf16() -> None:
     backbone = make_backbone(tiny_model(dtype=torch.bfloat16), None, name="tiny")
-    deployment = merged_deployment(backbone, AdapterPlan(2, 0.7, ("experts",)))
+    deployment = merged_deployment(backbone, AdapterPlan((Lora(2, 0.7, ("experts",)),)))
     module = f"{backbone.info.moe[1].experts}.down_proj"
     up, down = (deployment.tensors[f"{module}.{leaf}"].double() for leaf in ("lora_B", "lora_A"))
     change = change_of(deployment.merged, module)
@@ -102,10 +105,10 @@ def test_one_rounding_to_bf16() -> None:
 
 def test_what_an_adapter_does_not_carry_is_named(tmp_path: Path) -> None:
     backbone = make_backbone(tiny_model(), None, name="tiny")
-    beside = merged_deployment(backbone, AdapterPlan(2, 1.0, ("q_proj",)), ("q_proj", "v_proj"))
+    beside = merged_deployment(backbone, AdapterPlan((Lora(2, 1.0, ("q_proj",)),)), ("q_proj", "v_proj"))
     assert "merged changes beside the adapter's modules" in obstacle(backbone.info, beside)
     assert "v_proj" in obstacle(backbone.info, beside)
-    wide = merged_deployment(backbone, AdapterPlan(11, 1.0, ("q_proj",)))
+    wide = merged_deployment(backbone, AdapterPlan((Lora(11, 1.0, ("q_proj",)),)))
     assert obstacle(backbone.info, wide) == (
         "what its run merged makes it an adapter of rank 17, beyond the model's width of 16"
     )

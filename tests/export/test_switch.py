@@ -13,13 +13,15 @@ from fedguild.export.card import Origin, adapter_card, merged_card
 from fedguild.export.merged import write_merged
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_router import FullRouter
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import make_backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from tests.backbones import random_rows, tiny_model
 from tests.export.conftest import assert_same_logits, deployment_of
 
-PLAN = AdapterPlan(3, 0.7, ("attention", "mlp", "router", "experts"), output_scale="per_layer")
+PLAN = AdapterPlan((Lora(3, 0.7, ("attention", "mlp", "router", "experts")), OutputScale("per_layer")))
 INPUTS = {
     "input_ids": torch.tensor(random_rows([9, 9], 1)),
     "decoder_input_ids": torch.tensor(random_rows([5, 5], 2)),
@@ -55,7 +57,7 @@ def our_logits(backbone, deployment):
 def test_transformers_loads_the_merged_checkpoint_with_our_logits(parts, tied, tmp_path):
     backbone = make_backbone(tiny_model("switch", tie_word_embeddings=tied), None, name="tiny switch")
     before = backbone.fingerprint()
-    plan = AdapterPlan(3, 0.7, PLAN.targets, 1, "per_layer", parts=parts)
+    plan = AdapterPlan((Lora(3, 0.7, PLAN.targets), OutputScale("per_layer"), *parts), 1)
     deployment = deployment_of(backbone, plan)
     write_merged(tmp_path, backbone, deployment, shard_bytes=2000)
     merged = plain(tmp_path)
@@ -67,7 +69,7 @@ def test_transformers_loads_the_merged_checkpoint_with_our_logits(parts, tied, t
 
 def test_an_unchanged_merge_is_the_checkpoint_that_was_loaded(base, tmp_path):
     backbone = load_backbone_without_tokenizer(base)
-    deployment = deployment_of(backbone, AdapterPlan(1, 0.0, ("attention",)))
+    deployment = deployment_of(backbone, AdapterPlan((Lora(1, 0.0, ("attention",)),)))
     write_merged(tmp_path, backbone, deployment)
     found, expected = load_file(tmp_path / "model.safetensors"), load_file(base / "model.safetensors")
     assert found.keys() == expected.keys()
@@ -80,7 +82,7 @@ def load_backbone_without_tokenizer(folder):
 
 def test_peft_loads_the_adapter_with_our_logits(base, tmp_path):
     backbone = load_backbone_without_tokenizer(base)
-    deployment = deployment_of(backbone, AdapterPlan(3, 0.7, ("attention", "mlp", "router", "experts")))
+    deployment = deployment_of(backbone, AdapterPlan((Lora(3, 0.7, ("attention", "mlp", "router", "experts")),)))
     assert obstacle(backbone.info, deployment) == ""
     write_adapter(tmp_path, backbone.info, deployment, base=str(base))
     adapted = PeftModel.from_pretrained(plain(base), tmp_path).eval()

@@ -12,8 +12,7 @@ from fedguild.config import Config
 from fedguild.engines.flower.engine import read_upload
 from fedguild.engines.flower.parcel import Parcel
 from fedguild.experiment import CHECKPOINTS
-from fedguild.methods.fedamole import Pool
-from fedguild.model.adapters.mole_pool import held_experts
+from fedguild.methods.fedamole.pool import Pool, held_experts
 from fedguild.server import checkpoint
 from tests.engines.equality import case_config
 from tests.engines.flower.guild import Lines, desks_of, serve_on

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fedguild.client.budget import ClientInfo
-from fedguild.client.embedding_privacy import privatised
 from fedguild.config import Config
 from fedguild.engines.flower.engine import read_upload
 from fedguild.engines.flower.parcel import Parcel, to_bytes
@@ -18,10 +17,10 @@ from fedguild.errors import FedGuildError
 from fedguild.federation.desk import Desk, facts_of
 from fedguild.federation.secret import SECRET_BYTES, private_seed, run_secret
 from fedguild.methods import build_method
-from fedguild.methods.fedamole import EXPERT, TOKEN
+from fedguild.methods.fedamole.embedding_privacy import privatised
+from fedguild.methods.fedamole.pool import EXPERT, TOKEN
 from fedguild.payload import Payload
 from fedguild.seeding import numpy_rng, torch_rng
-from fedguild.server.method import Enrolling
 from fedguild.setup import budget_tiers, load_model
 from fedguild.wire.codec import encode
 from tests.engines.equality import case_config
@@ -52,7 +51,6 @@ def noisy(config: Config, eta: float | None = ETA) -> Config:
 def question(config: Config, client: int = 1, factor: float = 1.0) -> Parcel:
     """The server's question of the first round; the model may be another multiple of the start."""
     method, backbone = build_method("fedamole", config.method.options), load_model(config)
-    assert isinstance(method, Enrolling)
     (budget, *_) = budgets = list(budget_tiers(config, method, backbone).values())
     state = method.start(backbone.info, budgets, torch_rng(config.seed, "start", "fedamole"))
     clients = [ClientInfo(index, budget, 10) for index in range(config.federation.clients)]

@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedguild.methods import FedAlignMoe
-from fedguild.methods.fedalign_moe import FedAlignMoeSettings
+from fedguild.methods.fedalign_moe import FedAlignMoe, FedAlignMoeSettings
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from tests.methods.federation import LARGE, Federation, client, random_tensors, upload
 
 LAYERS = [f"model.layers.{layer}.mlp.experts" for layer in (0, 1)]
@@ -27,9 +26,9 @@ def federation_of(backbone: Backbone, folder: Path, clients: int = 3, **options:
     return Federation(backbone, fedalign(**options), [client(i, LARGE, 3 + i) for i in range(clients)], folder)
 
 
-def own_experts(state: State, layer: str) -> dict[str, Tensor]:
+def own_experts(state: Payload, layer: str) -> dict[str, Tensor]:
     """A layer's trainables of its experts."""
-    return {name: value for name, value in Payload(state.tensors).part("experts").items() if name.startswith(layer)}
+    return {name: value for name, value in state.part("experts").items() if name.startswith(layer)}
 
 
 def vector(tensors: dict[str, Tensor], expert: int) -> Tensor:
@@ -39,7 +38,7 @@ def vector(tensors: dict[str, Tensor], expert: int) -> Tensor:
 
 def random_round(
     method: FedAlignMoe, backbone: Backbone, clients: int, awkward: bool = True
-) -> tuple[State, list[Upload]]:
+) -> tuple[Payload, list[Upload]]:
     """A random global state and random uploads.
 
     Awkward: nobody activated expert 2; client 0 had no token in layer 1 and an update of zeros for expert 3;
@@ -49,7 +48,7 @@ def random_round(
     rng = torch.Generator().manual_seed(5)
     trained = random_tensors(model, plan, 99)
     experts = {name: value for name, value in trained.items() if ".experts." in name}
-    state = State(upload(client(0, LARGE), experts=experts).payload.tensors)
+    state = Payload(upload(client(0, LARGE), experts=experts).payload.tensors)
     uploads = []
     for index in range(clients):
         routing, margin, regions, updates = {}, {}, {}, {}

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.local import LocalEngine
-from fedguild.methods.common import initial_adapter
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import AdapterPlan, ModelInfo
-from fedguild.payload import Payload, with_part
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
-from fedguild.server.method import Enrolling, Method, State, Upload
+from fedguild.server.method import Method, Upload
 from fedguild.server.rounds import Task
 from tests.backbones import random_rows
 
 LARGE, MIDDLE, SMALL = Budget("large", 4, 3), Budget("middle", 2, 2), Budget("small", 1, 1)
-SETTINGS = TrainingSettings(optimizer=OptimizerSettings("adam"), learning_rate=0.05, batch_size=2, steps=2)
+SETTINGS = TrainingSettings(optimizer="adam", learning_rate=0.05, batch_size=2, steps=2, clip_norm=None)
 
 
 def client(index: int, budget: Budget, examples: int = 4) -> ClientInfo:
@@ -46,18 +44,20 @@ class Federation:
             for who in clients
         }
 
-    def start(self) -> State:
+    def start(self) -> Payload:
         state = self.method.start(self.model, [who.budget for who in self.clients], torch_rng(0, "start"))
-        if isinstance(self.method, Enrolling):
-            state = self.method.enroll(state, self.model, self.clients)
-        return state
+        return self.method.enroll(state, self.model, self.clients)
 
     def train(
-        self, state: State, round: int = 1, who: Sequence[int] | None = None, learning_rate: float = 0.05
+        self, state: Payload, round: int = 1, who: Sequence[int] | None = None, learning_rate: float = 0.05
     ) -> list[Upload]:
         """Returns the uploads of some clients (by index; all by default), their memory kept."""
         engine = LocalEngine(
-            self.backbone, self.examples, replace(SETTINGS, learning_rate=learning_rate), self.memory, seed=1
+            self.backbone,
+            self.examples,
+            SETTINGS.model_copy(update={"learning_rate": learning_rate}),
+            self.memory,
+            seed=1,
         )
         asked = [known for known in self.clients if who is None or known.index in who]
         tasks = [Task(round, known, self.method.download(state, self.model, known)) for known in asked]
@@ -76,5 +76,4 @@ def random_tensors(model: ModelInfo, plan: AdapterPlan, seed: int) -> dict[str, 
 
 def upload(who: ClientInfo, **parts: dict[str, torch.Tensor]) -> Upload:
     """An upload of these parts."""
-    tensors = {name: value for part, held in parts.items() for name, value in with_part(part, held).items()}
-    return Upload(1, who, Payload(tensors))
+    return Upload(1, who, Payload.of(parts))

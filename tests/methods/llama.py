@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedguild.model.backbone import describe_config
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 
 
 def llama_1b() -> ModelInfo:

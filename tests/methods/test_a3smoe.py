@@ -10,15 +10,15 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget
 from fedguild.errors import ConfigError, ModelError
-from fedguild.methods import A3Smoe, Flame, build_method
-from fedguild.methods.a3smoe import A3SmoeSettings
-from fedguild.methods.common import ROUTING
-from fedguild.methods.flame import FlameSettings
+from fedguild.methods import build_method
+from fedguild.methods.a3smoe import A3Smoe, A3SmoeSettings
+from fedguild.methods.flame import Flame, FlameSettings
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import LinearInfo, ModelInfo, MoeInfo
-from fedguild.payload import Payload
+from fedguild.model.info import LinearInfo, ModelInfo, MoeInfo
+from fedguild.payload import ROUTING, Payload
 from fedguild.server.aggregation import activation_weights, weights_by_name
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from fedguild.wire.accounting import bytes_by_part
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.oracles import flame as oracle
@@ -56,8 +56,8 @@ def test_two_clients_by_hand() -> None:
             (1, 30, [8.0, 1.0, 2.0], 6.0, [0.5, 1 / 3, 0.0]),
         )
     ]
-    before = State({expert: torch.full((3, 1, 1), -3.0), query: torch.zeros(1, 1)})
-    found = a3smoe().aggregate(before, iter(sent)).tensors
+    before = Payload.of({"adapter": {expert: torch.full((3, 1, 1), -3.0), query: torch.zeros(1, 1)}})
+    found = a3smoe().aggregate(before, iter(sent)).part("adapter")
     torch.testing.assert_close(found[expert].flatten(), torch.tensor([7.0, 4.5, -3.0]))
     torch.testing.assert_close(found[query], torch.tensor([[5.0]]))
 
@@ -69,7 +69,7 @@ def test_aggregation(count: int, olmoe_backbone: Backbone) -> None:
     before = random_tensors(model, plan, 99)
     frequencies = [oracle.random_frequency(2, 8, seed=index) for index in range(count)]
     sent = [sent_by(i, 3 + 5 * i, random_tensors(model, plan, i), f) for i, f in enumerate(frequencies)]
-    found = method.aggregate(State(before), iter(sent)).tensors
+    found = method.aggregate(Payload.of({"adapter": before}), iter(sent)).part("adapter")
     sizes = [float(part.client.examples) for part in sent]
     for name, value in before.items():
         values, layer = [part.payload.tensors[f"adapter/{name}"] for part in sent], int(name.split(".")[2])
@@ -97,7 +97,7 @@ def test_it_is_flame_without_rescaler_at_temperature_one(
         for number in (1, 2):
             uploads = federation.train(state, number)
             state = method.aggregate(state, iter(uploads))
-        adapter = Payload(state.tensors).part("adapter") if method.name == "flame" else dict(state.tensors)
+        adapter = state.part("adapter")
         runs.append((uploads, adapter))
     for ours, theirs in zip(runs[0][0], runs[1][0], strict=True):
         assert ours.payload.tensors.keys() == theirs.payload.tensors.keys()
@@ -115,8 +115,8 @@ def test_an_expert_that_nobody_activated_keeps_its_global_value(olmoe_backbone: 
     quiet = torch.ones(2, 8)
     quiet[1, 6] = 0.0
     sent = [sent_by(i, n, random_tensors(model, plan, i), quiet) for i, n in enumerate((5, 0, 2))]
-    found = method.aggregate(State(before), iter(sent)).tensors
-    without = method.aggregate(State(before), iter([sent[0], sent[2]])).tensors
+    found = method.aggregate(Payload.of({"adapter": before}), iter(sent)).part("adapter")
+    without = method.aggregate(Payload.of({"adapter": before}), iter([sent[0], sent[2]])).part("adapter")
     for name, value in before.items():
         assert torch.equal(found[name], without[name])
         if ".experts." in name:
@@ -141,11 +141,11 @@ def test_budgets_run_their_active_experts(olmoe_backbone: Backbone) -> None:
     for budget, active in ((LARGE, 4), (SMALL, 1)):
         for model_of in (
             method.deploy(state, model, budget),
-            method.personalize(state, model, client(0, budget), Payload()),
+            method.personalize(method.excerpt(state, model, client(0, budget)), model, client(0, budget), Payload()),
         ):
-            assert (model_of.plan.active_experts, model_of.plan.output_scale) == (active, "none")
-            assert model_of.tensors is state.tensors
-    assert not any(".gate.lora_" in name for name in state.tensors)
+            assert (model_of.plan.active_experts, model_of.plan.part(OutputScale)) == (active, None)
+            assert all(model_of.tensors[name] is value for name, value in state.part("adapter").items())
+    assert not any(".gate.lora_" in name for name in state.part("adapter"))
 
 
 def test_bad_input(olmoe_backbone: Backbone, llama_backbone: Backbone) -> None:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from fedguild.data.batches import Encoded
 from fedguild.errors import ConfigError, UploadError
-from fedguild.methods import FDLoRA, build_method
-from fedguild.methods.fdlora import WEIGHTS, FDLoRASettings
+from fedguild.methods import build_method
+from fedguild.methods.fdlora import WEIGHTS, FDLoRA, FDLoRASettings
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
-from fedguild.server.method import State
 from fedguild.server.validation import check_upload
 from tests.backbones import tiny_model
 from tests.methods.federation import LARGE, SMALL, Federation, client, random_tensors, upload
@@ -53,7 +52,7 @@ def test_two_clients_by_hand() -> None:
     theta_s = 1 - (-1 + 0) = 2. The clients' sizes do not count.
     """
     server = method()
-    state = State({f"adapter/{QUERY}": torch.tensor([[9.0]]), f"velocity/{QUERY}": torch.zeros(1, 1)}, {"rounds": 0})
+    state = Payload({f"adapter/{QUERY}": torch.tensor([[9.0]]), f"velocity/{QUERY}": torch.zeros(1, 1)}, {"rounds": 0})
     expected = [((2.0, 6.0), 4.0, 0.0), ((3.0, 1.0), 1.0, 2.0), ((0.0, 4.0), 2.0, 0.0)]
     for values, shared, velocity in expected:
         sent = [upload(client(i, LARGE, 1 + 9 * i), adapter={QUERY: torch.tensor([[x]])}) for i, x in enumerate(values)]
@@ -72,7 +71,7 @@ def test_the_outer_step(rate: float, momentum: float, clients: int, olmoe_backbo
     state = server.start(model, [LARGE], torch.Generator().manual_seed(0))
     first = [upload(client(i, LARGE), adapter=random_tensors(model, plan, i)) for i in range(clients)]
     state = server.aggregate(state, first)
-    shared = {name: value.flatten().tolist() for name, value in Payload(state.tensors).part("adapter").items()}
+    shared = {name: value.flatten().tolist() for name, value in state.part("adapter").items()}
     velocity = {name: [0.0] * len(value) for name, value in shared.items()}
     parameters = {name: torch.tensor(value, dtype=torch.float64) for name, value in shared.items()}
     sgd = torch.optim.SGD(parameters.values(), lr=rate, momentum=momentum, nesterov=momentum > 0)
@@ -96,7 +95,7 @@ def test_the_outer_step(rate: float, momentum: float, clients: int, olmoe_backbo
 
 def test_a_round_that_changed_nothing_still_coasts() -> None:
     """g = 0, v = 2, m = 1/2: v = 1 and theta_s moves by m v = 1/2."""
-    state = State({f"adapter/{QUERY}": torch.ones(1, 1), f"velocity/{QUERY}": torch.full((1, 1), 2.0)}, {"rounds": 4})
+    state = Payload({f"adapter/{QUERY}": torch.ones(1, 1), f"velocity/{QUERY}": torch.full((1, 1), 2.0)}, {"rounds": 4})
     after = method().aggregate(state, iter([upload(client(0, LARGE), adapter={QUERY: torch.ones(1, 1)})]))
     assert after.tensors[f"adapter/{QUERY}"].item() == 0.5
     assert after.tensors[f"velocity/{QUERY}"].item() == 1.0
@@ -140,7 +139,7 @@ def test_after_stage_one_a_client_has_its_personal_adapter(llama_backbone: Backb
 # The fusion
 
 
-def second_round(backbone: Backbone, folder: Path, who=None, **options: object) -> tuple[Federation, State, list]:
+def second_round(backbone: Backbone, folder: Path, who=None, **options: object) -> tuple[Federation, Payload, list]:
     """Runs stage 1 and a round of stage 2; returns the state between them and the second round's uploads."""
     clients = [client(0, LARGE, 6), client(1, SMALL, 1), client(2, LARGE, 9)]
     federation = Federation(backbone, method(**options), clients, folder)
@@ -186,7 +185,7 @@ def test_the_search_against_merged_models(
     monkeypatch.setattr(FDLoRA, "_search", listening)
     federation, state, _ = second_round(llama_backbone, tmp_path, fusion_budget=6, regularisation=0.3)
     plan, plain = federation.method.plan(federation.model, LARGE), tiny_model("llama")
-    shared = Payload(state.tensors).part("adapter")
+    shared = state.part("adapter")
     for who, held_out, made in zip(federation.clients, few_shot, searches, strict=True):
         memory = federation.memory.load(who.name, 3)
         assert len(made.told) == 6
@@ -236,7 +235,7 @@ def test_a_clients_model_fuses_what_it_receives_next(llama_backbone: Backbone, t
         )
         torch.testing.assert_close(value.flatten(), torch.tensor(expected), rtol=1e-5, atol=1e-6)
     newcomer = federation.method.personalize(after, federation.model, who, Payload())
-    assert same(dict(newcomer.tensors), Payload(after.tensors).part("adapter"))
+    assert same(dict(newcomer.tensors), after.part("adapter"))
 
 
 def test_a_search_in_a_cohort_is_the_search_alone(llama_backbone: Backbone, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,19 +9,20 @@ import torch
 from torch import Tensor
 
 from fedguild.client.cohort import Cohort, LocalWork
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.routing_alignment import LayerTarget, observing
-from fedguild.client.schedule import TrainingSettings
+from fedguild.client.observing import observing
+from fedguild.client.routing_alignment import LayerTarget
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError, ModelError, UploadError
-from fedguild.methods import FedAlignMoe, build_method
+from fedguild.methods import build_method
+from fedguild.methods.fedalign_moe import FedAlignMoe
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import Routing
 from fedguild.model.plan import trainable_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload, with_part
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from fedguild.server.rounds import Task
 from fedguild.server.validation import check_upload
 from fedguild.wire.codec import decode, encode
@@ -83,7 +83,7 @@ def test_the_update_is_what_training_changed(olmoe_backbone: Backbone, tmp_path:
         (payload,) = method.local_update(cohort)
         own = cohort.read(0)
     after = method.aggregate(state, iter([Upload(1, who, payload)]))
-    for name, value in Payload(after.tensors).part("experts").items():
+    for name, value in after.part("experts").items():
         torch.testing.assert_close(value, own[name], rtol=1e-5, atol=1e-6)
 
 
@@ -133,7 +133,7 @@ def gradients_of_eq_11(
     method: FedAlignMoe,
     start: dict[str, Tensor],
     passes: list[list[Encoded]],
-    state: State,
+    state: Payload,
     alphas: dict[str, list[float]],
 ) -> dict[str, Tensor]:
     """The mean over the step's response tokens, and L_reg of each pass, by its share of them, in slow loops."""
@@ -173,7 +173,12 @@ def test_a_step_of_gate_and_experts_is_down_eq_11(form: str, accumulation: int) 
     kept = Payload({**with_part("gate", gates), **with_part("routing", uploads[0].payload.part("routing"))})
     work = LocalWork(who, TEXTS, method.download(state, backbone.info, who), kept)
     settings = TrainingSettings(
-        OptimizerSettings("sgd"), RATE, batch_size=len(TEXTS) // accumulation, accumulation=accumulation, steps=1
+        optimizer="sgd",
+        learning_rate=RATE,
+        batch_size=len(TEXTS) // accumulation,
+        accumulation=accumulation,
+        steps=1,
+        clip_norm=None,
     )
     with SlotModel(backbone, [plan]) as model:
         cohort = Cohort(model, [work], settings, round_index=2, seed=1, pad_id=PAD)
@@ -183,7 +188,7 @@ def test_a_step_of_gate_and_experts_is_down_eq_11(form: str, accumulation: int) 
     for layer in LAYERS:
         rows = [part.payload.part("routing")[layer].tolist() for part in uploads]
         alphas[layer] = [oracle.alpha(oracle.overlap(rows, 0, e), 0.1) for e in range(EXPERTS)]
-    start = {**Payload(state.tensors).part("experts"), **gates}
+    start = {**state.part("experts"), **gates}
     passes = [TEXTS] if accumulation == 1 else [[row] for row in TEXTS]
     expected = gradients_of_eq_11(backbone, method, start, passes, state, alphas)
     assert after.keys() == expected.keys() == start.keys()
@@ -234,7 +239,12 @@ def test_a_cohort_gives_what_each_client_gives_alone(tmp_path: Path) -> None:
     found = []
     for size in (3, 1):
         engine = LocalEngine(
-            backbone, federation.examples, replace(SETTINGS, steps=10), federation.memory, cohort_size=size, seed=1
+            backbone,
+            federation.examples,
+            SETTINGS.model_copy(update={"steps": 10}),
+            federation.memory,
+            cohort_size=size,
+            seed=1,
         )
         tasks = [Task(2, who, method.download(state, federation.model, who)) for who in federation.clients]
         found.append([delivery.upload for delivery in engine.train(method, federation.model, tasks)])
@@ -307,7 +317,7 @@ def test_models_of_the_server_and_of_a_client(olmoe_backbone: Backbone, tmp_path
     federation = federation_of(olmoe_backbone, tmp_path)
     method, model, who = federation.method, federation.model, federation.clients[1]
     state = method.aggregate(federation.start(), iter(federation.train(federation.start())))
-    experts = Payload(state.tensors).part("experts")
+    experts = state.part("experts")
     memory = federation.memory.load(who.name, 2)
     deployed = method.deploy(state, model, LARGE)
     own, newcomer = (method.personalize(state, model, who, kept) for kept in (memory, Payload()))

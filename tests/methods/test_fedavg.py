@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from fedguild.errors import ConfigError
-from fedguild.methods import FedAvg, FedIT, build_method
-from fedguild.methods.fedavg import FedAvgSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedavg import FedAvg, FedAvgSettings
+from fedguild.methods.fedit import FedIT
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import trainable_shapes
 from fedguild.payload import Payload
-from fedguild.server.method import State
 from fedguild.server.validation import check_upload
 from tests.backbones import tiny_backbone
 from tests.methods.fedalign import fedalign
@@ -47,7 +47,7 @@ def after_rounds(federation: Federation, rounds: int = 2) -> dict[str, torch.Ten
     state = federation.start()
     for number in range(1, rounds + 1):
         state = federation.method.aggregate(state, iter(federation.train(state, number)))
-    return dict(state.tensors)
+    return state.part("adapter")
 
 
 # The mean
@@ -63,7 +63,7 @@ def test_two_clients_by_hand() -> None:
         for index, examples, gate, experts in ((0, 10, 2.0, [4.0, 1.0]), (1, 30, 6.0, [8.0, -3.0]))
     ]
     before = {f"{GATE}.delta": torch.zeros(1, 1), f"{UP}.lora_A": torch.zeros(2, 1, 1)}
-    found = fedavg().aggregate(State(before), iter(sent)).tensors
+    found = fedavg().aggregate(Payload.of({"adapter": before}), iter(sent)).part("adapter")
     assert found[f"{GATE}.delta"].item() == 5.0
     assert found[f"{UP}.lora_A"].flatten().tolist() == [7.0, -2.0]
 
@@ -75,7 +75,7 @@ def test_aggregation(options: dict[str, object], count: int, olmoe_backbone: Bac
     plan = method.plan(model, LARGE)
     before = random_tensors(model, plan, 99)
     sent = [upload(client(i, LARGE, 2 + 3 * i), adapter=random_tensors(model, plan, i)) for i in range(count)]
-    found = method.aggregate(State(before), iter(sent)).tensors
+    found = method.aggregate(Payload.of({"adapter": before}), iter(sent)).part("adapter")
     sizes = [torch.tensor(float(part.client.examples)) for part in sent]
     assert found.keys() == before.keys()
     for name, global_value in before.items():
@@ -94,7 +94,7 @@ def test_clients_without_weight_and_rounds_without_uploads(olmoe_backbone: Backb
     before, one, other = (random_tensors(model, plan, seed) for seed in (9, 1, 2))
     weightless, heavy = upload(client(0, LARGE, 0), adapter=one), upload(client(1, LARGE, 3), adapter=other)
     for sent, expected in (((weightless, heavy), other), ((weightless,), before), ((), before)):
-        found = method.aggregate(State(before), iter(sent)).tensors
+        found = method.aggregate(Payload.of({"adapter": before}), iter(sent)).part("adapter")
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
@@ -104,7 +104,7 @@ def test_an_expert_that_nobody_activated_stays(tmp_path: Path) -> None:
     federation = Federation(backbone, fedavg(), [client(0, LARGE, 2), client(1, LARGE, 1)], tmp_path)
     state = federation.start()
     sent = federation.train(state)
-    after = federation.method.aggregate(state, iter(sent)).tensors
+    after = federation.method.aggregate(state, iter(sent)).part("adapter")
     names = [name for name in after if name.endswith("experts.up_proj.lora_B")]
     moved = torch.stack([after[name].flatten(1).any(dim=1) for name in names])
     touched = [part.payload.part("adapter")[name].flatten(1).any(dim=1) for name in names for part in sent]
@@ -162,7 +162,7 @@ def test_what_trains(
         check_upload(sent.payload, method.expected_upload(federation.model, sent.client, Payload()), client="c")
         trained = sent.payload.part("adapter")
         assert trained.keys() == names
-        changes = [name for name in names if not torch.equal(trained[name], state.tensors[name])]
+        changes = [name for name in names if not torch.equal(trained[name], state.part("adapter")[name])]
         assert all(any(name.endswith(kind) for name in changes) for kind in kinds)
 
 
@@ -174,12 +174,12 @@ def test_a_clients_own_model_is_from_before_the_average(olmoe_backbone: Backbone
     state = method.aggregate(state, iter(sent.values()))
     for who in federation.clients:
         own = method.personalize(state, federation.model, who, federation.memory.load(who.name, 2))
-        expected = sent[who.index].payload.part("adapter") if who.index in sent else state.tensors
+        expected = sent[who.index].payload.part("adapter") if who.index in sent else state.part("adapter")
         assert own.plan == method.plan(federation.model, who.budget)
         assert own.tensors.keys() == expected.keys()
         assert all(torch.equal(own.tensors[name], value) for name, value in expected.items())
         received = method.personalize(state, federation.model, who, Payload())
-        assert all(torch.equal(received.tensors[name], value) for name, value in state.tensors.items())
+        assert all(torch.equal(received.tensors[name], value) for name, value in state.part("adapter").items())
 
 
 def test_nothing_is_kept_unless_asked(olmoe_backbone: Backbone, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_nothing_is_kept_unless_asked(olmoe_backbone: Backbone, tmp_path: Path) 
 
 def test_the_start_changes_nothing(olmoe_backbone: Backbone) -> None:
     state = fedavg(experts="lora", gate="full").start(olmoe_backbone.info, [LARGE], torch.Generator().manual_seed(0))
-    for name, value in state.tensors.items():
+    for name, value in state.part("adapter").items():
         assert bool(value.any()) == name.endswith("lora_A")
 
 

@@ -11,17 +11,15 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.merges import VERSION
-from fedguild.methods import FedIT
-from fedguild.methods.common import ADAPTER
 from fedguild.methods.fedex_lora import FedExLoRA, FedExLoRASettings, residual
-from fedguild.methods.fedit import FedITSettings
+from fedguild.methods.fedit import FedIT, FedITSettings
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import ModelInfo
-from fedguild.payload import Payload, with_part
+from fedguild.model.info import ModelInfo
+from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.seeding import torch_rng
 from fedguild.server.low_rank import by_module
 from fedguild.server.merges import echo, merges
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from fedguild.wire.accounting import bytes_by_part
 from tests.methods.federation import LARGE, SMALL, Federation, client, random_tensors
 from tests.oracles.fedex_lora import average_of_products, averages, product_of_averages
@@ -37,13 +35,13 @@ def fedex(**options: object) -> FedExLoRA:
     return FedExLoRA(FedExLoRASettings(**{"rank": 3, "alpha": 6.0, "targets": EVERYTHING, **options}))
 
 
-def uploads_of(method: FedExLoRA, state: State, model: ModelInfo, who: list[ClientInfo]) -> list[Upload]:
+def uploads_of(method: FedExLoRA, state: Payload, model: ModelInfo, who: list[ClientInfo]) -> list[Upload]:
     plan = method.plan(model, LARGE)
     scalars = echo(method.download(state, model, who[0]))
     return [Upload(1, one, Payload(with_part(ADAPTER, random_tensors(model, plan, one.index)), scalars)) for one in who]
 
 
-def start(method: FedExLoRA, model: ModelInfo) -> State:
+def start(method: FedExLoRA, model: ModelInfo) -> Payload:
     return method.start(model, [LARGE], torch_rng(0, "start"))
 
 
@@ -120,7 +118,7 @@ def test_its_adapter_is_fedits(olmoe_backbone: Backbone, weights: str) -> None:
     fedit = FedIT(FedITSettings(rank=3, alpha=6.0, targets=EVERYTHING, weights=weights))  # type: ignore[arg-type]
     state, who = start(method, model), clients_of(2, 5, 8)
     uploads = uploads_of(method, state, model, who)
-    theirs = fedit.aggregate(fedit.start(model, [LARGE], torch_rng(0, "start")), iter(uploads)).tensors
+    theirs = fedit.aggregate(fedit.start(model, [LARGE], torch_rng(0, "start")), iter(uploads)).part("adapter")
     ours = method.deploy(method.aggregate(state, iter(uploads)), model, LARGE)
     assert ours is not None
     for name, value in theirs.items():
@@ -140,7 +138,7 @@ def test_an_expert_that_nobody_activated_stays_bit_by_bit(olmoe_backbone: Backbo
     method, model = fedex(targets=("experts",)), olmoe_backbone.info
     state, who = start(method, model), clients_of(2, 5, 8)
     state = method.aggregate(state, iter(uploads_of(method, state, model, who)))
-    received = Payload(state.tensors).part(ADAPTER)
+    received = state.part(ADAPTER)
     uploads = [
         Upload(
             2, one, Payload(with_part(ADAPTER, _but_expert_three(received, random_tensors(model, plan, 7 + one.index))))
@@ -149,7 +147,7 @@ def test_an_expert_that_nobody_activated_stays_bit_by_bit(olmoe_backbone: Backbo
         for plan in (method.plan(model, LARGE),)
     ]
     after = method.aggregate(state, iter(uploads))
-    for name, value in Payload(after.tensors).part(ADAPTER).items():
+    for name, value in after.part(ADAPTER).items():
         assert torch.equal(value[3], received[name][3])
     second = {name: value for name, value in merges(after).items() if name.startswith("2/")}
     for module in by_module(received):
@@ -205,6 +203,6 @@ def test_clients_without_examples_change_nothing(olmoe_backbone: Backbone) -> No
 
 
 def test_the_scale(olmoe_backbone: Backbone) -> None:
-    assert fedex().plan(olmoe_backbone.info, LARGE).scale == 2.0
-    assert fedex(scaling="root").plan(olmoe_backbone.info, SMALL).scale == 6.0 / math.sqrt(3)
+    assert fedex().plan(olmoe_backbone.info, LARGE).lora.scale == 2.0
+    assert fedex(scaling="root").plan(olmoe_backbone.info, SMALL).lora.scale == 6.0 / math.sqrt(3)
     assert fedex().plan(olmoe_backbone.info, SMALL).active_experts == 1

@@ -9,12 +9,11 @@ import torch
 
 from fedguild.client.budget import Budget
 from fedguild.errors import ConfigError
-from fedguild.methods import FedIT, build_method
-from fedguild.methods.fedit import FedITSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedit import FedIT, FedITSettings
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
 from fedguild.server.aggregation import rank_axis
-from fedguild.server.method import State
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
@@ -34,7 +33,10 @@ def test_two_clients_by_hand(weights: str, expected: float) -> None:
         upload(client(i, LARGE, n), adapter={name: torch.tensor([[a]])}) for i, n, a in ((0, 10, 2.0), (1, 30, 6.0))
     ]
     method = fedit(rank=1, weights=weights)
-    assert method.aggregate(State({name: torch.zeros(1, 1)}), iter(sent)).tensors[name].item() == expected
+    assert (
+        method.aggregate(Payload.of({"adapter": {name: torch.zeros(1, 1)}}), iter(sent)).part("adapter")[name].item()
+        == expected
+    )
 
 
 @pytest.mark.parametrize("clients", [1, 2, 5])
@@ -44,7 +46,7 @@ def test_aggregation(weights: str, clients: int, olmoe_backbone: Backbone) -> No
     plan = method.plan(model, LARGE)
     before = random_tensors(model, plan, 99)
     sent = [upload(client(i, LARGE, 2 + 3 * i), adapter=random_tensors(model, plan, i)) for i in range(clients)]
-    found = method.aggregate(State(before), iter(sent)).tensors
+    found = method.aggregate(Payload.of({"adapter": before}), iter(sent)).part("adapter")
     factors = [torch.tensor(float(s.client.examples) if weights == "size" else 1.0) for s in sent]
     for name, global_value in before.items():
         values = [s.payload.tensors[f"adapter/{name}"] for s in sent]
@@ -54,8 +56,8 @@ def test_aggregation(weights: str, clients: int, olmoe_backbone: Backbone) -> No
 def test_every_budget_trains_the_same_without_ranks(olmoe_backbone: Backbone) -> None:
     plans = [fedit().plan(olmoe_backbone.info, budget) for budget in (LARGE, MIDDLE, SMALL)]
     assert plans[0] == plans[1] == plans[2]
-    assert (plans[0].rank, plans[0].scale) == (3, 2.0)
-    assert (plans[0].active_experts, plans[0].output_scale) == (None, "none")
+    assert (plans[0].lora.rank, plans[0].lora.scale) == (3, 2.0)
+    assert (plans[0].active_experts, len(plans[0].parts)) == (None, 1)
 
 
 def test_ranks_by_budget_share_one_scale(olmoe_backbone: Backbone) -> None:
@@ -64,7 +66,7 @@ def test_ranks_by_budget_share_one_scale(olmoe_backbone: Backbone) -> None:
     plans = [fedit(rank_by_budget=True).plan(olmoe_backbone.info, budget) for budget in (LARGE, MIDDLE, SMALL)]
     assert [plan.active_experts for plan in plans] == [None, None, None]
     assert [plan.rank for plan in plans] == [3, 2, 1]
-    assert [plan.scale for plan in plans] == [2.0, 2.0, 2.0]
+    assert [plan.lora.scale for plan in plans] == [2.0, 2.0, 2.0]
 
 
 @pytest.mark.parametrize("weights", ["size", "uniform"])
@@ -78,7 +80,7 @@ def test_each_rank_is_averaged_over_its_holders(
         upload(client(i, budget, 2 + 3 * i), adapter=random_tensors(model, method.plan(model, budget), i))
         for i, budget in enumerate(budgets)
     ]
-    found = method.aggregate(State(before), iter(sent)).tensors
+    found = method.aggregate(Payload.of({"adapter": before}), iter(sent)).part("adapter")
     factors = [float(s.client.examples) if weights == "size" else 1.0 for s in sent]
     for name, global_value in before.items():
         axis = rank_axis(name)
@@ -94,14 +96,14 @@ def test_each_rank_is_averaged_over_its_holders(
 
 def test_the_first_ranks_go_down(olmoe_backbone: Backbone) -> None:
     method, model = fedit(rank_by_budget=True), olmoe_backbone.info
-    state = State(random_tensors(model, method.plan(model, LARGE), 0))
+    state = Payload.of({"adapter": random_tensors(model, method.plan(model, LARGE), 0)})
     down = method.download(state, model, client(0, MIDDLE)).part("adapter")
     query, expert = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.experts.down_proj"
-    assert torch.equal(down[f"{query}.lora_A"], state.tensors[f"{query}.lora_A"][:2])
-    assert torch.equal(down[f"{query}.lora_B"], state.tensors[f"{query}.lora_B"][:, :2])
-    assert torch.equal(down[f"{expert}.lora_A"], state.tensors[f"{expert}.lora_A"][:, :2])
-    assert torch.equal(down[f"{expert}.lora_B"], state.tensors[f"{expert}.lora_B"][:, :, :2])
-    assert down.keys() == state.tensors.keys()
+    assert torch.equal(down[f"{query}.lora_A"], state.part("adapter")[f"{query}.lora_A"][:2])
+    assert torch.equal(down[f"{query}.lora_B"], state.part("adapter")[f"{query}.lora_B"][:, :2])
+    assert torch.equal(down[f"{expert}.lora_A"], state.part("adapter")[f"{expert}.lora_A"][:, :2])
+    assert torch.equal(down[f"{expert}.lora_B"], state.part("adapter")[f"{expert}.lora_B"][:, :, :2])
+    assert down.keys() == state.part("adapter").keys()
 
 
 def test_a_budget_is_deployed_at_its_rank(olmoe_backbone: Backbone) -> None:
@@ -139,7 +141,7 @@ def test_a_clients_own_adapter_is_from_before_the_average(
         assert all(torch.equal(own.tensors[name], value) for name, value in expected.items())
         received = method.personalize(state, federation.model, who, Payload())
         assert all(torch.equal(received.tensors[name], value) for name, value in shared.tensors.items())
-    assert any(not torch.equal(sent[0][name], value) for name, value in state.tensors.items())
+    assert any(not torch.equal(sent[0][name], value) for name, value in state.part("adapter").items())
 
 
 def test_the_personal_model_changes_nothing_that_travels(olmoe_backbone: Backbone, tmp_path: Path) -> None:
@@ -168,15 +170,17 @@ def test_a_round_of_mixed_budgets(by_budget: bool, olmoe_backbone: Backbone, tmp
     for sent in uploads:
         check_upload(sent.payload, method.expected_upload(federation.model, sent.client, Payload()), client="c")
         changed = [n for n, v in sent.payload.part("adapter").items() if n.endswith("lora_B") and v.abs().max() > 0]
-        assert len(changed) == len([n for n in state.tensors if n.endswith("lora_B")])
-    after = method.aggregate(state, uploads).tensors
-    assert {name: value.shape for name, value in after.items()} == {n: v.shape for n, v in state.tensors.items()}
+        assert len(changed) == len([n for n in state.part("adapter") if n.endswith("lora_B")])
+    after = method.aggregate(state, uploads).part("adapter")
+    assert {name: value.shape for name, value in after.items()} == {
+        n: v.shape for n, v in state.part("adapter").items()
+    }
     assert not list(tmp_path.rglob("*.memory"))
 
 
 def test_the_start_changes_nothing(olmoe_backbone: Backbone) -> None:
     state = fedit().start(olmoe_backbone.info, [LARGE], torch.Generator().manual_seed(0))
-    for name, value in state.tensors.items():
+    for name, value in state.part("adapter").items():
         assert (value.abs().max() == 0) == name.endswith("lora_B")
 
 

@@ -12,16 +12,17 @@ from torch import Tensor
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError, ModelError, UploadError
-from fedguild.methods import FedAvg, FedMoe, build_method
-from fedguild.methods.fedavg import FedAvgSettings
-from fedguild.methods.fedmoe import FedMoeSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedavg import FedAvg, FedAvgSettings
+from fedguild.methods.fedmoe import FedMoe, FedMoeSettings
 from fedguild.model.adapters.held_experts import HeldExperts
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.seeding import numpy_rng, torch_rng
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from fedguild.server.sub_moes import SubMoes
 from fedguild.server.validation import check_upload
 from fedguild.wire.codec import decode, encode
@@ -45,17 +46,17 @@ def federation_of(backbone: Backbone, folder: Path, **options: object) -> Federa
     return Federation(backbone, method(**options), clients, folder)
 
 
-def held(state: State, client: int) -> list[list[int]]:
+def held(state: Payload, client: int) -> list[list[int]]:
     return [ids.tolist() for ids in SubMoes.of(state.tensors).ids(client).values()]
 
 
-def hold(state: State, *clients: list[int]) -> State:
+def hold(state: Payload, *clients: list[int]) -> Payload:
     """The state with other sets, the same in all layers."""
     members = SubMoes.of(state.tensors)
     for own in members.held.values():
         for index, experts in enumerate(clients):
             own[index] = torch.zeros(own.shape[1], dtype=torch.bool).index_fill(0, torch.tensor(experts), True)
-    return State({**state.tensors, **members.tensors()}, state.scalars)
+    return Payload({**state.tensors, **members.tensors()}, state.scalars)
 
 
 # The aggregation
@@ -125,7 +126,7 @@ def test_a_late_upload_is_of_the_experts_that_were_held_then(olmoe_backbone: Bac
     assert held(state, 0) != held(first, 0)
     after = server.aggregate(state, iter([late]))
     for name, sent in late.payload.part("experts").items():
-        assert torch.equal(Payload(after.tensors).part("experts")[name], sent)
+        assert torch.equal(after.part("experts")[name], sent)
     members = SubMoes.of(after.tensors)
     assert bool(members.known[0])
     assert not bool(members.scored[0])
@@ -205,7 +206,7 @@ def test_a_client_does_not_train_what_it_does_not_hold(olmoe_backbone: Backbone,
 def test_labels_are_smoothed() -> None:
     """The loss of every target against the loop over the vocabulary; without smoothing it is the likelihood."""
     backbone = tiny_backbone("olmoe", dtype=torch.float64)
-    plan = AdapterPlan(2, 0.5, ("attention",))
+    plan = AdapterPlan((Lora(2, 0.5, ("attention",)),))
     batch = collate([[Encoded(tuple(random_rows([7], 1)[0]), 2)]], PAD)
     with SlotModel(backbone, [plan]) as model:
         model.load(0, random_adapter(backbone.info, plan, 1))

@@ -13,13 +13,12 @@ from transformers import AutoTokenizer
 from fedguild.config import load_config, presets
 from fedguild.data.batches import encode_prompt
 from fedguild.errors import ConfigError
-from fedguild.methods import FedPrompt, build_method
-from fedguild.methods.fedprompt import FedPromptSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedprompt import FedPrompt, FedPromptSettings
 from fedguild.model.backbone import EMBEDDED, Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.model.tiny import CHECKPOINT
 from fedguild.payload import Payload
-from fedguild.server.method import State
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
 from tests.backbones import END, PAD
@@ -47,8 +46,8 @@ def test_two_clients_by_hand() -> None:
     sent = [
         upload(client(i, LARGE, n), adapter={NAME: torch.tensor([[p]])}) for i, n, p in ((0, 10, 2.0), (1, 30, 6.0))
     ]
-    for state in (State(), State({NAME: torch.tensor([[9.0]])})):
-        assert fedprompt(tokens=1).aggregate(state, iter(sent)).tensors[NAME].item() == 4.0
+    for state in (Payload(), Payload({NAME: torch.tensor([[9.0]])})):
+        assert fedprompt(tokens=1).aggregate(state, iter(sent)).part("adapter")[NAME].item() == 4.0
 
 
 @pytest.mark.parametrize("clients", [1, 2, 5])
@@ -56,21 +55,23 @@ def test_aggregation(clients: int) -> None:
     before = seeded(4, 16, seed=99)
     values = [seeded(4, 16, seed=index) for index in range(clients)]
     sent = [upload(client(i, LARGE, 2 + 3 * i), adapter={NAME: value}) for i, value in enumerate(values)]
-    found = fedprompt().aggregate(State({NAME: before}), iter(sent)).tensors[NAME]
+    found = fedprompt().aggregate(Payload.of({"adapter": {NAME: before}}), iter(sent)).part("adapter")[NAME]
     torch.testing.assert_close(found, weighted_mean(values, [torch.tensor(1.0)] * clients, before))
 
 
 def test_without_an_upload_the_state_stays() -> None:
-    assert not fedprompt().aggregate(State(), iter([])).tensors
+    assert not fedprompt().aggregate(Payload(), iter([])).part("adapter")
     before = seeded(4, 16, seed=0)
-    assert torch.equal(fedprompt().aggregate(State({NAME: before}), iter([])).tensors[NAME], before)
+    assert torch.equal(
+        fedprompt().aggregate(Payload.of({"adapter": {NAME: before}}), iter([])).part("adapter")[NAME], before
+    )
 
 
 def test_the_start_is_the_texts_embeddings_and_never_travels(backbone: Backbone, tmp_path: Path) -> None:
     """Without learning, every client sends the rows that it has read itself; the first download is empty."""
     federation = Federation(backbone, fedprompt(), [client(0, LARGE), client(1, SMALL)], tmp_path)
     state, method = federation.start(), federation.method
-    assert not state.tensors
+    assert not state.part("adapter")
     assert not method.download(state, federation.model, federation.clients[0]).tensors
     rows = backbone.model.get_input_embeddings().weight[TEXT_IDS]
     sent = federation.train(state, learning_rate=0.0)
@@ -92,7 +93,7 @@ def test_a_round(backbone: Backbone, tmp_path: Path) -> None:
     sent = federation.train(state, 2)
     for part in sent:
         check_upload(part.payload, method.expected_upload(federation.model, part.client, Payload()), client="c")
-        assert not torch.equal(part.payload.tensors[f"adapter/{NAME}"], state.tensors[NAME])
+        assert not torch.equal(part.payload.tensors[f"adapter/{NAME}"], state.part("adapter")[NAME])
         assert method.plan(federation.model, part.client.budget).active_experts is None
     assert backbone.fingerprint() == before
     assert not list(tmp_path.rglob("*.memory"))
@@ -109,7 +110,7 @@ def test_a_clients_own_prompt(backbone: Backbone, tmp_path: Path) -> None:
     own = method.personalize(state, federation.model, first, federation.memory.load(first.name, 2))
     assert torch.equal(own.tensors[NAME], sent[0].payload.tensors[f"adapter/{NAME}"])
     newcomer = method.personalize(state, federation.model, second, federation.memory.load(second.name, 2))
-    assert torch.equal(newcomer.tensors[NAME], state.tensors[NAME])
+    assert torch.equal(newcomer.tensors[NAME], state.part("adapter")[NAME])
 
 
 def test_the_traffic_of_a_round_on_llama() -> None:

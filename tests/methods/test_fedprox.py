@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
-from fedguild.methods import FedAvg, FedProx, build_method
-from fedguild.methods.fedavg import FedAvgSettings
-from fedguild.methods.fedprox import FedProxSettings, squared_distance
+from fedguild.methods import build_method
+from fedguild.methods.fedavg import FedAvg, FedAvgSettings
+from fedguild.methods.fedprox import FedProx, FedProxSettings, squared_distance
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
-from fedguild.server.method import Method, State
+from fedguild.server.method import Method
 from fedguild.server.rounds import Task
 from tests.backbones import random_adapter, tiny_backbone
 from tests.methods.federation import LARGE, SMALL, Federation, client, upload
 from tests.oracles import fedprox as oracle
 
-SGD = TrainingSettings(optimizer=OptimizerSettings("sgd"), learning_rate=0.3, batch_size=2, steps=2)
+SGD = TrainingSettings(optimizer="sgd", learning_rate=0.3, batch_size=2, steps=2, clip_norm=None)
 ADAMW = TrainingSettings(
-    OptimizerSettings("adamw", weight_decay=0.1), 0.02, batch_size=2, accumulation=2, steps=3, clip_norm=0.5
+    optimizer="adamw", weight_decay=0.1, learning_rate=0.02, batch_size=2, accumulation=2, steps=3, clip_norm=0.5
 )
 CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 7), client(2, LARGE, 1)]
 EVERYTHING = {"rank": 2, "gate": "full", "experts": "lora", "targets": ("attention",)}
@@ -47,7 +45,7 @@ def trained(
     tasks = [Task(1, who, method.download(state, federation.model, who)) for who in CLIENTS]
     sent = [delivery.upload.part("adapter") for delivery in engine.train(method, federation.model, tasks)]
     kept = [dict(federation.memory.load(who.name, 2).tensors) for who in CLIENTS]
-    return dict(state.tensors), sent, kept
+    return state.part("adapter"), sent, kept
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -93,8 +91,8 @@ def test_two_clients_by_hand() -> None:
     sent = [
         upload(client(i, LARGE, n), adapter={name: torch.tensor([[a]])}) for i, n, a in ((0, 10, 2.0), (1, 30, 6.0))
     ]
-    found = fedprox(0.1).aggregate(State({name: torch.zeros(1, 1)}), iter(sent))
-    assert found.tensors[name].item() == 5.0
+    found = fedprox(0.1).aggregate(Payload.of({"adapter": {name: torch.zeros(1, 1)}}), iter(sent))
+    assert found.part("adapter")[name].item() == 5.0
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -105,10 +103,10 @@ def test_two_steps_by_hand(accumulation: int, tmp_path: Path) -> None:
     that term and nothing else: once, also where a step is several passes, and where a client has fewer of them.
     """
     backbone, mu = tiny_backbone("olmoe", dtype=torch.float64), 0.8
-    settings = replace(SGD, accumulation=accumulation)
+    settings = SGD.model_copy(update={"accumulation": accumulation})
     plain, pulled = fedprox(0.0), fedprox(mu)
-    start, first, _ = trained(plain, backbone, tmp_path / "a", replace(settings, steps=1))
-    _, same, _ = trained(pulled, backbone, tmp_path / "b", replace(settings, steps=1))
+    start, first, _ = trained(plain, backbone, tmp_path / "a", settings.model_copy(update={"steps": 1}))
+    _, same, _ = trained(pulled, backbone, tmp_path / "b", settings.model_copy(update={"steps": 1}))
     _, free, _ = trained(plain, backbone, tmp_path / "c", settings)
     _, held, _ = trained(pulled, backbone, tmp_path / "d", settings)
     for slot in range(len(CLIENTS)):
@@ -121,7 +119,7 @@ def test_two_steps_by_hand(accumulation: int, tmp_path: Path) -> None:
 
 
 def test_a_strong_penalty_holds_everybody(olmoe_backbone: Backbone, tmp_path: Path) -> None:
-    settings = replace(SGD, learning_rate=1e-3, steps=8)
+    settings = SGD.model_copy(update={"learning_rate": 1e-3, "steps": 8})
     moved = []
     for mu in (0.0, 500.0):
         start, sent, _ = trained(fedprox(mu), olmoe_backbone, tmp_path / str(mu), settings)
@@ -145,7 +143,10 @@ def test_without_a_penalty_it_is_fedavg(experts: str, personal: bool, olmoe_back
         assert_equal(found, expected)
     assert all(bool(part) == personal for part in kept)
     uploads = [upload(who, adapter=part) for who, part in zip(CLIENTS, sent, strict=True)]
-    after = [dict(method.aggregate(State(start), iter(uploads)).tensors) for method in (ours, theirs)]
+    after = [
+        dict(method.aggregate(Payload.of({"adapter": start}), iter(uploads)).part("adapter"))
+        for method in (ours, theirs)
+    ]
     assert_equal(*after)
 
 

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from fedguild.data.batches import collate
 from fedguild.errors import ConfigError
-from fedguild.methods import FedPTuning, build_method
-from fedguild.methods.fedptuning import FedPTuningSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedptuning import FedPTuning, FedPTuningSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
-from fedguild.server.method import State
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
 from tests.backbones import PAD
@@ -54,8 +53,8 @@ def test_two_clients_by_hand() -> None:
 
     method = fedptuning(tokens=1, width=1)
     sent = [upload(client(0, LARGE, 10), adapter=encoder(2, 1)), upload(client(1, LARGE, 30), adapter=encoder(4, 3))]
-    state = method.aggregate(State(encoder(0, 0)), iter(sent))
-    assert state.tensors[EMBEDDING].item() == 3.0
+    state = method.aggregate(Payload.of({"adapter": encoder(0, 0)}), iter(sent))
+    assert state.part("adapter")[EMBEDDING].item() == 3.0
     assert method.deploy(state, llama_1b(), LARGE).tensors["soft_prompt"].item() == 24.0
 
 
@@ -65,7 +64,7 @@ def test_aggregation(clients: int, llama_backbone: Backbone) -> None:
     plan = method.plan(model, LARGE)
     before = random_tensors(model, plan, 99)
     sent = [upload(client(i, LARGE, 2 + 3 * i), adapter=random_tensors(model, plan, i)) for i in range(clients)]
-    found = method.aggregate(State(before), iter(sent)).tensors
+    found = method.aggregate(Payload.of({"adapter": before}), iter(sent)).part("adapter")
     for name, kept in before.items():
         values = [part.payload.tensors[f"adapter/{name}"] for part in sent]
         expected = weighted_mean(values, [torch.tensor(1.0)] * clients, kept)
@@ -75,14 +74,16 @@ def test_aggregation(clients: int, llama_backbone: Backbone) -> None:
 def test_the_mlp_is_dropped_at_inference(olmoe_backbone: Backbone) -> None:
     """The deployed prompt alone gives the losses that embedding and MLP give."""
     method, model = fedptuning(), olmoe_backbone.info
-    state = State(random_tensors(model, method.plan(model, LARGE), 3))
+    state = Payload.of({"adapter": random_tensors(model, method.plan(model, LARGE), 3)})
     deployment = method.deploy(state, model, SMALL)
     assert deployment.tensors.keys() == {"soft_prompt"}
-    torch.testing.assert_close(deployment.tensors["soft_prompt"], prompt_of(dict(state.tensors)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        deployment.tensors["soft_prompt"], prompt_of(state.part("adapter")), rtol=1e-5, atol=1e-5
+    )
     losses = []
     rows = Federation(olmoe_backbone, method, [client(0, LARGE)], Path()).examples[0]
     for plan, tensors in (
-        (method.plan(model, LARGE), state.tensors),
+        (method.plan(model, LARGE), state.part("adapter")),
         (deployment.plan, deployment.tensors),
     ):
         with SlotModel(olmoe_backbone, [plan]) as slots:
@@ -99,20 +100,22 @@ def test_rounds(personal: bool, olmoe_backbone: Backbone, tmp_path: Path) -> Non
     sent = federation.train(start, who=(0, 1))
     for part in sent:
         check_upload(part.payload, method.expected_upload(federation.model, part.client, Payload()), client="c")
-        assert all(not torch.equal(part.payload.tensors[f"adapter/{name}"], old) for name, old in start.tensors.items())
+        assert all(
+            not torch.equal(part.payload.tensors[f"adapter/{name}"], old) for name, old in start.part("adapter").items()
+        )
     state = method.aggregate(start, sent)
     assert olmoe_backbone.fingerprint() == fingerprint
     assert len(list(tmp_path.rglob("*.memory"))) == 2 * personal
     down = method.download(state, federation.model, clients[0])
-    assert all(torch.equal(down.part("adapter")[name], value) for name, value in state.tensors.items())
+    assert all(torch.equal(down.part("adapter")[name], value) for name, value in state.part("adapter").items())
     for who in clients:
         own = method.personalize(state, federation.model, who, federation.memory.load(who.name, 2))
         trained = personal and who.index < 2
-        source = sent[who.index].payload.part("adapter") if trained else dict(state.tensors)
+        source = sent[who.index].payload.part("adapter") if trained else state.part("adapter")
         torch.testing.assert_close(own.tensors["soft_prompt"], prompt_of(source), rtol=1e-5, atol=1e-5)
     alone = federation.train(start, who=(1,))[0].payload
-    for name, value in sent[1].payload.tensors.items():
-        torch.testing.assert_close(alone.tensors[name], value, rtol=1e-3, atol=1e-4)
+    for name, value in sent[1].payload.part("adapter").items():
+        torch.testing.assert_close(alone.part("adapter")[name], value, rtol=1e-3, atol=1e-4)
 
 
 def test_the_traffic_of_a_round_on_llama() -> None:

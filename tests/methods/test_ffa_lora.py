@@ -14,7 +14,7 @@ from fedguild.model.slots import SlotModel
 from fedguild.packing import pack, unpack
 from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from tests.backbones import PAD, random_rows, tiny_model
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, upload
 from tests.oracles.ffa_lora import dense_mean
@@ -28,13 +28,13 @@ def ffa(**options) -> FFALoRA:
     return method
 
 
-def started(method: FFALoRA, model) -> State:
+def started(method: FFALoRA, model) -> Payload:
     return method.start(model, [LARGE], torch_rng(0, "start"))
 
 
-def random_ups(state: State, seed: int) -> dict[str, torch.Tensor]:
+def random_ups(state: Payload, seed: int) -> dict[str, torch.Tensor]:
     rng = torch_rng(seed, "B")
-    return {name: torch.randn(value.shape, generator=rng) for name, value in state.tensors.items()}
+    return {name: torch.randn(value.shape, generator=rng) for name, value in state.part("adapter").items()}
 
 
 # Line 1
@@ -90,7 +90,7 @@ def test_a_round_moves_b_alone(olmoe_backbone, tmp_path):
     uploads = federation.train(state)
     for sent in uploads:
         tensors = sent.payload.part("adapter")
-        assert tensors.keys() == state.tensors.keys()
+        assert tensors.keys() == state.part("adapter").keys()
         assert all(name.endswith("lora_B") for name in tensors)
         assert sum(bool(value.any()) for value in tensors.values()) > len(tensors) / 2
     after = federation.method.aggregate(state, iter(uploads))
@@ -120,11 +120,11 @@ def test_two_clients_by_hand(llama_backbone):
         sent = [
             upload(client(index, LARGE, examples), adapter={name: torch.full_like(b, value) for name, b in tensors})
             for index, (examples, value, tensors) in enumerate(
-                [(1, 8.0, state.tensors.items()), (3, 0.0, state.tensors.items())]
+                [(1, 8.0, state.part("adapter").items()), (3, 0.0, state.part("adapter").items())]
             )
         ]
         after = method.aggregate(state, iter(sent))
-        assert all(bool((value == expected).all()) for value in after.tensors.values())
+        assert all(bool((value == expected).all()) for value in after.part("adapter").values())
 
 
 @pytest.mark.parametrize("weights", ["size", "uniform"])
@@ -136,7 +136,7 @@ def test_the_aggregate_is_the_mean_of_the_dense_updates(weights, olmoe_backbone)
     sent = [upload(client(i, LARGE, n), adapter=own) for i, (n, own) in enumerate(zip(examples, trained, strict=True))]
     found = method.deploy(method.aggregate(state, iter(sent)), model, LARGE).tensors
     shares = [float(n) if weights == "size" else 1.0 for n in examples]
-    for name in state.tensors:
+    for name in state.part("adapter"):
         up, down = found[name], found[name.replace("lora_B", "lora_A")]
         for expert in range(up.shape[0]) if up.dim() == 3 else (...,):
             expected = dense_mean([own[name][expert] for own in trained], down[expert], shares)
@@ -149,15 +149,15 @@ def test_one_client_gets_its_own_back(olmoe_backbone):
     state = started(method, model)
     own = random_ups(state, 4)
     after = method.aggregate(state, iter([upload(client(0, SMALL, 3), adapter=own)]))
-    assert all(torch.equal(after.tensors[name], value) for name, value in own.items())
+    assert all(torch.equal(after.part("adapter")[name], value) for name, value in own.items())
 
 
 def test_nobody_changes_nothing(olmoe_backbone):
     method, model = ffa(), olmoe_backbone.info
-    state = State(random_ups(started(method, model), 1), {"seed": 5})
+    state = Payload.of({"adapter": random_ups(started(method, model), 1)}, {"seed": 5})
     after = method.aggregate(state, iter(()))
     assert after.scalars == state.scalars
-    assert all(torch.equal(after.tensors[name], value) for name, value in state.tensors.items())
+    assert all(torch.equal(after.part("adapter")[name], value) for name, value in state.part("adapter").items())
 
 
 def test_a_client_without_weight_counts_for_nothing(olmoe_backbone):
@@ -169,7 +169,7 @@ def test_a_client_without_weight_counts_for_nothing(olmoe_backbone):
         for i, (n, own) in enumerate([(0, first), (4, second)])
     ]
     after = method.aggregate(state, iter(sent))
-    assert all(torch.equal(after.tensors[name], value) for name, value in second.items())
+    assert all(torch.equal(after.part("adapter")[name], value) for name, value in second.items())
 
 
 def test_an_expert_nobody_activated_keeps_its_zero_update(olmoe_backbone, tmp_path):

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget
 from fedguild.errors import ConfigError, ModelError
-from fedguild.methods import FedIT, Flame, build_method
-from fedguild.methods.common import ROUTING
-from fedguild.methods.flame import FlameSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedit import FedIT
+from fedguild.methods.flame import Flame, FlameSettings
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone
-from fedguild.payload import Payload
-from fedguild.server.method import State, Upload
+from fedguild.payload import ROUTING, Payload
+from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
 from fedguild.wire.codec import decode, encode
 from tests.backbones import tiny_backbone
@@ -52,11 +53,11 @@ def in_layer_order(by_experts: dict[str, Tensor]) -> Tensor:
     return torch.stack([by_experts[experts_of(layer)] for layer in range(len(by_experts))])
 
 
-def random_round(method: Flame, backbone: Backbone, clients: int) -> tuple[State, list[Upload]]:
+def random_round(method: Flame, backbone: Backbone, clients: int) -> tuple[Payload, list[Upload]]:
     """A random global state and random uploads of clients with 3, 8, 13, … examples."""
     model = backbone.info
     plan = method.plan(model, LARGE)
-    state = State(upload(client(0, LARGE), adapter=random_tensors(model, plan, 99)).payload.tensors)
+    state = Payload(upload(client(0, LARGE), adapter=random_tensors(model, plan, 99)).payload.tensors)
     uploads = [
         with_frequency(
             upload(client(i, LARGE, 3 + 5 * i), adapter=random_tensors(model, plan, i)),
@@ -88,7 +89,7 @@ def test_two_clients_by_hand() -> None:
     second = sent(1, 30, [8.0, 1.0, 2.0], 6.0, [0.5, 0.5, 0.0])
     assert in_layer_order(method.gamma(first)).tolist() == [[2.5, 10.0, 0.0]]
     assert in_layer_order(method.gamma(second)).tolist() == [[7.5, 7.5, 0.0]]
-    state = State({f"adapter/{expert}": torch.full((3, 1, 1), -3.0), f"adapter/{query}": torch.zeros(1, 1)})
+    state = Payload({f"adapter/{expert}": torch.full((3, 1, 1), -3.0), f"adapter/{query}": torch.zeros(1, 1)})
     found = method.aggregate(state, iter([first, second])).tensors
     torch.testing.assert_close(found[f"adapter/{expert}"].flatten(), torch.tensor([7.0, 5.0, -3.0]))
     torch.testing.assert_close(found[f"adapter/{query}"], torch.tensor([[5.0]]))
@@ -131,12 +132,12 @@ def test_temperature_zero_is_averaging_by_size(olmoe_backbone: Backbone) -> None
     state, uploads = random_round(method, olmoe_backbone, 4)
     uploads = [with_frequency(sent, frequency_of(sent).index_fill(1, torch.tensor([5]), 0.0)) for sent in uploads]
     fedit = FedIT(FedIT.Settings(rank=2, targets=method.settings.targets))
-    global_adapter = Payload(state.tensors).part("adapter")
+    global_adapter = state.part("adapter")
     plain = [
         Upload(1, sent.client, Payload({n: v for n, v in sent.payload.tensors.items() if not n.startswith(ROUTING)}))
         for sent in uploads
     ]
-    expected = fedit.aggregate(State(global_adapter), plain).tensors
+    expected = fedit.aggregate(Payload.of({"adapter": global_adapter}), plain).part("adapter")
     found = Payload(method.aggregate(state, uploads).tensors).part("adapter")
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
@@ -244,8 +245,8 @@ SCALE_NAMES = {"per_layer": LAYERS, "shared": ["output_scale"], "static": [], "n
 def test_the_four_rescalers(rescaler: str, olmoe_backbone: Backbone, tmp_path: Path) -> None:
     method = flame(rescaler=rescaler)
     plan = method.plan(olmoe_backbone.info, SMALL)
-    assert plan.output_scale == {"static": "fixed"}.get(rescaler, rescaler)
-    assert plan.output_scale_start == (4.0 if rescaler == "static" else 1.0)
+    kinds = {"static": OutputScale("fixed", 4.0), "none": None}
+    assert plan.part(OutputScale) == kinds.get(rescaler, OutputScale(rescaler, 1.0))
     federation = Federation(olmoe_backbone, method, [client(0, SMALL), client(1, LARGE)], tmp_path)
     for sent in federation.train(federation.start()):
         learned = scales(sent.payload.part("rescaler"))
@@ -255,8 +256,8 @@ def test_the_four_rescalers(rescaler: str, olmoe_backbone: Backbone, tmp_path: P
 
 
 def test_the_static_ratio_is_k_over_k_i(olmoe_backbone: Backbone) -> None:
-    starts = [flame(rescaler="static").plan(olmoe_backbone.info, b).output_scale_start for b in (LARGE, MIDDLE, SMALL)]
-    assert starts == [1.0, 2.0, 4.0]
+    plans = [flame(rescaler="static").plan(olmoe_backbone.info, budget) for budget in (LARGE, MIDDLE, SMALL)]
+    assert [plan.part(OutputScale).start for plan in plans] == [1.0, 2.0, 4.0]
 
 
 def test_a_client_goes_on_from_its_own_scale(olmoe_backbone: Backbone, tmp_path: Path) -> None:
@@ -303,7 +304,7 @@ def test_a_budget_is_deployed_with_the_mean_scale_of_its_clients(olmoe_backbone:
         assert deployment.plan.active_experts == budget.active_experts
         expected = [1.0, 1.0] if mean is None else [mean, mean + 1]
         assert list(scales(deployment.tensors).values()) == pytest.approx(expected)
-        for name, value in Payload(after.tensors).part("adapter").items():
+        for name, value in after.part("adapter").items():
             assert torch.equal(deployment.tensors[name], value)
 
 

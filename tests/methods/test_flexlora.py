@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,14 @@ from fedguild.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.methods.flexlora import FlexLoRA, FlexLoRASettings
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.aggregation import rank_axis
 from fedguild.server.low_rank import by_module, weighted_product
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
-from tests.evaluation.test_profile import OLMOE
+from tests.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.flexlora import aggregate, orthonormal_rows, redistribute
 from tests.oracles.low_rank import dense_product
@@ -44,8 +43,9 @@ def adapters(model: ModelInfo, ranks: tuple[int, ...]) -> list[dict[str, Tensor]
     return [random_tensors(model, method.plan(model, Budget("b", 4, r)), seed) for seed, r in enumerate(ranks)]
 
 
-def before_of(model: ModelInfo, rank: int) -> State:
-    return State(random_tensors(model, replace(flexlora().plan(model, LARGE), rank=rank), 99))
+def before_of(model: ModelInfo, rank: int) -> Payload:
+    adapter = random_tensors(model, flexlora().plan(model, LARGE).with_lora(rank=rank), 99)
+    return Payload.of({"adapter": adapter})
 
 
 def uploads_of(clients: list[ClientInfo], sent: list[dict[str, Tensor]]) -> list[Upload]:
@@ -70,7 +70,7 @@ def test_two_clients_by_hand() -> None:
             f"{QUERY}.lora_B": torch.tensor([[0.0, 5.0], [2.0, 7.0]]),
         },
     ]
-    before = State({f"{QUERY}.lora_A": torch.ones(2, 2), f"{QUERY}.lora_B": torch.zeros(2, 2)})
+    before = Payload.of({"adapter": {f"{QUERY}.lora_A": torch.ones(2, 2), f"{QUERY}.lora_B": torch.zeros(2, 2)}})
     state = method.aggregate(before, uploads_of(who, sent))
     model = OLMOE  # only its description is asked for
     for budget, up, down in (
@@ -98,7 +98,7 @@ def test_every_rank_gets_the_best_approximation_of_the_average(
             deployed = method.deploy(state, model, Budget("b", 4, rank))
             found = by_module(dict(deployed.tensors))[module]
             assert found.rank == deployed.plan.rank == rank
-            assert deployed.plan.scale == ALPHA / rank
+            assert deployed.plan.lora.scale == ALPHA / rank
             expected = redistribute(update, rank, ALPHA)
             torch.testing.assert_close(dense_product(found.down, found.up), expected, rtol=1e-4, atol=1e-4)
         assert factors.rank == ranks[0]
@@ -124,19 +124,19 @@ def test_a_client_that_does_not_train_changes_nothing(olmoe_backbone: Backbone, 
     model = federation.model
     state = federation.method.aggregate(before_of(model, 3), uploads_of(federation.clients, adapters(model, (3,))))
     again = federation.method.aggregate(state, iter(federation.train(state, learning_rate=0.0)))
-    for module, product in products(dict(state.tensors)).items():
-        torch.testing.assert_close(products(dict(again.tensors))[module], product, rtol=1e-4, atol=1e-5)
-    for name, value in state.tensors.items():
-        torch.testing.assert_close(again.tensors[name], value, rtol=1e-3, atol=1e-4)
+    for module, product in products(state.part("adapter")).items():
+        torch.testing.assert_close(products(dict(again.part("adapter")))[module], product, rtol=1e-4, atol=1e-5)
+    for name, value in state.part("adapter").items():
+        torch.testing.assert_close(again.part("adapter")[name], value, rtol=1e-3, atol=1e-4)
 
 
 def test_the_first_download_is_the_start_at_the_clients_rank(olmoe_backbone: Backbone) -> None:
     method, model = flexlora(), olmoe_backbone.info
     state = method.start(model, [LARGE, SMALL], torch.Generator().manual_seed(0))
     down = method.download(state, model, client(0, MIDDLE)).part("adapter")
-    assert down.keys() == state.tensors.keys()
-    assert torch.equal(down[f"{QUERY}.lora_A"], state.tensors[f"{QUERY}.lora_A"][:2])
-    assert torch.equal(down[f"{EXPERT}.lora_A"], state.tensors[f"{EXPERT}.lora_A"][:, :2])
+    assert down.keys() == state.part("adapter").keys()
+    assert torch.equal(down[f"{QUERY}.lora_A"], state.part("adapter")[f"{QUERY}.lora_A"][:2])
+    assert torch.equal(down[f"{EXPERT}.lora_A"], state.part("adapter")[f"{EXPERT}.lora_A"][:, :2])
     assert all((value == 0).all() for name, value in down.items() if name.endswith("lora_B"))
 
 
@@ -144,7 +144,7 @@ def test_ranks_that_no_client_brought_can_still_train(olmoe_backbone: Backbone) 
     """One client of rank 1: ranks 2 and 3 have B = 0 and rows of A that are orthonormal to the first."""
     model, method = olmoe_backbone.info, flexlora()
     state = method.aggregate(before_of(model, 3), uploads_of(clients_of((1,)), adapters(model, (1,))))
-    for factors in by_module(state.tensors).values():
+    for factors in by_module(state.part("adapter")).values():
         assert orthonormal_rows(factors.down)
         assert factors.up[..., :1].abs().max() > 0.1
         assert factors.up[..., 1:].abs().max() < 1e-4
@@ -156,9 +156,9 @@ def test_an_expert_that_nobody_activated(olmoe_backbone: Backbone) -> None:
     for adapter in sent:
         adapter[f"{EXPERT}.lora_B"][2] = 0
     state = method.aggregate(before_of(model, 3), uploads_of(clients_of((3, 2)), sent))
-    assert (state.tensors[f"{EXPERT}.lora_B"][2] == 0).all()
-    assert orthonormal_rows(state.tensors[f"{EXPERT}.lora_A"])
-    assert state.tensors[f"{EXPERT}.lora_B"][3].abs().max() > 0
+    assert (state.part("adapter")[f"{EXPERT}.lora_B"][2] == 0).all()
+    assert orthonormal_rows(state.part("adapter")[f"{EXPERT}.lora_A"])
+    assert state.part("adapter")[f"{EXPERT}.lora_B"][3].abs().max() > 0
 
 
 def test_a_layer_narrower_than_the_rank(olmoe_backbone: Backbone) -> None:
@@ -166,9 +166,9 @@ def test_a_layer_narrower_than_the_rank(olmoe_backbone: Backbone) -> None:
     model, method = olmoe_backbone.info, flexlora(rank=12)
     sent = adapters(model, (12, 5))
     state = method.aggregate(before_of(model, 12), uploads_of(clients_of((12, 5)), sent))
-    shapes = {name: value.shape for name, value in before_of(model, 12).tensors.items()}
-    assert {name: value.shape for name, value in state.tensors.items()} == shapes
-    narrow = [f for f in by_module(state.tensors).values() if min(f.up.shape[-2], f.down.shape[-1]) < 12]
+    shapes = {name: value.shape for name, value in before_of(model, 12).part("adapter").items()}
+    assert {name: value.shape for name, value in state.part("adapter").items()} == shapes
+    narrow = [f for f in by_module(state.part("adapter")).values() if min(f.up.shape[-2], f.down.shape[-1]) < 12]
     assert narrow
     for factors in narrow:
         width = min(factors.up.shape[-2], factors.down.shape[-1])
@@ -183,7 +183,7 @@ def test_a_round_without_weight_keeps_the_global_model(uploads: int, olmoe_backb
     who = [client(index, budget, 0) for index, budget in enumerate((LARGE, MIDDLE))][:uploads]
     before = before_of(model, 3)
     after = flexlora().aggregate(before, iter(uploads_of(who, sent)))
-    assert all(torch.equal(after.tensors[name], value) for name, value in before.tensors.items())
+    assert all(torch.equal(after.part("adapter")[name], value) for name, value in before.part("adapter").items())
 
 
 def test_a_client_without_examples_weighs_nothing(olmoe_backbone: Backbone) -> None:
@@ -191,8 +191,8 @@ def test_a_client_without_examples_weighs_nothing(olmoe_backbone: Backbone) -> N
     who = [client(0, LARGE, 4), client(1, MIDDLE, 0)]
     both = flexlora().aggregate(before_of(model, 3), uploads_of(who, sent))
     alone = flexlora().aggregate(before_of(model, 3), uploads_of(who[:1], sent[:1]))
-    for module, product in products(dict(alone.tensors)).items():
-        torch.testing.assert_close(products(dict(both.tensors))[module], product, rtol=1e-4, atol=1e-5)
+    for module, product in products(dict(alone.part("adapter"))).items():
+        torch.testing.assert_close(products(dict(both.part("adapter")))[module], product, rtol=1e-4, atol=1e-5)
 
 
 def test_the_order_of_arrival_does_not_matter(olmoe_backbone: Backbone) -> None:
@@ -200,7 +200,7 @@ def test_the_order_of_arrival_does_not_matter(olmoe_backbone: Backbone) -> None:
     model, who, sent = olmoe_backbone.info, clients_of((1, 2, 3)), adapters(olmoe_backbone.info, (1, 2, 3))
     arrived = uploads_of(who, sent)
     first, last = (flexlora().aggregate(before_of(model, 3), order) for order in (arrived, arrived[::-1]))
-    assert all(torch.equal(last.tensors[name], value) for name, value in first.tensors.items())
+    assert all(torch.equal(last.part("adapter")[name], value) for name, value in first.part("adapter").items())
 
 
 def test_a_round_of_mixed_budgets(olmoe_backbone: Backbone, tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_dense_model(llama_backbone: Backbone, tmp_path: Path) -> None:
     federation = Federation(llama_backbone, method, [client(0, LARGE), client(1, SMALL)], tmp_path)
     state = federation.start()
     state = method.aggregate(state, iter(federation.train(state)))
-    assert all(bool(value.isfinite().all()) for value in state.tensors.values())
+    assert all(bool(value.isfinite().all()) for value in state.part("adapter").values())
 
 
 # bad input

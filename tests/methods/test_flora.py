@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,23 +10,25 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.fresh_adapter import ADAPTER_SEED
 from fedguild.client.merges import VERSION
 from fedguild.engines.local import LocalEngine
-from fedguild.methods.common import ADAPTER, ADAPTER_SEED
 from fedguild.methods.flexlora import FlexLoRA, FlexLoRASettings
 from fedguild.methods.flora import Flora, FloraSettings
 from fedguild.methods.florist import Florist, FloristSettings
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import AdapterPlan, ModelInfo
-from fedguild.payload import Payload, with_part
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
+from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.seeding import torch_rng
 from fedguild.server.low_rank import by_module
 from fedguild.server.merges import echo, merges
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from fedguild.server.rounds import Task
 from fedguild.wire.accounting import bytes_by_part
 from tests.backbones import tiny_backbone
-from tests.evaluation.test_profile import OLMOE
+from tests.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors
 from tests.oracles.flora import exact_change
 from tests.oracles.low_rank import dense_product
@@ -42,11 +43,11 @@ def flora(**options: object) -> Flora:
     return Flora(FloraSettings(**{"alpha": 6.0, "targets": EVERYTHING, **options}))
 
 
-def start(method: Flora, model: ModelInfo) -> State:
+def start(method: Flora, model: ModelInfo) -> Payload:
     return method.start(model, BUDGETS, torch_rng(0, "start"))
 
 
-def trained(method: Flora, state: State, model: ModelInfo, who: list[ClientInfo], **changes: Tensor) -> list[Upload]:
+def trained(method: Flora, state: Payload, model: ModelInfo, who: list[ClientInfo], **changes: Tensor) -> list[Upload]:
     """Uploads of random factors, at every client's own rank."""
     return [
         Upload(
@@ -116,7 +117,7 @@ def test_it_is_flexlora_at_full_rank_and_florist_at_threshold_one(olmoe_backbone
     for module in modules_of(uploads[0]):
         expected = change_of(merges(after), module)
         assert expected is not None
-        product = dense_product(whole.tensors[f"{module}.lora_A"], whole.tensors[f"{module}.lora_B"])
+        product = dense_product(*(whole.part("adapter")[f"{module}.{factor}"] for factor in ("lora_A", "lora_B")))
         torch.testing.assert_close(product, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(change_of(merges(pair), module), expected, rtol=1e-4, atol=1e-4)
 
@@ -143,10 +144,10 @@ def test_every_client_starts_afresh_and_unlike_any_other(olmoe_backbone: Backbon
     assert torch.equal(by_module(same[0].payload.part(ADAPTER))[QUERY].down[0], drawn[0])
 
 
-def first_loss(backbone: Backbone, method: Flora, state: State, folder: Path) -> float:
+def first_loss(backbone: Backbone, method: Flora, state: Payload, folder: Path) -> float:
     """A client's loss over its examples before it changes anything."""
     federation = Federation(backbone, method, [client(0, LARGE, 4)], folder)
-    settings = replace(SETTINGS, learning_rate=0.0)
+    settings = SETTINGS.model_copy(update={"learning_rate": 0.0})
     engine = LocalEngine(backbone, federation.examples, settings, federation.memory, seed=1)
     task = Task(9, federation.clients[0], method.download(state, federation.model, federation.clients[0]))
     (delivery,) = engine.train(method, federation.model, [task])
@@ -242,5 +243,5 @@ def test_clients_without_examples_change_nothing(olmoe_backbone: Backbone) -> No
 
 def test_the_plan_has_every_clients_own_scale(olmoe_backbone: Backbone) -> None:
     model = olmoe_backbone.info
-    assert flora().plan(model, BUDGETS[2]) == AdapterPlan(5, 6.0 / 5, EVERYTHING)
-    assert flora(scale=2.0).plan(model, BUDGETS[2]).scale == 2.0
+    assert flora().plan(model, BUDGETS[2]) == AdapterPlan((Lora(5, 6.0 / 5, EVERYTHING),))
+    assert flora(scale=2.0).plan(model, BUDGETS[2]).lora.scale == 2.0

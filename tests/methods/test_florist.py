@@ -11,11 +11,10 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget
 from fedguild.client.merges import VERSION
-from fedguild.methods.common import ADAPTER
 from fedguild.methods.florist import PAIR, Florist, FloristSettings, at_rank, thresholded
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
+from fedguild.payload import ADAPTER, Payload
 from fedguild.seeding import torch_rng
 from fedguild.server.low_rank import Factors, by_module, decompose, named, stack, weighted_product
 from fedguild.server.merges import merges
@@ -199,5 +198,5 @@ def test_clients_without_examples_change_nothing(olmoe_backbone: Backbone, tmp_p
     nobody = [type(sent)(1, client(sent.client.index, sent.client.budget, 0), sent.payload) for sent in uploads]
     assert method.aggregate(state, iter(nobody)) is state
     assert isinstance(method.personalize(state, federation.model, WHO[0], Payload()).merged, dict)
-    assert method.plan(federation.model, Budget("b", 4, 3)).scale == 2.0
+    assert method.plan(federation.model, Budget("b", 4, 3)).lora.scale == 2.0
     assert PAIR not in {name.partition("/")[0] for name in state.tensors}

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.optimizer import OptimizerSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError, UploadError
 from fedguild.methods import build_method
@@ -20,15 +19,16 @@ from fedguild.methods.fedit import FedIT, FedITSettings
 from fedguild.methods.hetlora import RANKS, HetLoRA, HetLoRASettings, rank_of, tail_products, tail_start, whole_adapter
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import ModelInfo, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import trainable_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import rank_axis
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from fedguild.server.rounds import Task
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
-from tests.evaluation.test_profile import OLMOE
+from tests.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.hetlora import norm_of_products, padded_average, tail_penalty
 
@@ -44,8 +44,8 @@ def adapter_of(model: ModelInfo, rank: int, seed: int) -> dict[str, Tensor]:
     return random_tensors(model, hetlora().plan(model, replace(LARGE, rank=rank)), seed)
 
 
-def state_of(adapter: Mapping[str, Tensor], clients: list[ClientInfo]) -> State:
-    return State({**with_part("adapter", adapter), RANKS: torch.tensor([who.budget.rank for who in clients])})
+def state_of(adapter: Mapping[str, Tensor], clients: list[ClientInfo]) -> Payload:
+    return Payload({**with_part("adapter", adapter), RANKS: torch.tensor([who.budget.rank for who in clients])})
 
 
 def matrices(adapter: Mapping[str, Tensor]) -> dict[str, list[tuple[Tensor, Tensor]]]:
@@ -136,10 +136,10 @@ def test_a_penalised_client_prunes_for_good(olmoe_backbone: Backbone, tmp_path: 
     clients = [client(0, LARGE), client(1, MIDDLE)]
     method = hetlora(penalty_weight=100.0, gamma=0.7)
     federation = Federation(olmoe_backbone, method, clients, tmp_path)
-    state, seen = State({**federation.start().tensors}), []
+    state, seen = Payload({**federation.start().tensors}), []
     tensors = with_part("adapter", adapter_of(olmoe_backbone.info, 3, 5))
     for round in (1, 2, 3, 4):
-        state = State({**tensors, RANKS: state.tensors[RANKS]})  # a global model with something to shrink
+        state = Payload({**tensors, RANKS: state.tensors[RANKS]})  # a global model with something to shrink
         down = [whole_adapter(method.download(state, federation.model, who)) for who in clients]
         assert [rank_of(adapter) for adapter in down] == state.tensors[RANKS].tolist()
         uploads = federation.train(state, round, learning_rate=1e-3)
@@ -147,7 +147,12 @@ def test_a_penalised_client_prunes_for_good(olmoe_backbone: Backbone, tmp_path: 
         seen.append(state.tensors[RANKS].tolist())
     assert seen == [[2, 1], [1, 1], [1, 1], [1, 1]]
     assert [rank_of(sent.payload.part("adapter")) for sent in uploads] == [1, 1]
-    assert method.personalize(state, federation.model, clients[0], Payload()).plan.rank == 1
+    assert (
+        method.personalize(
+            method.excerpt(state, federation.model, clients[0]), federation.model, clients[0], Payload()
+        ).plan.rank
+        == 1
+    )
     assert method.deploy(state, federation.model, LARGE).plan.rank == 3
     whole = Federation(olmoe_backbone, hetlora(penalty_weight=100.0, gamma=0.7, pruning=False), clients, tmp_path)
     assert [
@@ -183,9 +188,9 @@ def test_a_product_that_stayed_is_not_pruned(olmoe_backbone: Backbone, tmp_path:
 
 
 OPTIMIZERS = {
-    "adam": OptimizerSettings("adam"),
-    "adamw": OptimizerSettings("adamw", weight_decay=0.1),
-    "sgd": OptimizerSettings("sgd", momentum=0.9, weight_decay=0.1),
+    "adam": {"optimizer": "adam"},
+    "adamw": {"optimizer": "adamw", "weight_decay": 0.1},
+    "sgd": {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.1},
 }
 
 
@@ -197,7 +202,7 @@ def test_ranks_beyond_a_clients_own_stay_zero(
     clients = [client(index, LARGE) for index in range(3)]
     federation = Federation(olmoe_backbone, hetlora(penalty_weight=0.1), clients, tmp_path)
     state = state_of(adapter_of(federation.model, 3, 5), clients)
-    state = State({**state.tensors, RANKS: torch.tensor([3, 2, 1])})
+    state = Payload({**state.tensors, RANKS: torch.tensor([3, 2, 1])})
     stored: dict[int, list[tuple[SlotTensor, Tensor]]] = {}
     read = Cohort.read
 
@@ -206,7 +211,7 @@ def test_ranks_beyond_a_clients_own_stay_zero(
         return read(cohort, slot)
 
     monkeypatch.setattr(Cohort, "read", spy)
-    settings = replace(SETTINGS, optimizer=OPTIMIZERS[kind], steps=4)
+    settings = SETTINGS.model_copy(update={**OPTIMIZERS[kind], "steps": 4})
     engine = LocalEngine(olmoe_backbone, federation.examples, settings, federation.memory, cohort_size=3, seed=1)
     tasks = [Task(1, who, federation.method.download(state, federation.model, who)) for who in clients]
     uploads = list(engine.train(federation.method, federation.model, tasks))
@@ -227,7 +232,7 @@ def test_a_pruned_client_trains_as_one_of_that_budget(olmoe_backbone: Backbone, 
         who = [client(0, budget)]
         federation = Federation(olmoe_backbone, hetlora(penalty_weight=0.1), who, tmp_path)
         state = state_of(adapter_of(federation.model, 3, 5), who)
-        (found,) = federation.train(State({**state.tensors, RANKS: torch.tensor([1])}))
+        (found,) = federation.train(Payload({**state.tensors, RANKS: torch.tensor([1])}))
         sent.append(found.payload.part("adapter"))
     assert sent[0].keys() == sent[1].keys()
     for name, value in sent[0].items():
@@ -408,12 +413,12 @@ def test_one_client_gets_its_own_ranks_back(olmoe_backbone: Backbone, tmp_path: 
 def test_a_rank_means_the_same_to_every_client(olmoe_backbone: Backbone) -> None:
     plans = [hetlora().plan(olmoe_backbone.info, budget) for budget in (LARGE, MIDDLE, SMALL)]
     assert [plan.rank for plan in plans] == [3, 2, 1]
-    assert {plan.scale for plan in plans} == {2.0}
+    assert {plan.lora.scale for plan in plans} == {2.0}
     assert {plan.active_experts for plan in plans} == {None}
 
 
 def test_the_ranks_are_observed(olmoe_backbone: Backbone) -> None:
-    state = State({RANKS: torch.tensor([3, 1])})
+    state = Payload({RANKS: torch.tensor([3, 1])})
     (seen,) = hetlora().observe(state, olmoe_backbone.info)
     assert (seen.name, seen.values.tolist(), list(seen.rows)) == ("rank", [3.0, 1.0], ["client 0", "client 1"])
 

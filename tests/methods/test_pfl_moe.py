@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,13 @@ from fedguild.data.batches import Encoded, collate
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
 from fedguild.export.weights import beyond_weights
-from fedguild.methods import FedIT, PflMoe, build_method
-from fedguild.methods.fedit import FedITSettings
-from fedguild.methods.pfl_moe import PflMoeSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedit import FedIT, FedITSettings
+from fedguild.methods.pfl_moe import PflMoe, PflMoeSettings
 from fedguild.model.adapters.logit_mixture import BIAS, SECOND, WEIGHT
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
-from fedguild.server.method import State
 from fedguild.server.rounds import Task
 from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client, upload
@@ -50,7 +48,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 def test_two_clients_by_hand() -> None:
     """Values 2 and 6 of clients with 1 and 10 examples: the mean is 4, the sizes do not count."""
-    state = State({f"adapter/{QUERY}": torch.tensor([[9.0]])}, {"rounds": 3})
+    state = Payload({f"adapter/{QUERY}": torch.tensor([[9.0]])}, {"rounds": 3})
     sent = [upload(client(i, LARGE, 1 + 9 * i), adapter={QUERY: torch.tensor([[x]])}) for i, x in enumerate((2.0, 6.0))]
     after = method().aggregate(state, iter(sent))
     assert after.tensors[f"adapter/{QUERY}"].item() == 4.0
@@ -58,7 +56,7 @@ def test_two_clients_by_hand() -> None:
 
 
 def test_a_round_without_uploads_changes_nothing() -> None:
-    state = State({f"adapter/{QUERY}": torch.ones(1, 1)}, {"rounds": 3})
+    state = Payload({f"adapter/{QUERY}": torch.ones(1, 1)}, {"rounds": 3})
     assert method().aggregate(state, iter([])).tensors[f"adapter/{QUERY}"].item() == 1.0
 
 
@@ -71,7 +69,7 @@ def test_the_federation_is_fedit_with_uniform_weights(llama_backbone: Backbone, 
     for round in (1, 2):
         state = ours.method.aggregate(state, iter(ours.train(state, round)))
         expected = fedit.method.aggregate(expected, iter(fedit.train(expected, round)))
-        assert same(Payload(state.tensors).part("adapter"), dict(expected.tensors))
+        assert same(state.part("adapter"), dict(expected.tensors))
 
 
 # What a client makes of its examples
@@ -106,7 +104,7 @@ def test_both_start_from_what_was_received(olmoe_backbone: Backbone, tmp_path: P
         federation = federation_of(olmoe_backbone, tmp_path / str(rate), 6, personal_learning_rate=rate)
         state = federation.start()
         state = federation.method.aggregate(state, iter(federation.train(state, 1)))
-        received = Payload(state.tensors).part("adapter")
+        received = state.part("adapter")
         (sent,) = federation.train(state, 2)
         memory = federation.memory.load("client-000", 3)
         assert same(memory.part("received"), received)
@@ -125,7 +123,7 @@ def test_a_single_example_is_not_enough_for_a_gate(
     federation.train(state, 1)
     memory = federation.memory.load("client-000", 2)
     assert bool(memory.part("gate")[WEIGHT].any()) == trained
-    assert not same(memory.part("personal"), Payload(state.tensors).part("adapter"))
+    assert not same(memory.part("personal"), state.part("adapter"))
     assert federation.memory.load("client-001", 2).part("gate")[WEIGHT].any()
 
 
@@ -135,7 +133,11 @@ def test_personalising_counts_as_the_clients_work(llama_backbone: Backbone, tmp_
     for first in (1, 2):
         federation = federation_of(llama_backbone, tmp_path / str(first), 8, personal_from=first, personal_epochs=1)
         engine = LocalEngine(
-            llama_backbone, federation.examples, replace(SETTINGS, epochs=1, steps=None), federation.memory, seed=1
+            llama_backbone,
+            federation.examples,
+            SETTINGS.model_copy(update={"epochs": 1, "steps": None}),
+            federation.memory,
+            seed=1,
         )
         state, who = federation.start(), federation.clients[0]
         (delivery,) = engine.train(
@@ -175,7 +177,7 @@ def test_the_own_model_mixes_what_the_client_kept(features: str, tmp_path: Path)
         gate = memory.part("gate")
         expected = oracle.Mixture(plain, *merged, gate[WEIGHT], gate[BIAS], features).losses(row, 3)
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
-        assert not same(memory.part("received"), Payload(state.tensors).part("adapter"))
+        assert not same(memory.part("received"), state.part("adapter"))
 
 
 def test_a_client_without_a_personal_model_has_the_global_one(olmoe_backbone: Backbone, tmp_path: Path) -> None:
@@ -199,7 +201,7 @@ def test_a_client_without_a_personal_model_has_the_global_one(olmoe_backbone: Ba
             losses.append(slots.token_losses(batch))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(losses[2], losses[0], rtol=1e-3)
-    early = server.personalize(State(state.tensors, {"rounds": 1}), model, federation.clients[0], Payload())
+    early = server.personalize(Payload(state.tensors, {"rounds": 1}), model, federation.clients[0], Payload())
     assert early.plan == plain.plan
 
 
@@ -207,7 +209,7 @@ def test_the_own_model_is_no_set_of_weights(olmoe_backbone: Backbone) -> None:
     """Which is what an export says."""
     server = method()
     state = server.start(olmoe_backbone.info, [LARGE], torch.Generator().manual_seed(0))
-    state = State(state.tensors, {"rounds": 1})
+    state = Payload(state.tensors, {"rounds": 1})
     deployment = server.personalize(state, olmoe_backbone.info, client(0, LARGE), Payload())
     assert beyond_weights(deployment.plan) == ["LogitMixture"]
     assert any(name.startswith(SECOND) for name in deployment.tensors)

@@ -10,27 +10,26 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.routing_alignment import observing
-from fedguild.client.schedule import TrainingSettings
+from fedguild.client.observing import observing
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import collate
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError, ModelError
-from fedguild.methods import FedAvg, SmoeLlb, build_method
-from fedguild.methods.fedavg import FedAvgSettings
-from fedguild.methods.smoe_llb import SmoeLlbSettings
+from fedguild.methods import build_method
+from fedguild.methods.fedavg import FedAvg, FedAvgSettings
+from fedguild.methods.smoe_llb import SmoeLlb, SmoeLlbSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import Routing
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
-from fedguild.server.method import Method, State
+from fedguild.server.method import Method
 from fedguild.server.rounds import Task
 from tests.backbones import PAD, tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.oracles import smoe_llb as oracle
 from tests.oracles.aggregation import weighted_mean
 
-WHOLE = TrainingSettings(optimizer=OptimizerSettings("sgd"), learning_rate=0.5, batch_size=8, steps=1)
+WHOLE = TrainingSettings(optimizer="sgd", learning_rate=0.5, batch_size=8, steps=1, clip_norm=None)
 """One step over all of a client's examples."""
 CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 5), client(2, MIDDLE, 3)]
 
@@ -40,8 +39,8 @@ def smoe_llb(**options: object) -> SmoeLlb:
 
 
 def trained(
-    method: Method, backbone: Backbone, folder: Path, state: State | None = None, settings: TrainingSettings = WHOLE
-) -> tuple[State, list[dict[str, Tensor]], Federation, list[Tensor]]:
+    method: Method, backbone: Backbone, folder: Path, state: Payload | None = None, settings: TrainingSettings = WHOLE
+) -> tuple[Payload, list[dict[str, Tensor]], Federation, list[Tensor]]:
     """A start, what every client uploads of a round from it, who they are, and [L, M] frequencies."""
     federation = Federation(backbone, method, CLIENTS, folder)
     state = state or federation.start()
@@ -58,7 +57,9 @@ def test_two_clients_by_hand() -> None:
         upload(client(i, LARGE, n), adapter={name: torch.tensor(values).view(2, 1, 1)})
         for i, n, values in ((0, 10, [4.0, 1.0]), (1, 30, [8.0, -3.0]))
     ]
-    found = smoe_llb().aggregate(State({name: torch.zeros(2, 1, 1)}), iter(sent)).tensors[name]
+    found = (
+        smoe_llb().aggregate(Payload.of({"adapter": {name: torch.zeros(2, 1, 1)}}), iter(sent)).part("adapter")[name]
+    )
     assert found.flatten().tolist() == [7.0, -2.0]
 
 
@@ -68,12 +69,12 @@ def test_a_step_follows_the_slow_loss(family: str, weights: tuple[float, float],
     """Three clients in a padded pass, in fp64: each moves by the gradient of its own loss, computed alone, slowly."""
     backbone = tiny_backbone(family, dtype=torch.float64)
     method = smoe_llb(balance_weight=weights[0], z_weight=weights[1])
-    start = State(random_tensors(backbone.info, method.plan(backbone.info, LARGE), 7))
-    start = State({name: 0.3 * value.double() for name, value in start.tensors.items()})
+    start = Payload.of({"adapter": random_tensors(backbone.info, method.plan(backbone.info, LARGE), 7)})
+    start = Payload.of({"adapter": {name: 0.3 * value.double() for name, value in start.part("adapter").items()}})
     _, sent, federation, _ = trained(method, backbone, tmp_path, start)
     for who, own in zip(CLIENTS, sent, strict=True):
         slopes = slow_gradients(backbone, method, who, start, federation, weights)
-        for name, before in start.tensors.items():
+        for name, before in start.part("adapter").items():
             expected = before - WHOLE.learning_rate * slopes.get(name, torch.zeros_like(before))
             torch.testing.assert_close(own[name], expected, rtol=1e-8, atol=1e-10, msg=f"{who.name} {name}")
 
@@ -83,7 +84,7 @@ def slow_gradients(backbone, method, who, start, federation, weights) -> dict[st
     seen: list[Routing] = []
     active = who.budget.active_experts
     with SlotModel(backbone, [method.plan(backbone.info, who.budget)]) as model:
-        model.load(0, start.tensors)
+        model.load(0, start.part("adapter"))
         with observing(backbone.moe, seen.append):
             nll = model.token_losses(collate([federation.examples[who.index]], PAD, None)).mean()
         balance, z = [], []
@@ -107,7 +108,7 @@ def test_aggregation(count: int, olmoe_backbone: Backbone) -> None:
     plan = method.plan(model, LARGE)
     before = random_tensors(model, plan, 99)
     sent = [upload(client(i, LARGE, 2 + 3 * i), adapter=random_tensors(model, plan, i)) for i in range(count)]
-    found = method.aggregate(State(before), iter(sent)).tensors
+    found = method.aggregate(Payload.of({"adapter": before}), iter(sent)).part("adapter")
     for name, value in before.items():
         values = [part.payload.tensors[f"adapter/{name}"] for part in sent]
         expected = weighted_mean(values, [torch.tensor(float(part.client.examples)) for part in sent], value)
@@ -126,7 +127,7 @@ def test_without_the_losses_and_with_all_experts_it_is_fedavg(olmoe_backbone: Ba
         state = federation.start()
         for number in (1, 2):
             state = method.aggregate(state, iter(federation.train(state, number)))
-        runs.append(state.tensors)
+        runs.append(state.part("adapter"))
     assert runs[0].keys() == runs[1].keys()
     assert all(torch.equal(runs[0][name], value) for name, value in runs[1].items())
 
@@ -134,15 +135,15 @@ def test_without_the_losses_and_with_all_experts_it_is_fedavg(olmoe_backbone: Ba
 def test_the_losses_even_out_the_routing(tmp_path: Path) -> None:
     """The experts' shares of a client's tokens are less unequal after training with a strong balance loss."""
     backbone = tiny_backbone("olmoe")
-    settings = replace(WHOLE, learning_rate=0.02, steps=60, optimizer=OptimizerSettings("adam"))
+    settings = WHOLE.model_copy(update={"learning_rate": 0.02, "steps": 60, "optimizer": "adam"})
     unevenness = []
     for weight in (0.0, 3.0):
         method = smoe_llb(balance_weight=weight, z_weight=0.0)
         _, sent, *_ = trained(method, backbone, tmp_path / str(weight), settings=settings)
         total = 0.0
         for who, own in zip(CLIENTS, sent, strict=True):
-            still = replace(settings, learning_rate=0.0, steps=1)
-            state = State(dict(own))
+            still = settings.model_copy(update={"learning_rate": 0.0, "steps": 1})
+            state = Payload.of({"adapter": own})
             *_, frequencies = trained(method, backbone, tmp_path / f"{weight} {who.name}", state, still)
             total += float(frequencies[who.index].square().sum())
         unevenness.append(total)
@@ -155,11 +156,11 @@ def test_budgets_run_their_active_experts(olmoe_backbone: Backbone) -> None:
     for budget, active in ((LARGE, 4), (MIDDLE, 2), (SMALL, 1)):
         for model_of in (
             method.deploy(state, model, budget),
-            method.personalize(state, model, client(0, budget), Payload()),
+            method.personalize(method.excerpt(state, model, client(0, budget)), model, client(0, budget), Payload()),
         ):
-            assert (model_of.plan.active_experts, model_of.plan.rank, model_of.plan.scale) == (active, 2, 10.0)
-            assert model_of.tensors is state.tensors
-    assert any(".gate.lora_B" in name for name in state.tensors)
+            assert (model_of.plan.active_experts, model_of.plan.rank, model_of.plan.lora.scale) == (active, 2, 10.0)
+            assert all(model_of.tensors[name] is value for name, value in state.part("adapter").items())
+    assert any(".gate.lora_B" in name for name in state.part("adapter"))
 
 
 def test_bad_input(olmoe_backbone: Backbone, llama_backbone: Backbone) -> None:

@@ -10,11 +10,12 @@ import torch
 from fedguild.client.budget import Budget
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
-from fedguild.methods import FedIT, Trivial, build_method
-from fedguild.methods.trivial import TrivialSettings, ranks
+from fedguild.methods import build_method
+from fedguild.methods.fedit import FedIT
+from fedguild.methods.trivial import Trivial, TrivialSettings, ranks
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
-from fedguild.server.method import Method, State
+from fedguild.server.method import Method
 from fedguild.server.rounds import Task
 from fedguild.wire.accounting import bytes_by_part
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors, upload
@@ -33,7 +34,7 @@ def fedit(rank: int, **options: object) -> FedIT:
     return FedIT(FedIT.Settings(**{"rank": rank, "alpha": 16.0, "targets": TARGETS, **options}))
 
 
-def delivered(method: Method, backbone: Backbone, state: State, folder: Path) -> list:
+def delivered(method: Method, backbone: Backbone, state: Payload, folder: Path) -> list:
     federation = Federation(backbone, method, CLIENTS, folder)
     engine = LocalEngine(backbone, federation.examples, SETTINGS, federation.memory, seed=1)
     tasks = [Task(1, who, method.download(state, federation.model, who)) for who in CLIENTS]
@@ -47,7 +48,11 @@ def test_two_clients_by_hand() -> None:
         upload(client(i, LARGE, n), adapter={name: torch.tensor([[v]]) for name, v in zip(names, values, strict=True)})
         for i, n, values in ((0, 10, (2.0, 4.0)), (1, 30, (6.0, -4.0)))
     ]
-    found = trivial().aggregate(State({name: torch.zeros(1, 1) for name in names}), iter(sent)).tensors
+    found = (
+        trivial()
+        .aggregate(Payload.of({"adapter": {name: torch.zeros(1, 1) for name in names}}), iter(sent))
+        .part("adapter")
+    )
     assert [found[name].item() for name in names] == [5.0, -2.0]
 
 
@@ -61,7 +66,7 @@ def test_a_budgets_federation_is_fedit_at_its_rank(
     method = fedit(budget.rank, dropout=dropout)
     theirs = Federation(olmoe_backbone, method, CLIENTS, tmp_path / "theirs")
     state = ours.start()
-    other = State(Payload(state.tensors).part(budget.name))
+    other = Payload.of({"adapter": state.part(f"adapter/{budget.name}")})
     for number in (1, 2):
         sent, expected = ours.train(state, number), theirs.train(other, number)
         for mine, plain in zip(sent, expected, strict=True):
@@ -86,7 +91,7 @@ def test_aggregation(count: int, olmoe_backbone: Backbone) -> None:
 
     before = everything(99)
     sent = [upload(client(i, LARGE, 2 + 3 * i), adapter=everything(i)) for i in range(count)]
-    found = method.aggregate(State(before), iter(sent)).tensors
+    found = method.aggregate(Payload.of({"adapter": before}), iter(sent)).part("adapter")
     assert found.keys() == before.keys()
     for name, value in before.items():
         values = [part.payload.tensors[f"adapter/{name}"] for part in sent]
@@ -97,16 +102,18 @@ def test_aggregation(count: int, olmoe_backbone: Backbone) -> None:
 def test_every_budget_is_deployed_with_its_own_adapter(olmoe_backbone: Backbone) -> None:
     method, model = trivial(), olmoe_backbone.info
     state = method.start(model, [LARGE, MIDDLE, SMALL, SMALL], torch.Generator().manual_seed(0))
-    assert ranks(state.tensors) == {"large": 3, "middle": 2, "small": 1}
+    assert ranks(state.part("adapter")) == {"large": 3, "middle": 2, "small": 1}
     for budget in (LARGE, MIDDLE, SMALL):
         for model_of in (
             method.deploy(state, model, budget),
-            method.personalize(state, model, client(0, budget), Payload()),
+            method.personalize(method.excerpt(state, model, client(0, budget)), model, client(0, budget), Payload()),
         ):
-            assert (model_of.plan.rank, model_of.plan.scale) == (budget.rank, 16.0 / budget.rank)
+            assert (model_of.plan.rank, model_of.plan.lora.scale) == (budget.rank, 16.0 / budget.rank)
             assert model_of.plan.active_experts is None
-            assert all(value is state.tensors[f"{budget.name}/{name}"] for name, value in model_of.tensors.items())
-    first = [Payload(state.tensors).part(name)[QUERY][0] for name in ("large", "middle")]
+            assert all(
+                value is state.part("adapter")[f"{budget.name}/{name}"] for name, value in model_of.tensors.items()
+            )
+    first = [state.part(f"adapter/{name}")[QUERY][0] for name in ("large", "middle")]
     assert not torch.equal(*first)
 
 
@@ -119,7 +126,7 @@ def test_what_a_client_does_is_counted_for_all_budgets(olmoe_backbone: Backbone,
         delivered(
             fedit(budget.rank),
             olmoe_backbone,
-            State(Payload(state.tensors).part(budget.name)),
+            Payload.of({"adapter": state.part(f"adapter/{budget.name}")}),
             tmp_path / budget.name,
         )
         for budget in (LARGE, MIDDLE, SMALL)
@@ -144,8 +151,8 @@ def test_a_dense_model_and_bad_input(llama_backbone: Backbone, tmp_path: Path) -
     method = trivial(targets=("attention", "mlp"))
     federation = Federation(llama_backbone, method, CLIENTS[:2], tmp_path)
     state = federation.start()
-    after = method.aggregate(state, federation.train(state)).tensors
-    assert after.keys() == state.tensors.keys()
+    after = method.aggregate(state, federation.train(state)).part("adapter")
+    assert after.keys() == state.part("adapter").keys()
     assert all(bool(value.any()) for name, value in after.items() if name.endswith("lora_B"))
     with pytest.raises(ConfigError, match=r"method\.rank: trivial has no such option"):
         build_method("trivial", {"rank": 6})

@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedguild.model.info import EXPERT_PROJECTIONS
 from fedguild.model.moe.dense import run_every_expert
 from fedguild.model.moe.dispatch import dispatch
 from fedguild.model.moe.experts import FrozenExperts, run_experts
 from fedguild.model.moe.token_side import run_token_side
-from fedguild.model.plan import EXPERT_PROJECTIONS
 from tests.oracles.experts import adapted_experts
 
 HIDDEN, WIDTH = 16, 8

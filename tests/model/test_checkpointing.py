@@ -10,6 +10,8 @@ from torch import nn
 
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ModelError
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import make_backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -24,8 +26,8 @@ def losses_and_gradients(family: str, checkpointing: bool, dropout: float):
     backbone = tiny_backbone(family, gradient_checkpointing=checkpointing, attention_dropout=0.3)
     moe = family in MOE_FAMILIES
     targets = ("attention", "router", "experts") if moe else ("attention", "mlp")
-    plan = AdapterPlan(4, 0.5, targets, output_scale="per_layer" if moe else "none", dropout=dropout)
-    plans = [replace(plan, active_experts=k if moe else None, rank=r) for k, r in ((2, 3), (4, 1), (1, 4))]
+    plan = AdapterPlan((Lora(4, 0.5, targets, dropout=dropout), OutputScale("per_layer" if moe else "none")))
+    plans = [replace(plan.with_lora(rank=r), active_experts=k if moe else None) for k, r in ((2, 3), (4, 1), (1, 4))]
     kept = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +58,7 @@ def test_gradients_are_equal(family, dropout):
 
 def test_generation_keeps_its_cache_under_checkpointing():
     """A layer that checkpoints drops the cache, so that each new token would see itself only."""
-    plan = AdapterPlan(4, 0.5, ("attention", "experts"))
+    plan = AdapterPlan((Lora(4, 0.5, ("attention", "experts")),))
     prompts = [random_rows([6, 3], 1)]
     texts = []
     for checkpointing in (False, True):

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from fedguild.data.batches import Encoded, collate
 from fedguild.model.adapters.dropout import Dropout
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.runtime import Pass
 from fedguild.model.slots import SlotModel
 from tests.backbones import PAD, random_adapter, random_rows
+
+
+class Rated(Dropout):
+    """Dropout that is always called with the same rates."""
+
+    def __init__(self, rates):
+        super().__init__()
+        self.rates = rates
+
+    def __call__(self, hidden, layer, current):
+        return super().__call__(hidden, layer, current, self.rates)
+
 
 ONES = torch.ones(2, 3, 500)
 MASK = torch.tensor([[True, True, True], [True, False, False]])
 
 
 def test_it_does_nothing_until_seeded_and_nothing_when_switched_off():
-    dropout = Dropout([0.5, 0.5])
+    dropout = Rated([0.5, 0.5])
     current = Pass((1, 1), None, None, 1)
     assert torch.equal(dropout(ONES, "layer", current), ONES)
     dropout.seed([1, 2])
@@ -30,7 +41,7 @@ def test_it_does_nothing_until_seeded_and_nothing_when_switched_off():
 
 @pytest.mark.parametrize("rate", [0.1, 0.6])
 def test_it_drops_the_rate_and_scales_the_rest(rate):
-    dropout = Dropout([0.0, rate])
+    dropout = Rated([0.0, rate])
     dropout.seed([1, 2])
     out = dropout(ONES, "layer", Pass((1, 1), None, None, 1))
     assert torch.equal(out[0], ONES[0])
@@ -41,10 +52,10 @@ def test_it_drops_the_rate_and_scales_the_rest(rate):
 
 def test_masks_belong_to_a_client_not_to_its_place_or_padding():
     """The same client's tokens get the same masks in another slot and beside other padding."""
-    pair = Dropout([0.5, 0.5])
+    pair = Rated([0.5, 0.5])
     pair.seed([1, 2])
     in_pair = pair(ONES, "layer", Pass((1, 1), MASK, None, 1))
-    alone = Dropout([0.5])
+    alone = Rated([0.5])
     alone.seed([2])
     by_itself = alone(ONES[1:, :1], "layer", Pass((1,), None, None, 1))
     assert torch.equal(in_pair[1, :1], by_itself[0])
@@ -52,7 +63,7 @@ def test_masks_belong_to_a_client_not_to_its_place_or_padding():
 
 
 def test_masks_differ_by_layer_and_step():
-    dropout, current = Dropout([0.5]), Pass((2,), None, None, 1)
+    dropout, current = Rated([0.5]), Pass((2,), None, None, 1)
     dropout.seed([1])
     first, other = dropout(ONES, "a", current), dropout(ONES, "b", current)
     assert torch.equal(first, dropout(ONES, "a", current))
@@ -62,10 +73,10 @@ def test_masks_differ_by_layer_and_step():
 
 
 def test_only_linear_layers_of_a_slot_with_a_rate_are_hit(olmoe_backbone):
-    plan = AdapterPlan(4, 1.0, ("attention",))
+    plan = AdapterPlan((Lora(4, 1.0, ("attention",)),))
     rows = [Encoded(tuple(ids), 1) for ids in random_rows([8, 6], 1)]
     adapter = random_adapter(olmoe_backbone.info, plan, 1)
-    with SlotModel(olmoe_backbone, [plan, replace(plan, dropout=0.5)]) as model, torch.no_grad():
+    with SlotModel(olmoe_backbone, [plan, plan.with_lora(dropout=0.5)]) as model, torch.no_grad():
         model.load(0, adapter)
         model.load(1, adapter)
         quiet = model.token_losses(collate([rows, rows], PAD)).view(2, -1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fedguild.data.batches import Encoded, collate
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from tests.backbones import (
@@ -13,6 +14,7 @@ from tests.backbones import (
     FAMILIES,
     MOE_FAMILIES,
     PAD,
+    lora_plan,
     random_adapter,
     random_rows,
     tiny_backbone,
@@ -42,7 +44,7 @@ def test_without_a_slot_model_the_backbone_is_the_plain_model(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_b_at_zero_the_losses_are_the_plain_models(family):
     backbone = tiny_backbone(family)
-    plan = AdapterPlan(4, 2.0, EVERY_TARGET[family])
+    plan = AdapterPlan((Lora(4, 2.0, EVERY_TARGET[family]),))
     adapter = random_adapter(backbone.info, plan, seed=2)
     adapter = {name: value * (not name.endswith("lora_B")) for name, value in adapter.items()}
     ids = random_rows([11, 6], seed=3)
@@ -68,7 +70,7 @@ def test_slots_equal_their_merged_models_in_losses_and_gradients(family):
     moe = family in MOE_FAMILIES
     kind = "per_layer" if moe else "none"
     plans = [
-        AdapterPlan(rank, scale, EVERY_TARGET[family], active if moe else None, kind)
+        lora_plan(rank, scale, EVERY_TARGET[family], active if moe else None, output_scale=kind)
         for rank, scale, active in ((3, 0.5, 2), (1, 2.0, None), (4, 1.0, 1))
     ]
     rows = [

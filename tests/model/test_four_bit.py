@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError
 from fedguild.model import four_bit
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.four_bit import four_bit_options, quantise_experts
 from fedguild.model.plan import AdapterPlan
@@ -21,7 +22,7 @@ from fedguild.model.slots import SlotModel
 from tests.backbones import PAD, random_adapter, random_rows, tiny_model
 from tests.oracles.lora import MergedModel
 
-PLAN = AdapterPlan(3, 0.5, ("attention", "router", "experts"), active_experts=2)
+PLAN = AdapterPlan((Lora(3, 0.5, ("attention", "router", "experts")),), 2)
 STEP = 0.05
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
+from fedguild.client.optimizer import SlotOptimizer
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.moe import dispatch as dispatch_module
 from fedguild.model.moe.low_rank import LowRank
-from fedguild.model.plan import AdapterPlan, adapter_shapes, leaf, trainable_shapes
+from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
 from fedguild.model.slots import SlotModel
-from tests.backbones import END, PAD, random_adapter, random_rows, tiny_backbone, tiny_model
+from fedguild.model.targets import leaf
+from tests.backbones import END, PAD, lora_plan, random_adapter, random_rows, tiny_backbone, tiny_model
 from tests.oracles.lora import MergedModel
 
 FAMILIES = {
@@ -45,7 +47,7 @@ def mixed_plans(family: str, **kind) -> list[AdapterPlan]:
     """Three slots of mixed rank, scale and active experts."""
     moe = family != "llama"
     return [
-        AdapterPlan(rank, scale, FAMILIES[family], active if moe else None, **kind)
+        lora_plan(rank, scale, FAMILIES[family], active if moe else None, **kind)
         for rank, scale, active in ((3, 0.5, 2), (1, 2.0, None), (4, 1.0, 1))
     ]
 
@@ -77,7 +79,7 @@ def test_slots_equal_their_merged_models_in_losses_and_gradients(family, kind):
     plain = tiny_model(family, dtype=torch.float64)
     for slot, (plan, adapter) in enumerate(zip(plans, adapters, strict=True)):
         names = set(trainable_shapes(backbone.info, plan))
-        assert names == {name for name in adapter if leaf(name) not in plan.frozen} == found[slot].keys()
+        assert names == {name for name in adapter if leaf(name) not in plan.lora.frozen} == found[slot].keys()
         leaves = {name: value.clone().requires_grad_(name in names) for name, value in adapter.items()}
         if not ROWS[slot]:
             assert all(not gradient.any() for gradient in found[slot].values())
@@ -95,7 +97,7 @@ def test_slots_equal_their_merged_models_in_losses_and_gradients(family, kind):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_middle_factor_under_checkpointing_and_in_half_precision(checkpointing):
     """The same bits with layers computed again; in bf16 close to fp32, at a rank that storage pads."""
-    plan = AdapterPlan(3, 0.5, FAMILIES["olmoe"], **BETWEEN)
+    plan = lora_plan(3, 0.5, FAMILIES["olmoe"], **BETWEEN)
     gradients = {}
     for dtype, again in ((torch.float32, False), (torch.float32, checkpointing), (torch.bfloat16, checkpointing)):
         backbone = tiny_backbone("olmoe", dtype=dtype, gradient_checkpointing=again, attn_implementation="eager")
@@ -139,7 +141,7 @@ def test_slots_with_a_middle_factor_generate_what_each_prompt_gives_alone(family
 
 
 def test_what_is_frozen_is_loaded_but_neither_read_nor_optimised(olmoe_backbone):
-    plan = AdapterPlan(2, 1.0, FAMILIES["olmoe"], output_scale="per_layer", frozen=("lora_A", "output_scale"))
+    plan = AdapterPlan((Lora(2, 1.0, FAMILIES["olmoe"], frozen=("lora_A",)), OutputScale("fixed", 2.0)))
     adapter = random_adapter(olmoe_backbone.info, plan, 0)
     with SlotModel(olmoe_backbone, [plan, plan]) as model:
         for slot in (0, 1):
@@ -150,7 +152,7 @@ def test_what_is_frozen_is_loaded_but_neither_read_nor_optimised(olmoe_backbone)
         for name, tensor in model.loaded.items():
             torch.testing.assert_close(tensor.own(1).double(), adapter[name], rtol=1e-6, atol=1e-6)
         assert all(name.endswith("lora_B") for name in model.read(0))
-        optimizer = SlotOptimizer(model.trainables, OptimizerSettings("adamw", weight_decay=0.1))
+        optimizer = SlotOptimizer(model.trainables, TrainingSettings(optimizer="adamw", weight_decay=0.1))
         before = {name: tensor.stored.detach().clone() for name, tensor in model.loaded.items()}
         model.token_losses(collate([ROWS[0], ROWS[2]], PAD)).sum().backward()
         optimizer.step([0.1, 0.1])
@@ -170,7 +172,7 @@ def test_no_weight_gradient_of_a_frozen_factor_is_formed(kind, products, olmoe_b
     outer = LowRank.outer
     monkeypatch.setattr("fedguild.model.moe.view.prefers_dense", lambda *_: False)
     monkeypatch.setattr(LowRank, "outer", lambda *args: calls.append(1) or outer(*args))
-    plan = AdapterPlan(4, 1.0, ("experts",), **kind)
+    plan = lora_plan(4, 1.0, ("experts",), **kind)
     with SlotModel(olmoe_backbone, [plan]) as model:
         model.load(0, random_adapter(olmoe_backbone.info, plan, 0))
         model.token_losses(collate(ROWS[:1], PAD)).sum().backward()
@@ -178,13 +180,13 @@ def test_no_weight_gradient_of_a_frozen_factor_is_formed(kind, products, olmoe_b
 
 
 def test_cohorts_do_not_mix_what_is_frozen():
-    plan = AdapterPlan(2, 1.0, ("attention",))
-    others = [replace(plan, frozen=("lora_A",)), replace(plan, **BETWEEN)]
+    plan = AdapterPlan((Lora(2, 1.0, ("attention",)),))
+    others = [plan.with_lora(frozen=("lora_A",)), plan.with_lora(**BETWEEN)]
     assert len({each.cohort_key for each in (plan, *others)}) == 3
 
 
 def test_shapes(olmoe_backbone):
-    plan = AdapterPlan(3, 1.0, ("q_proj", "experts"), **BETWEEN)
+    plan = lora_plan(3, 1.0, ("q_proj", "experts"), **BETWEEN)
     first = "model.layers.0.mlp.experts.down_proj"
     assert adapter_shapes(olmoe_backbone.info, plan)[f"{first}.lora_R"] == (8, 3, 3)
     trained = trainable_shapes(olmoe_backbone.info, plan)
@@ -192,8 +194,8 @@ def test_shapes(olmoe_backbone):
     assert all(name.endswith("lora_R") for name in trained)
 
 
-def test_bad_plans_say_what_is_wrong(olmoe_backbone):
+def test_bad_plans_say_what_is_wrong():
     with pytest.raises(ConfigError, match="no lora_C that could be frozen"):
-        trainable_shapes(olmoe_backbone.info, AdapterPlan(2, 1.0, ("attention",), frozen=("lora_C",)))
+        Lora(2, 1.0, ("attention",), frozen=("lora_C",))
     with pytest.raises(ConfigError, match="A and B must be frozen"):
-        AdapterPlan(2, 1.0, ("attention",), middle=True, frozen=("lora_A",))
+        Lora(2, 1.0, ("attention",), middle=True, frozen=("lora_A",))

@@ -11,6 +11,7 @@ from fedguild.data.batches import Encoded, SlotBatch, collate
 from fedguild.errors import ModelError
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_router import FullRouter
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe import dispatch as dispatch_module
 from fedguild.model.moe import products
@@ -23,7 +24,7 @@ from tests.client.clients import SETTINGS, distance, first_gradients, flat, make
 from tests.model.layers import FULL_CASES, build, by_loop, by_view, worst
 from tests.oracles.lora import MergedModel
 
-FULL = AdapterPlan(rank=1, scale=1.0, targets=(), parts=(FullExperts(),))
+FULL = AdapterPlan((FullExperts(),))
 
 
 @pytest.mark.parametrize("case", FULL_CASES.values(), ids=FULL_CASES.keys())
@@ -138,7 +139,7 @@ def assert_merged_models(family: str, backbone: Backbone, plans: list[AdapterPla
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_slots_equal_their_merged_models(family):
     """Mixed active experts, a slot without rows, LoRA on the routers."""
-    plans = [replace(FULL, targets=("router",), active_experts=active) for active in (2, None, 3)]
+    plans = [AdapterPlan((Lora(1, 1.0, ("router",)), FullExperts()), active) for active in (2, None, 3)]
     assert_merged_models(family, tiny_backbone(family, dtype=torch.float64), plans, [[7, 5], [], [9]])
 
 
@@ -147,8 +148,8 @@ def test_deepseek_with_full_experts_and_full_routers():
     backbone = tiny_backbone("deepseek_v2 grouped", dtype=torch.float64)
     (layer,) = backbone.moe
     assert any(".shared_experts." in linear.name for linear in backbone.info.linears)
-    parts = (FullExperts(), FullRouter())
-    plans = [replace(FULL, targets=("mlp",), active_experts=active, parts=parts) for active in (4, 2)]
+    parts = (Lora(1, 1.0, ("mlp",)), FullExperts(), FullRouter())
+    plans = [AdapterPlan(parts, active) for active in (4, 2)]
     assert_merged_models("deepseek_v2 grouped", backbone, plans, [[7, 5], [9]])
     assert not layer.logit_terms
     assert layer.expert_delta is None
@@ -177,7 +178,8 @@ def full_clients(backbone):
     """The eight clients of tests/client, with full experts in place of LoRA on them."""
     clients = []
     for index, client in enumerate(make_clients(backbone)):
-        plan = replace(client.plan, targets=("attention", "router"), parts=(FullExperts(),))
+        plan = client.plan.with_lora(targets=("attention", "router"))
+        plan = replace(plan, parts=(*plan.parts, FullExperts()))
         clients.append(replace(client, plan=plan, start=random_adapter(backbone.info, plan, index, size=0.2)))
     return clients
 

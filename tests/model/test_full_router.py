@@ -13,7 +13,7 @@ from fedguild.model.slots import SlotModel
 from fedguild.seeding import torch_rng
 from tests.backbones import END, PAD, random_rows, tiny_backbone, tiny_model
 
-PLAN = AdapterPlan(rank=1, scale=1.0, targets=(), parts=(FullRouter(),))
+PLAN = AdapterPlan((FullRouter(),))
 ROUTED = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2 greedy", "deepseek_v3", "switch")
 
 
@@ -33,8 +33,8 @@ def test_shapes_and_start(olmoe_backbone):
         start = FullRouter().initial(name, shape, torch.Generator())
         assert start.shape == shape
         assert not start.any()
-        assert FullRouter().slot_axis(name) == 0
-        assert FullRouter().decays(name)
+        layout = FullRouter().layout(name, shape, torch.float32)
+        assert (layout.shape, layout.axis, layout.decays) == (shape, 0, True)
 
 
 def test_a_dense_model_has_no_router(llama_backbone):

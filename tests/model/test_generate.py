@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from tests.backbones import END, random_adapter, random_rows, tiny_backbone, tiny_model
@@ -19,8 +20,10 @@ PROMPTS = [random_rows(lengths, seed) for seed, lengths in enumerate([[5, 2, 9, 
 def test_slots_generate_what_each_prompt_gives_alone(family):
     backbone = tiny_backbone(family)
     moe = bool(backbone.info.moe)
-    plan = AdapterPlan(4, 0.5, ("attention", "experts") if moe else ("attention", "mlp"))
-    plans = [replace(plan, active_experts=k if moe else None, rank=r) for k, r in ((4, 4), (2, 1), (1, 3), (3, 2))]
+    plan = AdapterPlan((Lora(4, 0.5, ("attention", "experts") if moe else ("attention", "mlp")),))
+    plans = [
+        replace(plan.with_lora(rank=r), active_experts=k if moe else None) for k, r in ((4, 4), (2, 1), (1, 3), (3, 2))
+    ]
     adapters = [random_adapter(backbone.info, own, seed) for seed, own in enumerate(plans)]
     with SlotModel(backbone, plans) as model:
         for slot, adapter in enumerate(adapters):
@@ -49,7 +52,7 @@ def test_a_text_ends_before_its_end_token(olmoe_backbone, monkeypatch):
 
     handle = head.register_forward_hook(favour_end)
     try:
-        with SlotModel(olmoe_backbone, [AdapterPlan(2, 1.0, ("attention",))] * 2) as model:
+        with SlotModel(olmoe_backbone, [AdapterPlan((Lora(2, 1.0, ("attention",)),))] * 2) as model:
             texts = model.generate([random_rows([4], 1), random_rows([3, 5], 2)], 6)
     finally:
         handle.remove()
@@ -57,12 +60,12 @@ def test_a_text_ends_before_its_end_token(olmoe_backbone, monkeypatch):
 
 
 def test_no_prompts_give_no_texts(olmoe_backbone):
-    with SlotModel(olmoe_backbone, [AdapterPlan(2, 1.0, ("attention",))] * 2) as model:
+    with SlotModel(olmoe_backbone, [AdapterPlan((Lora(2, 1.0, ("attention",)),))] * 2) as model:
         assert model.generate([[], []], 4) == [[], []]
 
 
 def test_activations_in_generation_are_counted_without_padding(olmoe_backbone):
-    plans = [AdapterPlan(2, 1.0, ("attention",), k) for k in (4, 1)]
+    plans = [AdapterPlan((Lora(2, 1.0, ("attention",)),), k) for k in (4, 1)]
     with SlotModel(olmoe_backbone, plans) as model, model.collect_routing() as statistics:
         texts = model.generate([[[5, 6, 7]], [[8]]], 1)
     assert [len(text) for slot in texts for text in slot] == [1, 1]

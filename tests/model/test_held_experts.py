@@ -13,6 +13,7 @@ from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError, ModelError
 from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.held_experts import HeldExperts
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -20,7 +21,7 @@ from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tin
 from tests.oracles.lora import merged_parameters
 
 SETS = ((0, 3, 5, 6), (1, 2, 3, 4, 7))
-PLAN = AdapterPlan(3, 0.5, ("q_proj", "experts"), parts=(FullRouter(), HeldExperts()))
+PLAN = AdapterPlan((Lora(3, 0.5, ("q_proj", "experts")), FullRouter(), HeldExperts()))
 
 
 def plan_of(*held: tuple[int, ...]) -> AdapterPlan:
@@ -69,7 +70,7 @@ def test_a_sub_moe_is_a_model_without_the_other_experts(family: str) -> None:
 def test_nothing_else_is_activated_or_counted(family: str) -> None:
     """One slot holds some experts, the other one all; every slot chooses as it would alone."""
     backbone = tiny_backbone(family, dtype=torch.float64)
-    plan = replace(PLAN, targets=("experts",))
+    plan = PLAN.with_lora(targets=("experts",))
     layers = len(backbone.info.moe)
     held = SETS[:layers]
     plans = [replace(plan, parts=(FullRouter(), HeldExperts(held))), plan]
@@ -117,4 +118,4 @@ def test_sets_that_cannot_be_are_refused(held: tuple[int, ...], olmoe_backbone: 
 def test_models_without_such_a_router_are_refused(family: str, told: str) -> None:
     backbone = tiny_backbone(family)
     with pytest.raises(ModelError, match=told):
-        SlotModel(backbone, [AdapterPlan(2, 1.0, ("o_proj",), parts=(HeldExperts(),))])
+        SlotModel(backbone, [AdapterPlan((Lora(2, 1.0, ("o_proj",)), HeldExperts()))])

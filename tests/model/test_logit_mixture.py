@@ -12,6 +12,7 @@ from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError
 from fedguild.evaluation.likelihood import Candidates, collate_candidates, collate_singles
 from fedguild.model.adapters.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture, doubled, gate_values, mixed
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.prompt_features import prompt_features
@@ -29,12 +30,12 @@ LENGTHS = ([9, 5], [7])
 
 
 def plain_plan(family: str) -> AdapterPlan:
-    return AdapterPlan(3, 0.5, TARGETS[family])
+    return AdapterPlan((Lora(3, 0.5, TARGETS[family]),))
 
 
 def mixture_plan(family: str, features: str = "hidden") -> AdapterPlan:
-    plan = plain_plan(family)
-    return replace(plan, parts=(LogitMixture(plan.rank, plan.targets, features),))  # type: ignore[arg-type]
+    lora = plain_plan(family).lora
+    return AdapterPlan((LogitMixture(lora.rank, lora.targets, features), lora))  # type: ignore[arg-type]
 
 
 def pair(backbone: Backbone, family: str, slot: int, bias: float = 0.3) -> tuple[dict[str, Tensor], ...]:

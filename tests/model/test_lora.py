@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedguild.model.adapters.lora import initial_value, slot_product
+from fedguild.model.adapters.lora import Lora, slot_product
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.adapters.storage import padded_rank
 from fedguild.seeding import torch_rng
 
@@ -46,15 +47,20 @@ def test_rows_in_half_precision_meet_factors_in_fp32():
 
 
 def test_a_starts_as_torchs_kaiming_uniform_and_b_at_zero():
-    value = initial_value("layer.lora_A", (64, 400), 1.0, torch_rng(3, "start"))
+    lora = Lora(64, 1.0, ("attention",))
+    value = lora.initial("layer.lora_A", (64, 400), torch_rng(3, "start"))
     reference = nn.init.kaiming_uniform_(torch.empty(64, 400), a=5**0.5, generator=torch_rng(3, "other"))
     bound = 1 / 400**0.5
     for drawn in (value, reference):
         assert 0.99 * bound < drawn.abs().max().item() <= bound
         assert drawn.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
-    assert torch.equal(value, initial_value("layer.lora_A", (64, 400), 1.0, torch_rng(3, "start")))
-    assert not initial_value("layer.lora_B", (8, 3), 1.0, torch_rng(3, "start")).any()
-    assert initial_value("block.output_scale", (), 2.5, torch_rng(3, "start")).item() == 2.5
+    assert torch.equal(value, lora.initial("layer.lora_A", (64, 400), torch_rng(3, "start")))
+    assert not lora.initial("layer.lora_B", (8, 3), torch_rng(3, "start")).any()
+    assert not lora.initial("layer.lora_R", (3, 3), torch_rng(3, "start")).any()
+
+
+def test_an_output_scale_starts_where_it_is_told():
+    assert OutputScale("shared", 2.5).initial("output_scale", (), torch_rng(3, "start")).item() == 2.5
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedguild.errors import ModelError
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.merging import weight_modules
 from fedguild.model.plan import AdapterPlan
@@ -29,7 +30,9 @@ def merges_of(backbone: Backbone, targets: tuple[str, ...], size: float = 0.3) -
     return {
         f"{version}/{name}": value.float()
         for version, rank in VERSIONS
-        for name, value in random_adapter(backbone.info, AdapterPlan(rank, 1.0, targets), version, size).items()
+        for name, value in random_adapter(
+            backbone.info, AdapterPlan((Lora(rank, 1.0, targets),)), version, size
+        ).items()
     }
 
 
@@ -63,7 +66,7 @@ def test_every_weight_of_every_family(family: str) -> None:
 @pytest.mark.parametrize("family", ["olmoe", "switch", "llama"])
 def test_a_merged_change_computes_what_an_adapter_computes(family: str) -> None:
     backbone = tiny_backbone(family, dtype=torch.float64)
-    plan = AdapterPlan(3, 0.7, targets_of(backbone))
+    plan = AdapterPlan((Lora(3, 0.7, targets_of(backbone)),))
     adapter = random_adapter(backbone.info, plan, seed=1)
     merges = {f"1/{name}": value * (0.7 if name.endswith("lora_B") else 1.0) for name, value in adapter.items()}
     zero = {name: torch.zeros_like(value) for name, value in adapter.items()}
@@ -84,7 +87,7 @@ def test_a_merged_change_computes_what_an_adapter_computes(family: str) -> None:
 def test_bf16_is_rounded_once_however_many_versions() -> None:
     backbone = tiny_backbone("olmoe", dtype=torch.bfloat16)
     before = weights_of(backbone)
-    small = random_adapter(backbone.info, AdapterPlan(2, 1.0, ("attention", "experts")), 1, size=0.05)
+    small = random_adapter(backbone.info, AdapterPlan((Lora(2, 1.0, ("attention", "experts")),)), 1, size=0.05)
     many = {f"{version}/{name}": value for version in range(1, 9) for name, value in small.items()}
     expected = changed_weights(before, many)
     with backbone.merged(many):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fedguild.errors import ConfigError, ModelError
-from fedguild.model.plan import AdapterPlan, targeted_linears, trainable_shapes
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
+from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.targets import targeted_linears
 
 Q = "model.layers.0.self_attn.q_proj"
 EXPERTS = "model.layers.1.mlp.experts"
@@ -13,7 +16,7 @@ GATE = "model.layers.1.mlp.gate"
 
 
 def test_shapes_of_every_kind(olmoe_backbone):
-    plan = AdapterPlan(3, 1.0, ("q_proj", "router", "experts"), output_scale="per_layer")
+    plan = AdapterPlan((Lora(3, 1.0, ("q_proj", "router", "experts")), OutputScale("per_layer")))
     shapes = trainable_shapes(olmoe_backbone.info, plan)
     assert len(shapes) == 2 * (2 + 2 + 6 + 1)
     assert shapes[f"{Q}.lora_A"] == (3, 16)
@@ -28,19 +31,19 @@ def test_shapes_of_every_kind(olmoe_backbone):
 
 
 def test_a_shared_output_scale_is_one_scalar_and_needs_experts(olmoe_backbone, llama_backbone):
-    plan = AdapterPlan(3, 1.0, ("attention",), output_scale="shared")
+    plan = AdapterPlan((Lora(3, 1.0, ("attention",)), OutputScale("shared")))
     for backbone, scales in ((olmoe_backbone, ["output_scale"]), (llama_backbone, [])):
         assert [name for name in trainable_shapes(backbone.info, plan) if "lora" not in name] == scales
 
 
 def test_groups_and_names_may_overlap(llama_backbone):
-    plan = AdapterPlan(2, 1.0, ("attention", "q_proj", "up_proj"))
-    names = [linear.name.rsplit(".", 1)[-1] for linear in targeted_linears(llama_backbone.info, plan)]
+    plan = AdapterPlan((Lora(2, 1.0, ("attention", "q_proj", "up_proj")),))
+    names = [linear.name.rsplit(".", 1)[-1] for linear in targeted_linears(llama_backbone.info, plan.lora.targets)]
     assert names == ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"] * 2
 
 
 def test_every_unknown_target_is_named(llama_backbone):
-    plan = AdapterPlan(2, 1.0, ("q_proj", "wq", "wk"))
+    plan = AdapterPlan((Lora(2, 1.0, ("q_proj", "wq", "wk")),))
     with pytest.raises(ConfigError, match=r"target\(s\) wq, wk name no layer[\s\S]*attention, mlp, down_proj"):
         trainable_shapes(llama_backbone.info, plan)
 
@@ -48,12 +51,12 @@ def test_every_unknown_target_is_named(llama_backbone):
 @pytest.mark.parametrize("rank", [0, -1])
 def test_a_rank_below_one_is_refused(rank):
     with pytest.raises(ConfigError, match=f"at least 1, but is {rank}"):
-        AdapterPlan(rank, 1.0, ("attention",))
+        AdapterPlan((Lora(rank, 1.0, ("attention",)),))
 
 
 def test_no_active_experts_is_refused():
     with pytest.raises(ConfigError, match="active_experts must be at least 1, but is 0"):
-        AdapterPlan(1, 1.0, ("attention",), active_experts=0)
+        AdapterPlan((Lora(1, 1.0, ("attention",)),), 0)
 
 
 def test_a_dense_model_says_that_it_has_no_experts(llama_backbone, olmoe_backbone):

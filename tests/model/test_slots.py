@@ -9,13 +9,15 @@ import torch
 
 from fedguild.data.batches import Encoded, SlotBatch, collate
 from fedguild.errors import ConfigError, ModelError
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.moe import token_side, view
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
 from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tiny_model
 from tests.oracles.lora import MergedModel
 
-PLAN = AdapterPlan(4, 0.5, ("attention", "router", "experts"), 2)
+PLAN = AdapterPlan((Lora(4, 0.5, ("attention", "router", "experts")),), 2)
 
 
 def batch_of(*lengths: list[int]) -> SlotBatch:
@@ -38,7 +40,7 @@ def losses_of(backbone, plans, adapters, batch):
 
 
 def test_a_slot_reads_back_what_it_loaded_at_its_own_rank(olmoe_backbone):
-    plans = [PLAN, replace(PLAN, rank=1), replace(PLAN, rank=7)]
+    plans = [PLAN, PLAN.with_lora(rank=1), PLAN.with_lora(rank=7)]
     adapters = [random_adapter(olmoe_backbone.info, plan, seed) for seed, plan in enumerate(plans)]
     with SlotModel(olmoe_backbone, plans) as model:
         for slot, adapter in enumerate(adapters):
@@ -52,7 +54,7 @@ def test_a_slot_reads_back_what_it_loaded_at_its_own_rank(olmoe_backbone):
 
 
 def test_loading_clears_the_ranks_beyond_the_slots_own(olmoe_backbone):
-    plans = [PLAN, replace(PLAN, rank=2)]
+    plans = [PLAN, PLAN.with_lora(rank=2)]
     name = "model.layers.0.self_attn.q_proj.lora_A"
     with SlotModel(olmoe_backbone, plans) as model:
         model.trainables[name].stored.detach().fill_(9.0)
@@ -77,7 +79,7 @@ def test_loading_a_part_leaves_the_rest(olmoe_backbone):
 def test_the_output_scale_equals_the_scale_in_the_down_projection(kind):
     """Values, and the gradient of s, of two slots with scales of their own; fp64."""
     backbone = tiny_backbone("olmoe", dtype=torch.float64)
-    plans = [replace(PLAN, output_scale=kind, output_scale_start=start) for start in (0.5, 3.0)]
+    plans = [AdapterPlan((PLAN.lora, OutputScale(kind, start)), PLAN.active_experts) for start in (0.5, 3.0)]
     adapters = [random_adapter(backbone.info, plan, seed) for seed, plan in enumerate(plans)]
     batch = batch_of([6], [6])
     with SlotModel(backbone, plans) as model:
@@ -100,13 +102,13 @@ def test_the_output_scale_equals_the_scale_in_the_down_projection(kind):
 
 
 def test_output_scales_start_at_one(olmoe_backbone):
-    with SlotModel(olmoe_backbone, [replace(PLAN, output_scale="per_layer")]) as model:
+    with SlotModel(olmoe_backbone, [AdapterPlan((PLAN.lora, OutputScale("per_layer")))]) as model:
         scales = {name: value for name, value in model.read(0).items() if name.endswith("output_scale")}
     assert scales == {f"model.layers.{layer}.mlp.output_scale": torch.tensor(1.0) for layer in (0, 1)}
 
 
 def test_a_fixed_output_scale_is_not_trained(olmoe_backbone):
-    plans = [replace(PLAN, output_scale="fixed", output_scale_start=start) for start in (1.0, 4.0)]
+    plans = [AdapterPlan((PLAN.lora, OutputScale("fixed", start))) for start in (1.0, 4.0)]
     with SlotModel(olmoe_backbone, plans) as model:
         assert not any(name.endswith("output_scale") for name in model.trainables)
         first, second = model.token_losses(twice([6])).view(2, -1)
@@ -127,7 +129,7 @@ def test_bf16_runs_near_fp32():
     losses = {}
     for dtype in (torch.float32, torch.bfloat16):
         backbone = tiny_backbone("olmoe", dtype=dtype, initializer_range=0.1)
-        plans = [PLAN, replace(PLAN, rank=1, active_experts=4)]
+        plans = [PLAN, replace(PLAN.with_lora(rank=1), active_experts=4)]
         adapters = [random_adapter(backbone.info, plan, seed, size=0.1) for seed, plan in enumerate(plans)]
         with SlotModel(backbone, plans) as model:
             for slot, adapter in enumerate(adapters):
@@ -162,7 +164,7 @@ def packed_batch() -> tuple[SlotBatch, list[tuple[list[int], int]]]:
 @pytest.mark.parametrize("family", ["olmoe", "llama", "deepseek_v2 greedy"])
 def test_an_attention_mask_of_the_batch_separates_candidates(family, attention):
     backbone = tiny_backbone(family, attn_implementation=attention)
-    plan = AdapterPlan(4, 0.5, ("attention",))
+    plan = AdapterPlan((Lora(4, 0.5, ("attention",)),))
     adapter = random_adapter(backbone.info, plan, 1)
     batch, texts = packed_batch()
     found = losses_of(backbone, [plan], [adapter], batch)
@@ -203,24 +205,24 @@ def test_an_unknown_target_lists_the_known_ones(olmoe_backbone):
     with pytest.raises(
         ConfigError, match=r"q_porj name no layer[\s\S]*router, experts, k_proj, o_proj, q_proj, v_proj"
     ):
-        SlotModel(olmoe_backbone, [replace(PLAN, targets=("q_porj",))])
+        SlotModel(olmoe_backbone, [PLAN.with_lora(targets=("q_porj",))])
     SlotModel(olmoe_backbone, [PLAN]).close()
 
 
 @pytest.mark.parametrize("target", ["router", "experts"])
 def test_expert_targets_on_a_dense_model_are_refused(llama_backbone, target):
     with pytest.raises(ConfigError, match=rf"{target} name no layer of tiny llama"):
-        SlotModel(llama_backbone, [AdapterPlan(4, 1.0, ("attention", target))])
+        SlotModel(llama_backbone, [AdapterPlan((Lora(4, 1.0, ("attention", target)),))])
 
 
 def test_active_experts_on_a_dense_model_are_refused(llama_backbone):
     with pytest.raises(ModelError, match=r"tiny llama \(llama\) has no experts"):
-        SlotModel(llama_backbone, [AdapterPlan(4, 1.0, ("attention",), active_experts=2)])
+        SlotModel(llama_backbone, [AdapterPlan((Lora(4, 1.0, ("attention",)),), 2)])
 
 
 def test_plans_of_different_targets_are_refused(olmoe_backbone):
     with pytest.raises(ConfigError, match="share LoRA targets"):
-        SlotModel(olmoe_backbone, [PLAN, replace(PLAN, targets=("attention",))])
+        SlotModel(olmoe_backbone, [PLAN, PLAN.with_lora(targets=("attention",))])
 
 
 @pytest.mark.parametrize(
@@ -239,7 +241,7 @@ def test_tensors_that_do_not_fit_are_refused(olmoe_backbone, tensors, message):
 def test_a_model_takes_the_wide_products_for_its_tokens_and_gets_the_gradients_of_the_pairs(
     olmoe_backbone, monkeypatch
 ):
-    plans = [PLAN, replace(PLAN, rank=2, scale=2.0)]
+    plans = [PLAN, PLAN.with_lora(rank=2, scale=2.0)]
     adapters = [random_adapter(olmoe_backbone.info, plan, seed) for seed, plan in enumerate(plans)]
     calls = []
     run = view.run_token_side

@@ -11,6 +11,7 @@ from torch import Tensor
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError, ModelError
 from fedguild.evaluation.likelihood import Candidates, candidate_losses
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.soft_prompt import EncodedPrompt, SoftPrompt, encoded_prompt, widened
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan, trainable_shapes
@@ -27,7 +28,7 @@ TOKENS = 3
 
 
 def plan(*parts: object) -> AdapterPlan:
-    return AdapterPlan(1, 1.0, (), parts=tuple(parts))  # type: ignore[arg-type]
+    return AdapterPlan((*tuple(parts),))  # type: ignore[arg-type]
 
 
 def prompts(hidden: int, count: int = len(LENGTHS)) -> list[Tensor]:
@@ -252,4 +253,4 @@ def test_an_encoder_decoder_model() -> None:
     backbone = tiny_backbone("switch")
     with pytest.raises(ModelError, match=r"needs a causal model, but tiny switch is(.|\n)*fedit"):
         SlotModel(backbone, [plan(SoftPrompt(2))])
-    SlotModel(backbone, [AdapterPlan(1, 1.0, ("attention",))]).close()
+    SlotModel(backbone, [AdapterPlan((Lora(1, 1.0, ("attention",)),))]).close()

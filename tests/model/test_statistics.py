@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from fedguild.data.batches import Encoded, collate
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.moe.statistics import RoutingStatistics
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from tests.backbones import EXPERTS, PAD, random_adapter, random_rows, tiny_backbone
 from tests.oracles.routing import Recount
 
-PLAN = AdapterPlan(4, 0.5, ("attention", "router", "experts"))
+PLAN = AdapterPlan((Lora(4, 0.5, ("attention", "router", "experts")),))
 PLANS = [replace(PLAN, active_experts=k) for k in (4, 1, 2)]
 LENGTHS = ([[7, 3], [5], []], [[2], [6, 6, 4], [8]])
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import BartConfig, BartForConditionalGeneration
 
 from fedguild.data.batches import Encoded, Seq2Seq, collate
 from fedguild.errors import ModelError
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import describe_config, load_backbone, make_backbone
 from fedguild.model.moe.routing import within_capacity
 from fedguild.model.plan import AdapterPlan
@@ -21,8 +21,8 @@ from tests.oracles.switch import MergedSwitch
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
 """Transformers' router moves its weights to its own dtype in every pass, merged ones of the oracle too."""
 
-PLAN = AdapterPlan(4, 0.5, ("attention", "mlp", "router", "experts"), output_scale="per_layer")
-PLANS = [replace(PLAN, rank=rank, scale=scale) for rank, scale in ((3, 0.5), (1, 2.0), (4, 1.0))]
+PLAN = AdapterPlan((Lora(4, 0.5, ("attention", "mlp", "router", "experts")), OutputScale("per_layer")))
+PLANS = [PLAN.with_lora(rank=rank, scale=scale) for rank, scale in ((3, 0.5), (1, 2.0), (4, 1.0))]
 ROWS = [
     [Encoded(tuple(ids), prompt) for ids, prompt in zip(random_rows(lengths, seed), prompts, strict=True)]
     for seed, (lengths, prompts) in enumerate([([7, 12], [3, 9]), ([], []), ([9], [4])])
@@ -38,7 +38,7 @@ def backbone():
 
 
 def random_adapters(backbone, plans, dtype=torch.float64):
-    adapters = [random_adapter(backbone.info, plan, seed) for seed, plan in enumerate(plans)]
+    adapters = [random_adapter(backbone.info, plan, 20 + slot) for slot, plan in enumerate(plans)]
     return [{name: value.to(dtype) for name, value in adapter.items()} for adapter in adapters]
 
 
@@ -163,7 +163,7 @@ def test_without_adapters_generation_is_transformers_own(backbone):
 
 def test_a_dense_encoder_decoder_model_runs_alike():
     backbone = tiny_backbone("t5", dtype=torch.float64)
-    plans = [AdapterPlan(rank, 0.5, ("attention", "mlp")) for rank in (4, 1, 2)]
+    plans = [AdapterPlan((Lora(rank, 0.5, ("attention", "mlp")),)) for rank in (4, 1, 2)]
     adapters = random_adapters(backbone, plans)
     losses, _ = losses_and_gradients(backbone, plans, adapters, ROWS)
     plain = tiny_model("t5", dtype=torch.float64)
@@ -188,7 +188,7 @@ def test_batches_of_the_other_kind_are_refused(backbone, olmoe_backbone):
         pytest.raises(ModelError, match="an encoder-decoder model, but the batch"),
     ):
         model.token_losses(collate(ROWS, PAD))
-    plan = AdapterPlan(2, 1.0, ("attention",))
+    plan = AdapterPlan((Lora(2, 1.0, ("attention",)),))
     with SlotModel(olmoe_backbone, [plan] * 3) as model, pytest.raises(ModelError, match="a causal model, but"):
         model.token_losses(collate(ROWS, PAD, SEQ2SEQ))
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.adapters.output_scale import OutputScale
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
 
 
 def merged_parameters(
@@ -97,12 +99,13 @@ class MergedModel:
 
 def _product(module: str, plan: AdapterPlan, adapter: Mapping[str, Tensor]) -> Tensor:
     up, down = adapter[f"{module}.lora_B"], adapter[f"{module}.lora_A"]
-    return plan.scale * (up @ adapter[f"{module}.lora_R"] @ down if plan.middle else up @ down)
+    return plan.lora.scale * (up @ adapter[f"{module}.lora_R"] @ down if plan.lora.middle else up @ down)
 
 
 def _output_scale(block: str, plan: AdapterPlan, adapter: Mapping[str, Tensor]) -> Tensor | float:
-    if plan.output_scale == "per_layer":
-        return adapter[f"{block}.output_scale"]
-    if plan.output_scale == "shared":
-        return adapter["output_scale"]
-    return plan.output_scale_start if plan.output_scale == "fixed" else 1.0
+    part = plan.part(OutputScale)
+    if part is None:
+        return 1.0
+    if part.kind == "fixed":
+        return part.start
+    return adapter["output_scale" if part.kind == "shared" else f"{block}.output_scale"]

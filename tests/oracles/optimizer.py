@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedguild.client.optimizer import OptimizerSettings
+from fedguild.config.training import TrainingSettings
 
 
 class ClientOptimizer:
@@ -20,7 +20,7 @@ class ClientOptimizer:
         settings: The constants.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], settings: OptimizerSettings) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], settings: TrainingSettings) -> None:
         self.tensors = dict(tensors)
         scales = [tensor for name, tensor in self.tensors.items() if name.endswith("output_scale")]
         others = [tensor for name, tensor in self.tensors.items() if not name.endswith("output_scale")]
@@ -31,10 +31,10 @@ class ClientOptimizer:
         self.optimizer = self._make([group for group in groups if group["params"]], settings)
 
     @staticmethod
-    def _make(groups: list[dict[str, object]], settings: OptimizerSettings) -> torch.optim.Optimizer:
-        if settings.kind == "sgd":
+    def _make(groups: list[dict[str, object]], settings: TrainingSettings) -> torch.optim.Optimizer:
+        if settings.optimizer == "sgd":
             return torch.optim.SGD(groups, lr=1.0, momentum=settings.momentum)
-        kind = torch.optim.AdamW if settings.kind == "adamw" else torch.optim.Adam
+        kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
         return kind(groups, lr=1.0, betas=settings.betas, eps=settings.eps)
 
     def step(self, grads: Mapping[str, Tensor], rate: float, clip_norm: float | None) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedguild.data.batches import Encoded
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 
 
 def weight_gradients(

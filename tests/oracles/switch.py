@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.plan import AdapterPlan
 
 
@@ -70,8 +71,8 @@ def _change(module: str, plan: AdapterPlan, adapter: Mapping[str, Tensor], exper
     if f"{module}.lora_A" not in adapter:
         return 0.0
     down, up = adapter[f"{module}.lora_A"], adapter[f"{module}.lora_B"]
-    return plan.scale * (up @ down if expert is None else up[expert] @ down[expert])
+    return plan.lora.scale * (up @ down if expert is None else up[expert] @ down[expert])
 
 
 def _output_scale(block: str, plan: AdapterPlan, adapter: Mapping[str, Tensor]) -> Tensor | float:
-    return adapter[f"{block}.output_scale"] if plan.output_scale == "per_layer" else 1.0
+    return adapter[f"{block}.output_scale"] if plan.part(OutputScale) else 1.0

@@ -5,13 +5,15 @@ import pytest
 import torch
 
 from fedguild.errors import CheckpointError, FedGuildError
+from fedguild.packing import pack
+from fedguild.payload import Payload
+from fedguild.sealed import write_sealed
 from fedguild.server import checkpoint
-from fedguild.server.method import State
 
 
-def state(value: float) -> State:
+def state(value: float) -> Payload:
     tensors = {"q.lora_A": torch.full((2, 3), value), "q.lora_B": torch.full((3, 2), value, dtype=torch.bfloat16)}
-    return State(tensors, {"round_seen": int(value), "temperature": 1 / 3, "note": "é"})
+    return Payload(tensors, {"round_seen": int(value), "temperature": 1 / 3, "note": "é"})
 
 
 def save(folder, round, **options):
@@ -38,8 +40,19 @@ def test_a_checkpoint_gives_back_the_same_bits(tmp_path):
 
 
 def test_an_empty_state_without_extra_is_one_too(tmp_path):
-    checkpoint.save(tmp_path, 0, State(), fingerprint="x")
-    assert checkpoint.load(tmp_path, 0, fingerprint="x") == checkpoint.Checkpoint(0, State(), {})
+    checkpoint.save(tmp_path, 0, Payload(), fingerprint="x")
+    assert checkpoint.load(tmp_path, 0, fingerprint="x") == checkpoint.Checkpoint(0, Payload(), {})
+
+
+@pytest.mark.parametrize(
+    ("format", "told"), [({}, "FedGuild 0.1.0 wrote it"), ({"format": 7}, "Install the version that wrote it")]
+)
+def test_a_checkpoint_of_another_format_is_refused_with_the_version_that_reads_it(tmp_path, format, told):
+    header = {"round": 3, "fingerprint": "run-a", "state": "{}", "extra": "{}", **format}
+    write_sealed(path(tmp_path, 3), pack({}, header))
+    with pytest.raises(CheckpointError, match="this version of FedGuild reads format 2") as error:
+        load(tmp_path, 3)
+    assert told in error.value.hint
 
 
 def test_the_last_ones_stay(tmp_path):
@@ -141,7 +154,7 @@ def test_a_disk_that_fills_up_while_the_file_grows_leaves_the_previous_round(tmp
     import signal
 
     save(tmp_path, 1)
-    large = State({"x": torch.zeros(100_000)})
+    large = Payload({"x": torch.zeros(100_000)})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport
+from fedguild.config.federation import FederationSettings
 from fedguild.errors import QuorumError
-from fedguild.methods import FedIT, build_method
-from fedguild.model.plan import ModelInfo
+from fedguild.methods import build_method
+from fedguild.methods.fedit import FedIT
+from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
-from fedguild.server.method import Method, State, Upload
+from fedguild.server.method import Method, Upload
 from fedguild.server.rounds import (
     WAIT_FOR_ALL,
     Delivery,
     Outcome,
-    RoundRules,
     Stray,
     Task,
     Terms,
@@ -30,7 +30,7 @@ from fedguild.server.rounds import (
 from fedguild.wire.accounting import size_bytes
 
 CLIENTS = [ClientInfo(index, Budget("all", 4, 2), examples=10) for index in range(6)]
-RULES = RoundRules(participation=1.0, quorum=0.5, norm_limit=None, seed=3)
+RULES = FederationSettings()
 ROUND = 5
 GONE = "the client went away"
 
@@ -38,7 +38,7 @@ GONE = "the client went away"
 class Recording(FedIT):
     """FedIT that remembers what it aggregated: (round, client index, value of the first tensor)."""
 
-    def aggregate(self, state: State, uploads: Iterator[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterator[Upload]) -> Payload:
         self.seen: list[tuple[int, int]] = []
 
         def watched() -> Iterator[Upload]:
@@ -111,14 +111,15 @@ def method() -> Recording:
 
 
 @pytest.fixture
-def state(method, model) -> State:
+def state(method, model) -> Payload:
     return method.start(model, [CLIENTS[0].budget], torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
 def play(method, state, model):
     def run(engine: Scripted, accepted_before: Sequence[int] = (), **rules) -> Outcome:
-        return run_round(ROUND, method, state, model, CLIENTS, engine, replace(RULES, **rules), accepted_before)
+        settings = RULES.model_copy(update=rules)
+        return run_round(ROUND, method, state, model, CLIENTS, engine, settings, accepted_before, seed=3)
 
     return run
 
@@ -131,7 +132,7 @@ def task(method, state, model):
     return make
 
 
-def moved(outcome: Outcome, state: State) -> float:
+def moved(outcome: Outcome, state: Payload) -> float:
     """By how much every value of the state went up."""
     steps = torch.cat([(outcome.state.tensors[n] - tensor).reshape(-1) for n, tensor in state.tensors.items()])
     assert torch.allclose(steps, steps[0].expand_as(steps), atol=1e-5)

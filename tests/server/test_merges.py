@@ -10,7 +10,7 @@ from fedguild.client.merges import MERGE, VERSION, MergeLedger, by_version
 from fedguild.payload import Payload
 from fedguild.server.low_rank import Factors
 from fedguild.server.merges import HELD, HOLDERS, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 
 CLIENTS = [ClientInfo(index, Budget("all", 1, 1), 4) for index in range(4)]
 
@@ -19,11 +19,11 @@ def change(value: float, rank: int = 2) -> dict[str, Factors]:
     return {"q": Factors(torch.full((rank, 3), value), torch.ones(2, rank))}
 
 
-def uploads(state: State, *who: int) -> list[Upload]:
+def uploads(state: Payload, *who: int) -> list[Upload]:
     return [Upload(1, CLIENTS[index], Payload({}, echo(delivery(state, CLIENTS[index])))) for index in who]
 
 
-def sent(state: State, client: int) -> list[int]:
+def sent(state: Payload, client: int) -> list[int]:
     """The versions that a client gets."""
     return list(by_version(delivery(state, CLIENTS[client]).part(MERGE)))
 
@@ -93,7 +93,7 @@ def test_the_digest_tells_histories_apart() -> None:
 
 
 def test_the_rest_of_a_state_is_left_to_the_method() -> None:
-    state = State({**no_merges().tensors, "adapter/x": torch.ones(1)}, {**no_merges().scalars, "mine": 3})
+    state = Payload({**no_merges().tensors, "adapter/x": torch.ones(1)}, {**no_merges().scalars, "mine": 3})
     after = appended(state, change(1.0), uploads(state, 0))
     assert all(name.startswith(MERGE) for name in [*after.tensors, *after.scalars])
     assert isinstance(after.tensors[f"{MERGE}/1/q.lora_A"], Tensor)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 from tests.methods.fedalign import EXPERTS, GATES, LAYERS, fedalign, federation_of, own_experts, random_round, vector
 from tests.methods.federation import LARGE, client, upload
 from tests.oracles import fedalign_moe as oracle
@@ -72,8 +72,8 @@ def test_what_nobody_activated_stays_bit_by_bit(olmoe_backbone: Backbone) -> Non
         assert {e for e in range(EXPERTS) if torch.equal(vector(before, e), vector(found, e))} == same
     nothing = method.aggregate(after, iter([]))
     for part in ("experts", "reference", "consensus"):
-        expected = Payload(after.tensors).part(part)
-        assert all(torch.equal(Payload(nothing.tensors).part(part)[name], value) for name, value in expected.items())
+        expected = after.part(part)
+        assert all(torch.equal(nothing.part(part)[name], value) for name, value in expected.items())
 
 
 def test_two_clients_by_hand() -> None:
@@ -84,7 +84,7 @@ def test_two_clients_by_hand() -> None:
     whole update (4, -2). p-bar_1 = (.6, .4), p-bar_2 = (.2, .8), m_1 = (.5, 0), m_2 = (.5, .25): p_g = (5, 8) / 13.
     """
     name, state = "block.experts.up_proj", {"A": [10.0, 1.0], "B": [20.0, 2.0]}
-    before = State({f"experts/{name}.lora_{k}": torch.tensor(v).view(2, 1, 1) for k, v in state.items()})
+    before = Payload({f"experts/{name}.lora_{k}": torch.tensor(v).view(2, 1, 1) for k, v in state.items()})
 
     def sent(index: int, routing: list[float], margin: list[float], updates, regions) -> Upload:
         def keyed(values: list[list[float]]) -> dict[str, Tensor]:

@@ -11,17 +11,18 @@ import torch
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport
+from fedguild.config.federation import FederationSettings
 from fedguild.errors import QuorumError
-from fedguild.methods import FedIT, build_method
-from fedguild.model.plan import ModelInfo
+from fedguild.methods import build_method
+from fedguild.methods.fedit import FedIT
+from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.clock import Clock
-from fedguild.server.method import Method, State
+from fedguild.server.method import Method
 from fedguild.server.rounds import (
     WAIT_FOR_ALL,
     Delivery,
     Outcome,
-    RoundRules,
     Task,
     Terms,
     frequencies,
@@ -31,7 +32,7 @@ from fedguild.server.sampling import sample
 from fedguild.wire.codec import encode
 
 CLIENTS = [ClientInfo(index, Budget("all", 4, 2), examples=10) for index in range(4)]
-ASK_ALL = RoundRules(participation=1.0, quorum=0.5, norm_limit=None, seed=3)
+ASK_ALL = FederationSettings()
 FAILED = "the client went away"
 
 
@@ -90,15 +91,17 @@ def method() -> Method:
 
 
 @pytest.fixture
-def state(method: Method, model: ModelInfo) -> State:
+def state(method: Method, model: ModelInfo) -> Payload:
     return method.start(model, [CLIENTS[0].budget], torch.Generator().manual_seed(0))
 
 
-def play(method: Method, state: State, model: ModelInfo, engine: Scripted, rules: RoundRules = ASK_ALL) -> Outcome:
-    return run_round(5, method, state, model, CLIENTS, engine, rules)
+def play(
+    method: Method, state: Payload, model: ModelInfo, engine: Scripted, rules: FederationSettings = ASK_ALL
+) -> Outcome:
+    return run_round(5, method, state, model, CLIENTS, engine, rules, seed=3)
 
 
-def moved(outcome: Outcome, state: State) -> float:
+def moved(outcome: Outcome, state: Payload) -> float:
     """Returns by how much every value of the state went up, which must be the same for all."""
     steps = torch.cat([(outcome.state.tensors[n] - tensor).reshape(-1) for n, tensor in state.tensors.items()])
     assert torch.allclose(steps, steps[0].expand_as(steps), atol=1e-6)
@@ -161,7 +164,7 @@ def test_an_upload_that_never_came_needs_no_reason(method, state, model):
 
 def test_an_upload_beyond_the_norm_limit_is_left_out(method, state, model):
     honest = torch.cat([tensor.reshape(-1) for tensor in plus(Payload(state.tensors), 3).tensors.values()]).norm()
-    rules = RoundRules(1.0, 0.5, norm_limit=1.5 * float(honest), seed=3)
+    rules = FederationSettings(norm_limit=1.5 * float(honest))
     outcome = play(method, state, model, Scripted({3: lambda payload: plus(payload, 100)}), rules)
     assert moved(outcome, state) == pytest.approx(2.0, abs=1e-6)
     assert "beyond the limit of" in outcome.rejected[3]
@@ -179,7 +182,7 @@ def test_below_the_quorum_the_round_fails_and_the_state_is_as_it_was(method, sta
 
 
 def test_only_the_sampled_clients_are_asked_and_counted(method, state, model):
-    rules = RoundRules(participation=0.5, quorum=1.0, norm_limit=None, seed=3)
+    rules = FederationSettings(participation=0.5, quorum=1.0)
     engine = Scripted()
     outcome = play(method, state, model, engine, rules)
     drawn = sample(5, CLIENTS, 0.5, seed=3)

@@ -1,4 +1,4 @@
-"""`fedguild methods`: what can be run, and with which options."""
+"""`fedguild methods`: the methods there are, where each comes from, and the options of one."""
 
 from __future__ import annotations
 
@@ -10,33 +10,39 @@ from rich.table import Table
 from fedguild.cli.options import JsonOption
 from fedguild.cli.output import show, show_json
 from fedguild.config.reference import settings_of
-from fedguild.errors import ConfigError, nearest
+from fedguild.errors import FedGuildError
+from fedguild.methods import METHODS
 
 if TYPE_CHECKING:
+    from fedguild.plugins import Found
     from fedguild.server.method import Method
 
 EXAMPLES = (
     "fedguild methods",
     "fedguild methods flame",
+    "fedguild methods --check",
 )
 
 
 def command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show the options of this method.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Import every method; exit with 1 if one cannot be used.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the methods, or the options of one."""
-    from fedguild.methods import METHODS
-
-    if name is not None and name not in METHODS:
-        raise ConfigError(f"There is no method '{name}'.", nearest(name, METHODS))
-    described = [_described(METHODS[known]) for known in METHODS if name in (None, known)]
+    """List the methods with the package that each comes from, or the options of one."""
+    if name is not None:
+        described = _described(METHODS.load(name))
+        show_json(described) if as_json else _show_one(described)
+        return
+    found = list(METHODS.checked() if check else METHODS.found())
     if as_json:
-        show_json(described if name is None else described[0])
-    elif name is None:
-        _show_all(described)
+        show_json([{"name": one.name, "title": one.title, "from": one.origin, "fault": one.fault} for one in found])
     else:
-        _show_one(described[0])
+        _show_all(found)
+    if check and any(one.fault for one in found):
+        raise FedGuildError("; ".join(one.warning for one in found if one.fault))
 
 
 def _described(method: type[Method]) -> dict[str, Any]:
@@ -48,11 +54,10 @@ def _described(method: type[Method]) -> dict[str, Any]:
     }
 
 
-def _show_all(described: list[dict[str, Any]]) -> None:
-    table = Table("method", "what it is", "models", "options", box=None, header_style="bold", pad_edge=False)
-    for method in described:
-        models = "with experts" if method["needs_experts"] else "any"
-        table.add_row(method["name"], method["title"], models, ", ".join(option["key"] for option in method["options"]))
+def _show_all(found: list[Found]) -> None:
+    table = Table("method", "title", "from", box=None, header_style="bold", pad_edge=False)
+    for plugin in found:
+        table.add_row(plugin.name, plugin.warning if plugin.fault else plugin.title, plugin.origin)
     show(table)
 
 
@@ -60,4 +65,5 @@ def _show_one(described: dict[str, Any]) -> None:
     table = Table("option", "accepts", "default", "meaning", box=None, header_style="bold", pad_edge=False)
     for option in described["options"]:
         table.add_row(f"method.{option['key']}", option["accepts"], option["default"], option["help"])
-    show(f"{described['name']}: {described['title']}", table)
+    models = "mixture-of-experts models" if described["needs_experts"] else "any model"
+    show(f"{described['name']}: {described['title']} (for {models})", table)

@@ -12,7 +12,7 @@ from fedguild.config import load_config
 from fedguild.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedguild.profiling import WireDtype
+    from fedguild.costs.from_config import WireDtype
 
 EXAMPLES = (
     "fedguild profile ub-smoe/olmoe-commonsense",
@@ -77,8 +77,8 @@ def command(
     settings = load_config(config, given)
 
     from fedguild.cli.profile_tables import tables
-    from fedguild.evaluation.tiers import as_records
-    from fedguild.profiling import WIRE_DTYPES, known_examples, profile_config
+    from fedguild.costs.from_config import WIRE_DTYPES, known_examples, profile_config
+    from fedguild.costs.rows import as_rows
 
     if wire_dtype not in WIRE_DTYPES:
         raise ConfigError(f"--wire-dtype is '{wire_dtype}'.", f"Known: {', '.join(WIRE_DTYPES)}.")
@@ -87,7 +87,7 @@ def command(
         settings, examples=examples, tokens=tokens, context=context, wire_dtype=dtype, checkpointing=checkpointing
     )
     if as_json:
-        show_json(as_records(found))
+        show_json(as_rows(found))
         return
     show(*tables(found))
     if settings.training.steps is None and examples is None and known_examples(settings) is None:
@@ -96,10 +96,9 @@ def command(
 
 def _show_published(as_json: bool, markdown: bool) -> None:
     from fedguild.cli.profile_tables import published_markdown, published_tables, server_markdown
-    from fedguild.evaluation.published import compare
-    from fedguild.evaluation.published_claims import CLAIMS
-    from fedguild.evaluation.servers import SERVERS
-    from fedguild.methods import build_method
+    from fedguild.costs.published import compare
+    from fedguild.costs.published_claims import CLAIMS
+    from fedguild.methods import METHODS, build_method
 
     found, missing = [], {}
     for claim in CLAIMS:
@@ -111,7 +110,7 @@ def _show_published(as_json: bool, markdown: bool) -> None:
         show_json([row.record() for row in found])
     elif markdown:
         typer.echo(published_markdown(found))
-        typer.echo(f"## The server\n\n{server_markdown(SERVERS)}")
+        typer.echo(f"## The server\n\n{server_markdown({name: METHODS.load(name).costs for name in METHODS})}")
     else:
         show(*published_tables(found))
     for what, reason in missing.items():

@@ -11,9 +11,10 @@ from rich.table import Table
 from fedguild.report.units import byte_count, duration, flops, si
 
 if TYPE_CHECKING:
-    from fedguild.evaluation.published import Comparison
-    from fedguild.evaluation.servers import Server
-    from fedguild.evaluation.tiers import Direction, Profile, TierProfile
+    from fedguild.costs.profile import Profile
+    from fedguild.costs.published import Comparison
+    from fedguild.costs.tiers import Direction, TierProfile
+    from fedguild.server.method import ServerCosts
 
 VARIES = {
     "no": "exact",
@@ -198,7 +199,7 @@ def _table(title: str) -> Table:
     return Table(box=None, header_style="bold", pad_edge=False, title=title, title_justify="left")
 
 
-def server_markdown(servers: Mapping[str, Server]) -> str:
+def server_markdown(servers: Mapping[str, ServerCosts]) -> str:
     """Returns every method's order of memory and time in Markdown, as it stands in docs/methods/costs.md."""
     heading = ("method", "memory", "time", "bytes of a profile")
     rows = [

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.optimizer import SlotOptimizer
-from fedguild.client.schedule import TrainingSettings, learning_rate, plan_steps
+from fedguild.client.schedule import learning_rate, plan_steps
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, SlotBatch, collate
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.moe.statistics import RoutingStatistics
@@ -110,7 +111,7 @@ class Cohort:
         self.seed = seed
         self.private_seed = seed if private_seed is None else private_seed
         self.pad_id = pad_id
-        self.optimizer = SlotOptimizer(model.trainables, settings.optimizer)
+        self.optimizer = SlotOptimizer(model.trainables, settings)
         self.reports = [LocalReport() for _ in work]
         self.kept: list[dict[str, Tensor]] = [{} for _ in work]
         self.routing: RoutingStatistics | None = None

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedguild.client.cohort import Cohort
-from fedguild.client.optimizer import OptimizerSettings, SlotOptimizer
-from fedguild.client.schedule import TrainingSettings, learning_rate, plan_steps
+from fedguild.client.optimizer import SlotOptimizer
+from fedguild.client.schedule import plan_steps
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, SlotBatch, collate
 from fedguild.model.adapters.logit_mixture import BIAS, WEIGHT, gate_values, mixed
 from fedguild.model.adapters.storage import SlotTensor
@@ -101,19 +102,19 @@ def train_gates(
     """
     gates = LogitGates(cohort, settings.features)
     training = TrainingSettings(
-        OptimizerSettings("adam", weight_decay=settings.weight_decay),
-        settings.learning_rate,
-        cohort.settings.batch_size,
+        optimizer="adam",
+        weight_decay=settings.weight_decay,
+        batch_size=cohort.settings.batch_size,
         epochs=settings.epochs,
     )
-    optimizer = SlotOptimizer(gates.trainables, training.optimizer)
+    optimizer = SlotOptimizer(gates.trainables, training)
     plans = [_batches(cohort, slot, len(own), training) if own else [] for slot, own in enumerate(examples)]
     cohort.model.dropout.seed(None)
     for index, batches in enumerate(zip_longest(*plans, fillvalue=[])):
         rows = [[own[i] for i in batch] for own, batch in zip(examples, batches, strict=True)]
         optimizer.zero_grad()
         gates.losses(collate(rows, cohort.pad_id, cohort.model.seq2seq), first, second).sum().backward()
-        optimizer.step([learning_rate(training, index, len(plan), 1) if index < len(plan) else None for plan in plans])
+        optimizer.step([settings.learning_rate if index < len(plan) else None for plan in plans])
     return [gates.read(slot) for slot in range(len(examples))]
 
 

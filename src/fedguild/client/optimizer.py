@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,28 +16,8 @@ from torch.nn.functional import pad
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+from fedguild.config.training import TrainingSettings
 from fedguild.model.adapters.storage import SlotTensor
-
-OptimizerKind = Literal["adamw", "adam", "sgd"]
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """An optimizer's constants.
-
-    Attributes:
-        kind: `adamw` (decoupled weight decay), `adam` or `sgd`.
-        betas: Decay of the two moments (Adam, AdamW).
-        eps: Added to the root of the second moment (Adam, AdamW).
-        weight_decay: Per unit of learning rate; never applied to output scales, nor where a trainable says so.
-        momentum: Decay of the velocity (SGD).
-    """
-
-    kind: OptimizerKind = "adamw"
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    momentum: float = 0.0
 
 
 class SlotOptimizer:
@@ -47,10 +25,10 @@ class SlotOptimizer:
 
     Args:
         trainables: Name -> trainable of all slots.
-        settings: The constants.
+        settings: The kind of optimizer and its constants; the rates come with each step.
     """
 
-    def __init__(self, trainables: Mapping[str, SlotTensor], settings: OptimizerSettings) -> None:
+    def __init__(self, trainables: Mapping[str, SlotTensor], settings: TrainingSettings) -> None:
         self.settings = settings
         self.trainables = list(trainables.values())
         self.slots = len(self.trainables[0].shapes) if self.trainables else 0
@@ -110,9 +88,9 @@ class SlotOptimizer:
 
     def _allocate(self) -> None:
         """Creates the moments, which a pass for the gradients alone does without."""
-        if self.settings.kind != "sgd" or self.settings.momentum:
+        if self.settings.optimizer != "sgd" or self.settings.momentum:
             self.first = [torch.zeros_like(t.stored, requires_grad=False) for t in self.trainables]
-        if self.settings.kind != "sgd":
+        if self.settings.optimizer != "sgd":
             self.second = [torch.zeros_like(t.stored, requires_grad=False) for t in self.trainables]
 
     def _update(
@@ -136,7 +114,7 @@ class SlotOptimizer:
             return
         grads = parts([_grad(self.trainables[index]) for index in chosen])
         first = parts([self.first[index] for index in chosen]) if self.first else []
-        if self.settings.kind == "sgd":
+        if self.settings.optimizer == "sgd":
             sgd(
                 values,
                 grads,
@@ -158,7 +136,7 @@ class SlotOptimizer:
             [],
             [torch.tensor(float(count - 1), device=value.device) for value in values],
             fused=True,
-            decoupled_weight_decay=self.settings.kind == "adamw",
+            decoupled_weight_decay=self.settings.optimizer == "adamw",
             amsgrad=False,
             beta1=self.settings.betas[0],
             beta2=self.settings.betas[1],

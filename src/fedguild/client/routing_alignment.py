@@ -9,8 +9,7 @@ experts that are not active.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -19,26 +18,15 @@ import torch
 from torch import Tensor
 
 from fedguild.client.cohort import Cohort
+from fedguild.client.observing import observing
 from fedguild.data.batches import Encoded
-from fedguild.model.moe.view import MoeLayer, Routing
-from fedguild.model.plan import MoeInfo
+from fedguild.model.info import MoeInfo
+from fedguild.model.moe.view import Routing
 from fedguild.seeding import numpy_rng
 
 Divergence = Literal["pointwise", "bernoulli"]
 SMALLEST = 1e-8
 """The least probability inside a logarithm."""
-
-
-@contextmanager
-def observing(layers: Sequence[MoeLayer], observer: Callable[[Routing], None]) -> Iterator[None]:
-    """Shows an observer the routings of every pass inside the block."""
-    for layer in layers:
-        layer.observers.append(observer)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.observers.remove(observer)
 
 
 def probabilities(logits: Tensor) -> Tensor:

@@ -4,49 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
-from fedguild.client.optimizer import OptimizerSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import epoch_order
-from fedguild.errors import ConfigError, DataError
-
-ScheduleKind = Literal["constant", "linear", "cosine"]
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """How a client trains in one round.
-
-    Attributes:
-        optimizer: The optimizer's constants.
-        learning_rate: Peak learning rate.
-        batch_size: Examples in one forward pass.
-        accumulation: Forward passes before an optimizer step.
-        epochs: Passes over the client's examples in a round; not with `steps`.
-        steps: Optimizer steps in a round; not with `epochs`.
-        schedule: How the rate moves within the round: constant, or falling to 0.
-        warmup: Fraction of the round's steps in which the rate rises from 0.
-        round_decay: Factor on the rate after each round.
-        clip_norm: Largest norm of a client's gradient; None for no clipping.
-    """
-
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    learning_rate: float = 1e-3
-    batch_size: int = 8
-    accumulation: int = 1
-    epochs: float | None = None
-    steps: int | None = None
-    schedule: ScheduleKind = "constant"
-    warmup: float = 0.0
-    round_decay: float = 1.0
-    clip_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        if (self.epochs is None) == (self.steps is None):
-            raise ConfigError("training: give either epochs or steps (per round), not both and not neither.")
+from fedguild.errors import DataError
 
 
 def steps_in_round(examples: int, settings: TrainingSettings) -> int:

@@ -51,10 +51,15 @@ class SplitSettings(Section):
 
     @model_validator(mode="after")
     def _leave_something_to_train(self) -> Self:
-        held_out = self.validation + (self.test if self.test_source == "client" else 0.0)
+        held_out = self.validation + self.own_test
         if held_out >= 1:
             raise ValueError(f"validation and test together must be below 1, got {held_out:g}")
         return self
+
+    @property
+    def own_test(self) -> float:
+        """Share of a client's own examples that goes to its test: none where the corpus has a test split."""
+        return self.test if self.test_source == "client" else 0.0
 
 
 class DataSettings(Section):

@@ -1,4 +1,4 @@
-"""Stage 2 of 8: data. From a dataset to each client's training, validation and test examples.
+"""Stage 2 of 9: data. From a dataset to each client's training, validation and test examples.
 
 `load_corpus` reads a dataset into examples (`corpora/`, with the wordings of `prompts`),
 `partition` deals the training examples to the clients, `split_clients` cuts every client's share
@@ -9,7 +9,7 @@ from fedguild.data.corpora import CORPORA, load_corpus
 from fedguild.data.example import Corpus, Example
 from fedguild.data.partition import SCHEMES, PartitionTable, partition, partition_table
 from fedguild.data.prompts import TEMPLATES, render
-from fedguild.data.split import ClientData, SplitRule, pooled_test, split_clients
+from fedguild.data.split import ClientData, pooled_test, split_clients
 
 __all__ = [
     "CORPORA",
@@ -19,7 +19,6 @@ __all__ = [
     "Corpus",
     "Example",
     "PartitionTable",
-    "SplitRule",
     "load_corpus",
     "partition",
     "partition_table",

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 
+from fedguild.config.data import SplitSettings
 from fedguild.data.example import Corpus, Example
 from fedguild.data.partition import apportion
 from fedguild.data.sampling import sample
-from fedguild.errors import DataError, nearest
+from fedguild.errors import DataError
 from fedguild.seeding import numpy_rng
-
-TestSource = Literal["client", "corpus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,54 +28,8 @@ class ClientData:
     test: tuple[Example, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SplitRule:
-    """How every client's share is cut.
-
-    Attributes:
-        validation: Fraction of the share held out for validation; 0 for none.
-        test: Fraction held out for testing; unused with the test source `corpus`.
-        max_train: Cap on a client's training examples; None for no cap.
-        max_validation: Cap on its validation examples.
-        max_test: Cap on its test examples.
-        test_source: `client` tests on a part of the client's own share; `corpus` on the corpus's
-            own test examples, drawn for each client in the proportions of its labels (two clients
-            may be tested on the same example).
-
-    Raises:
-        DataError: a fraction or cap is out of range, or the test source is unknown.
-    """
-
-    validation: float = 0.1
-    test: float = 0.1
-    max_train: int | None = None
-    max_validation: int | None = None
-    max_test: int | None = None
-    test_source: TestSource = "client"
-
-    def __post_init__(self) -> None:
-        for name, value in (("validation", self.validation), ("test", self.test)):
-            if not 0 <= value < 1:
-                raise DataError(f"The {name} fraction must be at least 0 and below 1, but is {value}.")
-        if self.validation + self.test_fraction >= 1:
-            raise DataError(f"The validation and test fractions, {self.validation} and {self.test}, leave no training.")
-        for name in ("max_train", "max_validation", "max_test"):
-            cap = getattr(self, name)
-            if cap is not None and cap < 1:
-                raise DataError(f"{name} must be at least 1, but is {cap}.")
-        if self.test_source not in get_args(TestSource):
-            raise DataError(
-                f"There is no test source '{self.test_source}'.", nearest(self.test_source, get_args(TestSource))
-            )
-
-    @property
-    def test_fraction(self) -> float:
-        """Fraction of a client's own share that goes to testing."""
-        return self.test if self.test_source == "client" else 0.0
-
-
 def split_clients(
-    corpus: Corpus, parts: Sequence[Sequence[int]], rule: SplitRule | None = None, *, seed: int
+    corpus: Corpus, parts: Sequence[Sequence[int]], rule: SplitSettings | None = None, *, seed: int
 ) -> list[ClientData]:
     """Cuts every client's share into training, validation and test examples.
 
@@ -94,7 +46,7 @@ def split_clients(
         DataError: a client has too few examples, or the test source is the corpus and that has no
             test examples for a client's labels.
     """
-    rule = rule or SplitRule()
+    rule = rule or SplitSettings()
     if rule.test_source == "corpus" and not corpus.test:
         raise DataError(
             f"The corpus '{corpus.name}' has no test examples of its own.",
@@ -104,26 +56,26 @@ def split_clients(
     return [_cut(corpus, share, rule, client, seed) for client, share in enumerate(shares)]
 
 
-def _cut(corpus: Corpus, share: Sequence[Example], rule: SplitRule, client: int, seed: int) -> ClientData:
+def _cut(corpus: Corpus, share: Sequence[Example], rule: SplitSettings, client: int, seed: int) -> ClientData:
     _check_enough(share, rule, client)
     rng = numpy_rng(seed, "split", client)
     order = [share[index] for index in rng.permutation(len(share))]
     validation = _held_out(len(share), rule.validation)
-    test = _held_out(len(share), rule.test_fraction)
+    test = _held_out(len(share), rule.own_test)
     if validation + test >= len(share):
         validation, test = min(validation, 1), min(test, 1)
     tests = order[validation : validation + test]
     if rule.test_source == "corpus":
         tests = _matching_test(corpus, share, client, rng)
     return ClientData(
-        train=tuple(order[validation + test :][: rule.max_train]),
-        validation=tuple(order[:validation][: rule.max_validation]),
-        test=sample(tests, rule.max_test, rng),
+        train=tuple(order[validation + test :][: rule.caps.train]),
+        validation=tuple(order[:validation][: rule.caps.validation]),
+        test=sample(tests, rule.caps.test, rng),
     )
 
 
-def _check_enough(share: Sequence[Example], rule: SplitRule, client: int) -> None:
-    uses = ["training"] + ["validation"] * (rule.validation > 0) + ["testing"] * (rule.test_fraction > 0)
+def _check_enough(share: Sequence[Example], rule: SplitSettings, client: int) -> None:
+    uses = ["training"] + ["validation"] * (rule.validation > 0) + ["testing"] * (rule.own_test > 0)
     if len(share) < len(uses):
         raise DataError(
             f"Client {client} has {len(share)} example(s), but needs at least {len(uses)} for {', '.join(uses)}.",
@@ -139,7 +91,8 @@ def _held_out(count: int, fraction: float) -> int:
 def _matching_test(corpus: Corpus, share: Sequence[Example], client: int, rng: np.random.Generator) -> list[Example]:
     """Draws the most of the corpus's test examples that keep the proportions of the share's labels, in random order.
 
-    Whoever scores only the first of them (`evaluation.max_examples`) then has all labels.
+    Two clients may be tested on the same example. Whoever scores only the first of them
+    (`evaluation.max_examples`) then has all labels.
     """
     pool: dict[str, list[Example]] = {}
     for example in corpus.test:

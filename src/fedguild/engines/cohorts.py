@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from fedguild.client.cohort import Cohort, LocalReport, LocalWork
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
+from fedguild.costs.memory import memory
 from fedguild.engines.peak_memory import peak_bytes, reset_peak
 from fedguild.errors import FedGuildError
-from fedguild.evaluation.profile import memory
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.server.method import Method

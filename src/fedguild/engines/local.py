@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fedguild.client.cohort import LocalWork
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merges import MergeLedger
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import (
     CohortSize,
@@ -24,7 +24,7 @@ from fedguild.engines.cohorts import (
 )
 from fedguild.errors import CheckpointError
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.server.method import Method
 from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merges import DIGEST, MergeLedger
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import (
     CohortSize,
@@ -35,7 +35,7 @@ from fedguild.engines.cohorts import (
 from fedguild.engines.ray_actor import CohortActor, Plain, job_of, pack_examples, trained_of
 from fedguild.engines.ray_cluster import actors_on, connect, place, require_room
 from fedguild.errors import CheckpointError, FedGuildError
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.method import Method
 from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
@@ -102,7 +102,7 @@ class RayEngine:
         packed = ray.put(pack_examples(examples))
         path = Path(str(backbone["path"]))
         where = {**backbone, "device": device, "path": str(path.resolve() if path.exists() else path)}
-        self._built_from = (where, asdict(settings), seed, cpus_per_actor, gpu_fraction, packed)
+        self._built_from = (where, settings.model_dump(), seed, cpus_per_actor, gpu_fraction, packed)
         self._actors = [self._new_actor() for _ in range(count)]
         self.describe()
 

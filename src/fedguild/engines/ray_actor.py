@@ -16,8 +16,7 @@ import torch
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport, LocalWork
-from fedguild.client.optimizer import OptimizerSettings
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import Trained, Trainer, free_bytes, halving
 from fedguild.errors import FedGuildError
@@ -52,7 +51,7 @@ class CohortActor:
         if torch.cuda.is_available() and gpu_fraction < 1:
             torch.cuda.set_per_process_memory_fraction(gpu_fraction)
         self.loads = 0
-        self.trainer = Trainer(self._load(backbone), plain_settings(settings), seed)
+        self.trainer = Trainer(self._load(backbone), TrainingSettings(**settings), seed)
         self.examples, _ = unpack(examples)
         self._merged = ExitStack()
         self._merged_digest = ""
@@ -189,11 +188,6 @@ def client_of(plain: Plain) -> ClientInfo:
 def budget_of(client: Plain) -> Budget:
     """Returns the budget of a plain client."""
     return Budget(**client["budget"])
-
-
-def plain_settings(plain: Plain) -> TrainingSettings:
-    """Returns the training settings that `asdict` was given."""
-    return TrainingSettings(**{**plain, "optimizer": OptimizerSettings(**plain["optimizer"])})
 
 
 def pack_examples(examples: Mapping[int, Sequence[Encoded]]) -> bytes:

@@ -30,7 +30,8 @@ from fedguild.export.weights import (
 )
 from fedguild.files import write_json
 from fedguild.model.families import FAMILIES
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Deployment
 
 CONFIG_FILE = "adapter_config.json"
@@ -90,7 +91,7 @@ def peft_config(model: ModelInfo, plan: AdapterPlan, *, base: str, revision: str
     linears = [name for name in weights if not _is_parameter(model, name)]
     modules = [_in_layer(module) for name in linears for module in _modules(model, name)]
     parameters = [_in_layer(name) for name in weights if _is_parameter(model, name)]
-    alpha = plan.scale * plan.rank
+    alpha = plan.lora.scale * plan.lora.rank
     fused = {_leaf(name): len(parts) for name, parts in weights.items() if len(parts) > 1}
     return {
         "peft_type": "LORA",
@@ -98,9 +99,9 @@ def peft_config(model: ModelInfo, plan: AdapterPlan, *, base: str, revision: str
         "base_model_name_or_path": base,
         "revision": revision,
         "inference_mode": True,
-        "r": plan.rank,
+        "r": plan.lora.rank,
         "lora_alpha": alpha,
-        "rank_pattern": {leaf: parts * plan.rank for leaf, parts in fused.items()},
+        "rank_pattern": {leaf: parts * plan.lora.rank for leaf, parts in fused.items()},
         "alpha_pattern": {leaf: parts * alpha for leaf, parts in fused.items()},
         "target_modules": sorted(set(modules)),
         "target_parameters": sorted(set(parameters)) or None,

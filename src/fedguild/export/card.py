@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fedguild import __version__
 from fedguild.client.merges import by_version
 from fedguild.export.weights import output_scales
-from fedguild.model.plan import ModelInfo
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.info import ModelInfo
 from fedguild.server.method import Deployment
 
 FILE = "README.md"
@@ -53,7 +54,7 @@ def adapter_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> st
         f"base = {auto_class}.from_pretrained({origin.base_code})",
         "model = PeftModel.from_pretrained(base, folder)",
     )
-    remark = _PATTERN_REMARK if "experts" in deployment.plan.targets and not model.seq2seq else ""
+    remark = _PATTERN_REMARK if "experts" in deployment.plan.lora.targets and not model.seq2seq else ""
     return _card("peft", "A LoRA adapter", origin, _facts(origin, model, deployment), load, remark)
 
 
@@ -78,6 +79,7 @@ def _auto_class(model: ModelInfo) -> str:
 
 def _facts(origin: Origin, model: ModelInfo, deployment: Deployment) -> dict[str, str]:
     plan = deployment.plan
+    lora = plan.part(Lora)
     facts = {
         "base model": f"{origin.base} ({model.family})",
         "method": origin.method,
@@ -85,7 +87,7 @@ def _facts(origin: Origin, model: ModelInfo, deployment: Deployment) -> dict[str
         "round": str(origin.round),
         "budget": origin.budget,
         **({"client": origin.client} if origin.client else {}),
-        "LoRA": f"rank {plan.rank}, scale {plan.scale:g}, on {', '.join(plan.targets)}",
+        **({"LoRA": f"rank {lora.rank}, scale {lora.scale:g}, on {', '.join(lora.targets)}"} if lora else {}),
         **(
             {"merged beneath": f"the changes of {len(by_version(deployment.merged))} rounds"}
             if deployment.merged

@@ -108,7 +108,7 @@ def _merged(
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     if adapted:
         down, up = (part.to(wide) for part in stacked_factors(deployment.tensors, adapted))
-        wide = wide + deployment.plan.scale * (up @ down)
+        wide = wide + deployment.plan.lora.scale * (up @ down)
     if changed:
         wide = wide + torch.cat([deployment.tensors[f"{module}.delta"] for module in changed], dim=-2).to(wide)
     return (wide * factor).to(weight.dtype)

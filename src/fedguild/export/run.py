@@ -20,8 +20,9 @@ from fedguild.files import write_text
 from fedguild.model.backbone import EMBEDDED
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.tiny import CHECKPOINT
+from fedguild.payload import Payload
 from fedguild.scoring import evaluated_plan
-from fedguild.server.method import Deployment, State
+from fedguild.server.method import Deployment
 from fedguild.setup import Experiment
 
 BASE = "base"
@@ -99,7 +100,7 @@ def export_adapter(run_folder: Path, subject: Subject, output: Path, round: int 
     return _write(*_restored(run_folder, subject, output, round), output)
 
 
-def export_own(experiment: Experiment, state: State, number: int, output: Path) -> Exported:
+def export_own(experiment: Experiment, state: Payload, number: int, output: Path) -> Exported:
     """Writes the own model of an experiment's only client, as `export_adapter` does.
 
     Args:
@@ -166,7 +167,7 @@ def _restored(
     return experiment, *_chosen(experiment, state, number, subject)
 
 
-def _chosen(experiment: Experiment, state: State, number: int, subject: Subject) -> tuple[Deployment, Origin]:
+def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subject) -> tuple[Deployment, Origin]:
     """Returns one of an experiment's models, and where it comes from."""
     budget, deployment = _deployed(experiment, state, number, subject)
     _require_writable(experiment, deployment.plan)
@@ -185,14 +186,14 @@ def _chosen(experiment: Experiment, state: State, number: int, subject: Subject)
     return deployment, origin
 
 
-def _deployed(experiment: Experiment, state: State, number: int, subject: Subject) -> tuple[Budget, Deployment]:
+def _deployed(experiment: Experiment, state: Payload, number: int, subject: Subject) -> tuple[Budget, Deployment]:
     """Returns the subject's budget and model, with as many active experts as the run's tables score it with."""
     method, model = experiment.method, experiment.backbone.info
     deployment: Deployment | None
     if subject.client:
         client = next(known for known in experiment.clients if known.name == subject.client)
         budget, memory = client.budget, experiment.memory.load(client.name, number + 1)
-        deployment = method.personalize(state, model, client, memory)
+        deployment = method.personalize(method.excerpt(state, model, client), model, client, memory)
     else:
         budget = next(known for known in experiment.budgets if known.name == subject.budget)
         deployment = method.deploy(state, model, budget)

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedguild.model.adapters.full_experts import FullExperts
-from fedguild.model.adapters.full_linears import FullLinears
-from fedguild.model.adapters.full_router import FullRouter
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.families import FAMILIES
+from fedguild.model.info import ModelInfo
 from fedguild.model.merging import changes, weight_modules
-from fedguild.model.plan import AdapterPlan, ModelInfo, adapter_shapes, lora_shapes
+from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import DOWN, UP
 from fedguild.server.method import Deployment
@@ -21,7 +21,8 @@ from fedguild.server.method import Deployment
 
 def adapted_weights(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[str, ...]]:
     """Returns the name of every weight that LoRA adapts with the modules that it consists of."""
-    return _weights_with("lora_A", model, lora_shapes(model, plan))
+    lora = plan.part(Lora)
+    return _weights_with("lora_A", model, lora.shapes(model) if lora else ())
 
 
 def changed_weights(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[str, ...]]:
@@ -42,7 +43,7 @@ def published_modules(model: ModelInfo, weight: str) -> list[str]:
 
 def beyond_weights(plan: AdapterPlan) -> list[str]:
     """Returns the parts of a plan that the backbone's weights cannot hold, by name: they act beside them."""
-    return [type(part).__name__ for part in plan.parts if not isinstance(part, FullExperts | FullLinears | FullRouter)]
+    return [type(part).__name__ for part in plan.parts if not part.folds_into_weights]
 
 
 def folded(deployment: Deployment) -> Deployment:
@@ -54,7 +55,9 @@ def folded(deployment: Deployment) -> Deployment:
     for name in [name for name in tensors if name.endswith(".lora_R")]:
         module = name.removesuffix(".lora_R")
         tensors[f"{module}.{DOWN}"] = tensors.pop(name).float() @ tensors[f"{module}.{DOWN}"].float()
-    return replace(deployment, plan=replace(plan, middle=False, frozen=()), tensors=tensors)
+    return replace(
+        deployment, plan=plan.with_lora(middle=False, frozen=()) if plan.part(Lora) else plan, tensors=tensors
+    )
 
 
 def _weights_with(leaf: str, model: ModelInfo, adapter: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -66,7 +69,7 @@ def _weights_with(leaf: str, model: ModelInfo, adapter: Iterable[str]) -> dict[s
 def summed_rank(deployment: Deployment) -> int:
     """Returns the rank of an adapter that holds what is merged beneath it too."""
     found = changes(deployment.merged).values()
-    return deployment.plan.rank + max((sum(down.shape[-2] for down, _ in pairs) for pairs in found), default=0)
+    return deployment.plan.lora.rank + max((sum(down.shape[-2] for down, _ in pairs) for pairs in found), default=0)
 
 
 def merged_beyond(deployment: Deployment) -> list[str]:
@@ -89,13 +92,13 @@ def in_one_adapter(deployment: Deployment) -> Deployment:
     tensors = dict(deployment.tensors)
     for module in (name.removesuffix(f".{DOWN}") for name in deployment.tensors if name.endswith(f".{DOWN}")):
         down, up = (tensors[f"{module}.{leaf}"].float() for leaf in (DOWN, UP))
-        pairs = [(down, plan.scale * up), *found.get(module, ())]
+        pairs = [(down, plan.lora.scale * up), *found.get(module, ())]
         joined = {
             f"{module}.{DOWN}": torch.cat([down.to(up) for down, _ in pairs], dim=-2),
             f"{module}.{UP}": torch.cat([other.to(up) for _, other in pairs], dim=-1),
         }
         tensors |= pad_rank(joined, rank)[0]
-    return Deployment(replace(plan, rank=rank, scale=1.0), tensors)
+    return Deployment(plan.with_lora(rank=rank, scale=1.0), tensors)
 
 
 def stacked_factors(tensors: Mapping[str, Tensor], modules: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -119,14 +122,9 @@ def stacked_factors(tensors: Mapping[str, Tensor], modules: Sequence[str]) -> tu
 
 def output_scales(model: ModelInfo, deployment: Deployment) -> dict[str, float]:
     """Returns the path of every mixture-of-experts layer with the factor s on its routed output."""
-    plan, tensors = deployment.plan, deployment.tensors
-    scales = {}
-    for moe in model.moe:
-        if plan.output_scale == "none":
-            scales[moe.name] = 1.0
-        elif plan.output_scale == "fixed":
-            scales[moe.name] = plan.output_scale_start
-        else:
-            name = "output_scale" if plan.output_scale == "shared" else f"{moe.name}.output_scale"
-            scales[moe.name] = float(tensors[name])
-    return scales
+    part = deployment.plan.part(OutputScale)
+    if part is None:
+        return {moe.name: 1.0 for moe in model.moe}
+    if part.kind == "fixed":
+        return {moe.name: part.start for moe in model.moe}
+    return {moe.name: float(deployment.tensors[part.name_in(moe)]) for moe in model.moe}

@@ -32,11 +32,11 @@ from fedguild.export.run import export_own
 from fedguild.federation.agreement import Agreement
 from fedguild.federation.secret import private_seed, run_secret
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
+from fedguild.payload import Payload
 from fedguild.progress import Silent
 from fedguild.scoring import score_clients
 from fedguild.seeding import numpy_rng
-from fedguild.server.method import State
 from fedguild.server.rounds import Task
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (
@@ -47,7 +47,6 @@ from fedguild.setup import (
     load_model,
     method_of,
     prepare_data,
-    training_settings,
 )
 from fedguild.wire.accounting import size_bytes
 from fedguild.wire.codec import encode, shrink
@@ -192,7 +191,7 @@ class Desk:
         wanted = wanted_count(config.federation.clients, config.federation.participation)
         aggregated = quorum_count(wanted, config.federation.quorum)
         examples = len(self._own_data().train)
-        steps = len(plan_steps(examples, training_settings(config), numpy_rng(0, "counting steps")))
+        steps = len(plan_steps(examples, config.training, numpy_rng(0, "counting steps")))
         return self.agreement.refuses_run(config.method.name, steps, aggregated)
 
     def _session(self, run: str, config: Config) -> _Session:
@@ -225,7 +224,7 @@ class Desk:
         )
         encoded = [encode_example(example, backbone.tokenizer, config.data.max_tokens) for example in own.train]
         engine = LocalEngine(
-            backbone, {client.index: encoded}, training_settings(config), memory, cohort_size=1, seed=config.seed
+            backbone, {client.index: encoded}, config.training, memory, cohort_size=1, seed=config.seed
         )
         return _Session(experiment, engine, run_secret(folder))
 
@@ -287,6 +286,5 @@ def facts_of(config: Config) -> dict[str, Any]:
     return {"config": settings}
 
 
-def _state(parcel: Parcel) -> State:
-    payload = read_upload(parcel.body, "The state")
-    return State(payload.tensors, payload.scalars)
+def _state(parcel: Parcel) -> Payload:
+    return read_upload(parcel.body, "The state")

@@ -28,12 +28,12 @@ from fedguild.export.weights import beyond_weights
 from fedguild.federation.desk import facts_of, model_digest
 from fedguild.files import write_json
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.packing import pack
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.server import checkpoint
-from fedguild.server.method import Excerpting, Method, State
+from fedguild.server.method import Method
 from fedguild.server.record import EvaluationRecord
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (
@@ -87,7 +87,7 @@ class RemoteClients:
     progress: Progress
 
     def score(
-        self, scope: Literal["client", "received"], state: State, number: int, split: Split
+        self, scope: Literal["client", "received"], state: Payload, number: int, split: Split
     ) -> list[EvaluationRecord]:
         """Returns what the clients scored on their own held-out examples, in client order.
 
@@ -110,7 +110,7 @@ class RemoteClients:
             )
         return records
 
-    def deliver(self, state: State, number: int) -> dict[int, Parcel]:
+    def deliver(self, state: Payload, number: int) -> dict[int, Parcel]:
         """Hands every client what its own model is made of; returns client index -> answer.
 
         Nothing is sent where no folder could hold the model.
@@ -129,23 +129,20 @@ class RemoteClients:
         return answers
 
     def _ask(
-        self, kind: Literal["score", "deliver"], state: State, number: int, facts: Mapping[str, Any]
+        self, kind: Literal["score", "deliver"], state: Payload, number: int, facts: Mapping[str, Any]
     ) -> dict[int, Parcel]:
-        """Asks every client with the state, or with its own excerpt of it where the method has one."""
-        if isinstance(self.method, Excerpting):
-            return self.engine.ask(kind, number, partial(self._excerpt, state), self.wait_seconds, facts)
-        body = pack(state.tensors, state.scalars)
-        return self.engine.ask(kind, number, lambda _: body, self.wait_seconds, facts)
+        """Asks every client with its excerpt of the state."""
+        return self.engine.ask(kind, number, partial(self._excerpt, state), self.wait_seconds, facts)
 
-    def _excerpt(self, state: State, client: int) -> bytes:
-        assert isinstance(self.method, Excerpting)
+    def _excerpt(self, state: Payload, client: int) -> bytes:
         part = self.method.excerpt(state, self.model, self.clients[client])
         return pack(part.tensors, part.scalars)
 
-    def _beyond_weights(self, state: State) -> list[str]:
+    def _beyond_weights(self, state: Payload) -> list[str]:
         """Returns the parts of the clients' models that no checkpoint holds; they are the same for all."""
         client = next(iter(self.clients.values()))
-        return beyond_weights(self.method.personalize(state, self.model, client, Payload()).plan)
+        excerpt = self.method.excerpt(state, self.model, client)
+        return beyond_weights(self.method.personalize(excerpt, self.model, client, Payload()).plan)
 
 
 def serve(

@@ -1,102 +1,56 @@
-"""The methods, one file per paper. After the server stage, before the engines."""
+"""The methods: a file or a folder per paper, each found because it is there. After the server stage.
+
+Methods of other packages come under the entry-point group `fedguild.methods`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from fedguild.errors import ConfigError, nearest
-from fedguild.methods.a3smoe import A3Smoe
-from fedguild.methods.fdlora import FDLoRA
-from fedguild.methods.fed_sb import FedSB
-from fedguild.methods.fedalign_moe import FedAlignMoe
-from fedguild.methods.fedamole import FedAMoLE
-from fedguild.methods.fedavg import FedAvg
-from fedguild.methods.fedex_lora import FedExLoRA
-from fedguild.methods.fedit import FedIT
-from fedguild.methods.fedmoe import FedMoe
-from fedguild.methods.fedprompt import FedPrompt
-from fedguild.methods.fedprox import FedProx
-from fedguild.methods.fedptuning import FedPTuning
-from fedguild.methods.ffa_lora import FFALoRA
-from fedguild.methods.flame import Flame
-from fedguild.methods.flexlora import FlexLoRA
-from fedguild.methods.flora import Flora
-from fedguild.methods.florist import Florist
-from fedguild.methods.hetlora import HetLoRA
-from fedguild.methods.pfl_moe import PflMoe
-from fedguild.methods.smoe_llb import SmoeLlb
-from fedguild.methods.trivial import Trivial
-from fedguild.methods.ub_smoe import UbSmoe
-from fedguild.server.method import Method
+from fedguild.plugins import Plugins
 
-METHODS: dict[str, type[Method]] = {
-    method.name: method
-    for method in (
-        A3Smoe,
-        FDLoRA,
-        FedSB,
-        FedAlignMoe,
-        FedAMoLE,
-        FedAvg,
-        FedExLoRA,
-        FedIT,
-        FedMoe,
-        FedPrompt,
-        FedProx,
-        FedPTuning,
-        FFALoRA,
-        Flame,
-        FlexLoRA,
-        Flora,
-        Florist,
-        HetLoRA,
-        PflMoe,
-        SmoeLlb,
-        Trivial,
-        UbSmoe,
-    )
-}
+if TYPE_CHECKING:
+    from fedguild.server.method import Method
 
-__all__ = [
-    "METHODS",
-    "A3Smoe",
-    "FDLoRA",
-    "FFALoRA",
-    "FedAMoLE",
-    "FedAlignMoe",
-    "FedAvg",
-    "FedExLoRA",
-    "FedIT",
-    "FedMoe",
-    "FedPTuning",
-    "FedPrompt",
-    "FedProx",
-    "FedSB",
-    "Flame",
-    "FlexLoRA",
-    "Flora",
-    "Florist",
-    "HetLoRA",
-    "PflMoe",
-    "SmoeLlb",
-    "Trivial",
-    "UbSmoe",
-    "build_method",
-]
+
+def _method_of(name: str, target: Any) -> type[Method]:
+    """Returns the method class that a module defines, or the class itself.
+
+    Raises:
+        TypeError: there is none, or more than one, or it goes by another name.
+    """
+    from fedguild.server.method import Method  # not before a method is loaded: it imports torch
+
+    candidates = vars(target).values() if isinstance(target, ModuleType) else [target]
+    classes = [
+        candidate
+        for candidate in candidates
+        if isinstance(candidate, type)
+        and issubclass(candidate, Method)
+        and (candidate.__module__ == target.__name__ or candidate is target)
+    ]
+    if len(classes) != 1:
+        raise TypeError(f"it defines {len(classes)} subclasses of fedguild.server.method.Method in place of one")
+    if classes[0].name != name:
+        raise TypeError(f"its class calls itself '{classes[0].name}'; set `name = \"{name}\"` in it")
+    return classes[0]
+
+
+METHODS: Plugins[type[Method]] = Plugins("method", __name__, "fedguild.methods", _method_of, dashes=True)
 
 
 def build_method(name: str, options: Mapping[str, Any] | None = None) -> Method:
-    """Returns a method by its registered name, its options checked.
+    """Returns a method by its name, its options checked.
 
     Raises:
         ConfigError: the method or an option is unknown, or a value is out of range.
     """
-    if name not in METHODS:
-        raise ConfigError(f"Unknown method '{name}'.", nearest(name, METHODS))
-    method = METHODS[name]
+    method = METHODS.load(name)
     try:
         settings = method.Settings(**(options or {}))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""A3SMoE: fewer active experts for small budgets, experts averaged by how often they were active.
+"""A3SMoE: active experts by budget, experts averaged by how often they were active.
 
 V.-T. Tran, H. K. Le, V.-Q. Pham, "Revisiting Sparse Mixture of Experts for Resource-adaptive
 Federated Fine-tuning Foundation Models", ICLR 2025 Workshop on Modularity for Collaborative,
@@ -26,103 +26,65 @@ Readings and deviations (docs/methods/a3smoe.md):
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import (
-    ADAPTER,
-    ROUTING,
-    activation_frequency,
-    in_part,
-    initial_adapter,
-    require_within_top_k,
-)
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
-from fedguild.payload import Payload, with_part
+from fedguild.client.training import activation_frequency, load_received, train
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.payload import ADAPTER, ROUTING, Payload, with_part
 from fedguild.server.aggregation import WeightedMean, activation_weights, weights_by_name
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.limits import require_within_top_k
+from fedguild.server.method import RUNNING_MEAN, Method, Upload, in_part
+from fedguild.server.settings import Alpha, LoraSettings
 
 
-class A3SmoeSettings(BaseModel):
-    """The options of A3SMoE."""
+class A3SmoeSettings(LoraSettings):
+    """The options of A3SMoE; the LoRA rank is the same for every budget."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rank: int = Field(20, ge=1, description="LoRA rank r, the same for every budget")
-    alpha: float = Field(20.0, gt=0, description="LoRA's alpha; the scale is alpha / rank")
-    targets: tuple[str, ...] = Field(
-        ("attention", "experts"),
-        description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts",
-    )
+    alpha: Alpha = 20.0
 
 
-class A3Smoe:
+class A3Smoe(Method):
     """Active experts by budget with activation-aware averaging; see the module's docstring."""
 
-    name: ClassVar[str] = "a3smoe"
-    title: ClassVar[str] = "A3SMoE: active experts by budget, experts averaged by how often they were active"
-    needs_experts: ClassVar[bool] = True
-    Settings: ClassVar[type[BaseModel]] = A3SmoeSettings
-
-    def __init__(self, settings: A3SmoeSettings) -> None:
-        self.settings = settings
+    Settings = A3SmoeSettings
+    settings: A3SmoeSettings
+    needs_experts = True
+    costs = RUNNING_MEAN
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts."""
         model.require_experts("A3SMoE")
-        return AdapterPlan(
-            rank=self.settings.rank,
-            scale=self.settings.alpha / self.settings.rank,
-            targets=self.settings.targets,
-            active_experts=require_within_top_k(model, budget),
-        )
+        lora = Lora(self.settings.rank, self.settings.scale, self.settings.targets)
+        return AdapterPlan((lora,), require_within_top_k(model, budget))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
         plans = [self.plan(model, budget) for budget in budgets]
-        return State(initial_adapter(model, plans[0], rng))
-
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Line 3: theta, whatever the budget."""
-        return Payload(with_part(ADAPTER, state.tensors))
+        return Payload.of({ADAPTER: initial_adapter(model, plans[0], rng)})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 to 5."""
-        for slot, work in enumerate(cohort.work):
-            cohort.load(slot, work.download.part(ADAPTER))
-        for step in cohort.steps():
-            nll = step.forward()
-            step.backward(nll)
-            step.apply()
+        load_received(cohort)
         return [
-            Payload({**with_part(ADAPTER, cohort.read(slot)), **with_part(ROUTING, activation_frequency(cohort, slot))})
-            for slot in range(len(cohort.work))
+            Payload({**upload.tensors, **with_part(ROUTING, activation_frequency(cohort, slot))})
+            for slot, upload in enumerate(train(cohort))
         ]
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of theta_c and f_c."""
-        return {
-            **in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget))),
-            **in_part(ROUTING, {layer.experts: (layer.num_experts,) for layer in model.moe}),
-        }
-
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 6 and 7, as running means over the uploads."""
         mean = WeightedMean()
         for upload in uploads:
             trained, examples = upload.payload.part(ADAPTER), float(upload.client.examples)
-            used = activation_weights(upload.payload.part(ROUTING), examples, temperature=1.0)
-            mean.add(trained, weights_by_name(trained, used, examples))
-        return State(mean.result(state.tensors))
+            activations = activation_weights(upload.payload.part(ROUTING), examples, temperature=1.0)
+            mean.add(trained, weights_by_name(trained, activations, examples))
+        return Payload.of({ADAPTER: mean.result(state.part(ADAPTER))})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
-        """Returns the global LoRA with the budget's K."""
-        return Deployment(self.plan(model, budget), state.tensors)
-
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the global model at the client's budget: nothing is private."""
-        return self.deploy(state, model, client.budget)
+    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+        """Returns the names and shapes of theta_c and f_c."""
+        frequency = {layer.experts: (layer.num_experts,) for layer in model.moe}
+        return {**super().expected_upload(model, client, download), **in_part(ROUTING, frequency)}

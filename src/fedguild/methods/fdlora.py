@@ -1,4 +1,4 @@
-"""FDLoRA: a shared and a personal LoRA per client, fused by a few-shot search without gradients.
+"""FDLoRA: a shared and a personal LoRA, fused by a few-shot search.
 
 J. Qi, Z. Luan, S. Huang, C. Fung, H. Yang, D. Qian, "FDLoRA: Personalized Federated Learning of
 Large Language Model via Dual LoRA Tuning", arXiv 2406.07925, 2024.
@@ -35,22 +35,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
+from fedguild.client.training import load_received, train
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError
-from fedguild.methods.common import ADAPTER, in_part, initial_adapter
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
-from fedguild.payload import Payload, with_part
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.seeding import derive
-from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.method import Deployment, Method, ServerCosts, Upload
+from fedguild.server.settings import Dropout, LoraSettings, Rank, Targets
+from fedguild.server.uploads import mean_adapter
 
 VELOCITY = "velocity"
 PERSONAL = "personal"
@@ -59,18 +62,12 @@ WEIGHTS = "fusion/weights"
 BOUND = 1.5
 
 
-class FDLoRASettings(BaseModel):
-    """The options of FDLoRA."""
+class FDLoRASettings(LoraSettings):
+    """The options of FDLoRA; the LoRA rank is that of both adapters."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rank: int = Field(8, ge=1, description="LoRA rank r of both adapters")
-    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; the scale is alpha / rank")
-    targets: tuple[str, ...] = Field(
-        ("q_proj", "v_proj"),
-        description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts",
-    )
-    dropout: float = Field(0.05, ge=0, lt=1, description="dropout on the input of LoRA on linear layers")
+    rank: Rank = 8
+    targets: Targets = ("q_proj", "v_proj")
+    dropout: Dropout = 0.05
     synchronise_every: int = Field(
         5, ge=1, description="H: rounds of stage 2 after which the personal adapter becomes the client's shared one"
     )
@@ -87,28 +84,23 @@ class FDLoRASettings(BaseModel):
     regularisation: float = Field(0.05, ge=0, description="lambda: the weight of the mean of |w1|, |w2| in the search")
 
 
-class FDLoRA:
+class FDLoRA(Method):
     """Dual LoRA with fusion; see the module's docstring."""
 
-    name: ClassVar[str] = "fdlora"
-    title: ClassVar[str] = "FDLoRA: a shared and a personal LoRA, fused by a few-shot search"
-    needs_experts: ClassVar[bool] = False
-    Settings: ClassVar[type[BaseModel]] = FDLoRASettings
-
-    def __init__(self, settings: FDLoRASettings) -> None:
-        self.settings = settings
+    Settings = FDLoRASettings
+    settings: FDLoRASettings
+    costs = ServerCosts(
+        "O(n): a running mean and a momentum",
+        "O(C n)",
+        note="A client's search for its fusion weights runs forward passes that are not counted.",
+    )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns one LoRA, the same for every budget: the two adapters take turns in it."""
         settings = self.settings
-        return AdapterPlan(
-            rank=settings.rank,
-            scale=settings.alpha / settings.rank,
-            targets=settings.targets,
-            dropout=settings.dropout,
-        )
+        return AdapterPlan((Lora(settings.rank, settings.scale, settings.targets, settings.dropout),))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Returns the LoRA that stage 1 begins with (A random, B = 0), and v = 0.
 
         Raises:
@@ -117,62 +109,42 @@ class FDLoRA:
         _nevergrad()
         shared = initial_adapter(model, self.plan(model, budgets[0]), rng)
         velocity = {name: torch.zeros_like(value) for name, value in shared.items()}
-        return State({**with_part(ADAPTER, shared), **with_part(VELOCITY, velocity)}, {"rounds": 0})
-
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Line 4: theta_s."""
-        return Payload(with_part(ADAPTER, Payload(state.tensors).part(ADAPTER)))
+        return Payload.of({ADAPTER: shared, VELOCITY: velocity}, {"rounds": 0})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 1, 4 and 5, then line 8."""
         limit = self.settings.fusion_batches * cohort.settings.batch_size
         few_shot = [cohort.hold_out(slot, self.settings.held_out, limit) for slot in range(len(cohort.work))]
-        for slot, work in enumerate(cohort.work):
-            cohort.load(slot, work.download.part(ADAPTER))
-        for step in cohort.steps():
-            nll = step.forward()
-            step.backward(nll)
-            step.apply()
-        trained = [cohort.read(slot) for slot in range(len(cohort.work))]
+        load_received(cohort)
+        uploads = train(cohort)
         stage_two_round = cohort.round - 1
-        personal = [
-            own if stage_two_round % self.settings.synchronise_every == 0 else work.memory.part(PERSONAL) or own
-            for own, work in zip(trained, cohort.work, strict=True)
-        ]
-        weights = [torch.tensor([0.0, 1.0])] * len(trained)
+        synchronises = stage_two_round % self.settings.synchronise_every == 0
+        personal = []
+        for upload, work in zip(uploads, cohort.work, strict=True):
+            trained = upload.part(ADAPTER)
+            personal.append(trained if synchronises else work.memory.part(PERSONAL) or trained)
+        fusions = [torch.tensor([0.0, 1.0])] * len(uploads)
         if stage_two_round > 0:
-            weights = self._search(cohort, personal, few_shot)
-        for slot, (own, found) in enumerate(zip(personal, weights, strict=True)):
-            cohort.keep(slot, {**with_part(PERSONAL, own), WEIGHTS: found})
-        return [Payload(with_part(ADAPTER, own)) for own in trained]
+            fusions = self._search(cohort, personal, few_shot)
+        for slot, (adapter, weights) in enumerate(zip(personal, fusions, strict=True)):
+            cohort.keep(slot, {**with_part(PERSONAL, adapter), WEIGHTS: weights})
+        return uploads
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of theta_s^i."""
-        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
-
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 2 after stage 1, then lines 6 and 7."""
-        before = Payload(state.tensors)
-        shared, velocity = before.part(ADAPTER), before.part(VELOCITY)
-        running = WeightedMean()
-        for upload in uploads:
-            running.add(upload.payload.part(ADAPTER), 1.0)
-        mean = running.result(shared)
+        shared, velocity = state.part(ADAPTER), state.part(VELOCITY)
+        mean = mean_adapter(state, uploads, "uniform")
         rounds = int(state.scalars["rounds"])
         if rounds > 0:
             momentum, rate = self.settings.outer_momentum, self.settings.outer_learning_rate
             gradient = {name: shared[name] - mean[name] for name in shared}
             velocity = {name: momentum * velocity[name] + gradient[name] for name in shared}
             mean = {name: shared[name] - rate * (gradient[name] + momentum * velocity[name]) for name in shared}
-        return State({**with_part(ADAPTER, mean), **with_part(VELOCITY, velocity)}, {"rounds": rounds + 1})
+        return Payload.of({ADAPTER: mean, VELOCITY: velocity}, {"rounds": rounds + 1})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
-        """Returns theta_s."""
-        return Deployment(self.plan(model, budget), Payload(state.tensors).part(ADAPTER))
-
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Line 9; theta_s for a client that has no personal adapter yet."""
-        deployment = self.deploy(state, model, client.budget)
+        deployment = super().personalize(excerpt, model, client, memory)
         if not memory.tensors:
             return deployment
         return Deployment(deployment.plan, fused(memory.tensors[WEIGHTS], deployment.tensors, memory.part(PERSONAL)))

@@ -61,11 +61,12 @@ from fedguild.errors import ConfigError
 from fedguild.methods.common import ADAPTER, in_part, initial_adapter
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_router import FullRouter, delta_name
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.server import region_aggregation as region
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Deployment, Observation, State, Upload
+from fedguild.server.method import Deployment, Observation, Upload
 from fedguild.server.region_uploads import RegionUploads, Spool
 from fedguild.server.validation import Omissible
 
@@ -159,14 +160,14 @@ class FedAlignMoe:
             parts=(FullRouter(),) if lora else (FullRouter(), FullExperts()),
         )
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
         tensors = _by_part(model, initial_adapter(model, self.plan(model, budgets[0]), rng))
         if self.settings.gate == "private":
             del tensors[GATE]
-        return State({name: value for part, held in tensors.items() for name, value in with_part(part, held).items()})
+        return Payload({name: value for part, held in tensors.items() for name, value in with_part(part, held).items()})
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3: the experts, p_g and the consensus; a gate only where gates are averaged."""
         parts = [EXPERTS, ADAPTER]
         parts += [GATE] if self.settings.gate == "averaged" else []
@@ -205,7 +206,7 @@ class FedAlignMoe:
                 expected[f"{UPDATE}/{layer.experts}/{expert}"] = Omissible((size,))
         return expected
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 8 to 13. The server holds one upload at a time; what is pairwise waits in a spool."""
         before = Payload(state.tensors)
         with Spool() as spool:
@@ -221,11 +222,11 @@ class FedAlignMoe:
             for experts, trained in _by_layer(before.part(EXPERTS)).items():
                 tensors |= self._reference(experts, received)
                 tensors |= self._experts(experts, trained, received)
-        return State(tensors)
+        return Payload(tensors)
 
-    def observe(self, state: State, model: ModelInfo) -> list[Observation]:
+    def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
         """Returns per layer: o, the spread of omega, tau and the share of experts with an update that counted."""
-        figures = Payload(state.tensors).part(FIGURES)
+        figures = state.part(FIGURES)
         layers = [layer.experts for layer in model.moe]
         return [
             Observation(
@@ -237,14 +238,14 @@ class FedAlignMoe:
             if all(f"{figure}/{experts}" in figures for experts in layers)
         ]
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global experts behind the published gate, or behind the mean gate where gates are uploaded."""
         plan, tensors = self.plan(model, budget), Payload(state.tensors)
         if self.settings.gate == "private":
             plan = replace(plan, parts=tuple(part for part in plan.parts if not isinstance(part, FullRouter)))
         return Deployment(plan, {**tensors.part(EXPERTS), **tensors.part(ADAPTER), **tensors.part(GATE)})
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global experts behind the client's own gate; the published one before its first round."""
         if self.settings.gate == "averaged":
             return self.deploy(state, model, client.budget)

@@ -1,4 +1,4 @@
-"""FedAvg: federated averaging of gates, experts and LoRA, each by its index.
+"""FedAvg: federated averaging of gates, experts and LoRA.
 
 H. B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas, "Communication-Efficient Learning
 of Deep Networks from Decentralized Data", AISTATS 2017. With gates and experts among what trains it
@@ -25,81 +25,49 @@ Readings and deviations (docs/methods/fedavg.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
 
 import torch
-from pydantic import BaseModel
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import (
-    ADAPTER,
-    AveragingSettings,
-    averaging_plan,
-    in_part,
-    initial_adapter,
-    kept_or_global,
-    mean_by_size,
-)
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
-from fedguild.payload import Payload, with_part
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.client.training import load_received, train
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.payload import ADAPTER, Payload
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
+from fedguild.server.settings import AveragingSettings, averaging_plan
+from fedguild.server.uploads import mean_adapter
 
 
 class FedAvgSettings(AveragingSettings):
     """The options of FedAvg."""
 
 
-class FedAvg:
+class FedAvg(Method):
     """Federated averaging; see the module's docstring."""
 
-    name: ClassVar[str] = "fedavg"
-    title: ClassVar[str] = "FedAvg: federated averaging of gates, experts and LoRA"
-    needs_experts: ClassVar[bool] = False
-    Settings: ClassVar[type[BaseModel]] = FedAvgSettings
-
-    def __init__(self, settings: FedAvgSettings) -> None:
-        self.settings = settings
+    Settings = FedAvgSettings
+    settings: FedAvgSettings
+    costs = RUNNING_MEAN
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the same plan for every budget."""
         return averaging_plan(model, self.settings)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
-        return State(initial_adapter(model, self.plan(model, budgets[0]), rng))
-
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Line 3: theta."""
-        return Payload(with_part(ADAPTER, state.tensors))
+        return Payload.of({ADAPTER: initial_adapter(model, self.plan(model, budgets[0]), rng)})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
-        for slot, work in enumerate(cohort.work):
-            cohort.load(slot, work.download.part(ADAPTER))
-        for step in cohort.steps():
-            nll = step.forward()
-            step.backward(nll)
-            step.apply()
-        trained = [cohort.read(slot) for slot in range(len(cohort.work))]
-        if self.settings.personal:
-            for slot, own in enumerate(trained):
-                cohort.keep(slot, own)
-        return [Payload(with_part(ADAPTER, own)) for own in trained]
+        load_received(cohort)
+        return train(cohort, keep=self.settings.personal)
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of theta_i."""
-        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
-
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5."""
-        return mean_by_size(state, uploads)
+        return Payload.of({ADAPTER: mean_adapter(state, uploads)})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
-        """Returns the global model."""
-        return Deployment(self.plan(model, budget), state.tensors)
-
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the model that the client trained, where it keeps it, and the global one otherwise."""
-        return kept_or_global(memory, self.deploy(state, model, client.budget))
+        return Deployment(self.plan(model, client.budget), memory.tensors or excerpt.part(ADAPTER))

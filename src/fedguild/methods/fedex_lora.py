@@ -1,4 +1,4 @@
-"""FedEx-LoRA: averaged LoRA factors, and what the average of the products has beyond them in the backbone.
+"""FedEx-LoRA: averaged LoRA, its error merged into the backbone.
 
 R. Singhal, K. Ponkshe, P. Vepakomma, "FedEx-LoRA: Exact Aggregation for Federated and Efficient
 Fine-Tuning of Foundation Models", ACL 2025.
@@ -28,128 +28,107 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import (
-    ADAPTER,
-    active_experts_of,
-    collected,
-    in_part,
-    initial_adapter,
-    size_shares,
-    without,
-)
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
-from fedguild.payload import Payload, with_part
+from fedguild.client.training import load_received, train
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.payload import ADAPTER, Payload, Scalar, with_part
 from fedguild.server.aggregation import WeightedMean
+from fedguild.server.limits import active_experts_of
 from fedguild.server.low_rank import Factors, by_module, stack
-from fedguild.server.merges import HOLDERS, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.merges import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
+from fedguild.server.method import Deployment, Method, ServerCosts, Upload
+from fedguild.server.settings import Dropout, LoraSettings, Weights
+from fedguild.server.uploads import collected, size_shares
 
 
-class FedExLoRASettings(BaseModel):
-    """The options of FedEx-LoRA."""
+class FedExLoRASettings(LoraSettings):
+    """The options of FedEx-LoRA; the LoRA rank is the same for every client."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rank: int = Field(20, ge=1, description="LoRA rank r, the same for every client")
-    alpha: float = Field(16.0, gt=0, description="LoRA's alpha")
     scaling: Literal["rank", "root"] = Field(
         "rank", description="the scale s: alpha / rank, or alpha / sqrt(rank) (rsLoRA)"
     )
-    targets: tuple[str, ...] = Field(
-        ("attention", "experts"),
-        description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts",
-    )
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of LoRA on linear layers")
-    weights: Literal["uniform", "size"] = Field(
-        "uniform", description="a client's weight in the average: the same for all, or its number of examples"
-    )
+    dropout: Dropout = 0.0
+    weights: Weights = "uniform"
+
+    @property
+    def scale(self) -> float:
+        """The factor s on the product B A."""
+        return self.alpha / (self.rank if self.scaling == "rank" else math.sqrt(self.rank))
 
 
-class FedExLoRA:
+class FedExLoRA(Method):
     """Averaged LoRA with an exact residual; see the module's docstring.
 
     The state is the global A, B and the history of the residuals.
     """
 
-    name: ClassVar[str] = "fedex-lora"
-    title: ClassVar[str] = "FedEx-LoRA: averaged LoRA, its error merged into the backbone"
-    needs_experts: ClassVar[bool] = False
-    Settings: ClassVar[type[BaseModel]] = FedExLoRASettings
-
-    def __init__(self, settings: FedExLoRASettings) -> None:
-        self.settings = settings
-
-    @property
-    def scale(self) -> float:
-        """The factor s on the product B A."""
-        settings = self.settings
-        return settings.alpha / (settings.rank if settings.scaling == "rank" else math.sqrt(settings.rank))
+    Settings = FedExLoRASettings
+    settings: FedExLoRASettings
+    costs = ServerCosts(
+        f"O(C n): the residual needs all uploads, as factors of rank (C - 1) r; {HISTORY_COST}",
+        "O(C n)",
+        holds="all",
+        rounds=3,
+    )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget, with the budget's active experts."""
-        settings, active = self.settings, active_experts_of(model, budget)
-        return AdapterPlan(settings.rank, self.scale, settings.targets, active, dropout=settings.dropout)
+        settings = self.settings
+        lora = Lora(settings.rank, settings.scale, settings.targets, settings.dropout)
+        return AdapterPlan((lora,), active_experts_of(model, budget))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
         plans, unchanged = [self.plan(model, budget) for budget in budgets], no_merges()
         adapter = initial_adapter(model, plans[0], rng)
-        return State({**unchanged.tensors, **with_part(ADAPTER, adapter)}, unchanged.scalars)
+        return Payload({**unchanged.tensors, **with_part(ADAPTER, adapter)}, unchanged.scalars)
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3: the global A and B, and the residuals that the client lacks."""
-        sent = delivery(state, client)
-        return Payload({**sent.tensors, **with_part(ADAPTER, Payload(state.tensors).part(ADAPTER))}, sent.scalars)
+        lacking = delivery(state, client)
+        return Payload({**lacking.tensors, **with_part(ADAPTER, state.part(ADAPTER))}, lacking.scalars)
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
-        for slot, work in enumerate(cohort.work):
-            cohort.load(slot, work.download.part(ADAPTER))
-        for step in cohort.steps():
-            nll = step.forward()
-            step.backward(nll)
-            step.apply()
-        return [
-            Payload(with_part(ADAPTER, cohort.read(slot)), echo(work.download)) for slot, work in enumerate(cohort.work)
-        ]
+        load_received(cohort)
+        trained = zip(train(cohort), cohort.work, strict=True)
+        return [Payload(upload.tensors, self.expected_scalars(work.download)) for upload, work in trained]
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of A_c and B_c."""
-        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
-
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 5 and 6; holds all uploads, as the residual needs the average first."""
-        held = collected(uploads)
-        shares = size_shares(held) if self.settings.weights == "size" else [1 / len(held) for _ in held]
+        received = collected(uploads)
+        uniform = [1 / len(received) for _ in received]
+        shares = size_shares(received) if self.settings.weights == "size" else uniform
         if not shares:
             return state
         average = WeightedMean()
-        parts = [(upload.payload.part(ADAPTER), share) for upload, share in zip(held, shares, strict=True)]
+        parts = [(upload.payload.part(ADAPTER), share) for upload, share in zip(received, shares, strict=True)]
         for tensors, share in parts:
             average.add(tensors, share)
-        adapter = average.result(Payload(state.tensors).part(ADAPTER))
-        merged = appended(state, residual(parts, adapter, self.scale), held)
-        return State({**merged.tensors, **with_part(ADAPTER, adapter)}, merged.scalars)
+        adapter = average.result(state.part(ADAPTER))
+        merged = appended(state, residual(parts, adapter, self.settings.scale), received)
+        return Payload({**merged.tensors, **with_part(ADAPTER, adapter)}, merged.scalars)
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def expected_scalars(self, download: Payload) -> Mapping[str, Scalar]:
+        """Returns the version of the backbone that the client trained on."""
+        return echo(download)
+
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global A, B on the backbone with all residuals."""
-        return Deployment(self.plan(model, budget), Payload(state.tensors).part(ADAPTER), merges(state))
+        return Deployment(self.plan(model, budget), state.part(ADAPTER), merges(state))
 
-    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Returns the state without who took part."""
-        return without(state, HOLDERS)
-
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the global model: nothing is private."""
-        return self.deploy(state, model, client.budget)
+        return state.without(HOLDERS)
 
 
 def residual(
@@ -167,8 +146,8 @@ def residual(
         return {}
     return {
         module: stack(
-            (Factors(own[module].down - mean.down, own[module].up - last[module].up), scale * weight)
-            for own, weight in others
+            (Factors(factors[module].down - mean.down, factors[module].up - last[module].up), scale * weight)
+            for factors, weight in others
         )
         for module, mean in by_module(average).items()
     }

@@ -1,4 +1,4 @@
-"""FedIT: federated averaging of LoRA, with one rank for all clients or a rank by budget.
+"""FedIT: federated averaging of LoRA, or of LoRA with a rank by budget.
 
 J. Zhang et al., "Towards Building the FederatedGPT: Federated Instruction Tuning", ICASSP 2024.
 
@@ -26,36 +26,31 @@ Deviations and additions:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import ADAPTER, in_part, initial_adapter, require_within_rank, require_within_top_k
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
-from fedguild.payload import Payload, with_part
+from fedguild.client.training import load_received, train
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.payload import ADAPTER, Payload
 from fedguild.server.aggregation import WeightedMean, pad_rank, truncate_rank
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.limits import require_within_rank, require_within_top_k
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
+from fedguild.server.settings import Dropout, LoraSettings, Weights
+from fedguild.server.uploads import weight_of
 
 
-class FedITSettings(BaseModel):
+class FedITSettings(LoraSettings):
     """The options of FedIT."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rank: int = Field(20, ge=1, description="LoRA rank r of the global adapter")
-    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; the scale is alpha / rank")
-    targets: tuple[str, ...] = Field(
-        ("attention", "experts"),
-        description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts",
-    )
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of LoRA on linear layers")
-    weights: Literal["size", "uniform"] = Field(
-        "size", description="a client's weight in the average: its number of examples, or the same for all"
-    )
+    dropout: Dropout = 0.0
+    weights: Weights = "size"
     rank_by_budget: bool = Field(False, description="whether each client trains at its budget's rank")
     active_experts: Literal["model", "budget"] = Field(
         "model", description="experts that a client activates per token: as many as the model, or as its budget"
@@ -65,76 +60,51 @@ class FedITSettings(BaseModel):
     )
 
 
-class FedIT:
+class FedIT(Method):
     """Federated LoRA; see the module's docstring."""
 
-    name: ClassVar[str] = "fedit"
-    title: ClassVar[str] = "FedIT: federated averaging of LoRA, or of LoRA with a rank by budget"
-    needs_experts: ClassVar[bool] = False
-    Settings: ClassVar[type[BaseModel]] = FedITSettings
-
-    def __init__(self, settings: FedITSettings) -> None:
-        self.settings = settings
+    Settings = FedITSettings
+    settings: FedITSettings
+    costs = RUNNING_MEAN
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the method's rank, or at the budget's, with the model's active experts or the budget's."""
         settings = self.settings
-        return AdapterPlan(
-            rank=require_within_rank(budget, settings.rank) if settings.rank_by_budget else settings.rank,
-            scale=settings.alpha / settings.rank,
-            targets=settings.targets,
-            active_experts=require_within_top_k(model, budget) if settings.active_experts == "budget" else None,
-            dropout=settings.dropout,
-        )
+        rank = require_within_rank(budget, settings.rank) if settings.rank_by_budget else settings.rank
+        active = require_within_top_k(model, budget) if settings.active_experts == "budget" else None
+        return AdapterPlan((Lora(rank, settings.scale, settings.targets, settings.dropout),), active)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
-        for budget in budgets:
-            self.plan(model, budget)
-        return State(initial_adapter(model, self._full_plan(), rng))
+        plans = [self.plan(model, budget) for budget in budgets]
+        whole = plans[0].with_lora(rank=self.settings.rank)
+        return Payload.of({ADAPTER: initial_adapter(model, whole, rng)})
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3: the global A, B at the client's rank."""
-        return Payload(with_part(ADAPTER, self.deploy(state, model, client.budget).tensors))
+        return Payload.of({ADAPTER: self.deploy(state, model, client.budget).tensors})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
-        for slot, work in enumerate(cohort.work):
-            cohort.load(slot, work.download.part(ADAPTER))
-        for step in cohort.steps():
-            nll = step.forward()
-            step.backward(nll)
-            step.apply()
-        trained = [cohort.read(slot) for slot in range(len(cohort.work))]
-        if self.settings.personal:
-            for slot, adapter in enumerate(trained):
-                cohort.keep(slot, adapter)
-        return [Payload(with_part(ADAPTER, adapter)) for adapter in trained]
+        load_received(cohort)
+        return train(cohort, keep=self.settings.personal)
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of the client's A and B."""
-        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
-
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5; a rank that nobody trained keeps its global value."""
         mean = WeightedMean()
         for upload in uploads:
-            weight = float(upload.client.examples) if self.settings.weights == "size" else 1.0
-            padded, held = pad_rank(upload.payload.part(ADAPTER), self.settings.rank)
-            mean.add(padded, {name: weight * held[name] for name in padded})
-        return State(mean.result(state.tensors))
+            padded, ranks = pad_rank(upload.payload.part(ADAPTER), self.settings.rank)
+            weight = weight_of(upload, self.settings.weights)
+            mean.add(padded, {name: weight * ranks[name] for name in padded})
+        return Payload.of({ADAPTER: mean.result(state.part(ADAPTER))})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global A, B, at the budget's rank where ranks differ."""
         plan = self.plan(model, budget)
-        return Deployment(plan, truncate_rank(state.tensors, plan.rank))
+        return Deployment(plan, truncate_rank(state.part(ADAPTER), plan.lora.rank))
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the adapter that the client kept, and the global one where it kept none."""
         if memory.tensors:
             return Deployment(self.plan(model, client.budget), memory.tensors)
-        return self.deploy(state, model, client.budget)
-
-    def _full_plan(self) -> AdapterPlan:
-        settings = self.settings
-        return AdapterPlan(rank=settings.rank, scale=settings.alpha / settings.rank, targets=settings.targets)
+        return self.deploy(excerpt, model, client.budget)

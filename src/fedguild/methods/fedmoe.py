@@ -48,17 +48,18 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.load_balancing import LoadBalancing
-from fedguild.client.routing_alignment import observing
+from fedguild.client.observing import observing
 from fedguild.client.sub_moe import Validation, validate
 from fedguild.errors import ConfigError
 from fedguild.methods.common import ADAPTER, in_part, initial_adapter, new_seed
 from fedguild.model.adapters.full_router import FullRouter, delta_name
 from fedguild.model.adapters.held_experts import HeldExperts
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.expert_sets import Room
-from fedguild.server.method import Deployment, Observation, State, Upload
+from fedguild.server.method import Deployment, Observation, Upload
 from fedguild.server.sub_moes import FROZEN, SubMoes
 
 Value = TypeVar("Value")
@@ -125,7 +126,7 @@ class FedMoe:
             )
         return self._plan(FullRouter(), HeldExperts())
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1.
 
         Raises:
@@ -139,9 +140,9 @@ class FedMoe:
         dense, experts = by_part(model, initial_adapter(model, self.plan(model, budgets[0]), rng))
         for budget in budgets:
             self._room(model, budget)
-        return State({**with_part(ADAPTER, dense), **with_part(EXPERTS, experts)}, {"seed": new_seed(rng)})
+        return Payload({**with_part(ADAPTER, dense), **with_part(EXPERTS, experts)}, {"seed": new_seed(rng)})
 
-    def enroll(self, state: State, model: ModelInfo, clients: Sequence[ClientInfo]) -> State:
+    def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
         """Gives everybody the sets of stage 1: all experts, or random ones where these do not fit.
 
         Raises:
@@ -161,9 +162,9 @@ class FedMoe:
             examples=[client.examples for client in clients],
             seed=int(state.scalars["seed"]),
         )
-        return State({**state.tensors, **members.tensors()}, {"round": 0})
+        return Payload({**state.tensors, **members.tensors()}, {"round": 0})
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 6."""
         held = SubMoes.of(state.tensors).ids(client.index)
         known = Payload(state.tensors)
@@ -200,7 +201,7 @@ class FedMoe:
             ACCURACY: (),
         }
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 8, then lines 3 and 4 after the last round of stage 1, or lines 9 and 10 in stage 2."""
         round, members = int(state.scalars["round"]) + 1, SubMoes.of(state.tensors)
         known, dense, experts, heard = Payload(state.tensors), WeightedMean(), WeightedMean(), []
@@ -225,9 +226,9 @@ class FedMoe:
             members.adjust(sorted(heard), self.settings.gain, self.settings.patience, self.settings.peers)
         trained = {ADAPTER: dense.result(known.part(ADAPTER)), EXPERTS: experts.result(known.part(EXPERTS))}
         tensors = {name: value for part, named in trained.items() for name, value in with_part(part, named).items()}
-        return State({**tensors, **members.tensors()}, {"round": round})
+        return Payload({**tensors, **members.tensors()}, {"round": round})
 
-    def observe(self, state: State, model: ModelInfo) -> list[Observation]:
+    def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
         """Returns how many experts every client holds, what they weigh, how it validates, and who is settled."""
         members = SubMoes.of(state.tensors)
         counts = members.counts()
@@ -243,16 +244,16 @@ class FedMoe:
             ),
         ]
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global model with all experts, which a client may not be able to hold."""
         known = Payload(state.tensors)
         return Deployment(self._plan(FullRouter()), together(model, known.part(ADAPTER), known.part(EXPERTS)))
 
-    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Returns what the client receives: its sub-MoE, and nothing of its peers' sets, data or scores."""
-        return State(self.download(state, model, client).tensors)
+        return Payload(self.download(state, model, client).tensors)
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the client's sub-MoE: a client of FedMoE keeps nothing of its own."""
         is_whole = any(name.startswith("clients/") for name in state.tensors)
         received = Payload((self.excerpt(state, model, client) if is_whole else state).tensors)

@@ -1,4 +1,4 @@
-"""FedPrompt: federated averaging of a soft prompt, the only thing that is trained.
+"""FedPrompt: federated averaging of a soft prompt.
 
 W. Kuang et al., "FederatedScope-LLM", KDD 2024 (the federated method); B. Lester, R. Al-Rfou,
 N. Constant, "The Power of Scale for Parameter-Efficient Prompt Tuning", EMNLP 2021 (the prompt).
@@ -25,20 +25,21 @@ Readings and deviations (docs/methods/fedprompt.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import ADAPTER, in_part
+from fedguild.client.training import load_received, train
 from fedguild.model.adapters.soft_prompt import SoftPrompt
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
-from fedguild.payload import Payload, with_part
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
+from fedguild.payload import ADAPTER, Payload
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
+from fedguild.server.settings import MethodSettings
 
 TEXT = (
     "Generate a clear and direct response that accurately fulfills the task based on the provided instruction "
@@ -47,10 +48,8 @@ TEXT = (
 """FedAMoLE's soft prompt for Dolly-15K and Natural Instructions."""
 
 
-class FedPromptSettings(BaseModel):
+class FedPromptSettings(MethodSettings):
     """The options of FedPrompt."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     text: str = Field(TEXT, min_length=1, description="what the soft prompt starts from")
     tokens: int = Field(
@@ -61,60 +60,35 @@ class FedPromptSettings(BaseModel):
     )
 
 
-class FedPrompt:
+class FedPrompt(Method):
     """Federated prompt tuning; see the module's docstring."""
 
-    name: ClassVar[str] = "fedprompt"
-    title: ClassVar[str] = "FedPrompt: federated averaging of a soft prompt"
-    needs_experts: ClassVar[bool] = False
-    Settings: ClassVar[type[BaseModel]] = FedPromptSettings
-
-    def __init__(self, settings: FedPromptSettings) -> None:
-        self.settings = settings
+    Settings = FedPromptSettings
+    settings: FedPromptSettings
+    costs = RUNNING_MEAN
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a soft prompt and no LoRA, the same for every budget."""
-        return AdapterPlan(rank=1, scale=1.0, targets=(), parts=(SoftPrompt(self.settings.tokens, self.settings.text),))
+        return AdapterPlan((SoftPrompt(self.settings.tokens, self.settings.text),))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Returns an empty state: whoever runs the model has line 1."""
-        return State()
-
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Line 3: P; nothing before the first round."""
-        return Payload(with_part(ADAPTER, state.tensors))
+        return Payload()
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
-        """Lines 3 and 4."""
-        for slot, work in enumerate(cohort.work):
-            cohort.load(slot, work.download.part(ADAPTER))
-        for step in cohort.steps():
-            nll = step.forward()
-            step.backward(nll)
-            step.apply()
-        trained = [cohort.read(slot) for slot in range(len(cohort.work))]
-        if self.settings.personal:
-            for slot, prompt in enumerate(trained):
-                cohort.keep(slot, prompt)
-        return [Payload(with_part(ADAPTER, prompt)) for prompt in trained]
+        """Lines 3 and 4; before the first round the download is empty, and the prompt starts from the text."""
+        load_received(cohort)
+        return train(cohort, keep=self.settings.personal)
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the name and shape of P_i."""
-        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
-
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5."""
-        before, mean = state.tensors, WeightedMean()
+        before, mean = state.part(ADAPTER), WeightedMean()
         for upload in uploads:
-            sent = upload.payload.part(ADAPTER)
-            before = before or sent
-            mean.add(sent, 1.0)
-        return State(mean.result(before))
+            prompt = upload.payload.part(ADAPTER)
+            before = before or prompt
+            mean.add(prompt, 1.0)
+        return Payload.of({ADAPTER: mean.result(before)})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
-        """Returns P; the text's embeddings before the first round."""
-        return Deployment(self.plan(model, budget), state.tensors)
-
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the prompt that the client kept, and the global one where it kept none."""
-        return Deployment(self.plan(model, client.budget), memory.tensors or state.tensors)
+        return Deployment(self.plan(model, client.budget), memory.tensors or excerpt.part(ADAPTER))

@@ -1,4 +1,4 @@
-"""FedProx: federated averaging in which every client is held near what it received.
+"""FedProx: federated averaging, each client held near what it received.
 
 T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith, "Federated Optimization in
 Heterogeneous Networks", MLSys 2020.
@@ -25,27 +25,21 @@ Readings and deviations (docs/methods/fedprox.md):
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import Field
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import (
-    ADAPTER,
-    AveragingSettings,
-    averaging_plan,
-    in_part,
-    initial_adapter,
-    kept_or_global,
-    mean_by_size,
-)
+from fedguild.client.training import load_received, train
 from fedguild.model.adapters.storage import SlotTensor
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
-from fedguild.payload import Payload, with_part
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.payload import ADAPTER, Payload
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
+from fedguild.server.settings import AveragingSettings, averaging_plan
+from fedguild.server.uploads import mean_adapter
 
 
 class FedProxSettings(AveragingSettings):
@@ -54,61 +48,38 @@ class FedProxSettings(AveragingSettings):
     mu: float = Field(0.01, ge=0, description="mu of Eq. 2, the weight of the distance; 0 is FedAvg")
 
 
-class FedProx:
+class FedProx(Method):
     """Federated averaging with a proximal term; see the module's docstring."""
 
-    name: ClassVar[str] = "fedprox"
-    title: ClassVar[str] = "FedProx: federated averaging, each client held near what it received"
-    needs_experts: ClassVar[bool] = False
-    Settings: ClassVar[type[BaseModel]] = FedProxSettings
-
-    def __init__(self, settings: FedProxSettings) -> None:
-        self.settings = settings
+    Settings = FedProxSettings
+    settings: FedProxSettings
+    costs = RUNNING_MEAN
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the same plan for every budget."""
         return averaging_plan(model, self.settings)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
-        return State(initial_adapter(model, self.plan(model, budgets[0]), rng))
-
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Line 3: theta^t."""
-        return Payload(with_part(ADAPTER, state.tensors))
+        return Payload.of({ADAPTER: initial_adapter(model, self.plan(model, budgets[0]), rng)})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
-        for slot, work in enumerate(cohort.work):
-            cohort.load(slot, work.download.part(ADAPTER))
+        load_received(cohort)
         received = {name: tensor.stored.detach().clone() for name, tensor in cohort.trainables.items()}
-        for step in cohort.steps():
-            loss = step.forward()
-            if step.is_update and self.settings.mu > 0:
-                loss = loss + self.settings.mu / 2 * squared_distance(cohort.trainables, received)  # Eq. 2
-            step.backward(loss)
-            step.apply()
-        trained = [cohort.read(slot) for slot in range(len(cohort.work))]
-        if self.settings.personal:
-            for slot, own in enumerate(trained):
-                cohort.keep(slot, own)
-        return [Payload(with_part(ADAPTER, own)) for own in trained]
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of theta_i."""
-        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
+        def penalty() -> Tensor:
+            return self.settings.mu / 2 * squared_distance(cohort.trainables, received)  # Eq. 2
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+        return train(cohort, penalty if self.settings.mu > 0 else None, keep=self.settings.personal)
+
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5."""
-        return mean_by_size(state, uploads)
+        return Payload.of({ADAPTER: mean_adapter(state, uploads)})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
-        """Returns the global model."""
-        return Deployment(self.plan(model, budget), state.tensors)
-
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the model that the client trained, where it keeps it, and the global one otherwise."""
-        return kept_or_global(memory, self.deploy(state, model, client.budget))
+        return Deployment(self.plan(model, client.budget), memory.tensors or excerpt.part(ADAPTER))
 
 
 def squared_distance(trainables: Mapping[str, SlotTensor], received: Mapping[str, Tensor]) -> Tensor:

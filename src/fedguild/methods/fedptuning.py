@@ -1,4 +1,4 @@
-"""FedPTuning: federated averaging of a soft prompt that an MLP makes of an embedding.
+"""FedPTuning: federated averaging of a soft prompt's encoder.
 
 W. Kuang et al., "FederatedScope-LLM", KDD 2024 (the federated method); X. Liu et al., "P-Tuning:
 Prompt Tuning Can Be Comparable to Fine-tuning Across Scales and Tasks", ACL 2022 (the encoder).
@@ -23,27 +23,26 @@ Readings and deviations (docs/methods/fedptuning.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import ADAPTER, in_part, initial_adapter
+from fedguild.client.training import load_received, train
 from fedguild.model.adapters.soft_prompt import PROMPT, EncodedPrompt, SoftPrompt, encoded_prompt
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
-from fedguild.payload import Payload, with_part
-from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.payload import ADAPTER, Payload
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
+from fedguild.server.settings import MethodSettings
+from fedguild.server.uploads import mean_adapter
 
 
-class FedPTuningSettings(BaseModel):
+class FedPTuningSettings(MethodSettings):
     """The options of FedPTuning."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     tokens: int = Field(20, ge=1, description="n_v: virtual tokens")
     width: int = Field(1024, ge=1, description="w: inner width of the MLP")
@@ -53,65 +52,43 @@ class FedPTuningSettings(BaseModel):
     )
 
 
-class FedPTuning:
+class FedPTuning(Method):
     """Federated P-tuning; see the module's docstring."""
 
-    name: ClassVar[str] = "fedptuning"
-    title: ClassVar[str] = "FedPTuning: federated averaging of a soft prompt's encoder"
-    needs_experts: ClassVar[bool] = False
-    Settings: ClassVar[type[BaseModel]] = FedPTuningSettings
-
-    def __init__(self, settings: FedPTuningSettings) -> None:
-        self.settings = settings
+    Settings = FedPTuningSettings
+    settings: FedPTuningSettings
+    costs = RUNNING_MEAN
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns an encoded prompt and no LoRA, the same for every budget."""
-        part = EncodedPrompt(self.settings.tokens, self.settings.width, model.hidden)
-        return AdapterPlan(rank=1, scale=1.0, targets=(), parts=(part,))
+        return AdapterPlan((EncodedPrompt(self.settings.tokens, self.settings.width, model.hidden),))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
-        return State(initial_adapter(model, self.plan(model, budgets[0]), rng))
-
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Line 3: E and MLP."""
-        return Payload(with_part(ADAPTER, state.tensors))
+        return Payload.of({ADAPTER: initial_adapter(model, self.plan(model, budgets[0]), rng)})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
-        for slot, work in enumerate(cohort.work):
-            cohort.load(slot, work.download.part(ADAPTER))
-        for step in cohort.steps():
-            nll = step.forward()
-            step.backward(nll)
-            step.apply()
-        trained = [cohort.read(slot) for slot in range(len(cohort.work))]
+        load_received(cohort)
+        uploads = train(cohort)
         if self.settings.personal:
-            for slot, encoder in enumerate(trained):
-                cohort.keep(slot, {PROMPT: encoded_prompt(encoder)})
-        return [Payload(with_part(ADAPTER, encoder)) for encoder in trained]
+            for slot, upload in enumerate(uploads):
+                cohort.keep(slot, {PROMPT: encoded_prompt(upload.part(ADAPTER))})
+        return uploads
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of E_i and MLP_i."""
-        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
-
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5."""
-        mean = WeightedMean()
-        for upload in uploads:
-            mean.add(upload.payload.part(ADAPTER), 1.0)
-        return State(mean.result(state.tensors))
+        return Payload.of({ADAPTER: mean_adapter(state, uploads, "uniform")})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Line 6."""
-        return self._deployed(encoded_prompt(state.tensors))
+        return self._deployed(encoded_prompt(state.part(ADAPTER)))
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the prompt that the client kept, and the global one where it kept none."""
         if memory.tensors:
             return self._deployed(memory.tensors[PROMPT])
-        return self.deploy(state, model, client.budget)
+        return self.deploy(excerpt, model, client.budget)
 
     def _deployed(self, prompt: Tensor) -> Deployment:
-        part = SoftPrompt(self.settings.tokens)
-        return Deployment(AdapterPlan(rank=1, scale=1.0, targets=(), parts=(part,)), {PROMPT: prompt})
+        return Deployment(AdapterPlan((SoftPrompt(self.settings.tokens),)), {PROMPT: prompt})

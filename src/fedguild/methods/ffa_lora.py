@@ -1,4 +1,4 @@
-"""FFA-LoRA: LoRA whose A is drawn once, shared and never trained, so that averaging B is exact.
+"""FFA-LoRA: federated LoRA with one random A that never trains.
 
 Y. Sun, Z. Li, Y. Li, B. Ding, "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024.
 
@@ -23,108 +23,76 @@ Readings and deviations (docs/methods/ffa-lora.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Iterable, Sequence
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import ADAPTER, active_experts_of, in_part, new_seed
-from fedguild.model.adapters.lora import kaiming_uniform
-from fedguild.model.plan import AdapterPlan, ModelInfo, adapter_shapes, trainable_shapes
-from fedguild.payload import Payload, with_part
-from fedguild.seeding import torch_rng
-from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.client.training import load_received, train
+from fedguild.model.adapters.lora import Lora, kaiming_uniform
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
+from fedguild.payload import ADAPTER, Payload
+from fedguild.seeding import new_seed, torch_rng
+from fedguild.server.limits import active_experts_of
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
+from fedguild.server.settings import Dropout, LoraSettings, Weights
+from fedguild.server.uploads import mean_adapter
 
 SEED = "seed"
 """The scalar that A is drawn from, in the state and in every download."""
 
 
-class FFALoRASettings(BaseModel):
-    """The options of FFA-LoRA."""
+class FFALoRASettings(LoraSettings):
+    """The options of FFA-LoRA; the LoRA rank is the same for every client."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rank: int = Field(20, ge=1, description="LoRA rank r, the same for every client")
-    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; the scale is alpha / rank")
-    targets: tuple[str, ...] = Field(
-        ("attention", "experts"),
-        description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts",
-    )
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of LoRA on linear layers")
-    weights: Literal["size", "uniform"] = Field(
-        "size", description="a client's weight in the average: its number of examples, or the same for all"
-    )
+    dropout: Dropout = 0.0
+    weights: Weights = "size"
 
 
-class FFALoRA:
+class FFALoRA(Method):
     """Federated LoRA with a shared, frozen A; see the module's docstring."""
 
-    name: ClassVar[str] = "ffa-lora"
-    title: ClassVar[str] = "FFA-LoRA: federated LoRA with one random A that never trains"
-    needs_experts: ClassVar[bool] = False
-    Settings: ClassVar[type[BaseModel]] = FFALoRASettings
-
-    def __init__(self, settings: FFALoRASettings) -> None:
-        self.settings = settings
+    Settings = FFALoRASettings
+    settings: FFALoRASettings
+    costs = RUNNING_MEAN
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA whose A is frozen, with the budget's active experts."""
-        return AdapterPlan(
-            rank=self.settings.rank,
-            scale=self.settings.alpha / self.settings.rank,
-            targets=self.settings.targets,
-            active_experts=active_experts_of(model, budget),
-            dropout=self.settings.dropout,
-            frozen=("lora_A",),
-        )
+        settings = self.settings
+        lora = Lora(settings.rank, settings.scale, settings.targets, settings.dropout, frozen=("lora_A",))
+        return AdapterPlan((lora,), active_experts_of(model, budget))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
         plans = [self.plan(model, budget) for budget in budgets]
         zeros = {name: torch.zeros(shape) for name, shape in trainable_shapes(model, plans[0]).items()}
-        return State(zeros, {SEED: new_seed(rng)})
+        return Payload.of({ADAPTER: zeros}, {SEED: new_seed(rng)})
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3: the global B, and what A is drawn from."""
-        return Payload(with_part(ADAPTER, state.tensors), {SEED: state.scalars[SEED]})
+        return state
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
-        first = cohort.work[0].download
-        shared = shared_factors(cohort.model.backbone.info, cohort.model.plans[0], int(first.scalars[SEED]))
-        for slot, work in enumerate(cohort.work):
-            cohort.load(slot, {**shared, **work.download.part(ADAPTER)})
-        for step in cohort.steps():
-            nll = step.forward()
-            step.backward(nll)
-            step.apply()
-        return [Payload(with_part(ADAPTER, cohort.read(slot))) for slot in range(len(cohort.work))]
+        seed = int(cohort.work[0].download.scalars[SEED])
+        shared = shared_factors(cohort.model.backbone.info, cohort.model.plans[0], seed)
+        for slot in range(len(cohort.work)):
+            cohort.load(slot, shared)
+        load_received(cohort)
+        return train(cohort)
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of every B."""
-        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
-
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5."""
-        mean = WeightedMean()
-        for upload in uploads:
-            weight = float(upload.client.examples) if self.settings.weights == "size" else 1.0
-            mean.add(upload.payload.part(ADAPTER), weight)
-        return State(mean.result(state.tensors), state.scalars)
+        return Payload.of({ADAPTER: mean_adapter(state, uploads, self.settings.weights)}, state.scalars)
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the shared A and the global B."""
         plan = self.plan(model, budget)
-        return Deployment(plan, {**shared_factors(model, plan, int(state.scalars[SEED])), **state.tensors})
-
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the global model: a client keeps nothing of its own."""
-        return self.deploy(state, model, client.budget)
+        shared = shared_factors(model, plan, int(state.scalars[SEED]))
+        return Deployment(plan, {**shared, **state.part(ADAPTER)})
 
 
 def shared_factors(model: ModelInfo, plan: AdapterPlan, seed: int) -> dict[str, Tensor]:

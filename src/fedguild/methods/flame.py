@@ -1,4 +1,4 @@
-"""FLAME: full-rank LoRA for everybody, fewer active experts for those with less compute.
+"""FLAME: full-rank LoRA, active experts by budget, activation-aware averaging.
 
 K. Le, T. Tran, T. Hua, N. V. Chawla, "FLAME: Towards Federated Fine-Tuning Large Language Models
 Through Adaptive SMoE".
@@ -32,47 +32,34 @@ Readings and deviations (docs/methods/flame.md):
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import (
-    ADAPTER,
-    ROUTING,
-    activation_frequency,
-    in_part,
-    initial_adapter,
-    require_within_top_k,
-)
-from fedguild.model.plan import AdapterPlan, ModelInfo, OutputScaleKind, trainable_shapes
-from fedguild.payload import Payload, with_part
+from fedguild.client.training import activation_frequency, load_received, train
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.payload import ADAPTER, ROUTING, Payload
 from fedguild.server.aggregation import WeightedMean, activation_weights, weights_by_name
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.limits import require_within_top_k
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload, in_part
+from fedguild.server.settings import LoraSettings, Targets
 
+Value = TypeVar("Value")
 RESCALER = "rescaler"
-OUTPUT_SCALE: Mapping[str, OutputScaleKind] = {
-    "per_layer": "per_layer",
-    "shared": "shared",
-    "static": "fixed",
-    "none": "none",
-}
+"""The part with s: a client's own in its upload, `{budget}/{name}` with every budget's mean in the state."""
 
 
-class FlameSettings(BaseModel):
-    """The options of FLAME."""
+class FlameSettings(LoraSettings):
+    """The options of FLAME; the LoRA rank is the same for every budget."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rank: int = Field(20, ge=1, description="LoRA rank r, the same for every budget")
-    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; the scale is alpha / rank")
-    targets: tuple[str, ...] = Field(
-        ("attention", "router", "experts"),
-        description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts",
-    )
+    targets: Targets = ("attention", "router", "experts")
     rescaler: Literal["per_layer", "shared", "static", "none"] = Field(
         "per_layer",
         description="s_i: learned per layer, one learned number, the static ratio k / k_i, or none (Table 5)",
@@ -83,78 +70,54 @@ class FlameSettings(BaseModel):
     )
 
 
-class Flame:
+class Flame(Method):
     """Adaptive active experts with activation-aware averaging; see the module's docstring."""
 
-    name: ClassVar[str] = "flame"
-    title: ClassVar[str] = "FLAME: full-rank LoRA, active experts by budget, activation-aware averaging"
-    needs_experts: ClassVar[bool] = True
-    Settings: ClassVar[type[BaseModel]] = FlameSettings
-
-    def __init__(self, settings: FlameSettings) -> None:
-        self.settings = settings
+    Settings = FlameSettings
+    settings: FlameSettings
+    needs_experts = True
+    costs = RUNNING_MEAN
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's k_i active experts and the rescaler s_i."""
         model.require_experts("FLAME")
-        active = require_within_top_k(model, budget)
-        return AdapterPlan(
-            rank=self.settings.rank,
-            scale=self.settings.alpha / self.settings.rank,
-            targets=self.settings.targets,
-            active_experts=active,
-            output_scale=OUTPUT_SCALE[self.settings.rescaler],
-            output_scale_start=model.top_k / active if self.settings.rescaler == "static" else 1.0,
-        )
+        settings, active = self.settings, require_within_top_k(model, budget)
+        lora = Lora(settings.rank, settings.scale, settings.targets)
+        if settings.rescaler == "none":
+            return AdapterPlan((lora,), active)
+        if settings.rescaler == "static":
+            return AdapterPlan((lora, OutputScale("fixed", model.top_k / active)), active)
+        return AdapterPlan((lora, OutputScale(settings.rescaler)), active)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1; every budget's mean s starts at 1."""
-        tensors = initial_adapter(model, self.plan(model, budgets[0]), rng)
-        scales = {name: tensors.pop(name) for name in list(tensors) if _is_scale(name)}
-        for budget in budgets:
-            self.plan(model, budget)
+        plans = [self.plan(model, budget) for budget in budgets]
+        lora, scales = split(initial_adapter(model, plans[0], rng))
         means = {f"{budget.name}/{name}": scale for budget in budgets for name, scale in scales.items()}
-        return State({**with_part(ADAPTER, tensors), **with_part(RESCALER, means)})
-
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Line 3: the full global LoRA, whatever the budget; never a rescaler."""
-        return Payload(with_part(ADAPTER, Payload(state.tensors).part(ADAPTER)))
+        return Payload.of({ADAPTER: lora, RESCALER: means})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 to 5."""
+        load_received(cohort)
         for slot, work in enumerate(cohort.work):
-            cohort.load(slot, work.download.part(ADAPTER))
-            cohort.load(slot, work.memory.tensors)
-        for step in cohort.steps():
-            nll = step.forward()
-            step.backward(nll)
-            step.apply()
-        return [self._upload(cohort, slot) for slot in range(len(cohort.work))]
+            cohort.load(slot, work.memory.tensors)  # its own s_i
+        uploads = []
+        for slot, trained in enumerate(train(cohort)):
+            lora, scales = split(trained.part(ADAPTER))
+            cohort.keep(slot, scales)
+            frequency = activation_frequency(cohort, slot, self.settings.frequency)
+            uploads.append(Payload.of({ADAPTER: lora, RESCALER: scales, ROUTING: frequency}))
+        return uploads
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of A_i, B_i, s_i and a_i."""
-        shapes = trainable_shapes(model, self.plan(model, client.budget))
-        scales = {name: shapes.pop(name) for name in list(shapes) if _is_scale(name)}
-        return {
-            **in_part(ADAPTER, shapes),
-            **in_part(RESCALER, scales),
-            **in_part(ROUTING, {layer.experts: (layer.num_experts,) for layer in model.moe}),
-        }
-
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 6 to 8, as running means over the uploads."""
         adapter, rescaler = WeightedMean(), WeightedMean()
         for upload in uploads:
-            tensors = upload.payload.part(ADAPTER)
-            adapter.add(tensors, weights_by_name(tensors, self.gamma(upload), float(upload.client.examples)))
-            own = upload.payload.part(RESCALER)
-            rescaler.add({f"{upload.client.budget.name}/{name}": value for name, value in own.items()}, 1.0)
-        before = Payload(state.tensors)
-        return State(
-            {
-                **with_part(ADAPTER, adapter.result(before.part(ADAPTER))),
-                **with_part(RESCALER, rescaler.result(before.part(RESCALER))),
-            }
+            lora, scales = upload.payload.part(ADAPTER), upload.payload.part(RESCALER)
+            adapter.add(lora, weights_by_name(lora, self.gamma(upload), float(upload.client.examples)))
+            rescaler.add({f"{upload.client.budget.name}/{name}": scale for name, scale in scales.items()}, 1.0)
+        return Payload.of(
+            {ADAPTER: adapter.result(state.part(ADAPTER)), RESCALER: rescaler.result(state.part(RESCALER))}
         )
 
     def gamma(self, upload: Upload) -> dict[str, Tensor]:
@@ -162,38 +125,29 @@ class Flame:
         frequency = upload.payload.part(ROUTING)
         return activation_weights(frequency, upload.client.examples, self.settings.temperature)
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+        """Returns the names and shapes of A_i, B_i, s_i and a_i."""
+        lora, scales = split(trainable_shapes(model, self.plan(model, client.budget)))
+        frequency = {layer.experts: (layer.num_experts,) for layer in model.moe}
+        return {**in_part(ADAPTER, lora), **in_part(RESCALER, scales), **in_part(ROUTING, frequency)}
+
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global LoRA with the budget's k and the mean s of its clients."""
-        tensors = Payload(state.tensors)
-        own = {
-            name.removeprefix(f"{budget.name}/"): value
-            for name, value in tensors.part(RESCALER).items()
-            if name.startswith(f"{budget.name}/")
-        }
-        return Deployment(self.plan(model, budget), {**tensors.part(ADAPTER), **own})
+        mean_scales = state.part(f"{RESCALER}/{budget.name}")
+        return Deployment(self.plan(model, budget), {**state.part(ADAPTER), **mean_scales})
 
-    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Returns the global LoRA and the mean s of the client's own budget, which may have few clients."""
-        own = f"{RESCALER}/{client.budget.name}/"
-        return State({name: value for name, value in state.tensors.items() if name.startswith((f"{ADAPTER}/", own))})
+        scales = f"{RESCALER}/{client.budget.name}"
+        return Payload.of({ADAPTER: state.part(ADAPTER), scales: state.part(scales)})
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global LoRA with the client's own k_i and s_i."""
-        deployment = self.deploy(state, model, client.budget)
+        deployment = self.deploy(excerpt, model, client.budget)
         return Deployment(deployment.plan, {**deployment.tensors, **memory.tensors})
 
-    def _upload(self, cohort: Cohort, slot: int) -> Payload:
-        tensors = cohort.read(slot)
-        scales = {name: tensors.pop(name) for name in list(tensors) if _is_scale(name)}
-        cohort.keep(slot, scales)
-        return Payload(
-            {
-                **with_part(ADAPTER, tensors),
-                **with_part(RESCALER, scales),
-                **with_part(ROUTING, activation_frequency(cohort, slot, self.settings.frequency)),
-            }
-        )
 
-
-def _is_scale(name: str) -> bool:
-    return name.endswith("output_scale")
+def split(tensors: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
+    """Returns LoRA and the output scales of an adapter, apart."""
+    scales = {name: value for name, value in tensors.items() if name.endswith("output_scale")}
+    return {name: value for name, value in tensors.items() if name not in scales}, scales

@@ -1,4 +1,4 @@
-"""FlexLoRA: the clients' products are averaged, and every client gets its rank of their singular value decomposition.
+"""FlexLoRA: LoRA with a rank by budget, averaged as products and cut by their SVD.
 
 J. Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client
 Resources", NeurIPS 2024.
@@ -29,104 +29,86 @@ Readings and deviations (docs/methods/flexlora.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch.nn.functional import pad
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import ADAPTER, collected, in_part, initial_adapter, require_within_rank, scaled_products
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
-from fedguild.payload import Payload, with_part
+from fedguild.client.training import load_received, train
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.payload import ADAPTER, Payload
 from fedguild.server.aggregation import truncate_rank
+from fedguild.server.limits import require_within_rank
 from fedguild.server.low_rank import Factors, by_module, decompose, named, stack, truncate, weighted_product
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.method import Deployment, Method, ServerCosts, Upload
+from fedguild.server.settings import Dropout, LoraSettings
+from fedguild.server.uploads import collected, scaled_products
 
 
-class FlexLoRASettings(BaseModel):
-    """The options of FlexLoRA."""
+class FlexLoRASettings(LoraSettings):
+    """The options of FlexLoRA; `rank` is the highest that the server keeps, a client's scale is alpha / its rank."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rank: int = Field(20, ge=1, description="highest LoRA rank r that the server keeps; a client trains its budget's")
-    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; a client's scale is alpha / its rank")
-    targets: tuple[str, ...] = Field(
-        ("attention", "experts"),
-        description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts",
-    )
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of LoRA on linear layers")
+    dropout: Dropout = 0.0
 
 
-class FlexLoRA:
+class FlexLoRA(Method):
     """LoRA of unequal ranks, averaged as products; see the module's docstring.
 
     The state is A and B of rank r with Delta W = B A, the scale in B.
     """
 
-    name: ClassVar[str] = "flexlora"
-    title: ClassVar[str] = "FlexLoRA: LoRA with a rank by budget, averaged as products and cut by their SVD"
-    needs_experts: ClassVar[bool] = False
-    Settings: ClassVar[type[BaseModel]] = FlexLoRASettings
-
-    def __init__(self, settings: FlexLoRASettings) -> None:
-        self.settings = settings
+    Settings = FlexLoRASettings
+    settings: FlexLoRASettings
+    costs = ServerCosts(
+        "O(C n): all factors are stacked",
+        "O((in + out) R² + R³) a module, R the sum of the clients' ranks",
+        holds="all",
+    )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with the scale alpha / r_c; all of the model's experts stay active."""
         rank, settings = require_within_rank(budget, self.settings.rank), self.settings
-        return AdapterPlan(rank, self.scale_of(budget), settings.targets, dropout=settings.dropout)
+        return AdapterPlan((Lora(rank, self.scale_of(budget), settings.targets, settings.dropout),))
 
     def scale_of(self, budget: Budget) -> float:
         """Returns alpha / r_c."""
         return self.settings.alpha / budget.rank
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1; Delta W is 0."""
-        for budget in budgets:
-            self.plan(model, budget)
-        settings = self.settings
-        return State(initial_adapter(model, AdapterPlan(settings.rank, 1.0, settings.targets), rng))
+        plans = [self.plan(model, budget) for budget in budgets]
+        return Payload.of({ADAPTER: initial_adapter(model, plans[0].with_lora(rank=self.settings.rank), rng)})
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3."""
-        return Payload(with_part(ADAPTER, self.deploy(state, model, client.budget).tensors))
+        return Payload.of({ADAPTER: self.deploy(state, model, client.budget).tensors})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Line 4."""
-        for slot, work in enumerate(cohort.work):
-            cohort.load(slot, work.download.part(ADAPTER))
-        for step in cohort.steps():
-            nll = step.forward()
-            step.backward(nll)
-            step.apply()
-        return [Payload(with_part(ADAPTER, cohort.read(slot))) for slot in range(len(cohort.work))]
+        load_received(cohort)
+        return train(cohort)
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of A_c and B_c."""
-        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
-
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 5 and 6, the clients in their order; holds all uploads, but one module's sum at a time."""
         parts = scaled_products(collected(uploads), self.scale_of)
         if not parts:
             return state
-        before = by_module(state.tensors)
-        return State(named({module: self._leading(own, before[module]) for module, own in weighted_product(parts)}))
-
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
-        """Returns the best approximation of Delta W at the budget's rank, in LoRA's scale."""
-        plan = self.plan(model, budget)
-        truncated = by_module(truncate_rank(state.tensors, plan.rank))
-        return Deployment(
-            plan, named({name: Factors(own.down, own.up / plan.scale) for name, own in truncated.items()})
+        before = by_module(state.part(ADAPTER))
+        products = weighted_product(parts)
+        return Payload.of(
+            {ADAPTER: named({module: self._leading(product, before[module]) for module, product in products})}
         )
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the global model at the client's rank: nothing is private."""
-        return self.deploy(state, model, client.budget)
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+        """Returns the best approximation of Delta W at the budget's rank, in LoRA's scale."""
+        lora = self.plan(model, budget).lora
+        truncated = by_module(truncate_rank(state.part(ADAPTER), lora.rank))
+        scaled = {module: Factors(factors.down, factors.up / lora.scale) for module, factors in truncated.items()}
+        return Deployment(AdapterPlan((lora,)), named(scaled))
 
     def _leading(self, product: Factors, before: Factors) -> Factors:
         """Returns the first r singular triplets of a product as U S and V^T (line 6)."""

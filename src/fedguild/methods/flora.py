@@ -1,4 +1,4 @@
-"""FLoRA: the clients' LoRA modules are stacked, not averaged, and the stack is merged into the backbone.
+"""FLoRA: LoRA with a rank by budget, stacked and merged into the backbone.
 
 Z. Wang, Z. Shen, Y. He, G. Sun, H. Wang, L. Lyu, A. Li, "FLoRA: Federated Fine-Tuning Large Language
 Models with Heterogeneous Low-Rank Adaptations", NeurIPS 2024.
@@ -26,120 +26,102 @@ Readings and deviations (docs/methods/flora.md):
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
+from fedguild.client.fresh_adapter import ADAPTER_SEED, fresh_adapter, fresh_seed
 from fedguild.client.merges import VERSION
-from fedguild.methods.common import (
-    ADAPTER,
-    ADAPTER_SEED,
-    collected,
-    fresh_adapter,
-    fresh_seed,
-    in_part,
-    new_seed,
-    scaled_products,
-    without,
-    zero_adapter,
-)
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
-from fedguild.payload import Payload, with_part
+from fedguild.client.training import train
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
+from fedguild.payload import Payload, Scalar
+from fedguild.seeding import new_seed
 from fedguild.server.low_rank import weighted_product
-from fedguild.server.merges import HOLDERS, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.merges import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
+from fedguild.server.method import Deployment, Method, ServerCosts, Upload
+from fedguild.server.settings import Alpha, Dropout, MethodSettings, Targets
+from fedguild.server.uploads import collected, scaled_products
 
 
-class FloraSettings(BaseModel):
-    """The options of FLoRA."""
+class FloraSettings(MethodSettings):
+    """The options of FLoRA; a client's scale is alpha / its budget's rank."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; a client's scale is alpha / its budget's rank")
+    alpha: Alpha = 16.0
     scale: float | None = Field(
         None, gt=0, description="one scale for all ranks in place of alpha / rank; 2 is the paper's alpha = 2 rank"
     )
-    targets: tuple[str, ...] = Field(
-        ("attention", "experts"),
-        description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts",
-    )
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of LoRA on linear layers")
+    targets: Targets = ("attention", "experts")
+    dropout: Dropout = 0.0
 
 
-class Flora:
+class Flora(Method):
     """Stacked LoRA of unequal ranks, merged every round; see the module's docstring.
 
     The state is the history of the stacks.
     """
 
-    name: ClassVar[str] = "flora"
-    title: ClassVar[str] = "FLoRA: LoRA with a rank by budget, stacked and merged into the backbone"
-    needs_experts: ClassVar[bool] = False
-    Settings: ClassVar[type[BaseModel]] = FloraSettings
-
-    def __init__(self, settings: FloraSettings) -> None:
-        self.settings = settings
+    Settings = FloraSettings
+    settings: FloraSettings
+    costs = ServerCosts(
+        f"O(C n): the stack of all factors, of rank R = sum of the clients' ranks; {HISTORY_COST}",
+        "O(C n)",
+        holds="all",
+        note="The download is the whole stack of the round before.",
+        rounds=3,
+    )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with its scale; all of the model's experts stay active."""
-        settings = self.settings
-        return AdapterPlan(budget.rank, self.scale_of(budget), settings.targets, dropout=settings.dropout)
+        lora = Lora(budget.rank, self.scale_of(budget), self.settings.targets, self.settings.dropout)
+        return AdapterPlan((lora,))
 
     def scale_of(self, budget: Budget) -> float:
         """Returns s_c."""
         return self.settings.scale or self.settings.alpha / budget.rank
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """The backbone as published; Delta W is 0."""
         for budget in budgets:
             trainable_shapes(model, self.plan(model, budget))
         unchanged = no_merges()
-        return State(unchanged.tensors, {**unchanged.scalars, ADAPTER_SEED: new_seed(rng)})
+        return Payload(unchanged.tensors, {**unchanged.scalars, ADAPTER_SEED: new_seed(rng)})
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 5 of the rounds before, as far as the client lacks them, and the seed of line 2."""
-        sent = delivery(state, client)
+        lacking = delivery(state, client)
         seed = fresh_seed(int(state.scalars[ADAPTER_SEED]), int(state.scalars[VERSION]), client)
-        return Payload(sent.tensors, {**sent.scalars, ADAPTER_SEED: seed})
+        return Payload(lacking.tensors, {**lacking.scalars, ADAPTER_SEED: seed})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 2 and 3."""
         model = cohort.model
         for slot, (work, plan) in enumerate(zip(cohort.work, model.plans, strict=True)):
             cohort.load(slot, fresh_adapter(model.backbone.info, plan, int(work.download.scalars[ADAPTER_SEED])))
-        for step in cohort.steps():
-            nll = step.forward()
-            step.backward(nll)
-            step.apply()
-        return [
-            Payload(with_part(ADAPTER, cohort.read(slot)), echo(work.download)) for slot, work in enumerate(cohort.work)
-        ]
+        trained = zip(train(cohort), cohort.work, strict=True)
+        return [Payload(upload.tensors, self.expected_scalars(work.download)) for upload, work in trained]
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of A_c and B_c."""
-        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
-
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 4; holds all uploads, as the stack does."""
-        held = collected(uploads)
-        parts = scaled_products(held, self.scale_of)
+        received = collected(uploads)
+        parts = scaled_products(received, self.scale_of)
         if not parts:
             return state
-        merged = appended(state, dict(weighted_product(parts)), held)
-        return State(merged.tensors, {**state.scalars, **merged.scalars})
+        merged = appended(state, dict(weighted_product(parts)), received)
+        return Payload(merged.tensors, {**state.scalars, **merged.scalars})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def expected_scalars(self, download: Payload) -> Mapping[str, Scalar]:
+        """Returns the version of the backbone that the client trained on."""
+        return echo(download)
+
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the merged backbone, whole for every budget, under an adapter of zeros."""
         plan = self.plan(model, budget)
         return Deployment(plan, zero_adapter(model, plan), merges(state))
 
-    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Returns the state without who took part."""
-        return without(state, HOLDERS)
-
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the global model: nothing is private."""
-        return self.deploy(state, model, client.budget)
+        return state.without(HOLDERS)

@@ -1,4 +1,4 @@
-"""FLoRIST: the clients' LoRA modules are stacked as in FLoRA, and the stack is cut at a share of its energy.
+"""FLoRIST: LoRA with a rank by budget, stacked and cut by singular value thresholding.
 
 H. Ramesh, J. Dass, "FLoRIST: Singular Value Thresholding for Efficient and Accurate Federated
 Fine-Tuning of Large Language Models", arXiv:2506.09199, 2025.
@@ -30,32 +30,27 @@ Readings and deviations (docs/methods/florist.md):
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import (
-    ADAPTER,
-    ADAPTER_SEED,
-    collected,
-    fresh_adapter,
-    fresh_seed,
-    in_part,
-    new_seed,
-    scaled_products,
-    without,
-    zero_adapter,
-)
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
-from fedguild.payload import Payload, with_part
+from fedguild.client.fresh_adapter import ADAPTER_SEED, fresh_adapter, fresh_seed
+from fedguild.client.training import train
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
+from fedguild.payload import Payload, Scalar, with_part
+from fedguild.seeding import new_seed
 from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import Factors, Svd, by_module, decompose, named, weighted_product
-from fedguild.server.merges import HOLDERS, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.merges import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
+from fedguild.server.method import Deployment, Method, ServerCosts, Upload
+from fedguild.server.settings import Alpha, Dropout, MethodSettings, Targets
+from fedguild.server.uploads import collected, scaled_products
 
 PAIR = "pair"
 """The part of the state and of downloads with B_g and A_g, where they are not merged."""
@@ -63,10 +58,8 @@ COUNT = "rounds_aggregated"
 """The state's scalar that makes every round's fresh adapters differ."""
 
 
-class FloristSettings(BaseModel):
-    """The options of FLoRIST."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class FloristSettings(MethodSettings):
+    """The options of FLoRIST; a client's scale is alpha / its budget's rank."""
 
     threshold: float = Field(0.9, gt=0, le=1, description="tau, the share of the squared singular values that is kept")
     next_round: Literal["merge", "truncate"] = Field(
@@ -74,50 +67,51 @@ class FloristSettings(BaseModel):
         description="what the pair is to the next round: merged into the backbone under a fresh LoRA, or the LoRA that "
         "clients start from at their rank",
     )
-    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; a client's scale is alpha / its budget's rank")
-    targets: tuple[str, ...] = Field(
-        ("attention", "experts"),
-        description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts",
-    )
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of LoRA on linear layers")
+    alpha: Alpha = 16.0
+    targets: Targets = ("attention", "experts")
+    dropout: Dropout = 0.0
 
 
-class Florist:
+class Florist(Method):
     """Stacked LoRA of unequal ranks, cut by singular value thresholding; see the module's docstring.
 
     The state is the history of the pairs, or with `next_round: truncate` the newest pair alone.
     """
 
-    name: ClassVar[str] = "florist"
-    title: ClassVar[str] = "FLoRIST: LoRA with a rank by budget, stacked and cut by singular value thresholding"
-    needs_experts: ClassVar[bool] = False
-    Settings: ClassVar[type[BaseModel]] = FloristSettings
-
-    def __init__(self, settings: FloristSettings) -> None:
-        self.settings = settings
+    Settings = FloristSettings
+    settings: FloristSettings
+    costs = ServerCosts(
+        f"O(C n): all uploads, and one module's stack of rank R = sum of the clients' ranks; {HISTORY_COST}",
+        "O((in + out) R² + R³) a module",
+        holds="all",
+        varies="at most",
+        bound={"threshold": 1.0},
+        note="The threshold keeps as many ranks as the uploads need; all of them are counted.",
+        rounds=3,
+    )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with the scale alpha / r_c; all of the model's experts stay active."""
-        settings = self.settings
-        return AdapterPlan(budget.rank, self.scale_of(budget), settings.targets, dropout=settings.dropout)
+        lora = Lora(budget.rank, self.scale_of(budget), self.settings.targets, self.settings.dropout)
+        return AdapterPlan((lora,))
 
     def scale_of(self, budget: Budget) -> float:
         """Returns s_c."""
         return self.settings.alpha / budget.rank
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """The backbone as published, and no pair."""
         for budget in budgets:
             trainable_shapes(model, self.plan(model, budget))
         unchanged = no_merges()
-        return State(unchanged.tensors, {**unchanged.scalars, ADAPTER_SEED: new_seed(rng), COUNT: 0})
+        return Payload(unchanged.tensors, {**unchanged.scalars, ADAPTER_SEED: new_seed(rng), COUNT: 0})
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 8: the pairs to merge that the client lacks, or the one that it trains on; and a seed for line 2."""
-        sent = delivery(state, client)
-        pair = with_part(PAIR, Payload(state.tensors).part(PAIR))
+        lacking = delivery(state, client)
         seed = fresh_seed(int(state.scalars[ADAPTER_SEED]), int(state.scalars[COUNT]), client)
-        return Payload({**sent.tensors, **pair}, {**sent.scalars, ADAPTER_SEED: seed})
+        pair = with_part(PAIR, state.part(PAIR))
+        return Payload({**lacking.tensors, **pair}, {**lacking.scalars, ADAPTER_SEED: seed})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 2 and 3."""
@@ -125,23 +119,14 @@ class Florist:
         for slot, (work, plan) in enumerate(zip(cohort.work, model.plans, strict=True)):
             fresh = fresh_adapter(model.backbone.info, plan, int(work.download.scalars[ADAPTER_SEED]))
             pair = work.download.part(PAIR)
-            cohort.load(slot, at_rank(pair, fresh, plan.scale) if pair else fresh)
-        for step in cohort.steps():
-            nll = step.forward()
-            step.backward(nll)
-            step.apply()
-        return [
-            Payload(with_part(ADAPTER, cohort.read(slot)), echo(work.download)) for slot, work in enumerate(cohort.work)
-        ]
+            cohort.load(slot, at_rank(pair, fresh, plan.lora.scale) if pair else fresh)
+        trained = zip(train(cohort), cohort.work, strict=True)
+        return [Payload(upload.tensors, self.expected_scalars(work.download)) for upload, work in trained]
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of A_c and B_c."""
-        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
-
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 4 to 7; holds all uploads, but one module's stack at a time."""
-        held = collected(uploads)
-        parts = scaled_products(held, self.scale_of)
+        received = collected(uploads)
+        parts = scaled_products(received, self.scale_of)
         if not parts:
             return state
         pair = {
@@ -150,26 +135,26 @@ class Florist:
         }
         counted = {**state.scalars, COUNT: int(state.scalars[COUNT]) + 1}
         if self.settings.next_round == "truncate":
-            return State({**state.tensors, **with_part(PAIR, named(pair))}, counted)
-        merged = appended(state, pair, held)
-        return State(merged.tensors, {**counted, **merged.scalars})
+            return Payload({**state.tensors, **with_part(PAIR, named(pair))}, counted)
+        merged = appended(state, pair, received)
+        return Payload(merged.tensors, {**counted, **merged.scalars})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def expected_scalars(self, download: Payload) -> Mapping[str, Scalar]:
+        """Returns the version of the backbone that the client trained on."""
+        return echo(download)
+
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the backbone with all pairs merged, or the whole newest pair on it; the same for every budget."""
-        pair = Payload(state.tensors).part(PAIR)
+        pair = state.part(PAIR)
         if not pair:
             plan = self.plan(model, budget)
             return Deployment(plan, zero_adapter(model, plan), merges(state))
         rank = max(factors.rank for factors in by_module(pair).values())
-        return Deployment(AdapterPlan(rank, 1.0, self.settings.targets), pad_rank(pair, rank)[0])
+        return Deployment(AdapterPlan((Lora(rank, 1.0, self.settings.targets),)), pad_rank(pair, rank)[0])
 
-    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Returns the state without who took part."""
-        return without(state, HOLDERS)
-
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the global model: nothing is private."""
-        return self.deploy(state, model, client.budget)
+        return state.without(HOLDERS)
 
 
 def thresholded(svd: Svd, threshold: float) -> Factors:
@@ -201,14 +186,14 @@ def at_rank(pair: Mapping[str, Tensor], fresh: Mapping[str, Tensor], scale: floa
         scale: The client's s_c.
     """
     start = dict(fresh)
-    for name, own in fresh.items():
+    for name, drawn in fresh.items():
         axis = -2 if name.endswith("lora_A") else -1
-        rank = min(own.shape[axis], pair[name].shape[axis])
-        given = pair[name].narrow(axis, 0, rank).to(own)
+        rank = min(drawn.shape[axis], pair[name].shape[axis])
+        given = pair[name].narrow(axis, 0, rank).to(drawn)
         if axis == -2:
-            is_held = given.abs().sum(-1, keepdim=True) > 0
-            given = torch.where(is_held, given, own.narrow(axis, 0, rank))
+            is_given = given.abs().sum(-1, keepdim=True) > 0
+            given = torch.where(is_given, given, drawn.narrow(axis, 0, rank))
         else:
             given = given / scale
-        start[name] = torch.cat([given, own.narrow(axis, rank, own.shape[axis] - rank)], dim=axis)
+        start[name] = torch.cat([given, drawn.narrow(axis, rank, drawn.shape[axis] - rank)], dim=axis)
     return start

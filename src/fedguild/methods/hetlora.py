@@ -1,4 +1,4 @@
-"""HetLoRA (HLoRA): LoRA with a rank by client, pruned as it trains, averaged with zeros for the ranks that are missing.
+"""HetLoRA: LoRA with a rank by budget, self-pruning, weights by norm.
 
 Y. J. Cho, L. Liu, Z. Xu, A. Fahrezi, G. Joshi, "Heterogeneous LoRA for Federated Fine-tuning of
 On-Device Foundation Models", EMNLP 2024.
@@ -37,22 +37,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import ADAPTER, in_part, initial_adapter, require_within_rank
+from fedguild.client.training import train
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.storage import SlotTensor
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
-from fedguild.payload import Payload, with_part
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.aggregation import Weight, WeightedMean, pad_rank, rank_axis, truncate_rank
+from fedguild.server.limits import require_within_rank
 from fedguild.server.low_rank import DOWN, UP, by_module, product_norm
-from fedguild.server.method import Deployment, Observation, State, Upload
+from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
+from fedguild.server.settings import Dropout, LoraSettings
 from fedguild.server.validation import Omissible
 
 TAIL = "tail"
@@ -61,18 +64,10 @@ RANKS = "ranks"
 """The state's tensor with r_k of every client, [clients] int64."""
 
 
-class HetLoRASettings(BaseModel):
-    """The options of HetLoRA."""
+class HetLoRASettings(LoraSettings):
+    """The options of HetLoRA; `rank` is the highest of all clients, the scale is alpha / rank for all of them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rank: int = Field(20, ge=1, description="LoRA rank r of the global adapter, the highest of all clients")
-    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; the scale is alpha / rank, whatever a client's rank")
-    targets: tuple[str, ...] = Field(
-        ("attention", "experts"),
-        description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts",
-    )
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of LoRA on linear layers")
+    dropout: Dropout = 0.0
     penalty_weight: float = Field(1e-3, ge=0, description="lambda, weight of the penalty on a client's last ranks")
     gamma: float = Field(0.99, gt=0, le=1, description="share of its ranks that a client's penalty and pruning spare")
     minimum_rank: int = Field(1, ge=1, description="r_min, the rank below which no client is pruned")
@@ -85,55 +80,53 @@ class HetLoRASettings(BaseModel):
     )
 
 
-class HetLoRA:
+class HetLoRA(Method):
     """LoRA of unequal ranks with self-pruning and sparsity weights; see the module's docstring."""
 
-    name: ClassVar[str] = "hetlora"
-    title: ClassVar[str] = "HetLoRA: LoRA with a rank by budget, self-pruning, weights by norm"
-    needs_experts: ClassVar[bool] = False
-    Settings: ClassVar[type[BaseModel]] = HetLoRASettings
-
-    def __init__(self, settings: HetLoRASettings) -> None:
-        self.settings = settings
+    Settings = HetLoRASettings
+    settings: HetLoRASettings
+    costs = ServerCosts(
+        "O(n): a running mean at the highest rank",
+        "O(C n r) for the norms of the products",
+        varies="at most",
+        note="Pruning takes ranks from a client for good; none is counted.",
+    )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank, the highest that its clients ever have; all experts stay active."""
         settings = self.settings
         rank = require_within_rank(budget, settings.rank)
-        return AdapterPlan(rank, settings.alpha / settings.rank, settings.targets, dropout=settings.dropout)
+        return AdapterPlan((Lora(rank, settings.scale, settings.targets, settings.dropout),))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
-        for budget in budgets:
-            self.plan(model, budget)
-        settings = self.settings
-        return State(with_part(ADAPTER, initial_adapter(model, AdapterPlan(settings.rank, 1.0, settings.targets), rng)))
+        plans = [self.plan(model, budget) for budget in budgets]
+        return Payload.of({ADAPTER: initial_adapter(model, plans[0].with_lora(rank=self.settings.rank), rng)})
 
-    def enroll(self, state: State, model: ModelInfo, clients: Sequence[ClientInfo]) -> State:
+    def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
         """Line 1: every client's rank is its budget's."""
         ranks = torch.zeros(1 + max(client.index for client in clients), dtype=torch.int64)
         for client in clients:
             ranks[client.index] = client.budget.rank
-        return State({**state.tensors, RANKS: ranks})
+        return Payload({**state.tensors, RANKS: ranks})
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3."""
-        return self._parted(self.personalize(state, model, client, Payload()).tensors)
+        return self._parted(self._truncated(state, model, client).tensors)
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 4 and 5."""
         adapters = [whole_adapter(work.download) for work in cohort.work]
         for slot, adapter in enumerate(adapters):
-            cohort.load(slot, pad_rank(adapter, cohort.model.plans[slot].rank)[0])
+            cohort.load(slot, pad_rank(adapter, cohort.model.plans[slot].lora.rank)[0])
         ranks = [rank_of(adapter) for adapter in adapters]
         starts = [tail_start(self.settings.gamma, rank) for rank in ranks]
         received = tail_products(cohort.trainables, starts).detach()
-        for step in cohort.steps():
-            loss = step.forward()
-            if step.is_update and self.settings.penalty_weight:
-                loss = loss + self.settings.penalty_weight * tail_products(cohort.trainables, starts)
-            step.backward(loss)
-            step.apply()
+
+        def penalty() -> Tensor:
+            return self.settings.penalty_weight * tail_products(cohort.trainables, starts)
+
+        train(cohort, penalty if self.settings.penalty_weight else None)
         shrunk = (tail_products(cohort.trainables, starts).detach() < received).tolist()
         trained = [truncate_rank(cohort.read(slot), rank) for slot, rank in enumerate(ranks)]
         return [self._parted(adapter, prune=shrunk[slot]) for slot, adapter in enumerate(trained)]
@@ -142,13 +135,13 @@ class HetLoRA:
         """Returns the names and shapes of A_k, B_k at the pruned rank, and of the tail that pruning leaves out."""
         plan, rank = self.plan(model, client.budget), rank_of(whole_adapter(download))
         kept = self.pruned(rank)
-        shapes = in_part(ADAPTER, trainable_shapes(model, replace(plan, rank=kept)))
+        shapes = in_part(ADAPTER, trainable_shapes(model, plan.with_lora(rank=kept)))
         if kept == rank:
             return shapes
-        tail = in_part(TAIL, trainable_shapes(model, replace(plan, rank=rank - kept)))
+        tail = in_part(TAIL, trainable_shapes(model, plan.with_lora(rank=rank - kept)))
         return {**shapes, **{name: Omissible(shape) for name, shape in tail.items()}}
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 6 and 7, as running means over the uploads."""
         weighted, uniform = PaddedMean(self.settings.rank), PaddedMean(self.settings.rank)
         ranks = state.tensors[RANKS].clone()
@@ -158,26 +151,24 @@ class HetLoRA:
             weighted.add(adapter, self._weights(adapter, upload.client))
             if self.settings.weights == "norm":
                 uniform.add(adapter, 1.0)
-        adapter = weighted.result(uniform.result(Payload(state.tensors).part(ADAPTER)))
-        return State({**with_part(ADAPTER, adapter), RANKS: ranks})
+        adapter = weighted.result(uniform.result(state.part(ADAPTER)))
+        return Payload({**with_part(ADAPTER, adapter), RANKS: ranks})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global A, B truncated to the budget's rank."""
         plan = self.plan(model, budget)
-        return Deployment(plan, truncate_rank(Payload(state.tensors).part(ADAPTER), plan.rank))
+        return Deployment(plan, truncate_rank(state.part(ADAPTER), plan.lora.rank))
 
-    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Returns A, B at the client's own rank, and nobody's rank."""
-        return State(with_part(ADAPTER, self.personalize(state, model, client, Payload()).tensors))
+        return Payload.of({ADAPTER: self._truncated(state, model, client).tensors})
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the global A, B truncated to the client's own rank, pruned or not."""
-        adapter = Payload(state.tensors).part(ADAPTER)
-        rank = int(state.tensors[RANKS][client.index]) if RANKS in state.tensors else rank_of(adapter)
-        plan = replace(self.plan(model, client.budget), rank=rank)
-        return Deployment(plan, truncate_rank(adapter, rank))
+        adapter = excerpt.part(ADAPTER)
+        return Deployment(self.plan(model, client.budget).with_lora(rank=rank_of(adapter)), adapter)
 
-    def observe(self, state: State, model: ModelInfo) -> Sequence[Observation]:
+    def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
         """Returns every client's rank."""
         ranks = state.tensors[RANKS]
         return [Observation("rank", ranks.float(), [f"client {index}" for index in range(len(ranks))])]
@@ -187,6 +178,12 @@ class HetLoRA:
         if not self.settings.pruning:
             return rank
         return min(rank, max(self.settings.minimum_rank, tail_start(self.settings.gamma, rank)))
+
+    def _truncated(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Deployment:
+        """Returns the global A, B truncated to the client's own rank."""
+        rank = int(state.tensors[RANKS][client.index])
+        plan = self.plan(model, client.budget).with_lora(rank=rank)
+        return Deployment(plan, truncate_rank(state.part(ADAPTER), rank))
 
     def _parted(self, adapter: Mapping[str, Tensor], *, prune: bool = False) -> Payload:
         """Returns an adapter as it travels: the ranks that pruning keeps and, unless it is to be pruned, the tail."""

@@ -42,14 +42,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.logit_gate import GateSettings, train_gates
-from fedguild.client.schedule import TrainingSettings
+from fedguild.config.training import TrainingSettings
 from fedguild.methods.common import ADAPTER, in_part, initial_adapter
 from fedguild.model.adapters.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import derive
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.method import Deployment, Upload
 
 RECEIVED, PERSONAL, GATE = "received", "personal", "gate"
 """The parts of a client's memory: theta, theta_p, and w and b."""
@@ -105,13 +106,13 @@ class PflMoe:
             settings.rank, settings.alpha / settings.rank, targets=settings.targets, dropout=settings.dropout
         )
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
-        return State(with_part(ADAPTER, initial_adapter(model, self.plan(model, budgets[0]), rng)), {"rounds": 0})
+        return Payload(with_part(ADAPTER, initial_adapter(model, self.plan(model, budgets[0]), rng)), {"rounds": 0})
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3: theta."""
-        return Payload(with_part(ADAPTER, Payload(state.tensors).part(ADAPTER)))
+        return Payload(with_part(ADAPTER, state.part(ADAPTER)))
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Line 3, then lines 5 to 7."""
@@ -125,19 +126,19 @@ class PflMoe:
         """Returns the names and shapes of theta_i."""
         return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 4."""
         mean = WeightedMean()
         for upload in uploads:
             mean.add(upload.payload.part(ADAPTER), 1.0)
-        after = mean.result(Payload(state.tensors).part(ADAPTER))
-        return State(with_part(ADAPTER, after), {"rounds": int(state.scalars["rounds"]) + 1})
+        after = mean.result(state.part(ADAPTER))
+        return Payload(with_part(ADAPTER, after), {"rounds": int(state.scalars["rounds"]) + 1})
 
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global model."""
-        return Deployment(self.plan(model, budget), Payload(state.tensors).part(ADAPTER))
+        return Deployment(self.plan(model, budget), state.part(ADAPTER))
 
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def personalize(self, state: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Line 8; for a client without a personal model the global one, mixed with itself once others have theirs."""
         deployment = self.deploy(state, model, client.budget)
         if int(state.scalars["rounds"]) < self.settings.personal_from:
@@ -181,9 +182,9 @@ class PflMoe:
         """Returns how line 6 trains."""
         settings = self.settings
         if settings.personal_epochs is not None:
-            training = replace(training, epochs=settings.personal_epochs, steps=None)
+            training = training.model_copy(update={"epochs": settings.personal_epochs, "steps": None})
         if settings.personal_learning_rate is not None:
-            training = replace(training, learning_rate=settings.personal_learning_rate)
+            training = training.model_copy(update={"learning_rate": settings.personal_learning_rate})
         return training
 
 

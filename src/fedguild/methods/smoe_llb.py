@@ -1,4 +1,4 @@
-"""SMoE-LLB: fewer active experts for small budgets, and load balancing on every client by itself.
+"""SMoE-LLB: active experts by budget, load-balancing losses on every client.
 
 The baseline of V.-T. Tran, H.-H. Nguyen-Le, M. Ruffini, M. Dzaferagic, "UB-SMoE: Universally Balanced
 Sparse Mixture-of-Experts for Resource-adaptive Federated Fine-tuning of Foundation Models", 2026,
@@ -30,71 +30,57 @@ Readings and deviations (docs/methods/smoe-llb.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort
 from fedguild.client.load_balancing import LoadBalancing
-from fedguild.client.routing_alignment import observing
-from fedguild.methods.common import ADAPTER, in_part, initial_adapter, mean_by_size, require_within_top_k
-from fedguild.model.plan import AdapterPlan, ModelInfo, trainable_shapes
-from fedguild.payload import Payload, with_part
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.client.observing import observing
+from fedguild.client.training import load_received, trained_adapters
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.payload import ADAPTER, Payload
+from fedguild.server.limits import require_within_top_k
+from fedguild.server.method import RUNNING_MEAN, Method, Upload
+from fedguild.server.settings import Alpha, LoraSettings, Targets
+from fedguild.server.uploads import mean_adapter
 
 
-class SmoeLlbSettings(BaseModel):
-    """The options of SMoE-LLB."""
+class SmoeLlbSettings(LoraSettings):
+    """The options of SMoE-LLB; the LoRA rank is the same for every budget."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rank: int = Field(20, ge=1, description="LoRA rank r, the same for every budget")
-    alpha: float = Field(20.0, gt=0, description="LoRA's alpha; the scale is alpha / rank")
-    targets: tuple[str, ...] = Field(
-        ("attention", "router", "experts"),
-        description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts",
-    )
+    alpha: Alpha = 20.0
+    targets: Targets = ("attention", "router", "experts")
     balance_weight: float = Field(0.01, ge=0, description="c_B, the weight of the load-balancing loss")
     z_weight: float = Field(0.001, ge=0, description="c_z, the weight of the router z-loss")
 
 
-class SmoeLlb:
+class SmoeLlb(Method):
     """Active experts by budget with local load balancing; see the module's docstring."""
 
-    name: ClassVar[str] = "smoe-llb"
-    title: ClassVar[str] = "SMoE-LLB: active experts by budget, load-balancing losses on every client"
-    needs_experts: ClassVar[bool] = True
-    Settings: ClassVar[type[BaseModel]] = SmoeLlbSettings
-
-    def __init__(self, settings: SmoeLlbSettings) -> None:
-        self.settings = settings
+    Settings = SmoeLlbSettings
+    settings: SmoeLlbSettings
+    needs_experts = True
+    costs = RUNNING_MEAN
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts."""
         model.require_experts("SMoE-LLB")
-        return AdapterPlan(
-            rank=self.settings.rank,
-            scale=self.settings.alpha / self.settings.rank,
-            targets=self.settings.targets,
-            active_experts=require_within_top_k(model, budget),
-        )
+        lora = Lora(self.settings.rank, self.settings.scale, self.settings.targets)
+        return AdapterPlan((lora,), require_within_top_k(model, budget))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
         plans = [self.plan(model, budget) for budget in budgets]
-        return State(initial_adapter(model, plans[0], rng))
-
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Line 3: Theta."""
-        return Payload(with_part(ADAPTER, state.tensors))
+        return Payload.of({ADAPTER: initial_adapter(model, plans[0], rng)})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
-        for slot, work in enumerate(cohort.work):
-            cohort.load(slot, work.download.part(ADAPTER))
+        load_received(cohort)
         balancing = LoadBalancing(len(cohort.work))
         with observing(cohort.model.backbone.moe, balancing.observe):
             for step in cohort.steps():
@@ -103,20 +89,8 @@ class SmoeLlb:
                 auxiliary = self.settings.balance_weight * balance + self.settings.z_weight * z
                 step.backward(nll + auxiliary * step.shares())  # ST-MoE, Eq. 6
                 step.apply()
-        return [Payload(with_part(ADAPTER, cohort.read(slot))) for slot in range(len(cohort.work))]
+        return trained_adapters(cohort)
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of Theta_c."""
-        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
-
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5."""
-        return mean_by_size(state, uploads)
-
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
-        """Returns the global LoRA with the budget's K."""
-        return Deployment(self.plan(model, budget), state.tensors)
-
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the global model at the client's budget: nothing is private."""
-        return self.deploy(state, model, client.budget)
+        return Payload.of({ADAPTER: mean_adapter(state, uploads)})

@@ -1,4 +1,4 @@
-"""Trivial: for every budget a federation of its own, in which all clients train that budget's LoRA rank.
+"""Trivial: for every budget a federation of its own, all clients at its LoRA rank.
 
 The baseline "trivial" of K. Le, T. Tran, T. Hua, N. V. Chawla, "FLAME: Towards Federated Fine-Tuning
 Large Language Models Through Adaptive SMoE", Section 3.2, which "simply employs a globally small
@@ -23,59 +23,56 @@ Readings and deviations (docs/methods/trivial.md):
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.methods.common import ADAPTER, in_part, initial_adapter, mean_by_size
-from fedguild.model.plan import AdapterPlan, ModelInfo
-from fedguild.payload import Payload, with_part
+from fedguild.client.training import train
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.aggregation import rank_axis
-from fedguild.server.method import Deployment, State, Upload
+from fedguild.server.method import Deployment, Method, ServerCosts, Upload, in_part
+from fedguild.server.settings import Alpha, Dropout, MethodSettings, Targets
+from fedguild.server.uploads import mean_adapter
 
 
-class TrivialSettings(BaseModel):
-    """The options of trivial."""
+class TrivialSettings(MethodSettings):
+    """The options of trivial; a budget's scale is alpha / its rank."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    alpha: Alpha = 16.0
+    targets: Targets = ("attention", "router", "experts")
+    dropout: Dropout = 0.0
 
-    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; a budget's scale is alpha / its rank")
-    targets: tuple[str, ...] = Field(
-        ("attention", "router", "experts"),
-        description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts",
+
+class Trivial(Method):
+    """One FedIT per budget; see the module's docstring.
+
+    The state's adapter holds every trainable under its budget's name, `{budget}/{name}`.
+    """
+
+    Settings = TrivialSettings
+    settings: TrivialSettings
+    costs = ServerCosts(
+        "O(n), whatever C is: a running mean for every budget",
+        "O(C n)",
+        trains="every budget",
+        note="Every client takes part in the federation of every budget: FLOPs and bytes of a round are their sum.",
     )
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of LoRA on linear layers")
-
-
-class Trivial:
-    """One FedIT per budget; see the module's docstring."""
-
-    name: ClassVar[str] = "trivial"
-    title: ClassVar[str] = "Trivial: for every budget a federation of its own, all clients at its LoRA rank"
-    needs_experts: ClassVar[bool] = False
-    Settings: ClassVar[type[BaseModel]] = TrivialSettings
-
-    def __init__(self, settings: TrivialSettings) -> None:
-        self.settings = settings
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank; all of the model's experts stay active."""
         return self._plan(budget.rank)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
-        """Line 1: every trainable under its budget's name, `{budget}/{name}`."""
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+        """Line 1."""
         tensors: dict[str, Tensor] = {}
         for name, budget in {budget.name: budget for budget in budgets}.items():
             tensors |= with_part(name, initial_adapter(model, self.plan(model, budget), rng))
-        return State(tensors)
-
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Line 4: every budget's A^b, B^b."""
-        return Payload(with_part(ADAPTER, state.tensors))
+        return Payload.of({ADAPTER: tensors})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4, one budget after the other."""
@@ -84,40 +81,32 @@ class Trivial:
             with cohort.afresh([self._plan(rank)] * len(cohort.work)) as clients:
                 for slot, work in enumerate(clients.work):
                     clients.load(slot, work.download.part(f"{ADAPTER}/{budget}"))
-                for step in clients.steps():
-                    nll = step.forward()
-                    step.backward(nll)
-                    step.apply()
-                for slot, tensors in enumerate(trained):
-                    tensors |= with_part(budget, clients.read(slot))
-        return [Payload(with_part(ADAPTER, tensors)) for tensors in trained]
+                for tensors, upload in zip(trained, train(clients), strict=True):
+                    tensors |= with_part(budget, upload.part(ADAPTER))
+        return [Payload.of({ADAPTER: tensors}) for tensors in trained]
+
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+        """Line 5, of all budgets at once."""
+        return Payload.of({ADAPTER: mean_adapter(state, uploads)})
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of what the client received."""
         return in_part(ADAPTER, {name: tuple(value.shape) for name, value in download.part(ADAPTER).items()})
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Line 5, of all budgets at once."""
-        return mean_by_size(state, uploads)
-
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the model of the budget's own federation."""
-        return Deployment(self.plan(model, budget), Payload(state.tensors).part(budget.name))
-
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the model of the client's budget: a client keeps nothing of its own."""
-        return self.deploy(state, model, client.budget)
+        return Deployment(self.plan(model, budget), state.part(f"{ADAPTER}/{budget.name}"))
 
     def _plan(self, rank: int) -> AdapterPlan:
         settings = self.settings
-        return AdapterPlan(rank, settings.alpha / rank, settings.targets, dropout=settings.dropout)
+        return AdapterPlan((Lora(rank, settings.alpha / rank, settings.targets, settings.dropout),))
 
 
 def ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Returns budget -> rank of the adapters `{budget}/{name}` of all budgets."""
-    found = {}
+    by_budget = {}
     for name, value in tensors.items():
         axis = rank_axis(name)
         if axis is not None:
-            found[name.partition("/")[0]] = value.shape[axis]
-    return found
+            by_budget[name.partition("/")[0]] = value.shape[axis]
+    return by_budget

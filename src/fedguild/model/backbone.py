@@ -21,11 +21,11 @@ from fedguild.heap import keep_freed_pages
 from fedguild.model.families import FAMILIES
 from fedguild.model.four_bit import four_bit_options, quantise_experts
 from fedguild.model.frozen_linear import speed_up_frozen_linears
+from fedguild.model.info import LinearInfo, ModelInfo
 from fedguild.model.known import find_known, known_models
 from fedguild.model.merging import merged
 from fedguild.model.moe.family import Family, moe_blocks, moe_layers
 from fedguild.model.moe.view import MoeLayer
-from fedguild.model.plan import LinearInfo, ModelInfo
 from fedguild.model.runtime import Runtime
 from fedguild.model.tiny import CHECKPOINT
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedguild.errors import ModelError
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 
 Factors = tuple[Tensor, Tensor]
 """A [.., R, in] and B [.., out, R] of the change B A."""

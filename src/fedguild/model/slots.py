@@ -13,25 +13,21 @@ from torch import Tensor, nn
 from fedguild.data.batches import Seq2Seq, SlotBatch, padded
 from fedguild.errors import ConfigError, ModelError
 from fedguild.model.adapters.dropout import Dropout
-from fedguild.model.adapters.lora import slot_product
-from fedguild.model.adapters.storage import SlotTensor, padded_rank
+from fedguild.model.adapters.part import AdapterPart
+from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.backbone import Backbone
 from fedguild.model.inputs import model_inputs
 from fedguild.model.moe.statistics import RoutingStatistics
-from fedguild.model.plan import AdapterPart, AdapterPlan, leaf, lora_shapes
+from fedguild.model.plan import AdapterPlan
 from fedguild.model.runtime import Pass
 
 
 class SlotModel:
     """The adapters of S slots, attached to a backbone until `close`.
 
-    Slots may differ in rank, scale and active experts; they share targets and the kind of
-    output scale. Use as a context manager; one at a time on a backbone.
-
-    `loaded` has the storage of everything in the adapters, by name, and `trainables` of what is
-    trained, all but the frozen; `attached` what a part's `attach` leaves for its method, by the part's
-    type; `widen` what a part does to every batch before the backbone runs it; `copies` how often a
-    pass then runs every row, each time under a LoRA of its own.
+    Slots may differ in active experts and where their parts say so, for example in rank and scale of LoRA.
+    Use as a context manager; one at a time on a backbone. It is what parts attach to
+    (`fedguild.model.adapters.part.AdapterHost`); `trainables` is `loaded` without what is frozen.
 
     Args:
         backbone: The frozen model.
@@ -51,16 +47,17 @@ class SlotModel:
         self.plans = tuple(plans)
         self.slots = len(plans)
         self.device = backbone.device
-        self.dropout = Dropout([plan.dropout for plan in plans])
+        self.dtype = torch.float64 if backbone.dtype is torch.float64 else torch.float32
+        self.dropout = Dropout()
         self.loaded: dict[str, SlotTensor] = {}
         self.attached: dict[type, Any] = {}
         self.widen: Callable[[SlotBatch], SlotBatch] = _as_it_is
         self.copies = 1
         self._running: dict[str, Tensor] = {}
         self._undo: list[Callable[[], None]] = []
-        self._rank = padded_rank(max(plan.rank for plan in plans), backbone.dtype)
-        self._scale = torch.tensor([plan.scale for plan in plans], device=self.device, dtype=self._dtype)
-        self._allocate()
+        self._parts = list(zip(*(plan.parts for plan in plans), strict=True))
+        for parts in self._parts:
+            self._allocate(parts)
         self.trainables = {name: tensor for name, tensor in self.loaded.items() if tensor.stored.requires_grad}
         try:
             self._attach()
@@ -68,10 +65,6 @@ class SlotModel:
             self.close()
             raise
         backbone.runtime.current = self._pass((1,) * self.slots * self.copies, None)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.float64 if self.backbone.dtype is torch.float64 else torch.float32
 
     def __enter__(self) -> SlotModel:
         return self
@@ -112,9 +105,8 @@ class SlotModel:
 
     def read(self, slot: int) -> dict[str, Tensor]:
         """Returns copies of a slot's trainables, nothing frozen, in fp32 on the CPU, at its own shapes."""
-        dtype = self._dtype
         return {
-            name: tensor.own(slot).to("cpu", dtype, copy=True).contiguous()
+            name: tensor.own(slot).to("cpu", self.dtype, copy=True).contiguous()
             for name, tensor in self.trainables.items()
             if tensor.shapes[slot] is not None
         }
@@ -124,6 +116,10 @@ class SlotModel:
         """How the model takes a text if it is an encoder-decoder model, else None."""
         return self.backbone.info.seq2seq
 
+    def running(self, name: str) -> Tensor:
+        """Returns the storage of a tensor as passes use it: [S, ..], or [2S, ..] after `run_twice`."""
+        return self._running.get(name, self.loaded[name].stored)
+
     def run_twice(self, second: str) -> None:
         """Gives every slot a second LoRA, its tensors called `{second}{name}`; neither of the two is trained.
 
@@ -131,7 +127,6 @@ class SlotModel:
         slots' LoRA, and behind them all rows again under the second.
         """
         self.copies = 2
-        self._scale = self._scale.repeat(2)
         for name in [name for name in self.loaded if f"{second}{name}" in self.loaded]:
             own = self.loaded[name]
             both = self._running[name] = torch.cat([own.stored.detach()] * 2, dim=own.axis)
@@ -242,103 +237,22 @@ class SlotModel:
         table = torch.tensor(active, device=self.device) if mixed else None
         return Pass(rows, mask, table, max(present), select, decoder_mask)
 
-    def _allocate(self) -> None:
-        """Creates the storage of everything that any slot loads."""
-        per_slot = [lora_shapes(self.backbone.info, plan) for plan in self.plans]
-        experts = {layer.experts for layer in self.backbone.info.moe}
-        self._lora = [name for name in per_slot[0] if name.endswith("lora_A")]
-        for name in per_slot[0]:
-            shapes = tuple(shapes.get(name) for shapes in per_slot)
-            full = list(per_slot[0][name])
-            for axis in {"lora_A": (-2,), "lora_B": (-1,), "lora_R": (-2, -1)}.get(leaf(name), ()):
-                full[axis] = self._rank
-            in_experts = name.rsplit(".", 2)[0] in experts
-            axis = 1 if in_experts else 0
-            swapped = in_experts and name.endswith("lora_B")
-            if swapped:
-                full[-1], full[-2] = full[-2], full[-1]
-            full.insert(axis, self.slots)
-            stored = self._zeros(name, full)
-            is_scale = name.endswith("output_scale")
-            self.loaded[name] = SlotTensor(name, stored, axis, swapped, shapes, decays=not is_scale)
-            if is_scale:
-                stored.detach().fill_(1.0)
-        for parts in zip(*(plan.parts for plan in self.plans), strict=True):
-            self._allocate_part(parts)
-
-    def _allocate_part(self, parts: Sequence[AdapterPart]) -> None:
-        """Creates the storage of one kind of trainable; a slot's may be smaller than the storage."""
+    def _allocate(self, parts: Sequence[AdapterPart]) -> None:
+        """Creates the storage of one kind of trainable; a slot's tensor may be smaller than its slice."""
         per_slot = [part.shapes(self.backbone.info) for part in parts]
-        for name in sorted({name for shapes in per_slot for name in shapes}):
+        for name in {name: None for shapes in per_slot for name in shapes}:
             shapes = tuple(shapes.get(name) for shapes in per_slot)
-            full = [max(sizes) for sizes in zip(*(shape for shape in shapes if shape is not None), strict=True)]
-            axis = parts[0].slot_axis(name)
-            full.insert(axis, self.slots)
-            self.loaded[name] = SlotTensor(name, self._zeros(name, full), axis, False, shapes, parts[0].decays(name))
-
-    def _zeros(self, name: str, shape: Sequence[int]) -> Tensor:
-        is_trained = leaf(name) not in self.plans[0].frozen
-        return torch.zeros(shape, dtype=self._dtype, device=self.device, requires_grad=is_trained)
+            largest = tuple(map(max, zip(*(shape for shape in shapes if shape is not None), strict=True)))
+            layout = parts[0].layout(name, largest, self.backbone.dtype)
+            stored = layout.allocate(self.slots, self.dtype, self.device, trains=parts[0].trains(name))
+            self.loaded[name] = SlotTensor(name, stored, layout.axis, layout.swapped, shapes, layout.decays)
 
     def _attach(self) -> None:
-        """Hooks the adapters into the backbone: the parts first, as they may change what LoRA runs with."""
-        model = self.backbone.model
-        for parts in zip(*(plan.parts for plan in self.plans), strict=True):
+        """Hooks the parts into the backbone, in the order of the plan."""
+        for parts in self._parts:
             parts[0].attach(self, parts)
-        for module in (name.removesuffix(".lora_A") for name in self._lora):
-            if not self._is_moe_part(module):
-                linear = model.get_submodule(module)
-                self.on_close(linear.register_forward_hook(self._linear_hook(module)).remove)
-        for layer in self.backbone.moe:
-            info = layer.info
-            if f"{info.router}.lora_A" in self.loaded:
-                layer.logit_terms.append(self._lora_term(info.router))
-            modules = [f"{info.experts}.{projection}" for projection in info.projections]
-            if f"{modules[-1]}.lora_A" in self.loaded:
-                layer.expert_lora = tuple(self._factors(module) for module in modules)
-                layer.expert_scale = self._scale[:, None].expand(-1, self._rank).contiguous()
-            layer.output_scale = self._output_scale(info.name)
-        head = model.get_output_embeddings()
+        head = self.backbone.model.get_output_embeddings()
         self.on_close(head.register_forward_pre_hook(self._select_hook()).remove)
-
-    def _factors(self, module: str) -> tuple[Tensor, ...]:
-        """Returns the storage of A and B, and of R where there is one."""
-        names = (f"{module}.{kind}" for kind in ("lora_A", "lora_B", "lora_R"))
-        return tuple(self._running.get(name, self.loaded[name].stored) for name in names if name in self.loaded)
-
-    def _is_moe_part(self, module: str) -> bool:
-        return any(
-            module == layer.info.router or module.startswith(f"{layer.info.experts}.") for layer in self.backbone.moe
-        )
-
-    def _output_scale(self, block: str) -> Tensor | None:
-        kind = self.plans[0].output_scale
-        if kind == "none":
-            return None
-        if kind == "fixed":
-            return torch.tensor([plan.output_scale_start for plan in self.plans], device=self.device, dtype=self._dtype)
-        return self.loaded["output_scale" if kind == "shared" else f"{block}.output_scale"].stored
-
-    def _lora_term(self, module: str) -> Callable[[Tensor], Tensor]:
-        down, up, *middle = self._factors(module)
-
-        def term(hidden: Tensor) -> Tensor:
-            current = self.backbone.runtime.current
-            assert current is not None
-            return slot_product(hidden, down, up, self._scale, current.rows_per_slot, *middle)
-
-        return term
-
-    def _linear_hook(self, module: str) -> Callable[..., Tensor]:
-        term = self._lora_term(module)
-
-        def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            current = self.backbone.runtime.current
-            if current is None:  # plain use of the backbone
-                return output
-            return output + term(self.dropout(args[0], module, current))
-
-        return hook
 
     def _select_hook(self) -> Callable[..., Any]:
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""Stage 8 of 8: report. Reads run folders, and nothing else, into tables, figures and one HTML page.
+"""Stage 9 of 9: report. Reads run folders, and nothing else, into tables, figures and one HTML page.
 
 `record` reads a run folder; `tables` and `comparison` turn one run, or several methods over several
 seeds, into numbers; `grid` prints those; `figures` and `comparison_figures` draw them; `html` puts

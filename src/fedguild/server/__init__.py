@@ -1,1 +1,1 @@
-"""Stage 6 of 8: server. Rounds: sampling, validation, aggregation, checkpoints and records."""
+"""Stage 6 of 9: server. Rounds: sampling, validation, aggregation, checkpoints and records."""

@@ -15,10 +15,12 @@ from typing import Any
 
 from fedguild.errors import CheckpointError, FedGuildError
 from fedguild.packing import Scalar, pack, unpack
+from fedguild.payload import Payload
 from fedguild.sealed import read_sealed, remove_leftovers, write_sealed
-from fedguild.server.method import State
 
 _SUFFIX = ".checkpoint"
+FORMAT = 2
+"""Layout of a checkpoint; 0.1.0 wrote the first, without a number, in which states named their tensors otherwise."""
 _FILE_NAME = re.compile(r"round-(\d+)" + re.escape(_SUFFIX))
 
 
@@ -33,14 +35,14 @@ class Checkpoint:
     """
 
     round: int
-    state: State
+    state: Payload
     extra: Mapping[str, Any]
 
 
 def save(
     folder: Path,
     round: int,
-    state: State,
+    state: Payload,
     *,
     fingerprint: str,
     extra: Mapping[str, Any] | None = None,
@@ -65,6 +67,7 @@ def save(
         raise ValueError(f"keep must be at least 1, but is {keep}.")
     remove_leftovers(folder)
     scalars: dict[str, Scalar] = {
+        "format": FORMAT,
         "round": round,
         "fingerprint": fingerprint,
         "state": json.dumps(dict(state.scalars)),
@@ -93,7 +96,7 @@ def load(folder: Path, round: int, *, fingerprint: str) -> Checkpoint:
 
     Raises:
         CheckpointError: there is none, it is damaged (the hint names the round before it that is
-            whole), or it belongs to a run with another fingerprint.
+            whole), it was written by another version, or it belongs to a run with another fingerprint.
     """
     path = _path(folder, round)
     if not path.exists():
@@ -103,13 +106,20 @@ def load(folder: Path, round: int, *, fingerprint: str) -> Checkpoint:
         tensors, header = _read(path)
     except CheckpointError as error:
         raise CheckpointError(error.message, _way_back(folder, round)) from error
+    if header["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {header['format']}, but this version of FedGuild reads format {FORMAT}.",
+            "FedGuild 0.1.0 wrote it: install fedguild==0.1.0 to resume or export this run, or start it again."
+            if header["format"] == 1
+            else "Install the version that wrote it; the run's environment.json names it.",
+        )
     if header["fingerprint"] != fingerprint:
         raise CheckpointError(
             f"{path} is a checkpoint of another run: its fingerprint is {header['fingerprint']}, "
             f"this run's is {fingerprint}.",
             "Resume with the config that the run began with, or start a new run in another folder.",
         )
-    return Checkpoint(header["round"], State(tensors, header["state"]), header["extra"])
+    return Checkpoint(header["round"], Payload(tensors, header["state"]), header["extra"])
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -117,6 +127,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         tensors, scalars = unpack(content)
         header: dict[str, Any] = {"round": scalars["round"], "fingerprint": scalars["fingerprint"]}
+        header["format"] = scalars.get("format", 1)
         header |= {key: json.loads(str(scalars[key])) for key in ("state", "extra")}
     except FedGuildError as error:
         raise CheckpointError(f"{path} is not a checkpoint: {error.message}.") from error

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import LocalReport
-from fedguild.model.plan import AdapterPlan, ModelInfo
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
 from fedguild.payload import Payload
 from fedguild.server.method import Method
 

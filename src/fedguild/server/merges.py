@@ -18,29 +18,31 @@ from fedguild.client.merges import DIGEST, MERGE, VERSION, by_version, digest, m
 from fedguild.packing import pack
 from fedguild.payload import Payload, Scalar, with_part
 from fedguild.server.low_rank import Factors, named
-from fedguild.server.method import State, Upload
+from fedguild.server.method import Upload
 
 HOLDERS, HELD = "merge_holders", "merge_held"
 """In the state: the indices of the clients that hold every version up to `merge_held`, of which `HELD` is the name."""
 
+HISTORY_COST = "the state keeps every round's merge, which a client that missed rounds downloads"
 
-def no_merges() -> State:
+
+def no_merges() -> Payload:
     """Returns the part of a state that says that the backbone is as published."""
-    return State({HOLDERS: torch.zeros(0, dtype=torch.int64)}, {VERSION: 0, HELD: 0, DIGEST: ""})
+    return Payload({HOLDERS: torch.zeros(0, dtype=torch.int64)}, {VERSION: 0, HELD: 0, DIGEST: ""})
 
 
-def merges(state: State) -> dict[str, Tensor]:
+def merges(state: Payload) -> dict[str, Tensor]:
     """Returns all changes, `{version}/{module}.lora_A` and `.lora_B`, as `Backbone.merged` takes them."""
-    return Payload(state.tensors).part(MERGE)
+    return state.part(MERGE)
 
 
-def part_of(state: State) -> State:
+def part_of(state: Payload) -> Payload:
     """Returns what a state holds of merges, without the rest."""
     tensors = {name: value for name, value in state.tensors.items() if name.startswith(f"{MERGE}/") or name == HOLDERS}
-    return State(tensors, {name: state.scalars[name] for name in (VERSION, HELD, DIGEST)})
+    return Payload(tensors, {name: state.scalars[name] for name in (VERSION, HELD, DIGEST)})
 
 
-def delivery(state: State, client: ClientInfo) -> Payload:
+def delivery(state: Payload, client: ClientInfo) -> Payload:
     """Returns what a download holds of merges: the versions that the client lacks, and which is the newest."""
     held = int(state.scalars[HELD]) if client.index in state.tensors[HOLDERS].tolist() else 0
     lacking = {
@@ -57,7 +59,7 @@ def echo(download: Payload) -> dict[str, Scalar]:
     return {VERSION: merge_version(download)}
 
 
-def appended(state: State, change: Mapping[str, Factors], uploads: Iterable[Upload]) -> State:
+def appended(state: Payload, change: Mapping[str, Factors], uploads: Iterable[Upload]) -> Payload:
     """Returns the merges of a state with one more version.
 
     Args:
@@ -74,7 +76,7 @@ def appended(state: State, change: Mapping[str, Factors], uploads: Iterable[Uplo
     if factors:
         scalars |= {VERSION: version + 1, DIGEST: digest(str(before.scalars[DIGEST]), _content(factors))}
         tensors |= with_part(f"{MERGE}/{version + 1}", factors)
-    return State({**tensors, HOLDERS: torch.tensor(holders, dtype=torch.int64)}, scalars)
+    return Payload({**tensors, HOLDERS: torch.tensor(holders, dtype=torch.int64)}, scalars)
 
 
 def _content(factors: Mapping[str, Tensor]) -> bytes:

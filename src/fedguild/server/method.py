@@ -1,14 +1,16 @@
-"""The protocol that every method implements: both halves of a paper's algorithm, no base class.
+"""The protocol of a method: both halves of a paper's algorithm, four hooks to write and defaults for the rest.
 
-State goes in and comes out; the round loop never names a method. `plan`, `start`, `download`,
-`aggregate` and `deploy` run on the server; `local_update` runs where the client's data is.
+State goes in and comes out; the round loop never names a method. Every hook but `local_update` runs on
+the server; `local_update` runs where the client's data is. No method inherits from another.
 """
 
 from __future__ import annotations
 
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel
@@ -16,20 +18,9 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.model.plan import AdapterPlan, ModelInfo
-from fedguild.payload import Payload, Scalar
-
-
-@dataclass(frozen=True)
-class State:
-    """A method's server state between two rounds: named tensors and scalars, nothing else.
-
-    Methods read and write it through typed accessors of their own; the checkpoint stores it as
-    it is, so that a resumed run continues from the same bits.
-    """
-
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.payload import ADAPTER, Payload, Scalar
 
 
 @dataclass(frozen=True)
@@ -46,7 +37,7 @@ class Deployment:
     """A model ready to run: what adapter to build and the tensors to load into it.
 
     Attributes:
-        plan: Rank, targets, active experts and output scale.
+        plan: The adapter's parts and the active experts.
         tensors: Name -> tensor for every name of `adapter_shapes(model, plan)`.
         merged: What is added to the backbone's weights beneath the adapter, as `Backbone.merged` takes it.
             The models of one state hold the same tensors here, not copies, and so are scored together.
@@ -76,34 +67,148 @@ class Observation:
     unit: str = ""
 
 
-@runtime_checkable
-class Observing(Protocol):
-    """A method that reports figures of its own after each round."""
+@dataclass(frozen=True)
+class ServerCosts:
+    """The order of a method's server work, which `fedguild profile` prints beside what it counts.
 
-    def observe(self, state: State, model: ModelInfo) -> Sequence[Observation]:
-        """Returns the figures of the round that led to this state."""
-        ...
+    n is the size of an upload, C the number of clients that take part in a round.
+
+    Attributes:
+        memory: Order of the server's memory while it aggregates.
+        time: Order of its time in a round.
+        holds: Whether it holds one upload at a time, or all of a round's.
+        varies: `no`: payloads are as counted; `at most`: they depend on the data, and the most there may
+            be is counted; `mean`: they differ between clients as the data decides, their mean does not.
+        note: What else there is to know about the figures.
+        bound: Options under which the most there may be is reached.
+        leave_out: Whether the profile aggregates uploads without what may be left out.
+        rounds: The round in which payloads have the form that they have from then on.
+        trains: Whether a client trains its own budget's adapter, or one for every budget.
+    """
+
+    memory: str = "not stated"
+    time: str = "not stated"
+    holds: Literal["one", "all"] = "one"
+    varies: Literal["no", "at most", "mean"] = "no"
+    note: str = ""
+    bound: Mapping[str, Any] = field(default_factory=dict)
+    leave_out: bool = False
+    rounds: int = 2
+    trains: Literal["own", "every budget"] = "own"
 
 
-@runtime_checkable
-class Enrolling(Protocol):
-    """A method whose start depends on who the clients are, not on their budgets alone."""
+RUNNING_MEAN = ServerCosts("O(n), whatever C is: a running mean", "O(C n)")
 
-    def enroll(self, state: State, model: ModelInfo, clients: Sequence[ClientInfo]) -> State:
-        """Returns the state before the first round, from what `start` returned.
+
+class Method(ABC):
+    """A federated method: `plan`, `start`, `local_update` and `aggregate`, and the rest where a paper differs.
+
+    Where the clients train elsewhere, a method is built again from its `name` and its `settings`.
+
+    Attributes:
+        name: The name in configs; by default that of the module, `-` for `_`.
+        title: One line about it; by default the first of the module's docstring.
+        Settings: The options, each declared once with help and range.
+        needs_experts: Whether it runs on mixture-of-experts models only.
+        costs: The order of its server's work.
+        settings: The options of this instance.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    Settings: ClassVar[type[BaseModel]]
+    needs_experts: ClassVar[bool] = False
+    costs: ClassVar[ServerCosts] = ServerCosts()
+    settings: Any
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        module = sys.modules[cls.__module__]
+        if "name" not in vars(cls):
+            cls.name = module.__name__.rpartition(".")[2].replace("_", "-")
+        if "title" not in vars(cls):
+            cls.title = (module.__doc__ or cls.name).strip().partition("\n")[0].removesuffix(".")
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+
+    # The algorithm
+
+    @abstractmethod
+    def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
+        """Returns what a client of this budget trains and how it runs.
 
         Raises:
-            ConfigError: the method's options do not fit these clients.
+            ConfigError: the budget or an option asks for what the model does not have.
         """
-        ...
 
+    @abstractmethod
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+        """Returns the state before the first round; what is sent and aggregated lies in the part `adapter`."""
 
-@runtime_checkable
-class Fitting(Protocol):
-    """A method that not every federation suits, or that runs otherwise in some."""
+    @abstractmethod
+    def local_update(self, cohort: Cohort) -> list[Payload]:
+        """Trains the cohort's clients on their own data; returns their uploads, in slot order."""
+
+    @abstractmethod
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+        """Consumes the round's valid uploads and returns the next state.
+
+        They come in client order, then those of clients that were asked again, then late ones of the round
+        before (`upload.round` tells), whose clients had the download of that round.
+        """
+
+    # What crosses a client's boundary
+
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
+        """Returns what the server sends to this client at the start of a round; by default the state's adapter."""
+        return Payload.of({ADAPTER: state.part(ADAPTER)})
+
+    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+        """Returns name -> shape of the tensors that an upload must have from a client that got this download.
+
+        By default what the client's plan trains, in the part `adapter`.
+        """
+        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
+
+    def expected_scalars(self, download: Payload) -> Mapping[str, Scalar]:
+        """Returns the scalars of an upload that answers this download, as the profile counts them; by default none."""
+        return {}
+
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
+        """Returns what this client may see of the state: enough for `personalize`; by default all of it.
+
+        A method whose state holds what is about single clients, or meant for some of them, leaves that out.
+        """
+        return state
+
+    # The models that come out
+
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment | None:
+        """Returns the global model as a client of this budget runs it; None where every client has its own.
+
+        By default the state's adapter under the budget's plan.
+        """
+        return Deployment(self.plan(model, budget), state.part(ADAPTER))
+
+    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Returns the model that this client itself uses after the round; by default the global one.
+
+        Args:
+            excerpt: The client's excerpt of the state after the round.
+            model: The backbone's description.
+            client: Whose model it is.
+            memory: What the client kept from its last participation; empty if it never took part, and
+                where the model is wanted that the client would receive next.
+        """
+        deployment = self.deploy(excerpt, model, client.budget)
+        assert deployment is not None, f"{self.name} has no global model, so it has to say what a client's own is"
+        return deployment
+
+    # The federation
 
     def fitted(self, clients: int, *, exact: bool) -> Method:
-        """Returns the method as it runs in a federation; asked before anything is read or loaded.
+        """Returns the method as it runs in a federation; asked before anything is read or loaded. By default itself.
 
         Args:
             clients: How many there are.
@@ -112,80 +217,21 @@ class Fitting(Protocol):
         Raises:
             ConfigError: the method's options do not fit.
         """
-        ...
+        return self
 
-
-@runtime_checkable
-class Excerpting(Protocol):
-    """A method whose state holds what is about single clients, or meant for some of them only."""
-
-    def excerpt(self, state: State, model: ModelInfo, client: ClientInfo) -> State:
-        """Returns what `personalize` needs of the state for this client, and nothing of the others.
-
-        `personalize` takes it in place of the state, and returns the same. A real client that scores its own
-        model or takes it home is sent this.
-        """
-        ...
-
-
-class Method(Protocol):
-    """One federated method. `Settings` declares its options once, with help and range.
-
-    Where the clients train elsewhere, a method is built again from its `name` and its `settings`.
-    """
-
-    name: ClassVar[str]
-    title: ClassVar[str]
-    needs_experts: ClassVar[bool]
-    Settings: ClassVar[type[BaseModel]]
-    settings: Any
-
-    def __init__(self, settings: Any) -> None: ...
-
-    def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
-        """Returns what a client of this budget trains and how it runs.
+    def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
+        """Returns the state before the first round, given what `start` returned and who the clients are.
 
         Raises:
-            ConfigError: the budget asks for more than the model has.
+            ConfigError: the method's options do not fit these clients.
         """
-        ...
+        return state
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> State:
-        """Returns the state before the first round."""
-        ...
+    def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
+        """Returns figures of the round that led to this state; by default none."""
+        return ()
 
-    def download(self, state: State, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns what the server sends to this client at the start of a round."""
-        ...
 
-    def local_update(self, cohort: Cohort) -> list[Payload]:
-        """Trains the cohort's clients on their own data; returns their uploads, in slot order."""
-        ...
-
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns name -> shape of the tensors that an upload must have from a client that got this download."""
-        ...
-
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Consumes the round's valid uploads and returns the next state.
-
-        They come in client order, then those of clients that were asked again, then late ones of the round
-        before (`upload.round` tells), whose clients had the download of that round.
-        """
-        ...
-
-    def deploy(self, state: State, model: ModelInfo, budget: Budget) -> Deployment | None:
-        """Returns the global model as a client of this budget runs it; None where every client has its own."""
-        ...
-
-    def personalize(self, state: State, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the model that this client itself uses after the round.
-
-        Args:
-            state: The method's state after the round; of an `Excerpting` method also its `excerpt` for this client.
-            model: The backbone's description.
-            client: Whose model it is.
-            memory: What the client kept from its last participation; empty if it never took part, and
-                where the model is wanted that the client would receive next.
-        """
-        ...
+def in_part(part: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Returns `shapes` under `part/…`, as an upload names them."""
+    return {f"{part}/{name}": shape for name, shape in shapes.items()}

@@ -9,29 +9,27 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
+from fedguild.config.federation import FederationSettings
 from fedguild.errors import UploadError
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.clock import Clock
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms, not_needed, too_late
-from fedguild.server.method import Method, State, Upload
+from fedguild.server.method import Method, Upload
 from fedguild.server.sampling import require_quorum, sample, wanted_count
 from fedguild.server.validation import check_size, check_upload
 from fedguild.wire.accounting import Traffic, count_traffic, size_bytes
-from fedguild.wire.codec import Codec, shrunk_shapes
+from fedguild.wire.codec import shrunk_shapes
 
 __all__ = [
     "WAIT_FOR_ALL",
     "Delivery",
     "Engine",
-    "LatePolicy",
     "Outcome",
-    "RoundRules",
     "Stray",
     "Task",
     "Terms",
@@ -41,39 +39,7 @@ __all__ = [
     "too_late",
 ]
 
-LatePolicy = Literal["drop", "next_round"]
 NOTHING = "nothing was delivered"
-
-
-@dataclass(frozen=True)
-class RoundRules:
-    """What a round insists on.
-
-    Attributes:
-        participation: Share of the clients whose uploads a round wants.
-        quorum: Share (float) or number (int) of the wanted that must deliver a valid upload.
-        norm_limit: Largest norm of an upload; None for no limit.
-        seed: The run's seed, for the sampling.
-        over_selection: Clients asked beyond the wanted, as a share of the wanted; the round closes
-            with the wanted number.
-        retries: How often clients that failed are asked again in the same round.
-        deadline_seconds: How long each attempt waits for its clients; None for as long as it takes.
-        late: What becomes of an upload that arrives in the round after its own: `drop`, or
-            `next_round` to aggregate it there.
-        upload_limit_bytes: Largest encoded upload; None for no limit.
-        codec: How payloads are written on the wire, for the count of their bytes.
-    """
-
-    participation: float
-    quorum: float | int
-    norm_limit: float | None
-    seed: int
-    over_selection: float = 0.0
-    retries: int = 0
-    deadline_seconds: float | None = None
-    late: LatePolicy = "drop"
-    upload_limit_bytes: int | None = None
-    codec: Codec = "fp32"
 
 
 @dataclass(frozen=True)
@@ -112,7 +78,7 @@ class Outcome:
     """
 
     round: int
-    state: State
+    state: Payload
     asked: list[ClientInfo]
     deliveries: list[Delivery] = field(default_factory=list)
     traffic: dict[int, Traffic] = field(default_factory=dict)
@@ -134,12 +100,14 @@ class Outcome:
 def run_round(
     round_index: int,
     method: Method,
-    state: State,
+    state: Payload,
     model: ModelInfo,
     clients: Sequence[ClientInfo],
     engine: Engine,
-    rules: RoundRules,
+    rules: FederationSettings,
     accepted_before: Collection[int] = (),
+    *,
+    seed: int,
 ) -> Outcome:
     """Runs one round.
 
@@ -155,21 +123,25 @@ def run_round(
         model: The backbone's description.
         clients: Everybody who could take part.
         engine: Where they train.
-        rules: What the round insists on.
+        rules: Who is asked, what must arrive, and what an upload may be.
         accepted_before: `Outcome.accepted` of the round before, whose uploads `state` holds.
+        seed: The run's seed, for the sampling.
 
     Raises:
         QuorumError: too few valid uploads; the state from before is untouched.
     """
-    asked = sample(round_index, clients, rules.participation, rules.seed, over_selection=rules.over_selection)
+    # sample
+    asked = sample(round_index, clients, rules.participation, seed, over_selection=rules.over_selection)
     wanted = min(wanted_count(len(clients), rules.participation), len(asked))
     outcome = Outcome(round_index, state, asked)
+    # download
     with outcome.clock.phase("download"):
         tasks = [Task(round_index, client, method.download(state, model, client)) for client in asked]
-    with outcome.clock.phase("aggregate"):
-        intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, frozenset(accepted_before))
-        with closing(intake.uploads()) as uploads:  # so that the engine ends its work also where this fails
-            outcome.state = method.aggregate(state, uploads)
+    # train, validate and aggregate, one upload after the other
+    intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, frozenset(accepted_before))
+    with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:  # the engine ends its work in any case
+        outcome.state = method.aggregate(state, uploads)
+    # record
     intake.close()
     reasons = {client.name: outcome.rejected[client.index] for client in asked if client.index in outcome.rejected}
     require_quorum(len(outcome.accepted), wanted, rules.quorum, reasons)
@@ -184,7 +156,7 @@ class _Intake:
         method: Method,
         model: ModelInfo,
         engine: Engine,
-        rules: RoundRules,
+        rules: FederationSettings,
         outcome: Outcome,
         tasks: Sequence[Task],
         wanted: int,
@@ -200,15 +172,25 @@ class _Intake:
         self.late: dict[int, Delivery] = {}
 
     def uploads(self) -> Generator[Upload, None, None]:
-        """Yields what is to be aggregated, and records all that arrives."""
+        """Trains the clients, as often as the rules allow; yields what is to be aggregated, and records all."""
         for attempt in range(1 + self.rules.retries):
-            open_tasks = [task for index, task in self.tasks.items() if index not in self.accepted]
+            tasks = [task for index, task in self.tasks.items() if index not in self.accepted]
             missing = self.wanted - len(self.accepted)
             if missing == 0:
                 break
             if attempt:
-                self.retried.update(task.client.index for task in open_tasks)
-            yield from self._attempt(open_tasks, missing)
+                self.retried.update(task.client.index for task in tasks)
+            terms = Terms(self.rules.deadline_seconds, enough=missing if missing < len(tasks) else None)
+            arriving = self.engine.train(self.method, self.model, tasks, terms)
+            while True:
+                with self.outcome.clock.phase("train"):
+                    delivery = next(arriving, None)
+                if delivery is None:
+                    break
+                with self.outcome.clock.phase("validate"):
+                    upload = self._sorted_in(delivery)
+                if upload is not None:
+                    yield upload
         yield from self._late_uploads()
 
     def close(self) -> None:
@@ -222,20 +204,6 @@ class _Intake:
         outcome.unneeded = sorted(self.unneeded)
         outcome.retried = sorted(self.retried)
         outcome.deliveries = [self.arrived[index] for index in self.tasks if index in self.arrived]
-
-    def _attempt(self, tasks: Sequence[Task], missing: int) -> Iterator[Upload]:
-        """Asks clients once; yields the valid uploads of this round, up to the missing number."""
-        enough = missing if missing < len(tasks) else None
-        arriving = self.engine.train(self.method, self.model, tasks, Terms(self.rules.deadline_seconds, enough))
-        while True:
-            with self.outcome.clock.phase("train"):
-                delivery = next(arriving, None)
-            if delivery is None:
-                return
-            with self.outcome.clock.phase("validate"):
-                accepted = self._sorted_in(delivery)
-            if accepted is not None:
-                yield accepted
 
     def _sorted_in(self, delivery: Delivery) -> Upload | None:
         """Records a delivery; returns its upload where it is to be aggregated now."""

@@ -21,7 +21,7 @@ from fedguild.engines.flower.post import Lost, Post
 from fedguild.engines.flower.roster import POLL_SECONDS, Roster
 from fedguild.engines.flower.spool import Spool
 from fedguild.errors import FedGuildError, UploadError
-from fedguild.model.plan import ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.method import Method
 from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late

@@ -17,23 +17,17 @@ from fedguild.seeding import derive
 
 
 class Dropout:
-    """Per-slot dropout; does nothing until `seed` is called, and nothing at rate 0.
+    """Per-slot dropout; does nothing until `seed` is called, and nothing at rate 0."""
 
-    Args:
-        rates: Each slot's rate.
-    """
-
-    def __init__(self, rates: Sequence[float]) -> None:
-        self.rates = tuple(rates)
+    def __init__(self) -> None:
         self._seeds: tuple[int, ...] | None = None
 
     def seed(self, seeds: Sequence[int] | None) -> None:
         """Sets each slot's seed for the coming step; None switches dropout off."""
         self._seeds = None if seeds is None else tuple(seeds)
 
-    def __call__(self, hidden: Tensor, layer: str, current: Pass, rates: Sequence[float] | None = None) -> Tensor:
-        """Returns `hidden` [..., H] with dropout on the slots' real tokens, at other rates where they are given."""
-        rates = self.rates if rates is None else rates
+    def __call__(self, hidden: Tensor, layer: str, current: Pass, rates: Sequence[float]) -> Tensor:
+        """Returns `hidden` [..., H] with dropout on the slots' real tokens, at each slot's rate."""
         if self._seeds is None or not any(rates):
             return hidden
         flat = hidden.reshape(-1, hidden.shape[-1])

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from fedguild.model.plan import ModelInfo
-
-if TYPE_CHECKING:
-    from fedguild.model.slots import SlotModel
+from fedguild.model.adapters.part import AdapterHost, AdapterPart
+from fedguild.model.adapters.storage import Layout
+from fedguild.model.info import ModelInfo
 
 
 @dataclass(frozen=True)
-class FullExperts:
+class FullExperts(AdapterPart):
     """Trains `{experts}.{gate,up,down}_proj.delta` [M, out, in] of every mixture-of-experts layer."""
+
+    folds_into_weights = True
 
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
         """Returns name -> [M, width, hidden] of gate and up, [M, hidden, width] of down.
@@ -40,21 +39,13 @@ class FullExperts:
             for projection in moe.projections
         }
 
-    def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
-        """Returns no change."""
-        return torch.zeros(shape)
+    def layout(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+        """Returns [M, S, out, in], (expert, slot) groups side by side."""
+        return Layout(shape, axis=1)
 
-    def slot_axis(self, name: str) -> int:
-        """Returns 1: storage is [M, S, out, in], (expert, slot) groups side by side."""
-        return 1
-
-    def decays(self, name: str) -> bool:
-        """Weight decay draws an expert back to its pretrained weights."""
-        return True
-
-    def attach(self, model: SlotModel, parts: Sequence[FullExperts]) -> None:
+    def attach(self, host: AdapterHost, parts: Sequence[FullExperts]) -> None:
         """Gives every layer its changes; the layer drops them when the slots close."""
-        for layer in model.backbone.moe:
+        for layer in host.backbone.moe:
             layer.expert_delta = tuple(
-                model.loaded[f"{layer.info.experts}.{projection}.delta"].stored for projection in layer.info.projections
+                host.running(f"{layer.info.experts}.{projection}.delta") for projection in layer.info.projections
             )

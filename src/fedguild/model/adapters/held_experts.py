@@ -8,22 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
 from fedguild.errors import ConfigError
-from fedguild.model.adapters.modulated_routing import require_softmax
-from fedguild.model.plan import ModelInfo, MoeInfo
-
-if TYPE_CHECKING:
-    from fedguild.model.slots import SlotModel
+from fedguild.model.adapters.part import AdapterHost, AdapterPart
+from fedguild.model.info import MoeInfo
+from fedguild.model.moe.routing import require_softmax
 
 
 @dataclass(frozen=True)
-class HeldExperts:
+class HeldExperts(AdapterPart):
     """Restricts the routing to some experts of every layer.
 
     Attributes:
@@ -32,36 +29,20 @@ class HeldExperts:
 
     held: tuple[tuple[int, ...], ...] = ()
 
-    def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
-        """Returns nothing: the part trains nothing."""
-        return {}
-
-    def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
-        """Returns zeros; nobody asks."""
-        return torch.zeros(shape)
-
-    def slot_axis(self, name: str) -> int:
-        """Returns 0; there is no storage."""
-        return 0
-
-    def decays(self, name: str) -> bool:
-        """Returns False."""
-        return False
-
-    def attach(self, model: SlotModel, parts: Sequence[HeldExperts]) -> None:
-        """Masks every router, and leaves a `Holding` in `model.attached`.
+    def attach(self, host: AdapterHost, parts: Sequence[HeldExperts]) -> None:
+        """Masks every router, and leaves a `Holding` in `host.attached`.
 
         Raises:
             ConfigError: a layer has fewer held experts than active ones, or an expert does not exist.
             ModelError: the model is dense, or its router is not a softmax over all experts.
         """
-        model.backbone.info.require_experts("A sub-MoE")
-        for layer in model.backbone.moe:
-            require_softmax("A sub-MoE", layer, model.backbone.info)
-        holding = model.attached[HeldExperts] = Holding(model)
+        host.backbone.info.require_experts("A sub-MoE")
+        for layer in host.backbone.moe:
+            require_softmax("A sub-MoE", layer.rule, host.backbone.info)
+        holding = host.attached[HeldExperts] = Holding(host)
         for slot, part in enumerate(parts):
             if part.held:
-                layers = (layer.experts for layer in model.backbone.info.moe)
+                layers = (layer.experts for layer in host.backbone.info.moe)
                 tensors = (torch.tensor(experts, dtype=torch.int64) for experts in part.held)
                 holding.hold(slot, dict(zip(layers, tensors, strict=True)))
 
@@ -70,16 +51,16 @@ class Holding:
     """Which experts every slot holds; all of them at the start.
 
     Args:
-        model: The slots.
+        host: The slots.
     """
 
-    def __init__(self, model: SlotModel) -> None:
-        self._model = model
-        self._layers = {layer.info.experts: layer.info for layer in model.backbone.moe}
+    def __init__(self, host: AdapterHost) -> None:
+        self._host = host
+        self._layers = {layer.info.experts: layer.info for layer in host.backbone.moe}
         self._masks = {
-            name: torch.zeros(model.slots, info.num_experts, device=model.device) for name, info in self._layers.items()
+            name: torch.zeros(host.slots, info.num_experts, device=host.device) for name, info in self._layers.items()
         }
-        for layer in model.backbone.moe:
+        for layer in host.backbone.moe:
             layer.logit_terms.append(self._term(self._masks[layer.info.experts]))
 
     def hold(self, slot: int, held: Mapping[str, Tensor]) -> None:
@@ -99,7 +80,7 @@ class Holding:
 
     def _term(self, mask: Tensor) -> Callable[[Tensor], Tensor]:
         def term(hidden: Tensor) -> Tensor:
-            current = self._model.backbone.runtime.current
+            current = self._host.backbone.runtime.current
             assert current is not None
             return embedding(current.slot_of_token(hidden.shape[0], hidden.device), mask)
 

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedguild.data.batches import SlotBatch
 from fedguild.errors import ConfigError
-from fedguild.model.adapters.lora import initial_value
-from fedguild.model.plan import AdapterPlan, ModelInfo, lora_shapes
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.part import AdapterHost, AdapterPart
+from fedguild.model.info import ModelInfo
 from fedguild.model.prompt_features import Features, prompt_features, target_rows
-
-if TYPE_CHECKING:
-    from fedguild.model.slots import SlotModel
 
 SECOND = "personal."
 """What the names of the second LoRA begin with."""
@@ -33,8 +31,10 @@ WEIGHT, BIAS = "logit_gate.weight", "logit_gate.bias"
 
 
 @dataclass(frozen=True)
-class LogitMixture:
+class LogitMixture(AdapterPart):
     """The second LoRA and the gate, as they are: neither is trained here, nor is the plan's own LoRA.
+
+    It comes before that LoRA among the plan's parts, since it doubles what LoRA attaches to.
 
     Attributes:
         rank: Rank of both LoRAs.
@@ -48,22 +48,10 @@ class LogitMixture:
 
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
         """Returns `personal.{name}` of every name of the LoRA, and the gate's w [H] and b []."""
-        second = lora_shapes(model, AdapterPlan(self.rank, 1.0, self.targets))
+        second = Lora(self.rank, 1.0, self.targets).shapes(model)
         return {**{f"{SECOND}{name}": shape for name, shape in second.items()}, WEIGHT: (model.hidden,), BIAS: ()}
 
-    def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
-        """Returns LoRA's start, and a gate of zeros, which is g = 1/2."""
-        return initial_value(name, shape, 0.0, rng)
-
-    def slot_axis(self, name: str) -> int:
-        """Returns 0; the second LoRA is laid out like the first when the part attaches."""
-        return 0
-
-    def decays(self, name: str) -> bool:
-        """Returns True."""
-        return True
-
-    def attach(self, model: SlotModel, parts: Sequence[LogitMixture]) -> None:
+    def attach(self, host: AdapterHost, parts: Sequence[LogitMixture]) -> None:
         """Doubles every batch, and mixes the head's logits.
 
         Raises:
@@ -71,11 +59,11 @@ class LogitMixture:
         """
         if any(part.features != self.features for part in parts):
             raise ConfigError("The clients of a cohort must share the features of their gates.")
-        model.run_twice(SECOND)
-        mixing = _Mixing(model, self.features)
-        model.widen = mixing.widen
-        head = model.backbone.model.get_output_embeddings()
-        model.on_close(head.register_forward_hook(mixing.mix).remove)
+        host.run_twice(SECOND)
+        mixing = _Mixing(host, self.features)
+        host.widen = mixing.widen
+        head = host.backbone.model.get_output_embeddings()
+        host.on_close(head.register_forward_hook(mixing.mix).remove)
 
 
 def gate_values(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -100,27 +88,27 @@ class _Mixing:
     """What a batch and the head have to know of each other.
 
     Args:
-        model: The slots, the gate's storage allocated.
+        host: The slots, the gate's storage allocated.
         features: What phi is the mean of.
     """
 
-    def __init__(self, model: SlotModel, features: Features) -> None:
-        self._model = model
+    def __init__(self, host: AdapterHost, features: Features) -> None:
+        self._host = host
         self._features = features
         self._of_rows = self._of_targets = torch.zeros(0)
 
     def widen(self, batch: SlotBatch) -> SlotBatch:
         """Returns the batch with all rows a second time behind themselves; remembers g of each row and target."""
-        model = self._model
-        rows = torch.tensor(batch.rows_per_slot, device=model.device)
-        weight, bias = (model.loaded[name].stored.detach().repeat_interleave(rows, dim=0) for name in (WEIGHT, BIAS))
-        self._of_rows = gate_values(prompt_features(model.backbone, batch, self._features), weight, bias)
-        self._of_targets = self._of_rows[target_rows(batch).to(model.device)]
+        host = self._host
+        rows = torch.tensor(batch.rows_per_slot, device=host.device)
+        weight, bias = (host.loaded[name].stored.detach().repeat_interleave(rows, dim=0) for name in (WEIGHT, BIAS))
+        self._of_rows = gate_values(prompt_features(host.backbone, batch, self._features), weight, bias)
+        self._of_targets = self._of_rows[target_rows(batch).to(host.device)]
         return doubled(batch)
 
     def mix(self, _: nn.Module, args: Any, logits: Tensor) -> Tensor:
         """Returns [P, V] mixed logits where positions were selected; in a generation [2R, .., V], alike in both."""
-        current = self._model.backbone.runtime.current
+        current = self._host.backbone.runtime.current
         if current is None:
             return logits
         if current.select is not None:

@@ -1,16 +1,160 @@
-"""LoRA of several slots on a linear layer: s · B_c A_c x, each row with its own client's factors.
+"""LoRA of several slots: s · B_c A_c x, each row with its own client's factors.
 
-Source: Hu et al., LoRA, 2021, Section 4.1; stored as A [S, r, in] and B [S, out, r]. With a factor
-R [S, r, r] in the middle it is s · B_c R_c A_c x.
+Source: Hu et al., LoRA, 2021, Section 4.1. With a factor R between A and B it is s · B_c R_c A_c x.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from fedguild.errors import ConfigError
+from fedguild.model.adapters.part import AdapterHost, AdapterPart
+from fedguild.model.adapters.storage import Layout, padded_rank
+from fedguild.model.info import ModelInfo
+from fedguild.model.targets import leaf, targeted_shapes
+
+DOWN, UP, MIDDLE = "lora_A", "lora_B", "lora_R"
+RANK_AXES = {DOWN: (-2,), UP: (-1,), MIDDLE: (-2, -1)}
+"""Leaf name of a factor -> its axes of length r."""
+
+
+@dataclass(frozen=True)
+class Lora(AdapterPart):
+    """Trains `{module}.lora_A` [r, in] and `{module}.lora_B` [out, r] of every targeted layer.
+
+    Of experts they are `{experts}.{gate,up,down}_proj.lora_A` [M, r, in] and `.lora_B` [M, out, r].
+
+    Attributes:
+        rank: r. A cohort's slots may differ in it.
+        scale: Factor on the low-rank product, alpha / r in LoRA's notation.
+        targets: Leaf names of linear layers (`q_proj`), the groups `attention` and `mlp` (dense
+            MLPs and shared experts), `router`, and `experts` (every projection of every expert).
+        dropout: Dropout rate on the input of the low-rank product of linear layers, in training.
+        middle: Whether `{module}.lora_R` [r, r] (of experts [M, r, r]) stands between A and B, which are then frozen.
+        frozen: Leaf names (`lora_A`) of what is loaded but not trained.
+    """
+
+    folds_into_weights = True
+
+    rank: int
+    scale: float
+    targets: tuple[str, ...]
+    dropout: float = 0.0
+    middle: bool = False
+    frozen: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"A LoRA rank must be at least 1, but is {self.rank}.")
+        if self.middle and not {DOWN, UP} <= set(self.frozen):
+            raise ConfigError("With a factor between A and B, A and B must be frozen.", f"frozen: {DOWN}, {UP}.")
+        if unknown := set(self.frozen) - {DOWN, UP, *([MIDDLE] if self.middle else [])}:
+            raise ConfigError(f"The adapter has no {', '.join(sorted(unknown))} that could be frozen.")
+
+    @property
+    def cohort_key(self) -> object:
+        """Targets, factors and what of them is frozen; slots may differ in rank, scale and dropout."""
+        return Lora, self.targets, self.middle, self.frozen
+
+    def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
+        """Returns name -> shape of every factor.
+
+        Raises:
+            ConfigError: a target names no layer of this model.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        for module, (*experts, outputs, inputs) in targeted_shapes(model, self.targets).items():
+            shapes[f"{module}.{DOWN}"] = (*experts, self.rank, inputs)
+            shapes[f"{module}.{UP}"] = (*experts, outputs, self.rank)
+            if self.middle:
+                shapes[f"{module}.{MIDDLE}"] = (*experts, self.rank, self.rank)
+        return shapes
+
+    def trains(self, name: str) -> bool:
+        """Whether a factor is not frozen."""
+        return leaf(name) not in self.frozen
+
+    def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+        """Returns A random, B and R zero, so that the product is zero."""
+        return kaiming_uniform(shape, rng) if leaf(name) == DOWN else torch.zeros(shape)
+
+    def layout(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+        """Linear layers [S, ..]; experts [M, S, ..] with B transposed, so that (expert, slot) groups lie side by side.
+
+        Ranks are padded to rows of 16 bytes, which grouped products need.
+        """
+        sizes = list(shape)
+        for axis in RANK_AXES[leaf(name)]:
+            sizes[axis] = padded_rank(sizes[axis], dtype)
+        in_experts = len(shape) == 3
+        return Layout(tuple(sizes), axis=1 if in_experts else 0, swapped=in_experts and leaf(name) == UP)
+
+    def attach(self, host: AdapterHost, parts: Sequence[Lora]) -> None:
+        """Adds the low-rank product to every targeted layer, router and expert."""
+        LoraHooks(host, parts).attach()
+
+
+class LoraHooks:
+    """The low-rank products of all slots on their way into a backbone.
+
+    Args:
+        host: The slots.
+        parts: Each slot's LoRA, in slot order.
+    """
+
+    def __init__(self, host: AdapterHost, parts: Sequence[Lora]) -> None:
+        self._host = host
+        self._modules = targeted_shapes(host.backbone.info, parts[0].targets)
+        self._dropout = [part.dropout for part in parts]
+        self._scale = torch.tensor([part.scale for part in parts] * host.copies, device=host.device, dtype=host.dtype)
+        self._kinds = (DOWN, UP, MIDDLE) if parts[0].middle else (DOWN, UP)
+
+    def attach(self) -> None:
+        """Hooks the factors into linear layers, routers and experts."""
+        host, inside_moe = self._host, set()
+        for layer in host.backbone.moe:
+            experts = [f"{layer.info.experts}.{projection}" for projection in layer.info.projections]
+            inside_moe |= {layer.info.router, *experts}
+            if layer.info.router in self._modules:
+                layer.logit_terms.append(self._term(layer.info.router))
+            if experts[-1] in self._modules:
+                layer.expert_lora = tuple(self._factors(module) for module in experts)
+                padded = layer.expert_lora[0][0].shape[-2]
+                layer.expert_scale = self._scale[:, None].expand(-1, padded).contiguous()
+        for module in self._modules:
+            if module not in inside_moe:
+                linear = host.backbone.model.get_submodule(module)
+                host.on_close(linear.register_forward_hook(self._linear_hook(module)).remove)
+
+    def _factors(self, module: str) -> tuple[Tensor, ...]:
+        """Returns the storage of A and B, and of R where there is one."""
+        return tuple(self._host.running(f"{module}.{kind}") for kind in self._kinds)
+
+    def _term(self, module: str) -> Callable[[Tensor], Tensor]:
+        down, up, *middle = self._factors(module)
+
+        def term(hidden: Tensor) -> Tensor:
+            current = self._host.backbone.runtime.current
+            assert current is not None
+            return slot_product(hidden, down, up, self._scale, current.rows_per_slot, *middle)
+
+        return term
+
+    def _linear_hook(self, module: str) -> Callable[..., Tensor]:
+        term = self._term(module)
+
+        def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            current = self._host.backbone.runtime.current
+            if current is None:  # plain use of the backbone
+                return output
+            return output + term(self._host.dropout(args[0], module, current, self._dropout))
+
+        return hook
 
 
 def slot_product(
@@ -52,12 +196,3 @@ def kaiming_uniform(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     """Returns A's start: uniform in ±1/√in, which is peft's Kaiming initialisation with a = √5."""
     bound = 1 / math.sqrt(shape[-1])
     return (torch.rand(shape, generator=rng) * 2 - 1) * bound
-
-
-def initial_value(name: str, shape: tuple[int, ...], start: float, rng: torch.Generator) -> Tensor:
-    """Returns the start of a trainable by its name: A random, B and R zero, an output scale `start`."""
-    if name.endswith("lora_A"):
-        return kaiming_uniform(shape, rng)
-    if name.endswith(("lora_B", "lora_R")):
-        return torch.zeros(shape)
-    return torch.full(shape, start)

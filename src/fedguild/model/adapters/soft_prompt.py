@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,8 @@ from torch.nn.functional import pad, relu
 
 from fedguild.data.batches import SlotBatch, encode_prompt
 from fedguild.errors import ConfigError, ModelError
-from fedguild.model.plan import ModelInfo
-
-if TYPE_CHECKING:
-    from fedguild.model.slots import SlotModel
+from fedguild.model.adapters.part import AdapterHost, AdapterPart
+from fedguild.model.info import ModelInfo
 
 PROMPT = "soft_prompt"
 """Name of the prompt [n, d], which the backbone reads as it is."""
@@ -36,7 +34,7 @@ LAYERS = 3
 
 
 @dataclass(frozen=True)
-class SoftPrompt:
+class SoftPrompt(AdapterPart):
     """Trains `soft_prompt` [n, d].
 
     Attributes:
@@ -51,37 +49,25 @@ class SoftPrompt:
     text: str = ""
 
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
-        """Returns `soft_prompt` -> (n, d)."""
+        """Returns `soft_prompt` -> (n, d); leave it out of what is loaded, and `attach` has the text's embeddings."""
         return {PROMPT: (self.tokens, model.hidden)}
 
-    def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
-        """Returns zeros, as the text's embeddings need the backbone: leave the name out, and `attach` has them."""
-        return torch.zeros(shape)
-
-    def slot_axis(self, name: str) -> int:
-        """Returns 0: the storage is [S, n, d]."""
-        return 0
-
-    def decays(self, name: str) -> bool:
-        """Returns True."""
-        return True
-
-    def attach(self, model: SlotModel, parts: Sequence[SoftPrompt]) -> None:
+    def attach(self, host: AdapterHost, parts: Sequence[SoftPrompt]) -> None:
         """Puts the prompt in front of every row, started from the text.
 
         Raises:
             ConfigError: the slots' prompts differ in length, or the text has no token.
             ModelError: the model is an encoder-decoder model.
         """
-        trainable = model.loaded[PROMPT]
+        trainable = host.loaded[PROMPT]
         for slot, part in enumerate(parts):
             if part.text:
-                trainable.write(slot, _text_embeddings(model, part.text, part.tokens))
-        _prepend(model, parts, lambda: trainable.stored)
+                trainable.write(slot, _text_embeddings(host, part.text, part.tokens))
+        _prepend(host, parts, lambda: trainable.stored)
 
 
 @dataclass(frozen=True)
-class EncodedPrompt:
+class EncodedPrompt(AdapterPart):
     """Trains an embedding [n, d] and the MLP that makes the prompt of it: d -> w -> w -> d with ReLU.
 
     The trainables are `prompt_encoder.embedding` and, for layer k = 0, 1, 2,
@@ -119,15 +105,7 @@ class EncodedPrompt:
         inputs, _ = self._sizes()[int(name.split(".")[2])]
         return (torch.rand(shape, generator=rng) * 2 - 1) / math.sqrt(inputs)
 
-    def slot_axis(self, name: str) -> int:
-        """Returns 0: the slots come first."""
-        return 0
-
-    def decays(self, name: str) -> bool:
-        """Returns True."""
-        return True
-
-    def attach(self, model: SlotModel, parts: Sequence[EncodedPrompt]) -> None:
+    def attach(self, host: AdapterHost, parts: Sequence[EncodedPrompt]) -> None:
         """Puts the encoded prompt in front of every row, encoded anew in every pass.
 
         Raises:
@@ -136,8 +114,8 @@ class EncodedPrompt:
         """
         if len({part.width for part in parts}) > 1:
             raise ConfigError("The clients of a cohort must share the width of the prompt encoder.")
-        names = self.shapes(model.backbone.info)
-        _prepend(model, parts, lambda: _encoded({name: model.loaded[name].stored for name in names}))
+        names = self.shapes(host.backbone.info)
+        _prepend(host, parts, lambda: _encoded({name: host.loaded[name].stored for name in names}))
 
     def _sizes(self) -> list[tuple[int, int]]:
         """Returns each layer's (inputs, outputs)."""
@@ -175,12 +153,12 @@ def widened(batch: SlotBatch, count: int) -> SlotBatch:
 
 
 def _prepend(
-    model: SlotModel, parts: Sequence[SoftPrompt] | Sequence[EncodedPrompt], prompt: Callable[[], Tensor]
+    host: AdapterHost, parts: Sequence[SoftPrompt] | Sequence[EncodedPrompt], prompt: Callable[[], Tensor]
 ) -> None:
     """Widens every batch, and fills the new positions' embeddings with `prompt()` [S, n, d]."""
-    if model.seq2seq is not None:
+    if host.backbone.info.seq2seq is not None:
         raise ModelError(
-            f"A soft prompt needs a causal model, but {model.backbone.info.name} is an encoder-decoder model.",
+            f"A soft prompt needs a causal model, but {host.backbone.info.name} is an encoder-decoder model.",
             "Choose a causal language model, or a method with LoRA, for example fedit.",
         )
     count = parts[0].tokens
@@ -190,23 +168,23 @@ def _prepend(
     def fill(_: nn.Module, args: Any, output: Tensor) -> Tensor:
         if output.shape[1] <= count:  # one token at a time, in a generation under way
             return output
-        current = model.backbone.runtime.current
+        current = host.backbone.runtime.current
         assert current is not None
         rows = torch.tensor(current.rows_per_slot, device=output.device)
         own = prompt().to(output.dtype).repeat_interleave(rows, dim=0)
         return torch.cat([own, output[:, count:]], dim=1)
 
-    model.widen = partial(widened, count=count)
-    model.on_close(model.backbone.model.get_input_embeddings().register_forward_hook(fill).remove)
+    host.widen = partial(widened, count=count)
+    host.on_close(host.backbone.model.get_input_embeddings().register_forward_hook(fill).remove)
 
 
-def _text_embeddings(model: SlotModel, text: str, count: int) -> Tensor:
+def _text_embeddings(host: AdapterHost, text: str, count: int) -> Tensor:
     """Returns the embeddings [count, d] of a text's tokens, its special tokens in front included."""
-    ids = encode_prompt(text, model.backbone.tokenizer)
+    ids = encode_prompt(text, host.backbone.tokenizer)
     if not ids:
         raise ConfigError(f"The soft prompt's text {text!r} has no token.", "Give it a text to start from.")
-    chosen = torch.tensor(list(islice(cycle(ids), count)), device=model.device)
-    embeddings: Tensor = model.backbone.model.get_input_embeddings().weight.detach()[chosen]
+    chosen = torch.tensor(list(islice(cycle(ids), count)), device=host.device)
+    embeddings: Tensor = host.backbone.model.get_input_embeddings().weight.detach()[chosen]
     return embeddings
 
 

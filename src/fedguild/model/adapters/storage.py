@@ -9,6 +9,33 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Layout:
+    """The storage of one tensor of all slots' adapters.
+
+    Attributes:
+        shape: A slot's slice in the storage, which is at least as large as any slot's own tensor.
+        axis: Position of the slot axis in the storage.
+        swapped: Whether a slot's slice is stored with its last two axes exchanged.
+        decays: Whether weight decay applies.
+        fill: What the storage holds before anything is loaded.
+    """
+
+    shape: tuple[int, ...]
+    axis: int = 0
+    swapped: bool = False
+    decays: bool = True
+    fill: float = 0.0
+
+    def allocate(self, slots: int, dtype: torch.dtype, device: torch.device, *, trains: bool) -> Tensor:
+        """Returns the storage for so many slots, which requires a gradient where it `trains`."""
+        full = list(self.shape)
+        if self.swapped:
+            full[-1], full[-2] = full[-2], full[-1]
+        full.insert(self.axis, slots)
+        return torch.full(full, self.fill, dtype=dtype, device=device, requires_grad=trains)
+
+
+@dataclass(frozen=True)
 class SlotTensor:
     """One tensor of all slots' adapters, trained or frozen.
 

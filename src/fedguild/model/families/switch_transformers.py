@@ -24,11 +24,11 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 )
 
 from fedguild.errors import ModelError
+from fedguild.model.info import MoeInfo
 from fedguild.model.moe.experts import FrozenExperts
 from fedguild.model.moe.family import Family
 from fedguild.model.moe.routing import RoutingRule
 from fedguild.model.moe.view import MoeLayer
-from fedguild.model.plan import MoeInfo
 
 PROJECTIONS = ("up_proj", "down_proj")
 _PUBLISHED = {"up_proj": "wi", "down_proj": "wo"}

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fedguild.errors import ModelError
+from fedguild.model.info import MoeInfo
 from fedguild.model.moe.experts import FrozenExperts
 from fedguild.model.moe.routing import RoutingRule
 from fedguild.model.moe.view import MoeLayer
-from fedguild.model.plan import MoeInfo
 from fedguild.model.runtime import Runtime
 
 IMPLEMENTATION = "fedguild_slots"

@@ -12,6 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from fedguild.errors import ModelError
+from fedguild.model.info import ModelInfo
+
 
 @dataclass(frozen=True)
 class RoutingRule:
@@ -68,6 +71,25 @@ def route(
     if rule.renormalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + (1e-20 if rule.score == "sigmoid" else 0.0))
     return weights * rule.scaling, indices
+
+
+def require_softmax(purpose: str, rule: RoutingRule, model: ModelInfo) -> None:
+    """Checks that a router is a softmax over all experts.
+
+    Args:
+        purpose: What needs it, for the message.
+        rule: The router's.
+        model: Whose router it is.
+
+    Raises:
+        ModelError: it scores by sigmoid, or limits the expert groups.
+    """
+    if rule.score != "softmax" or rule.groups > 1:
+        raise ModelError(
+            f"{purpose} needs a router that is a softmax over all experts; that of {model.name} "
+            f"({model.family}) {'scores by sigmoid' if rule.score != 'softmax' else 'limits expert groups'}.",
+            "Choose OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE or a DeepSeek-V2 without groups.",
+        )
 
 
 def within_capacity(weights: Tensor, indices: Tensor, capacity: int, experts: int, rows: int) -> tuple[Tensor, Tensor]:

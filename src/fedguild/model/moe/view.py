@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from fedguild.model.info import MoeInfo
 from fedguild.model.moe.dense import prefers_dense, run_every_expert
 from fedguild.model.moe.dispatch import dispatch
 from fedguild.model.moe.experts import Factors, FrozenExperts, run_experts
 from fedguild.model.moe.low_rank import prefers_blocks
 from fedguild.model.moe.routing import RoutingRule, route, within_capacity
 from fedguild.model.moe.token_side import prefers_token_side, run_token_side
-from fedguild.model.plan import MoeInfo
 from fedguild.model.runtime import Runtime
 
 

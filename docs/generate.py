@@ -1,0 +1,114 @@
+"""Generated parts of the documentation: `make docs` writes them, a test sees that they are up to date.
+
+A page marks each of them with `<!-- generated: NAME -->` and `<!-- end -->`. What stands between is read off the
+code (options, costs, titles) or, in the index of the methods, off the section "In short" of every method's page.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from fedguild.cli.profile_tables import server_markdown
+from fedguild.config.reference import as_markdown, settings_of
+from fedguild.config.schema import Config
+from fedguild.methods import METHODS
+
+ROOT = Path(__file__).parents[1]
+METHOD_PAGES = ROOT / "docs" / "methods"
+MARKED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+FACTS = ("Trains", "Sent up", "The client keeps", "The server combines", "Use it when")
+"""The list of the section "In short", in this order; the columns of the index."""
+
+
+def outdated() -> dict[Path, str]:
+    """Returns page -> its text as it should be, for every page with a generated part that is not up to date.
+
+    Raises:
+        ValueError: a page marks a part that nothing generates, or a method's page lacks a line of "In short".
+    """
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    texts = {page: page.read_text("utf-8") for page in pages}
+    return {page: new for page, old in texts.items() if (new := _generated(page, old)) != old}
+
+
+def _generated(page: Path, text: str) -> str:
+    def part(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in PARTS:
+            raise ValueError(f"{page} marks '{name}', but known are {', '.join(PARTS)}.")
+        return f"{match[1]}{PARTS[name](page)}{match[3]}"
+
+    return MARKED.sub(part, text)
+
+
+def _options(page: Path) -> str:
+    """Returns the options of the method that a page is about."""
+    return as_markdown(settings_of(METHODS.load(page.stem).Settings))
+
+
+def _settings(page: Path) -> str:
+    """Returns every setting of a config."""
+    return as_markdown(settings_of(Config))
+
+
+def _server_costs(page: Path) -> str:
+    """Returns the order of every method's server work."""
+    return server_markdown({name: METHODS.load(name).costs for name in METHODS})
+
+
+def _titles(page: Path) -> str:
+    """Returns every method with its title, for the README."""
+    found = [plugin for plugin in METHODS.found() if plugin.origin == "fedguild"]
+    rows = [f"| [`{plugin.name}`](docs/methods/{plugin.name}.md) | {plugin.title} |" for plugin in found]
+    return "\n".join(["| name | method |", "| --- | --- |", *rows, ""])
+
+
+def _index(page: Path) -> str:
+    """Returns the table of all methods with the facts of their pages."""
+    head = f"| method | {' | '.join(fact[0].lower() + fact[1:] for fact in FACTS)} |"
+    rows = [f"| [{_short_title(name)}]({name}.md) | {' | '.join(in_short(name).values())} |" for name in METHODS]
+    return "\n".join([head, "| --- " * (len(FACTS) + 1) + "|", *rows, ""])
+
+
+def _short_title(name: str) -> str:
+    titles: Mapping[str, str] = {plugin.name: plugin.title for plugin in METHODS.found()}
+    return titles[name].partition(":")[0]
+
+
+def in_short(name: str) -> dict[str, str]:
+    """Returns the facts of the section "In short" of a method's page.
+
+    Raises:
+        ValueError: the page or a fact is missing.
+    """
+    page = METHOD_PAGES / f"{name}.md"
+    if not page.is_file():
+        raise ValueError(f"{page.relative_to(ROOT)} is missing: write it with the sections of fedprox.md.")
+    listed = dict(re.findall(r"^- \*\*(.+?):\*\* (.+(?:\n  .+)*)", page.read_text("utf-8"), re.MULTILINE))
+    if missing := [fact for fact in FACTS if fact not in listed]:
+        raise ValueError(f"{page.relative_to(ROOT)}, section In short, lacks '- **{missing[0]}:** …'.")
+    return {fact: " ".join(listed[fact].split()) for fact in FACTS}
+
+
+PARTS: dict[str, Callable[[Path], str]] = {
+    "options": _options,
+    "settings": _settings,
+    "server-costs": _server_costs,
+    "titles": _titles,
+    "index": _index,
+}
+
+
+def main() -> int:
+    """Writes what is not up to date and says what it wrote."""
+    for page, text in outdated().items():
+        page.write_text(text, "utf-8")
+        print(f"wrote {page.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""Observers of the MoE layers' routing, for as long as a `with` lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from fedguild.model.moe.view import MoeLayer, Routing
+
+
+@contextmanager
+def observing(layers: Sequence[MoeLayer], observer: Callable[[Routing], None]) -> Iterator[None]:
+    """Shows an observer the routings of every pass inside the block."""
+    for layer in layers:
+        layer.observers.append(observer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.observers.remove(observer)

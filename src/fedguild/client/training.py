@@ -1,0 +1,56 @@
+"""Plain local training: load what was received, minimise the loss, send what was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fedguild.client.cohort import Cohort
+from fedguild.payload import ADAPTER, Payload
+
+
+def load_received(cohort: Cohort) -> None:
+    """Sets every client's trainables to the adapter of its download."""
+    for slot, work in enumerate(cohort.work):
+        cohort.load(slot, work.download.part(ADAPTER))
+
+
+def train(cohort: Cohort, penalty: Callable[[], Tensor] | None = None, *, keep: bool = False) -> list[Payload]:
+    """Runs the round's steps of every client; returns the trained adapters as uploads, in slot order.
+
+    Args:
+        cohort: The clients, their trainables loaded.
+        penalty: Gives [S], what is added to each client's loss once for an optimizer step, with gradients.
+        keep: Whether the clients keep what they trained in their memory.
+    """
+    for step in cohort.steps():
+        loss = step.forward()
+        if penalty is not None and step.is_update:
+            loss = loss + penalty()
+        step.backward(loss)
+        step.apply()
+    uploads = trained_adapters(cohort)
+    if keep:
+        for slot, upload in enumerate(uploads):
+            cohort.keep(slot, upload.part(ADAPTER))
+    return uploads
+
+
+def trained_adapters(cohort: Cohort) -> list[Payload]:
+    """Returns every client's trainables as its upload, in slot order."""
+    return [Payload.of({ADAPTER: cohort.read(slot)}) for slot in range(len(cohort.work))]
+
+
+def activation_frequency(cohort: Cohort, slot: int, unit: str = "token") -> dict[str, Tensor]:
+    """Returns how often a client activated each expert in this round's training: experts' path -> [M] fp32.
+
+    Args:
+        cohort: The clients, after their training.
+        slot: Whose.
+        unit: What is counted; see `RoutingStatistics.frequency`.
+    """
+    assert cohort.routing is not None
+    shares = cohort.routing.frequency(unit)[:, slot].float().cpu()
+    layers = cohort.model.backbone.info.moe
+    return {layer.experts: share[: layer.num_experts] for layer, share in zip(layers, shares, strict=True)}

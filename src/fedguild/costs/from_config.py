@@ -1,0 +1,98 @@
+"""Profile of a config, before any data, weights or device are touched; it comes after the stages, beside `setup`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.config import Config
+from fedguild.costs.profile import Profile, profile
+from fedguild.costs.tiers import Workload
+from fedguild.errors import ConfigError
+from fedguild.methods import METHODS, build_method
+from fedguild.model.backbone import DTYPES, describe_config
+from fedguild.model.info import ModelInfo
+from fedguild.server.sampling import wanted_count
+from fedguild.setup import fitted
+
+EXAMPLES = 1000
+"""Training examples of a client where the config does not say how many it has."""
+WireDtype = Literal["fp32", "bf16"]
+WIRE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def profile_config(
+    config: Config,
+    *,
+    examples: int | None = None,
+    tokens: int | None = None,
+    context: int | None = None,
+    wire_dtype: WireDtype = "fp32",
+    checkpointing: bool | None = None,
+) -> Profile:
+    """Returns what a config's federation costs, each tier of clients in one round.
+
+    Args:
+        config: The config; its data is not read.
+        examples: Training examples of a client; None for `known_examples`, or else 1000.
+        tokens: Tokens of one forward pass; None for `training.batch_size` sequences.
+        context: Length of a sequence; None for `data.max_tokens`, the longest there may be.
+        wire_dtype: What a number on the wire is counted as: the wire carries fp32, papers count bf16.
+        checkpointing: Whether activations are recomputed; None as the config says.
+
+    Raises:
+        ConfigError: the method's options do not fit the model or the clients.
+        ModelError: there is no such model, or it lacks experts that the method needs.
+    """
+    model = describe_config(
+        config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+    )
+    options = {**config.method.options, **METHODS.load(config.method.name).costs.bound}
+    method = fitted(build_method(config.method.name, options), config)
+    if method.needs_experts:
+        model.require_experts(method.title)
+    context_tokens = context or config.data.max_tokens
+    work = Workload(
+        examples=examples or known_examples(config) or EXAMPLES,
+        tokens=tokens or config.training.batch_size * context_tokens,
+        context_tokens=context_tokens,
+        training=config.training,
+        dtype=DTYPES.get(config.model.dtype, torch.bfloat16),
+        checkpointing=config.model.gradient_checkpointing if checkpointing is None else checkpointing,
+        four_bit=config.model.load_in_4bit,
+        wire_dtype=WIRE_DTYPES[wire_dtype],
+    )
+    budgets = _budgets(config, model)
+    clients = [
+        ClientInfo(index, budgets[tier.name], work.examples)
+        for index, tier in enumerate(config.federation.budget_per_client())
+    ]
+    participants = min(wanted_count(len(clients), config.federation.participation), len(clients))
+    return profile(method, model, clients, work, participants=participants, budgets=list(budgets.values()))
+
+
+def known_examples(config: Config) -> int | None:
+    """Returns how many training examples a client has at most by the config's caps; None where it has none."""
+    if config.data.split.caps.train is not None:
+        return config.data.split.caps.train
+    if config.data.limit is not None:
+        return max(1, config.data.limit // config.federation.clients)
+    return None
+
+
+def _budgets(config: Config, model: ModelInfo) -> dict[str, Budget]:
+    """Returns the tiers by name, in the config's order."""
+    budgets = {
+        tier.name: Budget(tier.name, tier.active_experts or model.top_k, tier.rank)
+        for tier in config.federation.budgets
+    }
+    for budget in budgets.values():
+        if model.top_k and budget.active_experts > model.top_k:
+            raise ConfigError(
+                f"federation.budgets: '{budget.name}' has active_experts {budget.active_experts}, but {model.name} "
+                f"runs {model.top_k} of {model.moe[0].num_experts} experts per token.",
+                f"Choose active_experts from 1 to {model.top_k}.",
+            )
+    return budgets

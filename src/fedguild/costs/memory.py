@@ -1,0 +1,120 @@
+"""Estimated peak memory of a client's training step, from the shapes of model and adapters alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fedguild.costs.flops import active_experts, cost, expert_parameters
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, adapter_shapes
+
+TRAINABLE_BYTES = 4  # adapters, their gradients and moments are fp32
+LOGIT_COPIES = 2  # fp32 logits and their gradient
+NF4_BYTES = 0.5 + 4 / 64  # four bits a weight, and an fp32 scale for each block of 64 (no double quantisation)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Estimated bytes that one client's training step holds at its peak."""
+
+    weights_bytes: int
+    adapters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return (
+            self.weights_bytes
+            + self.adapters_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+        )
+
+
+def memory(
+    model: ModelInfo,
+    plan: AdapterPlan,
+    tokens: int,
+    *,
+    dtype: torch.dtype,
+    moments: int = 2,
+    checkpointing: bool = False,
+    four_bit: bool = False,
+) -> Memory:
+    """Returns an estimate of what a training step of one client holds.
+
+    Logits are counted for every token, the most there may be; the loss wants them at response
+    tokens only.
+
+    Args:
+        model: The backbone.
+        plan: What the client trains.
+        tokens: Tokens of one forward pass, padding included.
+        dtype: Of the backbone's weights and activations; trainables are fp32.
+        moments: Moments that the optimizer keeps: 2 for Adam, 1 for SGD with momentum, 0 for SGD.
+        checkpointing: Whether only each layer's input is kept, and one layer's insides at a time.
+        four_bit: Whether linear layers and experts are in NF4 (`fedguild.model.four_bit`).
+    """
+    counted = cost(model, plan)
+    trainable_bytes = TRAINABLE_BYTES * counted.trainable
+    kept = _kept_activations(model, plan)
+    if checkpointing:
+        kept = model.layers * model.hidden + kept // max(model.layers, 1)
+    values = kept + _working_activations(model, plan)
+    return Memory(
+        weights_bytes=weight_bytes(model, dtype, four_bit=four_bit),
+        adapters_bytes=trainable_bytes + TRAINABLE_BYTES * counted.frozen,
+        gradients_bytes=trainable_bytes,
+        optimizer_bytes=moments * trainable_bytes,
+        activations_bytes=tokens * (dtype.itemsize * values + 4 * LOGIT_COPIES * model.vocabulary),
+    )
+
+
+def weight_bytes(model: ModelInfo, dtype: torch.dtype, *, four_bit: bool = False) -> int:
+    """Returns the bytes of the backbone's weights while it runs.
+
+    Args:
+        model: The backbone.
+        dtype: Of its weights, and of what stays unpacked.
+        four_bit: Whether linear layers and experts are in NF4; embeddings, routers, norms and the head are
+            not. The experts of one layer, or one linear layer, are unpacked at a time.
+    """
+    if not four_bit:
+        return dtype.itemsize * model.parameters
+    linears = [linear.inputs * linear.outputs for linear in model.linears]
+    experts = [moe.num_experts * expert_parameters(moe) for moe in model.moe]
+    packed = sum(linears) + sum(experts)
+    unpacked = model.parameters - packed + max([*linears, *experts], default=0)
+    return math.ceil(NF4_BYTES * packed) + dtype.itemsize * unpacked
+
+
+def _kept_activations(model: ModelInfo, plan: AdapterPlan) -> int:
+    """Returns the values per token that the forward pass keeps for the backward pass, about.
+
+    Every linear layer keeps its input, and what follows it keeps its output; an active expert
+    keeps what its input projections give, and its input where it has an adapter; a layer keeps two
+    residuals and two normalised inputs.
+    """
+    linears = sum(linear.inputs + linear.outputs for linear in model.linears)
+    adapter = tuple(adapter_shapes(model, plan))
+    experts = 0
+    for moe in model.moe:
+        inputs = any(name.startswith(f"{moe.experts}.") for name in adapter)
+        experts += active_experts(moe, plan) * ((len(moe.projections) - 1) * moe.width + inputs * moe.hidden)
+    return linears + experts + 4 * model.layers * model.hidden
+
+
+def _working_activations(model: ModelInfo, plan: AdapterPlan) -> int:
+    """Returns the values per token that the backward pass of one layer's experts holds, about.
+
+    Of each active expert: the input, the gradients of input and output, and the gradients and
+    recomputed values between them.
+    """
+    return max((active_experts(moe, plan) * (3 * moe.hidden + 4 * moe.width) for moe in model.moe), default=0)

@@ -1,0 +1,58 @@
+"""Costs of a round on the server: memory, received bytes, and the time of a running mean on this machine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from fedguild.costs.traffic import Exchanges
+from fedguild.server.aggregation import WeightedMean
+from fedguild.server.method import ServerCosts
+
+
+@dataclass(frozen=True)
+class ServerProfile:
+    """What a round costs the server.
+
+    Attributes:
+        entry: The order of its time and memory in C.
+        participants: C, clients that take part in a round.
+        state_bytes: What it keeps between rounds.
+        memory_bytes: About what it holds while it aggregates: the state before and after, and the uploads that
+            it holds at once.
+        received_bytes: All uploads of a round.
+        running_sum_seconds: A running mean over all uploads at the speed that this machine has just shown; what
+            the method computes beyond that comes on top.
+    """
+
+    entry: ServerCosts
+    participants: int
+    state_bytes: int
+    memory_bytes: int
+    received_bytes: int
+    running_sum_seconds: float
+
+
+def server_profile(entry: ServerCosts, traffic: Exchanges, participants: int) -> ServerProfile:
+    """Returns what a round of the counted exchanges costs the server, of a method with this entry."""
+    sizes = [sum(exchange.upload.values()) for exchange in traffic.rounds[-1]]
+    held = sum(sizes) if entry.holds == "all" else max(sizes)
+    return ServerProfile(
+        entry,
+        participants,
+        state_bytes=traffic.state_bytes,
+        memory_bytes=2 * traffic.state_bytes + held,
+        received_bytes=sum(sizes),
+        running_sum_seconds=sum(sizes) * seconds_per_byte(),
+    )
+
+
+def seconds_per_byte(values: int = 2**20) -> float:
+    """Returns how long a running mean takes on this machine per byte of an upload, measured on one tensor."""
+    mean, tensors = WeightedMean(), {"x": torch.ones(values)}
+    mean.add(tensors, 1.0)
+    started = time.perf_counter()
+    mean.add(tensors, 1.0)
+    return (time.perf_counter() - started) / (4 * values)

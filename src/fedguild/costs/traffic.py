@@ -1,0 +1,171 @@
+"""What a method's clients receive and send, by running its server half on shapes instead of weights.
+
+The method itself starts, hands out downloads and aggregates; the clients' uploads are what
+`expected_upload` says, filled with arbitrary values. So the bytes are those that a run counts, by the same
+code (`fedguild.wire.accounting`), but where the names or ranks in a payload depend on the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.costs.shapes_only import LIMIT, ShapesOnly
+from fedguild.model.info import ModelInfo
+from fedguild.packing import tensor_bytes
+from fedguild.payload import Payload
+from fedguild.seeding import torch_rng
+from fedguild.server.method import Method, Upload
+from fedguild.server.validation import Omissible
+from fedguild.wire.accounting import bytes_by_part
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one client receives and sends in one round, in bytes by payload part.
+
+    Attributes:
+        client: The client.
+        download: From the server to the client.
+        upload: From the client to the server, with every tensor that it may leave out.
+        least_upload: The same without them.
+    """
+
+    client: ClientInfo
+    download: Mapping[str, int]
+    upload: Mapping[str, int]
+    least_upload: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """The payloads of a federation's first rounds.
+
+    Attributes:
+        rounds: For each round, the exchange of every client that takes part, in client order.
+        absent: What clients exchange in the last of these rounds that missed the one before; empty where
+            nobody else would have been there.
+        state_bytes: What the server keeps between two rounds, before the last of these.
+    """
+
+    rounds: Sequence[Sequence[Exchange]]
+    absent: Sequence[Exchange]
+    state_bytes: int
+
+
+def exchanges(
+    method: Method,
+    model: ModelInfo,
+    clients: Sequence[ClientInfo],
+    *,
+    budgets: Sequence[Budget] = (),
+    participants: int | None = None,
+    rounds: int | None = None,
+    absences: bool = True,
+    wire_dtype: torch.dtype = torch.float32,
+    limit: int = LIMIT,
+    seed: int = 0,
+) -> Exchanges:
+    """Returns what goes to and fro in the first rounds.
+
+    Args:
+        method: The method, its settings in it.
+        model: The backbone.
+        clients: All clients of the federation.
+        budgets: Its tiers, also those that no client has; empty for those of the clients.
+        participants: How many of the clients, the first, take part in each round; None for all.
+        rounds: How many rounds; None for as many as the method's `costs` say.
+        absences: Whether to count also what clients exchange after an absence.
+        wire_dtype: What floating-point tensors are counted as; the wire itself carries them as they are.
+        limit: Values up to which a tensor is real (`fedguild.costs.shapes_only`).
+        seed: Of what the method draws when it starts.
+
+    Raises:
+        ConfigError: the method's settings do not fit the model or the clients.
+    """
+    asked, rounds = clients[:participants], rounds or method.costs.rounds
+    with ShapesOnly(limit):
+        state = method.start(model, list(budgets) or list(_last_of_budgets(clients)), torch_rng(seed, "start"))
+        states = [method.enroll(state, model, clients)]
+        for number in range(1, rounds):
+            states.append(_after(method, states[-1], model, asked, number))
+        found = [[_exchange(method, state, model, client, wire_dtype) for client in asked] for state in states]
+        missed = []
+        if absences and rounds > 1:
+            for absent, state in _after_absences(method, states, model, clients, asked):
+                missed += [_exchange(method, state, model, client, wire_dtype) for client in absent]
+    missed.sort(key=lambda exchange: exchange.client.index)
+    return Exchanges(found, missed, sum(tensor_bytes(tensor) for tensor in states[-1].tensors.values()))
+
+
+def _after_absences(
+    method: Method,
+    states: Sequence[Payload],
+    model: ModelInfo,
+    clients: Sequence[ClientInfo],
+    asked: Sequence[ClientInfo],
+) -> Iterator[tuple[Sequence[ClientInfo], Payload]]:
+    """Yields clients with the state of the last round that they find after missing the one before.
+
+    Where all take part, the last client of each budget is left out, half of the budgets at a time, so that
+    others are there.
+    """
+    if len(asked) < len(clients):
+        yield clients[len(asked) :], states[-1]
+        return
+    last = list(_last_of_budgets(clients).values())
+    for absent in (last[::2], last[1::2]):
+        present = [client for client in clients if client not in absent]
+        if absent and present:
+            yield absent, _after(method, states[-2], model, present, len(states) - 1)
+
+
+def _last_of_budgets(clients: Sequence[ClientInfo]) -> dict[Budget, ClientInfo]:
+    return {client.budget: client for client in clients}
+
+
+def _after(method: Method, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo], number: int) -> Payload:
+    """Returns the state after a round in which these clients took part."""
+    rng = torch_rng(number, "uploads")
+
+    def uploads() -> Iterator[Upload]:
+        for client in clients:
+            download = method.download(state, model, client)
+            sent = {
+                name: torch.rand(shape, generator=rng)
+                for name, shape in method.expected_upload(model, client, download).items()
+                if not (method.costs.leave_out and isinstance(shape, Omissible))
+            }
+            yield Upload(number, client, Payload(sent, method.expected_scalars(download)))
+
+    return method.aggregate(state, uploads())
+
+
+def _exchange(
+    method: Method, state: Payload, model: ModelInfo, client: ClientInfo, wire_dtype: torch.dtype
+) -> Exchange:
+    download = method.download(state, model, client)
+    scalars = method.expected_scalars(download)
+    shapes = method.expected_upload(model, client, download)
+    needed = {name: shape for name, shape in shapes.items() if not isinstance(shape, Omissible)}
+    received = {name: _sent(tensor, wire_dtype) for name, tensor in download.tensors.items()}
+    return Exchange(
+        client,
+        bytes_by_part(Payload(received, download.scalars)),
+        bytes_by_part(Payload(_empty(shapes, wire_dtype), scalars)),
+        bytes_by_part(Payload(_empty(needed, wire_dtype), scalars)),
+    )
+
+
+def _sent(tensor: Tensor, wire_dtype: torch.dtype) -> Tensor:
+    """Returns a tensor without values of the same shape, counted as the wire's dtype where it is floating point."""
+    dtype = wire_dtype if tensor.dtype is torch.float32 else tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+
+def _empty(shapes: Mapping[str, tuple[int, ...]], wire_dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: torch.empty(shape, dtype=wire_dtype, device="meta") for name, shape in shapes.items()}

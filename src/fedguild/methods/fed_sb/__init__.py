@@ -1,0 +1,235 @@
+"""Fed-SB: an r by r matrix between frozen factors that start from the gradient.
+
+R. Singhal, K. Ponkshe, R. Vartak, L. R. Varshney, P. Vepakomma, "Fed-SB: A Silver Bullet for Extreme
+Communication Efficiency and Performance in (Private) Federated LoRA Fine-Tuning", 2025; the start is
+LoRA-SB's (Ponkshe, Singhal et al., "Initialization using Update Approximation is a Silver Bullet for
+Extremely Efficient Low-Rank Fine-Tuning", 2024).
+
+The algorithm, in our words:
+    1  first round, for the sampled clients c:
+    2      client: G_c = the mean gradient of its loss with respect to every adapted W, on about 1/1000 of
+               its examples  -> gradient.py, or sketch.py for two narrow products of it
+    3      server: D = -eta sign(sum_c w_c G_c / sum_c w_c);  U S V^T = the leading r of its SVD
+               -> singular_vectors.py
+    4      server: B = U, A = V^T, R = diag(S)
+    5  each later round, for the sampled clients c:
+    6      client: load B, A and the global R; the update of W is B R A
+    7      client: minimise the mean loss over its response tokens in R alone
+    8      server: R = sum_c w_c R_c / sum_c w_c
+
+With A and B the same everywhere, sum_c w_c (B R_c A) = B (sum_c w_c R_c) A: the mean is exact. The model
+starts off W, at W + B R A.
+
+Symbols: w_c `weights` (|D_c| or 1), r `rank`, eta `step_size`, A `lora_A`, B `lora_B`, R `lora_R`.
+
+Readings and deviations (docs/methods/fed-sb.md):
+    - The released code takes the gradient of pooled data. Here clients send theirs and the server averages.
+    - G_c is as large as the model, so clients send two narrow products of it, G_c Omega and Psi G_c, from
+      which the server rebuilds its mean (sketch.py); `dense` sends G_c itself. They are the gradients of a
+      LoRA with A = [Omega^T; 0] and B = [0, Psi^T], which changes nothing.
+    - eta is an option: in the paper it is the learning rate over (warm-up ratio times total steps), which
+      a method does not know.
+    - Where no client has a gradient (an expert that nobody activated) B and A are random with orthonormal
+      columns and rows, and R = 0.
+    - A and B are sent once to each client, which keeps them (basis.py); the first round trains nothing.
+    - The scale is 1 (alpha = r). Clients run with their budget's active experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.cohort import Cohort
+from fedguild.client.training import train
+from fedguild.errors import ConfigError
+from fedguild.methods.fed_sb.basis import BASIS, HOLDERS, LOST, Holders, basis_of
+from fedguild.methods.fed_sb.gradient import GRADIENT, full_weight_plan, mean_upload, whole_gradients
+from fedguild.methods.fed_sb.singular_vectors import leading, random_orthonormal
+from fedguild.methods.fed_sb.sketch import gradient_sketches, rebuilt, sketch_shapes
+from fedguild.model.adapters.lora import DOWN, MIDDLE, UP, Lora
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
+from fedguild.model.targets import targeted_shapes
+from fedguild.payload import ADAPTER, Payload, Scalar, with_part
+from fedguild.seeding import new_seed, torch_rng
+from fedguild.server.aggregation import WeightedMean
+from fedguild.server.limits import active_experts_of
+from fedguild.server.method import Deployment, Method, ServerCosts, Upload, in_part
+from fedguild.server.settings import MethodSettings, Targets, Weights
+from fedguild.server.uploads import weight_of
+
+STAGE, SEED = "stage", "seed"
+"""Scalars of the state and of every download: `gradient` or `training`, and what the server draws from."""
+
+
+class FedSBSettings(MethodSettings):
+    """The options of Fed-SB."""
+
+    rank: int = Field(20, ge=1, description="r, the size of R")
+    targets: Targets = ("attention", "experts")
+    weights: Weights = "size"
+    start: Literal["sketch", "dense", "random"] = Field(
+        "sketch",
+        description="where A and B come from: sketches of the clients' gradients, the gradients themselves, or "
+        "nowhere (random, with R = 0 and no first round of its own)",
+    )
+    step_size: float = Field(
+        1e-5, gt=0, description="eta: learning rate over (warm-up ratio times total steps) in the paper"
+    )
+    sample: float = Field(
+        0.001, gt=0, le=1, description="part of a client's examples that its gradient is of; at least an optimizer step"
+    )
+    sketch_rank: int | None = Field(
+        None, ge=1, description="rank up to which a sketch is exact; null: twice the rank of the adapter"
+    )
+    send_basis: Literal["once", "always"] = Field(
+        "once", description="once: A and B go only to clients that do not keep them yet; always: to all, in every round"
+    )
+
+
+class FedSB(Method):
+    """A federated r×r matrix between frozen factors; see the module's docstring."""
+
+    Settings = FedSBSettings
+    settings: FedSBSettings
+    costs = ServerCosts(
+        "O(n); in the first round one module's gradient [out, in]",
+        "O(C n), n = r² a module; once O(out in r) a module for A and B",
+        note="The first round sends sketches of gradients up and trains nothing; A and B go down once to each client.",
+        rounds=3,
+    )
+
+    def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
+        """Returns B R A of which R trains, with the budget's active experts."""
+        lora = Lora(self.settings.rank, 1.0, self.settings.targets, middle=True, frozen=(DOWN, UP))
+        require_narrower(model, lora)
+        return AdapterPlan((lora,), active_experts_of(model, budget))
+
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+        """Returns a state without A and B, or with random ones where they come from nowhere."""
+        plans = [self.plan(model, budget) for budget in budgets]
+        seed = new_seed(rng)
+        if self.settings.start != "random":
+            return Payload(Holders().tensors(), {STAGE: "gradient", SEED: seed})
+        weights = targeted_shapes(model, plans[0].lora.targets)
+        nothing = ((module, torch.zeros(shape)) for module, shape in weights.items())
+        return self.with_factors(Holders(), nothing, seed)
+
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
+        """Lines 1 and 6: what the round is for; R, and A and B to a client that does not have them."""
+        holds = self.settings.send_basis == "once" and client in Holders(state)
+        return Payload.of({ADAPTER: state.part(ADAPTER), BASIS: {} if holds else state.part(BASIS)}, state.scalars)
+
+    def local_update(self, cohort: Cohort) -> list[Payload]:
+        """Line 2, or lines 6 and 7."""
+        if cohort.work[0].download.scalars[STAGE] == "gradient":
+            return [Payload.of({GRADIENT: gradients}) for gradients in self.gradients(cohort)]  # line 2
+        bases = [basis_of(work) for work in cohort.work]
+        for slot, (work, basis) in enumerate(zip(cohort.work, bases, strict=True)):
+            cohort.load(slot, {**basis, **work.download.part(ADAPTER)})  # line 6
+            if self.settings.send_basis == "once":
+                cohort.keep(slot, work.download.part(BASIS))
+        train(cohort)  # line 7
+        return [Payload.of({ADAPTER: cohort.read(slot)}, {LOST: not basis}) for slot, basis in enumerate(bases)]
+
+    def gradients(self, cohort: Cohort) -> list[dict[str, Tensor]]:
+        """Returns each client's G_c, or its sketch (line 2)."""
+        if self.settings.start == "dense":
+            return whole_gradients(cohort, self.settings.sample)
+        seed = int(cohort.work[0].download.scalars[SEED])
+        return gradient_sketches(cohort, self.settings.sample, self.sketch_rank, seed)
+
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+        """Lines 3 and 4, or line 8; the R of a client without A and B does not count."""
+        holders = Holders(state)
+        if state.scalars[STAGE] == "gradient":
+            seed, mean_gradient = int(state.scalars[SEED]), mean_upload(uploads, self.settings.weights)
+            return self.with_factors(holders, rebuilt(mean_gradient, seed), seed) if mean_gradient else state
+        mean = WeightedMean()
+        for upload in uploads:
+            if holders.trained(upload):
+                mean.add(upload.payload.part(ADAPTER), weight_of(upload, self.settings.weights))
+        middles = with_part(ADAPTER, mean.result(state.part(ADAPTER)))  # line 8
+        return Payload({**state.tensors, **middles, **holders.tensors()}, state.scalars)
+
+    def with_factors(self, holders: Holders, gradients: Iterable[tuple[str, Tensor]], seed: int) -> Payload:
+        """Returns the state with every module's B, R and A from its mean gradient (lines 3 and 4)."""
+        tensors = holders.tensors()
+        for module, gradient in gradients:
+            rng = torch_rng(seed, "start", module)
+            up, middle, down = initial_factors(gradient, self.settings.rank, self.settings.step_size, rng)
+            tensors |= with_part(BASIS, {f"{module}.{DOWN}": down, f"{module}.{UP}": up})
+            tensors |= with_part(ADAPTER, {f"{module}.{MIDDLE}": middle})
+        return Payload(tensors, {STAGE: "training", SEED: seed})
+
+    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+        """Returns the names and shapes of every R, or in the first round of the gradient or its sketch."""
+        plan = self.plan(model, client.budget)
+        if download.scalars[STAGE] == "training":
+            return in_part(ADAPTER, trainable_shapes(model, plan))
+        if self.settings.start == "dense":
+            return in_part(GRADIENT, trainable_shapes(model, full_weight_plan(plan)))
+        return in_part(GRADIENT, sketch_shapes(model, plan.lora.targets, self.sketch_rank))
+
+    def expected_scalars(self, download: Payload) -> Mapping[str, Scalar]:
+        """Returns whether A and B are lost, once there are any."""
+        return {LOST: False} if download.scalars.get(STAGE) == "training" else {}
+
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+        """Returns B R A; before the first round it is zero."""
+        plan = self.plan(model, budget)
+        return Deployment(plan, {**state.part(BASIS), **state.part(ADAPTER)} or zero_adapter(model, plan))
+
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
+        """Returns the state without who took part."""
+        return state.without(HOLDERS)
+
+    @property
+    def sketch_rank(self) -> int:
+        """k, the rank up to which a sketch is exact."""
+        return self.settings.sketch_rank or 2 * self.settings.rank
+
+
+def initial_factors(
+    gradient: Tensor, rank: int, step_size: float, rng: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns B [.., out, r], R [.., r, r] and A [.., r, in] of a weight (lines 3 and 4).
+
+    B R A is the best approximation of -eta sign(G) of rank r; where all of G is zero, R is.
+
+    Args:
+        gradient: G, [out, in], or [M, out, in] of a layer's experts.
+        rank: r.
+        step_size: eta.
+        rng: Draws what the singular vectors are found from, and those of a zero.
+    """
+    *experts, outputs, inputs = gradient.shape
+    up = random_orthonormal((*experts, outputs, rank), rng)
+    down = random_orthonormal((*experts, inputs, rank), rng).mT
+    middle = torch.zeros(*experts, rank, rank)
+    seen = gradient.flatten(-2).any(-1)[..., None, None]
+    if bool(seen.any()):
+        svd = leading(-step_size * gradient.sign(), rank, rng)  # line 3
+        up, down = torch.where(seen, svd.u, up), torch.where(seen, svd.vh, down)  # line 4
+        middle = torch.where(seen, torch.diag_embed(svd.s), middle)
+    return up.contiguous(), middle, down.contiguous()
+
+
+def require_narrower(model: ModelInfo, lora: Lora) -> None:
+    """Checks that B and A can have orthonormal columns and rows.
+
+    Raises:
+        ConfigError: a targeted layer is narrower than the rank.
+    """
+    for module, (*_, outputs, inputs) in targeted_shapes(model, lora.targets).items():
+        if min(outputs, inputs) < lora.rank:
+            raise ConfigError(
+                f"method.rank is {lora.rank}, but {module} has {outputs} outputs and {inputs} inputs.",
+                f"Set method.rank to at most {min(outputs, inputs)}, or leave it out of method.targets.",
+            )

@@ -1,0 +1,319 @@
+"""UB-SMoE: active experts by budget, modulated routing, pseudo-gradients for idle experts.
+
+V.-T. Tran, H.-H. Nguyen-Le, M. Ruffini, M. Dzaferagic, "UB-SMoE: Universally Balanced Sparse
+Mixture-of-Experts for Resource-adaptive Federated Fine-tuning of Foundation Models", 2026.
+
+The algorithm, in our words (Algorithms 1-3):
+     1  server: start LoRA Theta (A random, B = 0), phi^l = 0, G~^l = 0 for every MoE layer l
+     2  each round, for the sampled clients c:
+     3      client: Theta_c = Theta, phi_c = phi, rho_c = sqrt(K-bar / K_c)
+     4      each optimizer step, with K_c active experts:
+     5          routing by m_i = s_i + phi_i for the N_p largest s_i, else s_i; weights:
+                softmax of m over the K_c chosen        (Eq. 2, 10)  -> modulated_routing.py
+     6          loss: mean NLL + lambda (|relu(phi_min - phi)|^2 + |relu(phi - phi_max)|^2)  (Eq. 11)
+     7          gradient of an expert without tokens: rho_c G~_i  (Eq. 16)  -> pseudo_gradient.py
+     8      client: upload Theta_c and a_{c,i} / n_c, how often expert i was activated
+     9      server: Theta' = sum_c p_c Theta_c
+    10      server: G~_i = (Theta_i - Theta'_i) / (eta Gamma), of the experts
+                                                        (Eq. 15)  -> pseudo_gradient.py
+    11      server: u~_i = sum_c p_c a_{c,i} / n_c                  (Eq. 12)  -> modulation.py
+    12      server: phi~_i = tanh((K-bar / M) / (u~_i + epsilon) - 1)  (Eq. 13)  -> modulation.py
+    13      server: phi = (1 - zeta) phi~ + zeta phi                (Eq. 14)  -> modulation.py
+
+Symbols: K_c `budget.active_experts`, K-bar `mean_active`, N_p `candidates`, lambda `penalty_weight`,
+zeta `momentum`, p_c `client.examples` over their sum, eta Gamma `step_size`, G~ `pseudo_gradient`,
+u~ `utilisation`, rho `scaling_factor`.
+
+Readings and deviations (docs/methods/ub-smoe.md):
+    - N_p is literal (Eq. 10) by default; `preserve` keeps the N_p largest and modulates the rest.
+    - phi trains within a round without weight decay, is overwritten by the server's and never
+      uploaded; the global model is used with the server's phi.
+    - G~ goes into the gradients before the optimizer's step, clipped per expert before rho_c.
+      An expert without tokens and without G~ is left alone, which AdamW with a zero gradient is not.
+    - eta Gamma is the p_c-weighted mean of the sum of a client's learning rates over its steps.
+    - K-bar is over all clients of the federation, p_c of the rest over the round's.
+    - A client that took part in the last round holds Theta and receives Theta': it computes line 10
+      itself, bit by bit, and the server sends G~ to the others only (delivery.py); to all where a codec
+      rounds Theta.
+
+Beside the algorithm: the figures of a round are in observations.py, the measurement of Table 8 in cosine.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field, ValidationInfo, field_validator
+from torch import Tensor
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.cohort import Cohort, LocalWork
+from fedguild.client.schedule import learning_rate
+from fedguild.client.training import activation_frequency
+from fedguild.methods.ub_smoe.cosine import CosineMean, cosine_shapes, measured_cosines
+from fedguild.methods.ub_smoe.delivery import Deliveries, can_derive, keep_received, received_gradient
+from fedguild.methods.ub_smoe.modulated_routing import Gating, ModulatedRouting, Modulation, split
+from fedguild.methods.ub_smoe.modulation import UtilisationRate, modulate
+from fedguild.methods.ub_smoe.names import (
+    COSINE,
+    HOLDERS,
+    MEAN_ACTIVE,
+    PHI,
+    PSEUDO_GRADIENT,
+    SERVER,
+    STEP_SIZE,
+    TRAINING,
+    UTILISATION,
+    VERSION,
+    WITHOUT,
+)
+from fedguild.methods.ub_smoe.observations import observations
+from fedguild.methods.ub_smoe.pseudo_gradient import (
+    ExpertGradients,
+    Inactivity,
+    Scaling,
+    clip_per_expert,
+    experts_of,
+    pseudo_gradient,
+    scaling_factor,
+)
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.payload import ADAPTER, Payload
+from fedguild.server.aggregation import WeightedMean
+from fedguild.server.limits import require_within_top_k
+from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
+from fedguild.server.settings import Alpha, LoraSettings
+
+
+class UbSmoeSettings(LoraSettings):
+    """The options of UB-SMoE; the LoRA rank is the same for every budget."""
+
+    alpha: Alpha = 20.0
+    modulation: Modulation = Field(
+        "candidate",
+        description="DMR: phi shifts the N_p largest logits (Eq. 10), all others while those stay active (preserve), "
+        "or none",
+    )
+    candidates: int = Field(2, ge=0, description="N_p of Eq. 10; in preserve the number of experts preserved")
+    gating: Gating = Field(
+        "renormalised", description="weights of the active experts: softmax over them (Eq. 2), or the model's own rule"
+    )
+    phi: Literal["learned", "fixed"] = Field("learned", description="whether phi also trains within a round")
+    penalty: Literal["hinge", "square", "none"] = Field(
+        "hinge", description="regulariser of phi: Eq. 11, the square of Algorithm 1, or none"
+    )
+    penalty_weight: float = Field(0.01, ge=0, description="lambda of Eq. 11")
+    phi_min: float = Field(-1.0, description="lower end of phi's range in Eq. 11")
+    phi_max: float = Field(1.0, description="upper end of phi's range in Eq. 11")
+    utilisation_update: bool = Field(True, description="whether the server moves phi by utilisation (Eq. 12-14)")
+    momentum: float = Field(0.9, ge=0, le=1, description="zeta of Eq. 14")
+    epsilon: float = Field(1e-6, gt=0, description="epsilon of Eq. 13")
+    pseudo_gradient: Inactivity = Field(
+        "batch",
+        description="who gets G~ (Eq. 16): experts without a token in a step, every expert by its share of tokens "
+        "that did not activate it, or none",
+    )
+    scaling: Scaling = Field("root", description="rho_c as a function of K-bar / K_c (Table 19)")
+    pseudo_gradient_clip: float | None = Field(
+        2.0, gt=0, description="largest norm of an expert's G~ in a layer; null: never clipped"
+    )
+    send_pseudo_gradient: Literal["when_needed", "always"] = Field(
+        "when_needed",
+        description="when_needed: G~ goes only to clients that cannot derive it (all, with a codec that rounds); "
+        "always: to all (paper)",
+    )
+    measure_cosine: bool = Field(
+        False, description="whether clients hold examples out to compare G~ with the true gradient (Table 8)"
+    )
+    cosine_examples: int = Field(8, ge=1, description="most examples that a client holds out for measure_cosine")
+
+    @field_validator("targets")
+    @classmethod
+    def _adapts_experts(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        if "experts" not in targets:
+            raise ValueError("must include experts, which UB-SMoE balances")
+        return targets
+
+    @field_validator("phi_max")
+    @classmethod
+    def _above_the_lower_end(cls, phi_max: float, known: ValidationInfo) -> float:
+        if phi_max < known.data.get("phi_min", phi_max):
+            raise ValueError(f"must be at least phi_min, {known.data['phi_min']}")
+        return phi_max
+
+
+class UbSmoe(Method):
+    """Modulated routing and pseudo-gradients; see the module's docstring."""
+
+    Settings = UbSmoeSettings
+    settings: UbSmoeSettings
+    needs_experts = True
+    costs = ServerCosts(
+        "O(n): a running mean, and the pseudo-gradient (as large as the experts' LoRA)",
+        "O(C n)",
+        note="A client that took part in the round before derives the pseudo-gradient; others download it.",
+    )
+
+    def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
+        """Returns LoRA at full rank with the budget's K_c active experts and modulated routing."""
+        model.require_experts("UB-SMoE")
+        settings = self.settings
+        lora = Lora(settings.rank, settings.scale, settings.targets)
+        routing = ModulatedRouting(settings.modulation, settings.candidates, settings.gating, settings.phi == "learned")
+        return AdapterPlan((lora, routing), require_within_top_k(model, budget))
+
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+        """Line 1."""
+        plans = [self.plan(model, budget) for budget in budgets]
+        theta, phi = split(initial_adapter(model, plans[0], rng))
+        zeros = {name: torch.zeros_like(value) for name, value in experts_of(theta).items()}
+        return Payload.of(
+            {
+                ADAPTER: theta,
+                PHI: phi,
+                PSEUDO_GRADIENT: zeros if self.injects else {},
+                UTILISATION: {layer.name: torch.zeros(layer.num_experts) for layer in model.moe},
+                COSINE: {name: torch.zeros(shape) for name, shape in self.cosine_shapes(model).items()},
+                SERVER: Deliveries().result(),
+            },
+            {VERSION: 0, STEP_SIZE: 0.0, MEAN_ACTIVE: 0.0},
+        )
+
+    def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
+        """K-bar, by the clients' examples (Algorithm 1, line 5)."""
+        examples = sum(client.examples for client in clients)
+        active = sum(client.examples * client.budget.active_experts for client in clients)
+        return Payload(state.tensors, {**state.scalars, MEAN_ACTIVE: active / examples})
+
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
+        """Line 3: Theta, phi and, to clients that cannot derive it, G~."""
+        derives = self.settings.send_pseudo_gradient == "when_needed" and can_derive(state, client)
+        parts = (ADAPTER, PHI) if derives else (ADAPTER, PHI, PSEUDO_GRADIENT)
+        return Payload.of({part: state.part(part) for part in parts}, state.scalars)
+
+    def local_update(self, cohort: Cohort) -> list[Payload]:
+        """Lines 3 to 8."""
+        settings = self.settings
+        for slot, work in enumerate(cohort.work):  # line 3
+            cohort.load(slot, {**work.download.part(ADAPTER), **work.download.part(PHI)})
+        gradients = [received_gradient(work) if self.injects else {} for work in cohort.work]
+        cosines = measured_cosines(cohort, gradients, settings.cosine_examples) if settings.measure_cosine else None
+        idle = ExpertGradients(cohort.trainables, [layer.experts for layer in cohort.model.backbone.info.moe])
+        for slot, (work, gradient) in enumerate(zip(cohort.work, gradients, strict=True)):
+            if gradient:
+                idle.set(slot, clip_per_expert(gradient, settings.pseudo_gradient_clip), self.rho(work))
+        for step in cohort.steps():
+            nll = step.forward()  # line 5
+            if not step.is_update:
+                step.backward(nll)
+                continue
+            step.backward(nll + self.penalty(cohort))  # line 6, Eq. 11
+            step.apply(idle.inject(*step.activations(), settings.pseudo_gradient))  # line 7, Eq. 16
+        uploads = []
+        for slot, gradient in enumerate(gradients):  # line 8
+            if self.injects and settings.send_pseudo_gradient == "when_needed":
+                keep_received(cohort, slot)
+            theta, _ = split(cohort.read(slot))
+            frequency = activation_frequency(cohort, slot)
+            used = {layer.name: frequency[layer.experts] for layer in cohort.model.backbone.info.moe}
+            numbers = {STEP_SIZE: summed_rates(cohort, slot), WITHOUT: torch.tensor(float(gradient is None))}
+            parts = {ADAPTER: theta, UTILISATION: used, TRAINING: numbers, COSINE: cosines[slot] if cosines else {}}
+            uploads.append(Payload.of(parts))
+        return uploads
+
+    def rho(self, work: LocalWork) -> float:
+        """Returns rho_c of a client, K-bar as the server told it (line 3)."""
+        mean_active = float(work.download.scalars[MEAN_ACTIVE])
+        return scaling_factor(self.settings.scaling, mean_active, work.client.budget.active_experts)
+
+    def penalty(self, cohort: Cohort) -> Tensor:
+        """Returns each slot's regulariser of phi, [S]: Eq. 11, or lambda |phi|^2 (Algorithm 1, line 18)."""
+        settings = self.settings
+        total = torch.zeros(len(cohort.work), device=cohort.model.device)
+        if settings.phi == "fixed" or settings.penalty == "none":
+            return total
+        _, modulations = split(cohort.trainables)
+        for phi in (trainable.stored for trainable in modulations.values()):
+            if settings.penalty == "hinge":
+                below, above = (settings.phi_min - phi).relu(), (phi - settings.phi_max).relu()
+                total = total + below.square().sum(dim=1) + above.square().sum(dim=1)
+            else:
+                total = total + phi.square().sum(dim=1)
+        return settings.penalty_weight * total
+
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+        """Lines 9 to 13, as running means over the uploads."""
+        settings, deliveries, cosines = self.settings, Deliveries(), CosineMean(state.part(COSINE))
+        adapter, step_size, rate = WeightedMean(), WeightedMean(), UtilisationRate()
+        for upload in uploads:
+            payload, examples = upload.payload, upload.client.examples
+            adapter.add(payload.part(ADAPTER), examples)
+            rate.add(payload.part(UTILISATION), examples)
+            step_size.add({STEP_SIZE: payload.part(TRAINING)[STEP_SIZE].clamp(min=0)}, examples)
+            deliveries.add(upload)
+            cosines.add(upload)
+        if not deliveries:
+            return state
+        before, phi = state.part(ADAPTER), state.part(PHI)
+        after = adapter.result(before)  # line 9
+        eta_gamma = float(step_size.result({STEP_SIZE: torch.zeros(())})[STEP_SIZE])
+        moved = pseudo_gradient(before, experts_of(after), eta_gamma) if self.injects else {}  # line 10
+        used = rate.result()  # line 11
+        if settings.utilisation_update:  # lines 12 and 13
+            phi = modulate(phi, used, float(state.scalars[MEAN_ACTIVE]), settings.momentum, settings.epsilon)
+        return Payload.of(
+            {
+                ADAPTER: after,
+                PSEUDO_GRADIENT: moved,
+                PHI: phi,
+                UTILISATION: {**state.part(UTILISATION), **used},
+                COSINE: cosines.result(),
+                SERVER: deliveries.result(),
+            },
+            {**state.scalars, VERSION: int(state.scalars[VERSION]) + 1, STEP_SIZE: eta_gamma},
+        )
+
+    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+        """Returns the names and shapes of Theta_c, a_c and the two numbers about the training."""
+        theta, _ = split(trainable_shapes(model, self.plan(model, client.budget)))
+        return {
+            **in_part(ADAPTER, theta),
+            **in_part(UTILISATION, {layer.name: (layer.num_experts,) for layer in model.moe}),
+            **in_part(COSINE, self.cosine_shapes(model)),
+            **in_part(TRAINING, {STEP_SIZE: (), WITHOUT: ()}),
+        }
+
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+        """Returns the global Theta and phi with the budget's K."""
+        return Deployment(self.plan(model, budget), {**state.part(ADAPTER), **state.part(PHI)})
+
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
+        """Returns the state without who took part."""
+        return state.without(f"{SERVER}/{HOLDERS}")
+
+    def fitted(self, clients: int, *, exact: bool) -> UbSmoe:
+        """Returns itself, or one that sends G~ to all where Theta is rounded, which would drown what little moved."""
+        return self if exact else UbSmoe(self.settings.model_copy(update={"send_pseudo_gradient": "always"}))
+
+    def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
+        """Returns how evenly the round used the experts, how phi follows it, and what G~ is worth."""
+        return observations(state, model)
+
+    @property
+    def injects(self) -> bool:
+        """Whether experts without tokens get G~."""
+        return self.settings.pseudo_gradient != "none"
+
+    def cosine_shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
+        """Returns what is measured of G~; nothing unless asked."""
+        return cosine_shapes(model) if self.settings.measure_cosine else {}
+
+
+def summed_rates(cohort: Cohort, slot: int) -> Tensor:
+    """Returns a client's sum of learning rates over the steps of the round, its part of eta Gamma."""
+    steps = cohort.reports[slot].steps
+    return torch.tensor(sum(learning_rate(cohort.settings, step, steps, cohort.round) for step in range(steps)))

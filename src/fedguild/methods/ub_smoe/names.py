@@ -1,0 +1,22 @@
+"""Names in UB-SMoE's payloads: parts, tensors and scalars."""
+
+from __future__ import annotations
+
+PHI = "phi"
+"""The part with phi, `{block}.phi` [M] of every MoE layer; down and in the state, never up."""
+PSEUDO_GRADIENT = "pseudo_gradient"
+"""The part with G~, by the names of the experts' LoRA; down and in the state."""
+UTILISATION = "utilisation"
+"""The part with a_{c,i} / n_c (up) and u~ (in the state), `{block}` [M] of every MoE layer."""
+COSINE = "cosine"
+"""The part with the cosines of G~, where they are measured: `values` and `measured`; see `cosine.py`."""
+TRAINING, SERVER = "training", "server"
+"""The parts with two numbers about a client's training (up), and with who holds Theta (in the state)."""
+STEP_SIZE = "step_size"
+"""Up, in `training`: the sum of a client's learning rates. A scalar down and in the state: eta Gamma."""
+WITHOUT = "without_pseudo_gradient"
+"""Up, in `training`: 1 where a client should have had G~ but could not derive it."""
+HOLDERS, LOST = "holders", "lost"
+"""In the state's `server`: the clients whose upload of the last round was on time; how many uploads lacked G~."""
+VERSION, MEAN_ACTIVE = "version", "mean_active"
+"""Scalars down and in the state: how many rounds made Theta, and K-bar."""

@@ -1,0 +1,84 @@
+"""Figures of a round of UB-SMoE: how even the experts' use is, how phi follows it, and what G~ is worth."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+from scipy import stats
+from torch import Tensor
+
+from fedguild.methods.ub_smoe.names import COSINE, LOST, PHI, PSEUDO_GRADIENT, SERVER, UTILISATION
+from fedguild.model.info import ModelInfo
+from fedguild.payload import Payload
+from fedguild.server.method import Observation
+from fedguild.server.utilisation import gini, rate_entropy, share_entropy
+
+
+def observations(state: Payload, model: ModelInfo) -> list[Observation]:
+    """Returns the figures of the round that led to a state."""
+    rates, phi, cosine = state.part(UTILISATION), state.part(PHI), state.part(COSINE)
+    layers = [f"layer {index}" for index in range(len(model.moe))]
+    figures = [evenness([rates[layer.name] for layer in model.moe], layers)]
+    if phi:
+        figures.append(following([(phi[f"{layer.name}.phi"], rates[layer.name]) for layer in model.moe], layers))
+    if cosine and bool(cosine["measured"].any()):
+        rows = [*layers, "all layers"]
+        figures.append(Observation("cosine of the pseudo-gradient", cosine["values"], rows))
+        figures.append(Observation("clients that measured the cosine", cosine["measured"], rows))
+    if state.part(PSEUDO_GRADIENT):
+        lost = state.tensors[f"{SERVER}/{LOST}"].reshape(1)
+        figures.append(Observation("clients that lost their memory", lost, ["clients"]))
+    return figures
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """How modulation follows utilisation (appendix G.8); 0 where either is the same for all experts.
+
+    Attributes:
+        pearson: Pearson's r (Eq. 63).
+        spearman: Spearman's rho.
+        slope: Slope of the regression of phi on u~.
+    """
+
+    pearson: float
+    spearman: float
+    slope: float
+
+
+def correlation(phi: Tensor, rate: Tensor) -> Correlation:
+    """Returns the correlation of phi with u~ over their pairs [n]."""
+    x, y = rate.double().cpu().numpy(), phi.double().cpu().numpy()
+    if len(x) < 2 or math.isclose(x.min(), x.max()) or math.isclose(y.min(), y.max()):
+        return Correlation(0.0, 0.0, 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stats.NearConstantInputWarning)
+        line = stats.linregress(x, y)
+        return Correlation(float(line.rvalue), float(stats.spearmanr(x, y).statistic), float(line.slope))
+
+
+def evenness(rates: Sequence[Tensor], layers: Sequence[str]) -> Observation:
+    """Returns how evenly each layer used its experts in a round.
+
+    Args:
+        rates: u~ [M] of each layer.
+        layers: The layers' labels.
+    """
+    values = torch.tensor([[rate_entropy(rate), share_entropy(rate), gini(rate)] for rate in rates])
+    return Observation("expert utilisation", values, layers, ("entropy of rates", "entropy of shares", "Gini"))
+
+
+def following(pairs: Sequence[tuple[Tensor, Tensor]], layers: Sequence[str]) -> Observation:
+    """Returns how phi follows u~ in each layer, and over the experts of all layers.
+
+    Args:
+        pairs: (phi [M], u~ [M]) of each layer.
+        layers: The layers' labels.
+    """
+    phi, rates = (torch.cat(side) for side in zip(*pairs, strict=True))
+    values = torch.tensor([astuple(correlation(*pair)) for pair in (*pairs, (phi, rates))])
+    return Observation("phi against utilisation", values, [*layers, "all layers"], ("Pearson", "Spearman", "slope"))

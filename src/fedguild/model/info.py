@@ -1,0 +1,93 @@
+"""A backbone's layers as plain facts without weights: what plans, validation and cost accounting need.
+
+`describe_config` and `Backbone.info` give a `ModelInfo`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fedguild.data.batches import Seq2Seq
+from fedguild.errors import ModelError
+
+EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class LinearInfo:
+    """A linear layer: its module path, its group (`attention` or `mlp`) and its two widths."""
+
+    name: str
+    group: Literal["attention", "mlp"]
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class MoeInfo:
+    """A mixture-of-experts layer.
+
+    Attributes:
+        name: Module path of the block; `router` and `experts` are the paths of its two parts.
+        num_experts: M, experts that a router chooses from.
+        top_k: Active experts per token in the model as published.
+        hidden: Width of the layer's input and output.
+        width: Inner width of one expert.
+        projections: An expert's matrices: those of its input, then the one of its output.
+    """
+
+    name: str
+    router: str
+    experts: str
+    num_experts: int
+    top_k: int
+    hidden: int
+    width: int
+    projections: tuple[str, ...] = EXPERT_PROJECTIONS
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of one expert: its gate, where it has one, up and down projection."""
+        return len(self.projections) * self.hidden * self.width
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a backbone looks like: enough to plan, to validate and to count.
+
+    Attributes:
+        name: Hub id or path, as in the config.
+        family: The architecture's `model_type` in transformers, for example `olmoe`.
+        hidden: Hidden size.
+        layers: Number of layers, those of an encoder and of a decoder together.
+        vocabulary: Rows of the output embedding.
+        parameters: All parameters of the backbone.
+        linears: Every linear layer that an adapter may target, in module order.
+        moe: Every mixture-of-experts layer, in module order; empty for a dense model.
+        seq2seq: How an encoder-decoder model takes a text; None for a causal model.
+    """
+
+    name: str
+    family: str
+    hidden: int
+    layers: int
+    vocabulary: int
+    parameters: int
+    linears: tuple[LinearInfo, ...]
+    moe: tuple[MoeInfo, ...] = ()
+    seq2seq: Seq2Seq | None = None
+
+    @property
+    def top_k(self) -> int:
+        """Active experts per token in the model as published; 0 for a dense model."""
+        return self.moe[0].top_k if self.moe else 0
+
+    def require_experts(self, who: str) -> None:
+        """Raises ModelError where the model is dense but `who` needs experts."""
+        if not self.moe:
+            raise ModelError(
+                f"{who} needs a mixture-of-experts model, but {self.name} ({self.family}) has no experts.",
+                "Choose an MoE model (OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, SwitchTransformers) or a "
+                "method for dense models, for example fedit.",
+            )

@@ -1,0 +1,65 @@
+"""Adapter targets: the layers of a model that a plan's targets name.
+
+A target is the leaf name of linear layers (`q_proj`), the group `attention` or `mlp` (dense MLPs and
+shared experts), `router`, or `experts` (every projection of every expert).
+"""
+
+from __future__ import annotations
+
+from fedguild.errors import ConfigError
+from fedguild.model.info import LinearInfo, ModelInfo, MoeInfo
+
+MOE_TARGETS = ("router", "experts")
+
+
+def targeted_linears(model: ModelInfo, targets: tuple[str, ...]) -> tuple[LinearInfo, ...]:
+    """Returns the linear layers that the targets name.
+
+    Raises:
+        ConfigError: a target names no layer of this model.
+    """
+    chosen, used = [], set()
+    for linear in model.linears:
+        hits = {linear.group, leaf(linear.name)} & set(targets)
+        if hits:
+            chosen.append(linear)
+            used |= hits
+    unknown = [target for target in targets if target not in used and target not in MOE_TARGETS]
+    missing = unknown or sorted(set(MOE_TARGETS) & set(targets) if not model.moe else ())
+    if missing:
+        known = sorted({leaf(linear.name) for linear in model.linears})
+        raise ConfigError(
+            f"LoRA target(s) {', '.join(missing)} name no layer of {model.name} ({model.family}).",
+            f"Known: {', '.join(['attention', 'mlp', *(MOE_TARGETS if model.moe else ()), *known])}.",
+        )
+    return tuple(chosen)
+
+
+def targeted_shapes(model: ModelInfo, targets: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """Returns module -> shape of every weight that the targets name: [out, in], of experts [M, out, in].
+
+    Raises:
+        ConfigError: a target names no layer of this model.
+    """
+    shapes: dict[str, tuple[int, ...]] = {
+        linear.name: (linear.outputs, linear.inputs) for linear in targeted_linears(model, targets)
+    }
+    for moe in model.moe:
+        shapes.update(_moe_shapes(moe, targets))
+    return shapes
+
+
+def leaf(name: str) -> str:
+    """Returns the last part of a name: `lora_A` of `model.layers.0.self_attn.q_proj.lora_A`."""
+    return name.rsplit(".", 1)[-1]
+
+
+def _moe_shapes(moe: MoeInfo, targets: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    if "router" in targets:
+        shapes[moe.router] = (moe.num_experts, moe.hidden)
+    if "experts" in targets:
+        for projection in moe.projections:
+            inner = (moe.hidden, moe.width) if projection == "down_proj" else (moe.width, moe.hidden)
+            shapes[f"{moe.experts}.{projection}"] = (moe.num_experts, *inner)
+    return shapes

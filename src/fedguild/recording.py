@@ -1,0 +1,155 @@
+"""Conversion of a round's outcome and of scores into the records that a run writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedguild.costs.flops import cost
+from fedguild.evaluation.expert_usage import expert_utilisation
+from fedguild.evaluation.scores import Scores, Summary
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
+from fedguild.server.method import Observation
+from fedguild.server.record import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
+from fedguild.server.rounds import Outcome
+
+Where = tuple[Literal["budget", "client", "received", "pooled"], int, Literal["test", "validation"]]
+
+
+def client_records(outcome: Outcome, model: ModelInfo) -> list[ClientRecord]:
+    """Returns a record for each client that trained in the round."""
+    records = []
+    for delivery in outcome.deliveries:
+        client, plan, report = delivery.task.client, delivery.plan, delivery.report
+        traffic = outcome.traffic[client.index]
+        sequence = max(1, round(report.tokens / max(1, report.examples)))
+        records.append(
+            ClientRecord(
+                round=outcome.round,
+                client=client.index,
+                budget=client.budget.name,
+                active_experts=plan.active_experts or model.top_k,
+                rank=plan.rank,
+                examples=client.examples,
+                steps=report.steps,
+                tokens=report.tokens,
+                train_loss=report.loss,
+                upload_bytes=traffic.upload_bytes,
+                download_bytes=traffic.download_bytes,
+                upload_parts=dict(traffic.upload_by_part),
+                training_flops=float(cost(model, plan).training_flops(report.tokens, sequence)),
+                peak_memory_bytes=delivery.peak_memory_bytes,
+                seconds=report.seconds,
+            )
+        )
+    return records
+
+
+def evaluation_record(
+    name: str, where: Where, scores: Scores, plan: AdapterPlan, flops_per_token: float, *, perplexity: bool
+) -> EvaluationRecord:
+    """Returns the record of one model's scores.
+
+    Args:
+        name: The budget's or the client's name.
+        where: Scope, round and split.
+        scores: What it scored; a client without examples scores 0 of 0.
+        plan: What ran.
+        flops_per_token: Forward FLOPs of a token, adapters merged.
+        perplexity: Whether to record the perplexity of the reference responses.
+    """
+    scope, number, split = where
+    return EvaluationRecord(
+        round=number,
+        scope=scope,
+        name=name,
+        split=split,
+        score=scores.overall.score or 0.0,
+        metrics=_measures(scores.overall, perplexity),
+        by_task={task: summary.score for task, summary in scores.by_task.items() if summary.score is not None},
+        examples=scores.overall.count,
+        active_experts=plan.active_experts,
+        inference_flops_per_token=float(flops_per_token),
+    )
+
+
+def summary_record(
+    name: Literal["mean", "mtal", "received", "pooled"], records: Sequence[EvaluationRecord]
+) -> EvaluationRecord:
+    """Returns the mean over budgets (`mean`), or over the clients that have examples (`mtal` and the others).
+
+    Of two clients or more the metric `deviation` is the sample standard deviation of their scores.
+    """
+    counted = [record for record in records if record.examples]
+    deviates = name != "mean" and len(counted) > 1
+    return EvaluationRecord(
+        round=records[0].round,
+        scope="summary",
+        name=name,
+        split=records[0].split,
+        score=fmean(record.score for record in counted) if counted else 0.0,
+        metrics={"deviation": stdev(record.score for record in counted)} if deviates else {},
+    )
+
+
+def routing_record(number: int, frequency: Mapping[int, Tensor], tokens: Mapping[int, int]) -> list[RoutingRecord]:
+    """Returns the round's expert activations; nothing for a dense model.
+
+    Args:
+        number: The round.
+        frequency: Client index -> [L, M] share of its tokens that activated each expert.
+        tokens: Client index -> its training tokens.
+    """
+    if not frequency:
+        return []
+    clients = sorted(frequency)
+    stacked = torch.stack([frequency[client] for client in clients])
+    seen = torch.tensor([tokens[client] for client in clients], dtype=torch.float64)
+    counts = (stacked.double() * seen[:, None, None]).sum(0)
+    pooled = expert_utilisation(counts, int(seen.sum()))
+    return [
+        RoutingRecord(
+            round=number,
+            layers=stacked.shape[1],
+            experts=stacked.shape[2],
+            clients=clients,
+            frequency=[[[round(value, 6) for value in row] for row in layers] for layers in stacked.tolist()],
+            entropy=[float(value) for value in pooled.entropy],
+            normalised_entropy=[float(value) for value in pooled.normalised_entropy],
+            gini=[float(value) for value in pooled.gini],
+        )
+    ]
+
+
+def observation_records(number: int, observations: Sequence[Observation]) -> list[ObservationRecord]:
+    """Returns what a method reports of a round, as it is written down."""
+    return [
+        ObservationRecord(
+            round=number,
+            name=seen.name,
+            rows=list(seen.rows),
+            columns=list(seen.columns),
+            values=[[round(value, 6) for value in row] for row in _matrix(seen)],
+            unit=seen.unit,
+        )
+        for seen in observations
+    ]
+
+
+def _matrix(seen: Observation) -> list[list[float]]:
+    rows: list[list[float]] = seen.values.double().reshape(len(seen.rows), -1).tolist()
+    return rows
+
+
+def _measures(summary: Summary, perplexity: bool) -> dict[str, float]:
+    measures: dict[str, float | None] = {
+        "accuracy": summary.accuracy,
+        **summary.metrics,
+        "perplexity": summary.perplexity if perplexity else None,
+    }
+    return {name: value for name, value in measures.items() if value is not None}

@@ -1,0 +1,45 @@
+"""A budget held against the model and the global adapter: active experts within top-k, ranks within the rank."""
+
+from __future__ import annotations
+
+from fedguild.client.budget import Budget
+from fedguild.errors import ConfigError
+from fedguild.model.info import ModelInfo
+
+
+def require_within_top_k(model: ModelInfo, budget: Budget) -> int:
+    """Returns the budget's active experts.
+
+    Raises:
+        ConfigError: the model runs fewer.
+    """
+    if not 1 <= budget.active_experts <= model.top_k:
+        raise ConfigError(
+            f"Budget '{budget.name}' has active_experts {budget.active_experts}, but {model.name} runs "
+            f"{model.top_k} of {model.moe[0].num_experts} experts per token.",
+            f"Set federation.budgets[].active_experts from 1 to {model.top_k}.",
+        )
+    return budget.active_experts
+
+
+def active_experts_of(model: ModelInfo, budget: Budget) -> int | None:
+    """Returns the budget's active experts; None for a dense model.
+
+    Raises:
+        ConfigError: the model runs fewer.
+    """
+    return require_within_top_k(model, budget) if model.moe else None
+
+
+def require_within_rank(budget: Budget, rank: int) -> int:
+    """Returns the budget's rank.
+
+    Raises:
+        ConfigError: the global adapter's rank is lower.
+    """
+    if not 1 <= budget.rank <= rank:
+        raise ConfigError(
+            f"Budget '{budget.name}' has rank {budget.rank}, but the global adapter has rank {rank}.",
+            f"Set federation.budgets[].rank from 1 to {rank}, or raise method.rank.",
+        )
+    return budget.rank

@@ -1,0 +1,94 @@
+"""Options that several methods have, each declared once: LoRA's rank, alpha and targets, and what trains in full."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fedguild.errors import ConfigError
+from fedguild.model.adapters.full_experts import FullExperts
+from fedguild.model.adapters.full_router import FullRouter
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.part import AdapterPart
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
+
+Rank = Annotated[int, Field(ge=1, description="LoRA rank r")]
+Alpha = Annotated[float, Field(gt=0, description="LoRA's alpha; the scale is alpha / rank")]
+Targets = Annotated[
+    tuple[str, ...],
+    Field(description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts"),
+]
+Dropout = Annotated[float, Field(ge=0, lt=1, description="dropout on the input of LoRA on linear layers")]
+Weights = Annotated[
+    Literal["size", "uniform"],
+    Field(description="a client's weight in the average: its number of examples, or the same for all"),
+]
+
+
+class MethodSettings(BaseModel):
+    """A method's options: no unknown keys, never changed after they are checked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LoraSettings(MethodSettings):
+    """The options of a method whose clients train LoRA."""
+
+    rank: Rank = 20
+    alpha: Alpha = 16.0
+    targets: Targets = ("attention", "experts")
+
+    @property
+    def scale(self) -> float:
+        """Factor on the product of a LoRA of rank r, alpha / r."""
+        return self.alpha / self.rank
+
+
+class AveragingSettings(MethodSettings):
+    """What trains under plain averaging (FedAvg, FedProx): the gate, the experts, LoRA elsewhere."""
+
+    gate: Literal["full", "lora", "none"] = Field(
+        "full", description="what trains of the gates: their weights, LoRA, or nothing"
+    )
+    experts: Literal["lora", "full", "none"] = Field(
+        "lora", description="what trains of the experts: LoRA, their weights, or nothing"
+    )
+    rank: Rank = 8
+    alpha: Alpha = 16.0
+    targets: tuple[str, ...] = Field(
+        (), description="what else LoRA adapts: leaf names of linear layers, or the groups attention and mlp"
+    )
+    personal: bool = Field(
+        False, description="whether a client's own model is the one that it trained, before the average"
+    )
+
+
+def averaging_plan(model: ModelInfo, settings: AveragingSettings) -> AdapterPlan:
+    """Returns what the settings say that trains; every budget trains the same.
+
+    Raises:
+        ConfigError: nothing would train, gate or experts are named twice, or the model has neither.
+    """
+    if taken := {"router", "experts"} & set(settings.targets):
+        raise ConfigError(
+            f"method.targets: {' and '.join(sorted(taken))} cannot be among the targets.",
+            "method.gate and method.experts say what trains of them; `targets` names what else does: [attention].",
+        )
+    if not model.moe and (settings.gate, settings.experts) != ("none", "none"):
+        raise ConfigError(
+            f"method.gate and method.experts train what {model.name} ({model.family}) does not have: it is dense.",
+            "Set method.gate=none method.experts=none, and method.targets to what LoRA adapts, as in [attention].",
+        )
+    if (settings.gate, settings.experts, settings.targets) == ("none", "none", ()):
+        raise ConfigError(
+            "method.gate and method.experts are none and method.targets is empty: nothing would train.",
+            "Set method.targets to what LoRA adapts, for example [attention].",
+        )
+    low_rank = {"router": settings.gate, "experts": settings.experts}
+    targets = (*settings.targets, *(target for target, kind in low_rank.items() if kind == "lora"))
+    parts: list[AdapterPart] = [Lora(settings.rank, settings.alpha / settings.rank, targets)] if targets else []
+    parts += [FullRouter()] if settings.gate == "full" else []
+    parts += [FullExperts()] if settings.experts == "full" else []
+    return AdapterPlan(tuple(parts))

@@ -1,0 +1,68 @@
+"""A round's uploads put together: averages of their adapters, and lists of them for sums that need all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from torch import Tensor
+
+from fedguild.client.budget import Budget
+from fedguild.payload import ADAPTER, Payload
+from fedguild.server.aggregation import WeightedMean
+from fedguild.server.method import Upload
+
+
+def mean_adapter(
+    state: Payload, uploads: Iterable[Upload], weights: Literal["size", "uniform"] = "size"
+) -> dict[str, Tensor]:
+    """Returns the mean of the uploaded adapters, sum_c w_c theta_c / sum_c w_c; without uploads the state's.
+
+    Args:
+        state: With the adapter before the round.
+        uploads: With the trained ones.
+        weights: w_c, a client's number of examples or 1.
+    """
+    mean = WeightedMean()
+    for upload in uploads:
+        mean.add(upload.payload.part(ADAPTER), weight_of(upload, weights))
+    return mean.result(state.part(ADAPTER))
+
+
+def weight_of(upload: Upload, weights: Literal["size", "uniform"]) -> float:
+    """Returns a client's weight in an average: its number of examples, or 1."""
+    return float(upload.client.examples) if weights == "size" else 1.0
+
+
+def collected(uploads: Iterable[Upload]) -> list[Upload]:
+    """Returns copies of all uploads, in the order of their clients: for a sum that needs them all at once."""
+    copies = [replace(upload, payload=_copy(upload.payload)) for upload in uploads]
+    return sorted(copies, key=lambda upload: (upload.client.index, upload.round))
+
+
+def size_shares(uploads: Sequence[Upload]) -> list[float]:
+    """Returns p_c = n_c / sum n of each upload; nothing where no client has an example."""
+    examples = sum(upload.client.examples for upload in uploads)
+    return [upload.client.examples / examples for upload in uploads] if examples else []
+
+
+def scaled_products(
+    uploads: Sequence[Upload], scale_of: Callable[[Budget], float]
+) -> list[tuple[dict[str, Tensor], float]]:
+    """Returns (A_c and B_c, p_c s_c) of each upload, as `weighted_product` takes them.
+
+    Args:
+        uploads: With LoRA in the part `adapter`.
+        scale_of: The scale s_c on the product B A of a budget's clients.
+
+    Returns:
+        A pair for each upload; none where no client has an example.
+    """
+    shares = size_shares(uploads)
+    weighed = zip(uploads, shares, strict=True) if shares else ()
+    return [(upload.payload.part(ADAPTER), share * scale_of(upload.client.budget)) for upload, share in weighed]
+
+
+def _copy(payload: Payload) -> Payload:
+    return Payload({name: tensor.detach().clone() for name, tensor in payload.tensors.items()}, payload.scalars)

@@ -1,0 +1,128 @@
+"""The gradients of frozen weights and their sketches, against a plain model whose weights take gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedguild.config.training import TrainingSettings
+from fedguild.data.batches import Encoded, collate
+from fedguild.methods.fed_sb.gradient import full_weight_plan, mean_gradients
+from fedguild.methods.fed_sb.sketch import probes, rows_of_psi, sketch_of, sketch_plan, sketching_factors
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.slots import SlotModel
+from fedguild.model.targets import targeted_shapes
+from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
+from tests.client.clients import Client, make_cohort
+from tests.methods.federation import LARGE, client
+from tests.oracles.sketches import weight_gradients
+
+TARGETS = {"olmoe": ("attention", "router", "experts"), "llama": ("attention", "mlp")}
+SETTINGS = TrainingSettings(optimizer="adam", batch_size=2, accumulation=2, epochs=1, clip_norm=None)
+SIZE = 3
+
+
+def clients(plan: AdapterPlan) -> list[Client]:
+    """Two clients with other numbers of examples and of active experts."""
+    found = []
+    for index, (count, active) in enumerate([(4, 2), (11, 1)]):
+        rows = [Encoded(tuple(ids), 2) for ids in random_rows([4 + (index + i) % 5 for i in range(count)], index)]
+        own = replace(plan, active_experts=active if "experts" in plan.lora.targets else None)
+        found.append(Client(client(index, LARGE, count), own, tuple(rows), {}))
+    return found
+
+
+def gradients(family: str, sample: float, sketched: bool, who: slice = slice(None)):
+    """Each client's gradients, or sketches, and how many steps they are of; fp64."""
+    backbone = tiny_backbone(family, dtype=torch.float64)
+    members = clients(AdapterPlan((Lora(2, 1.0, TARGETS[family]),)))[who]
+    plans = [sketch_plan(each.plan, SIZE) if sketched else full_weight_plan(each.plan) for each in members]
+    with SlotModel(backbone, plans) as model:
+        before = {name: tensor.stored.detach().clone() for name, tensor in model.trainables.items()}
+        cohort = make_cohort(model, members, SETTINGS)
+        if sketched:
+            for slot, each in enumerate(members):
+                cohort.load(slot, sketching_factors(targeted_shapes(backbone.info, each.plan.lora.targets), 9, SIZE))
+            before = {name: tensor.stored.detach().clone() for name, tensor in model.trainables.items()}
+        found = mean_gradients(cohort, sample)
+        assert all(torch.equal(tensor.stored, before[name]) for name, tensor in model.trainables.items())
+        return found, [report.steps for report in cohort.reports]
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_gradients_of_the_changes_are_those_of_the_weights(family):
+    """All of a client's examples in one optimizer step, so that the order does not matter."""
+    found, steps = gradients(family, 0.001, sketched=False, who=slice(1))
+    assert steps == [1]
+    plain, info = tiny_model(family, dtype=torch.float64), tiny_backbone(family).info
+    (own,) = clients(AdapterPlan((Lora(2, 1.0, TARGETS[family]),)))[:1]
+    shapes = targeted_shapes(info, own.plan.lora.targets)
+    slow = weight_gradients(plain, info, own.examples, own.plan.active_experts, shapes)
+    assert {name.removesuffix(".delta") for name in found[0]} == set(shapes)
+    for module, expected in slow.items():
+        assert expected.shape == shapes[module]
+        limit = 1e-5 * float(expected.abs().max() + 1)
+        torch.testing.assert_close(found[0][f"{module}.delta"].double(), expected, rtol=1e-5, atol=limit, msg=module)
+
+
+@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("sample", [0.001, 0.5, 1.0])
+def test_sketches_are_those_of_the_gradients(family, sample):
+    """G Omega and Psi G, the mean over as many steps as a part of the examples makes."""
+    whole, steps = gradients(family, sample, sketched=False)
+    found, again = gradients(family, sample, sketched=True)
+    assert steps == again == {0.001: [1, 1], 0.5: [1, 2], 1.0: [1, 3]}[sample]
+    shapes = targeted_shapes(tiny_backbone(family).info, TARGETS[family])
+    for own, dense in zip(found, whole, strict=True):
+        sketch = sketch_of(own, SIZE)
+        assert len(sketch) == 2 * len(shapes)
+        for module, shape in shapes.items():
+            omega, psi = probes(9, module, *shape[-2:], SIZE)
+            gradient = dense[f"{module}.delta"]
+            limit = 1e-4 * float(gradient.abs().max() + 1)
+            assert gradient.any()
+            torch.testing.assert_close(sketch[f"{module}.lora_B"], gradient @ omega, rtol=1e-4, atol=limit)
+            torch.testing.assert_close(sketch[f"{module}.lora_A"], psi @ gradient, rtol=1e-4, atol=limit)
+
+
+def test_a_client_in_a_cohort_has_the_gradients_that_it_has_alone():
+    together, _ = gradients("olmoe", 1.0, sketched=True)
+    for slot in (0, 1):
+        (alone,), _ = gradients("olmoe", 1.0, sketched=True, who=slice(slot, slot + 1))
+        for name, value in alone.items():
+            torch.testing.assert_close(together[slot][name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_the_sketching_factors_change_nothing(olmoe_backbone):
+    plan = AdapterPlan((Lora(2, 1.0, TARGETS["olmoe"]),))
+    rows = collate([[Encoded(tuple(ids), 2) for ids in random_rows([7, 5], 0)]], PAD)
+    losses = []
+    for loaded in (False, True):
+        with SlotModel(olmoe_backbone, [sketch_plan(plan, SIZE)]) as model, torch.no_grad():
+            if loaded:
+                model.load(0, sketching_factors(targeted_shapes(olmoe_backbone.info, plan.lora.targets), 9, SIZE))
+            losses.append(model.token_losses(rows))
+    assert torch.equal(*losses)
+
+
+def test_probes_are_signs_of_their_module():
+    omega, psi = probes(3, "layer.q_proj", 5, 7, 2)
+    assert omega.shape == (7, 2)
+    assert psi.shape == (rows_of_psi(2), 5)
+    assert {*omega.flatten().tolist(), *psi.flatten().tolist()} == {-1.0, 1.0}
+    assert torch.equal(probes(3, "layer.q_proj", 5, 7, 2)[0], omega)
+    assert not torch.equal(probes(3, "layer.k_proj", 5, 7, 2)[0], omega)
+
+
+def test_a_plan_of_changes_has_the_targets_of_lora(olmoe_backbone):
+    plan = AdapterPlan((Lora(2, 1.0, ("q_proj", "experts")),), 1)
+    changes = full_weight_plan(plan)
+    assert changes.active_experts == 1
+    shapes = {
+        f"{module}.delta": shape for module, shape in targeted_shapes(olmoe_backbone.info, plan.lora.targets).items()
+    }
+    assert trainable_shapes(olmoe_backbone.info, changes) == shapes
+    assert len(full_weight_plan(AdapterPlan((Lora(2, 1.0, ("router",)),))).parts) == 1

@@ -1,0 +1,483 @@
+"""UB-SMoE against its equations: aggregation, modulation, and who gets the pseudo-gradient how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.cohort import Cohort, LocalWork
+from fedguild.config.training import TrainingSettings
+from fedguild.data.batches import Encoded
+from fedguild.errors import ConfigError, ModelError
+from fedguild.methods import build_method
+from fedguild.methods.ub_smoe import UbSmoe, UbSmoeSettings
+from fedguild.methods.ub_smoe.names import PHI, PSEUDO_GRADIENT, UTILISATION
+from fedguild.model.backbone import Backbone
+from fedguild.model.info import ModelInfo
+from fedguild.model.slots import SlotModel
+from fedguild.payload import ADAPTER, Payload, with_part
+from fedguild.seeding import torch_rng
+from fedguild.server.method import Upload
+from fedguild.server.validation import check_upload
+from tests.backbones import random_rows, tiny_backbone
+from tests.client.clients import distance, flat
+from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, upload
+from tests.oracles import ub_smoe as oracle
+from tests.oracles.aggregation import weighted_mean
+
+STEP_SIZE, WITHOUT = "training/step_size", "training/without_pseudo_gradient"
+BLOCKS = [f"model.layers.{layer}.mlp" for layer in (0, 1)]
+MIB = 2**20
+
+
+def ub_smoe(**options: object) -> UbSmoe:
+    return UbSmoe(UbSmoeSettings(**{"rank": 2, **options}))  # type: ignore[arg-type]
+
+
+def experts_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in tensors.items() if ".experts." in name}
+
+
+def random_state(method: UbSmoe, model: ModelInfo, seed: int, round: int = 3) -> Payload:
+    """A state from the middle of a run: everything moves, one expert's G~ is zero."""
+    start = method.start(model, [LARGE, MIDDLE, SMALL], torch_rng(seed, "start"))
+    rng = torch_rng(seed, "state")
+    sizes = {ADAPTER: 0.2, PHI: 0.5, PSEUDO_GRADIENT: 0.5}
+    tensors = {
+        name: torch.randn(value.shape, generator=rng) * sizes.get(name.partition("/")[0], 0.0)
+        if value.is_floating_point()
+        else value
+        for name, value in start.tensors.items()
+    }
+    for name, value in tensors.items():
+        if name.startswith(PSEUDO_GRADIENT):
+            value[5] = 0.0
+    return Payload(tensors, {"version": round, "step_size": 0.1, "mean_active": 2.0})
+
+
+def sent(who: ClientInfo, adapter: dict[str, Tensor], shares: Sequence[Sequence[float]], step_size: float) -> Upload:
+    """An upload of a client that trained with these rates and shares [L][M]."""
+    used = {block: torch.tensor(share) for block, share in zip(BLOCKS, shares, strict=False)}
+    received = upload(who, adapter=adapter, utilisation=used)
+    extra = {STEP_SIZE: torch.tensor(step_size), WITHOUT: torch.tensor(0.0)}
+    return Upload(1, who, Payload({**received.payload.tensors, **extra}))
+
+
+# Lines 9 to 13
+
+
+def test_two_clients_by_hand() -> None:
+    """|D| = 10, 30, K = 2, 1: p = (1/4, 3/4), K-bar = 1.25, M = 2, u* = 0.625; eta Gamma = (0.2 + 3 · 0.4) / 4 = 0.35.
+
+    Theta: expert 0: (4 + 3 · 8) / 4 = 7, expert 1: (8 + 3 · 0) / 4 = 2; attention (2 + 3 · 6) / 4 = 5.
+    Eq. 15 from Theta = (0.5, 2): (0.5 - 7) / 0.35 = -18.571, 0. Eq. 12: u = (1, 0.25).
+    Eq. 13: tanh(0.625 - 1) = -0.35835, tanh(2.5 - 1) = 0.90515. Eq. 14 at zeta = 0.8 from phi = (0.5, -0.5):
+    0.2 · -0.35835 + 0.8 · 0.5 = 0.32833, 0.2 · 0.90515 - 0.4 = -0.21897.
+    """
+    method = ub_smoe(momentum=0.8)
+    expert, query = f"{BLOCKS[0]}.experts.up_proj.lora_A", "model.layers.0.self_attn.q_proj.lora_A"
+
+    def trained(experts: list[float], attention: float) -> dict[str, Tensor]:
+        return {expert: torch.tensor(experts).view(2, 1, 1), query: torch.tensor([[attention]])}
+
+    first = sent(client(0, MIDDLE, 10), trained([4.0, 8.0], 2.0), [[1.0, 1.0]], 0.2)
+    second = sent(client(4, SMALL, 30), trained([8.0, 0.0], 6.0), [[1.0, 0.0]], 0.4)
+    before = Payload(
+        {
+            **with_part(ADAPTER, trained([0.5, 2.0], 0.0)),
+            **with_part(PHI, {f"{BLOCKS[0]}.phi": torch.tensor([0.5, -0.5])}),
+            **with_part(UTILISATION, {BLOCKS[0]: torch.zeros(2)}),
+        },
+        {"version": 6, "step_size": 9.0, "mean_active": 1.25},
+    )
+    found = method.aggregate(before, iter([first, second]))
+    tensors = {name: value.flatten().tolist() for name, value in found.tensors.items()}
+    assert tensors[f"adapter/{expert}"] == pytest.approx([7.0, 2.0])
+    assert tensors[f"adapter/{query}"] == pytest.approx([5.0])
+    assert tensors[f"pseudo_gradient/{expert}"] == pytest.approx([-18.5714, 0.0], rel=1e-5)
+    assert f"pseudo_gradient/{query}" not in tensors
+    assert tensors[f"utilisation/{BLOCKS[0]}"] == pytest.approx([1.0, 0.25])
+    assert tensors[f"phi/{BLOCKS[0]}.phi"] == pytest.approx([0.32833, -0.21897], rel=1e-4)
+    assert tensors["server/holders"] == [0, 4]
+    assert found.scalars == {
+        "version": 7,
+        "step_size": pytest.approx(0.35, rel=1e-6),
+        "mean_active": pytest.approx(1.25),
+    }
+
+
+def random_round(method: UbSmoe, model: ModelInfo, clients: int) -> tuple[Payload, list[Upload]]:
+    """A state and uploads with awkward shares: nobody uses expert 6 of layer 0; client 1 saw no token at all."""
+    state, rng = random_state(method, model, 1), torch_rng(clients, "round")
+    uploads = []
+    for index in range(clients):
+        shares = torch.rand(2, 8, generator=rng)
+        shares[0, 6] = 0.0
+        if index == 1:
+            shares.zero_()
+        adapter = {name: torch.randn(value.shape, generator=rng) for name, value in state.part(ADAPTER).items()}
+        budget = (LARGE, MIDDLE, SMALL)[index % 3]
+        uploads.append(sent(client(index, budget, 3 + 5 * index), adapter, shares.tolist(), 0.1 * (index + 1)))
+    return state, uploads
+
+
+@pytest.mark.parametrize("clients", [1, 2, 5])
+def test_the_server_is_the_slow_one(clients: int, olmoe_backbone: Backbone) -> None:
+    method = ub_smoe()
+    state, uploads = random_round(method, olmoe_backbone.info, clients)
+    found = method.aggregate(state, iter(uploads))
+    examples = [each.client.examples for each in uploads]
+    weights = [torch.tensor(float(n)) for n in examples]
+    step_size = sum(n * 0.1 * (i + 1) for i, n in enumerate(examples)) / sum(examples)
+    assert found.scalars["step_size"] == pytest.approx(step_size, rel=1e-6)
+    for name, before in state.tensors.items():
+        part, _, rest = name.partition("/")
+        if part == ADAPTER:
+            expected = weighted_mean([each.payload.tensors[name] for each in uploads], weights, before)
+        elif part == PSEUDO_GRADIENT:
+            expected = (state.tensors[f"adapter/{rest}"] - found.tensors[f"adapter/{rest}"]) / step_size
+        elif part in (UTILISATION, PHI):
+            block = rest.removesuffix(".phi")
+            shares = [each.payload.tensors[f"utilisation/{block}"].tolist() for each in uploads]
+            rate = oracle.utilisation(shares, examples)
+            assert rate is not None
+            values = rate if part == UTILISATION else oracle.modulation(before.tolist(), rate, 2.0, 0.9, 1e-6)
+            expected = torch.tensor(values)
+        else:
+            continue
+        torch.testing.assert_close(found.tensors[name].double(), expected.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_negative_step_size_counts_as_none(olmoe_backbone: Backbone) -> None:
+    """Else one client could turn every other client's idle experts uphill."""
+    method = ub_smoe()
+    state, uploads = random_round(method, olmoe_backbone.info, 2)
+    lied = Payload({**uploads[1].payload.tensors, STEP_SIZE: torch.tensor(-50.0)})
+    found = method.aggregate(state, [uploads[0], Upload(1, uploads[1].client, lied)])
+    first, second = (each.client.examples for each in uploads)
+    assert found.scalars["step_size"] == pytest.approx(0.1 * first / (first + second))
+
+
+def test_a_round_without_tokens_leaves_phi(olmoe_backbone: Backbone) -> None:
+    method = ub_smoe()
+    state, uploads = random_round(method, olmoe_backbone.info, 2)
+    found = method.aggregate(state, [uploads[1]])
+    assert all(torch.equal(value, found.tensors[name]) for name, value in state.tensors.items() if "phi/" in name)
+    assert method.aggregate(state, []) is state
+
+
+def test_the_mean_of_active_experts_is_over_all_clients(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    """(4 · 10 + 1 · 30 + 2 · 20) / 60, also after a round that only client 1 took part in."""
+    who = [client(0, LARGE, 10), client(1, SMALL, 30), client(2, MIDDLE, 20)]
+    federation = Federation(olmoe_backbone, ub_smoe(), who, tmp_path)
+    state = federation.start()
+    after = federation.method.aggregate(state, federation.train(state, 1, who=(1,)))
+    expected = oracle.mean_active([(10, 4), (30, 1), (20, 2)])
+    assert [each.scalars["mean_active"] for each in (state, after)] == pytest.approx([expected, expected])
+    assert after.tensors["server/holders"].tolist() == [1]
+
+
+# The client
+
+
+def train(
+    backbone: Backbone, method: UbSmoe, state: Payload, who: Sequence[ClientInfo], settings: TrainingSettings
+) -> list[tuple[dict[str, Tensor], Payload]]:
+    """Trains clients in one cohort; returns each one's trainables, phi included, and upload."""
+    with SlotModel(backbone, [method.plan(backbone.info, each.budget) for each in who]) as model:
+        work = []
+        for each in who:
+            rows = random_rows([4 + (each.index + i) % 5 for i in range(each.examples)], each.index)
+            examples = [Encoded(tuple(row), 2) for row in rows]
+            work.append(LocalWork(each, examples, method.download(state, backbone.info, each), Payload()))
+        cohort = Cohort(model, work, settings, round_index=4, seed=1)
+        uploads = method.local_update(cohort)
+        return [(cohort.read(slot), upload) for slot, upload in enumerate(uploads)]
+
+
+CLIENTS = [client(0, LARGE, 7), client(1, SMALL, 3), client(2, MIDDLE, 5), client(3, SMALL, 9)]
+ONE_STEP = TrainingSettings(optimizer="sgd", learning_rate=1.0, batch_size=2, accumulation=2, steps=1, clip_norm=None)
+TEN_STEPS = TrainingSettings(
+    optimizer="adamw",
+    betas=(0.9, 0.95),
+    eps=1e-5,
+    weight_decay=0.01,
+    learning_rate=0.01,
+    batch_size=2,
+    accumulation=2,
+    steps=10,
+    clip_norm=None,
+)
+VARIANTS = [{}, {"modulation": "preserve", "pseudo_gradient": "token"}, {"gating": "native", "scaling": "linear"}]
+NEEDED = (2, 3, 1)
+"""Fewest active experts with which the loss moves phi in each variant."""
+
+
+@pytest.mark.parametrize(("options", "needed"), zip(VARIANTS, NEEDED, strict=True), ids=str)
+def test_gradients_in_a_cohort_equal_those_alone(
+    options: dict[str, object], needed: int, olmoe_backbone: Backbone
+) -> None:
+    """The modified gradient of Eq. 16, phi's included, is what one step of SGD at rate 1 subtracts."""
+    method = ub_smoe(**options)
+    state = random_state(method, olmoe_backbone.info, 2)
+    start = method.deploy(state, olmoe_backbone.info, LARGE).tensors
+
+    def gradient(trained: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: start[name] - value for name, value in trained.items()}
+
+    together = train(olmoe_backbone, method, state, CLIENTS, ONE_STEP)
+    for each, (found, _) in zip(CLIENTS, together, strict=True):
+        ((alone, _),) = train(olmoe_backbone, method, state, [each], ONE_STEP)
+        assert distance(flat(gradient(found)), flat(gradient(alone))) < 1e-5
+        phi = {name: value for name, value in gradient(alone).items() if name.endswith("phi")}
+        assert all(value.any() for value in phi.values()) is (each.budget.active_experts >= needed)
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_ten_steps_in_a_cohort_equal_those_alone(options: dict[str, object]) -> None:
+    exact = tiny_backbone("olmoe", dtype=torch.float64)
+    before = exact.fingerprint()
+    method = ub_smoe(**options)
+    state = random_state(method, exact.info, 3)
+    together = train(exact, method, state, CLIENTS, TEN_STEPS)
+    for each, (found, uploaded) in zip(CLIENTS, together, strict=True):
+        ((alone, expected),) = train(exact, method, state, [each], TEN_STEPS)
+        assert all(distance(found[name], value) < 1e-8 for name, value in alone.items())
+        torch.testing.assert_close(dict(uploaded.tensors), dict(expected.tensors), rtol=1e-8, atol=1e-12)
+    assert exact.fingerprint() == before
+
+
+def test_recomputed_layers_change_nothing() -> None:
+    """Gradient checkpointing routes every layer twice: phi's gradient and what counts as inactive stay."""
+    method, found = ub_smoe(), []
+    for checkpointing in (False, True):
+        backbone = tiny_backbone("olmoe", gradient_checkpointing=checkpointing)
+        found.append(train(backbone, method, random_state(method, backbone.info, 2), CLIENTS, ONE_STEP))
+    for (plain, sent_plain), (again, sent_again) in zip(*found, strict=True):
+        torch.testing.assert_close(again, plain)
+        torch.testing.assert_close(dict(sent_again.tensors), dict(sent_plain.tensors))
+
+
+@pytest.mark.parametrize("scaling", ["none", "root", "linear", "inverse_root", "log"])
+def test_an_inactive_expert_steps_along_its_pseudo_gradient(scaling: str, olmoe_backbone: Backbone) -> None:
+    """One step of SGD at rate 1 with one active expert; clipping at 2, rho by hand for K-bar = 2, K_c = 1."""
+    rho = {"none": 1.0, "root": 2**0.5, "linear": 2.0, "inverse_root": 2**-0.5, "log": 1.0986123}[scaling]
+    method, who = ub_smoe(scaling=scaling), client(1, SMALL, 1)
+    state = random_state(method, olmoe_backbone.info, 4)
+    ((trained, uploaded),) = train(olmoe_backbone, method, state, [who], ONE_STEP)
+    known, checked = Payload(state.tensors), 0
+    for block in BLOCKS:
+        share = uploaded.tensors[f"utilisation/{block}"]
+        names = [name for name in experts_of(known.part(ADAPTER)) if name.startswith(f"{block}.")]
+        clipped = oracle.clipped([known.part(PSEUDO_GRADIENT)[name] for name in names], 2.0)
+        for name, pseudo in zip(names, clipped, strict=True):
+            moved = known.part(ADAPTER)[name] - trained[name]
+            idle = share == 0
+            assert idle.any()
+            torch.testing.assert_close(moved[idle], rho * pseudo[idle], rtol=1e-4, atol=1e-5)
+            checked += int((~idle).sum())
+    assert checked
+
+
+@pytest.mark.parametrize("penalty", ["hinge", "square", "none"])
+def test_the_regulariser_pulls_phi_back(penalty: str, olmoe_backbone: Backbone) -> None:
+    """With one active expert the NLL gives phi no gradient, so a step of SGD at rate 1 shows Eq. 11's alone."""
+    method = ub_smoe(penalty=penalty, penalty_weight=0.3, phi_min=-0.4, phi_max=0.2)
+    state = random_state(method, olmoe_backbone.info, 5)
+    ((trained, _),) = train(olmoe_backbone, method, state, [client(1, SMALL)], ONE_STEP)
+    outside = 0
+    for name, phi in state.part(PHI).items():
+        slope = {
+            "hinge": [oracle.hinge_slope(value, -0.4, 0.2, 0.3) for value in phi.tolist()],
+            "square": [2 * 0.3 * value for value in phi.tolist()],
+            "none": [0.0] * len(phi),
+        }[penalty]
+        torch.testing.assert_close(phi - trained[name], torch.tensor(slope), rtol=1e-4, atol=1e-6)
+        outside += sum(value < -0.4 or value > 0.2 for value in phi.tolist())
+    assert 0 < outside < 16
+
+
+def test_the_penalty_is_equation_11(olmoe_backbone: Backbone) -> None:
+    method = ub_smoe(penalty_weight=0.3, phi_min=-0.4, phi_max=0.2)
+    state = random_state(method, olmoe_backbone.info, 6)
+    phi = state.part(PHI)
+    with SlotModel(olmoe_backbone, [method.plan(olmoe_backbone.info, SMALL)] * 2) as model:
+        work = [LocalWork(client(i, SMALL), (), Payload(), Payload()) for i in range(2)]
+        cohort = Cohort(model, work, ONE_STEP, round_index=1, seed=0)
+        cohort.load(1, phi)
+        found = method.penalty(cohort).tolist()
+    assert found == pytest.approx([0.0, oracle.hinge([p.tolist() for p in phi.values()], -0.4, 0.2, 0.3)], rel=1e-5)
+
+
+def test_phi_never_leaves_and_starts_from_the_servers(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    federation = Federation(olmoe_backbone, ub_smoe(), [client(0, LARGE), client(1, SMALL)], tmp_path)
+    method, state = federation.method, federation.start()
+    for round in (1, 2):
+        uploads = federation.train(state, round)
+        for each in uploads:
+            assert not any(name.endswith("phi") for name in each.payload.tensors)
+            check_upload(each.payload, method.expected_upload(federation.model, each.client, Payload()), client="c")
+        state = method.aggregate(state, uploads)
+    for who in federation.clients:
+        payload = method.download(state, federation.model, who)
+        for name, value in payload.part(PHI).items():
+            assert value.any()
+            assert torch.equal(value, state.tensors[f"phi/{name}"])
+            assert torch.equal(value, method.deploy(state, federation.model, who.budget).tensors[name])
+            assert torch.equal(value, method.personalize(state, federation.model, who, Payload()).tensors[name])
+
+
+def test_phi_acts_in_the_deployed_model(olmoe_backbone: Backbone) -> None:
+    method = ub_smoe()
+    state = random_state(method, olmoe_backbone.info, 7)
+    deployment = method.deploy(state, olmoe_backbone.info, MIDDLE)
+    assert deployment.plan.active_experts == 2
+    routed = []
+    for factor in (1.0, 0.0):
+        with SlotModel(olmoe_backbone, [deployment.plan]) as model, model.collect_routing() as statistics:
+            scaled = {n: v * factor if n.endswith("phi") else v for n, v in deployment.tensors.items()}
+            model.load(0, scaled)
+            model.generate([random_rows([9, 9], 0)], 2)
+            routed.append(statistics.counts.clone())
+    assert not torch.equal(*routed)
+
+
+# Each mechanism off (Table 6)
+
+
+def test_without_pseudo_gradients_nothing_of_them_is_left(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    """An expert that the client never activated comes back as it went."""
+    federation = Federation(olmoe_backbone, ub_smoe(pseudo_gradient="none"), [client(0, SMALL, 1)], tmp_path)
+    method, state = federation.method, federation.start()
+    state = method.aggregate(state, federation.train(state, 1))
+    assert not any(name.startswith(PSEUDO_GRADIENT) for name in state.tensors)
+    (found,) = federation.train(state, 2)
+    assert not (tmp_path / "clients").exists()
+    for block in BLOCKS:
+        idle = found.payload.tensors[f"utilisation/{block}"] == 0
+        assert idle.any()
+        for name, value in found.payload.part(ADAPTER).items():
+            if name.startswith(f"{block}.experts"):
+                before = state.tensors[f"adapter/{name}"]
+                assert torch.equal(value[idle], before[idle])
+                assert not torch.equal(value[~idle], before[~idle])
+
+
+def test_without_modulation_there_is_no_phi(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    federation = Federation(olmoe_backbone, ub_smoe(modulation="none"), [client(0, MIDDLE)], tmp_path)
+    method, state = federation.method, federation.start()
+    state = method.aggregate(state, federation.train(state, 1))
+    assert not any("phi" in name for name in state.tensors)
+    plan = method.plan(olmoe_backbone.info, MIDDLE)
+    with SlotModel(olmoe_backbone, [plan]):
+        assert all(layer.chooser is not None for layer in olmoe_backbone.moe)
+    native = ub_smoe(modulation="none", gating="native").plan(olmoe_backbone.info, MIDDLE)
+    with SlotModel(olmoe_backbone, [native]):
+        assert all(layer.chooser is None for layer in olmoe_backbone.moe)
+
+
+def test_without_the_utilisation_update_phi_stays_zero(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    federation = Federation(olmoe_backbone, ub_smoe(utilisation_update=False), [client(0, MIDDLE)], tmp_path)
+    method, state = federation.method, federation.start()
+    state = method.aggregate(state, federation.train(state, 1))
+    phi, used = state.part(PHI), state.part(UTILISATION)
+    assert phi
+    assert not any(value.any() for value in phi.values())
+    assert all(value.any() for value in used.values())
+
+
+def test_a_fixed_phi_does_not_train(olmoe_backbone: Backbone) -> None:
+    method = ub_smoe(phi="fixed", penalty_weight=5.0, phi_max=0.0)
+    state = random_state(method, olmoe_backbone.info, 8)
+    ((trained, _),) = train(olmoe_backbone, method, state, [client(0, LARGE)], TEN_STEPS)
+    for name, value in state.part(PHI).items():
+        assert torch.equal(trained[name], value)
+
+
+# Figures of a round
+
+
+@pytest.mark.parametrize("measure", [False, True])
+def test_observations(measure: bool, olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    who = [client(0, LARGE, 6), client(1, SMALL, 6)]
+    federation = Federation(olmoe_backbone, ub_smoe(measure_cosine=measure), who, tmp_path)
+    method, state = federation.method, federation.start()
+    for round in (1, 2, 3):
+        uploads = federation.train(state, round)
+        for each in uploads:
+            check_upload(each.payload, method.expected_upload(federation.model, each.client, Payload()), client="c")
+        state = method.aggregate(state, uploads)
+        if round == 1:
+            names = {figure.name for figure in method.observe(state, federation.model)}
+            assert "cosine of the pseudo-gradient" not in names, "nobody had a pseudo-gradient yet"
+    seen = {figure.name: figure for figure in method.observe(state, federation.model)}
+    assert seen["expert utilisation"].values.shape == (2, 3)
+    assert seen["phi against utilisation"].values.shape == (3, 3)
+    assert (seen["phi against utilisation"].values[:, 0] < 0).all()
+    assert seen["clients that lost their memory"].values.tolist() == [0.0]
+    assert ("cosine of the pseudo-gradient" in seen) is measure
+    if measure:
+        mine = uploads[1].payload.tensors
+        assert mine["cosine/measured"][2] == mine["cosine/measured"][:2].sum()
+        assert mine["cosine/measured"][2] > 0
+        assert not uploads[0].payload.tensors["cosine/measured"].any()
+        assert seen["clients that measured the cosine"].values.tolist() == [1.0, 1.0, 1.0]
+        cosines = seen["cosine of the pseudo-gradient"].values
+        torch.testing.assert_close(cosines, mine["cosine/values"])
+        assert cosines.abs().max() <= 1
+
+
+def test_a_client_with_one_example_measures_nothing(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    """It trains on that example, so nothing is held out."""
+    federation = Federation(olmoe_backbone, ub_smoe(measure_cosine=True), [client(0, SMALL, 1)], tmp_path)
+    method, state = federation.method, federation.start()
+    state = method.aggregate(state, federation.train(state, 1))
+    (found,) = federation.train(state, 2)
+    assert not found.payload.tensors["cosine/measured"].any()
+
+
+def test_the_cosine_of_an_encoder_decoder_model(tmp_path: Path) -> None:
+    """On SwitchTransformers, whose clients run its one expert a token: the full budget, so nothing is measured."""
+    federation = Federation(
+        tiny_backbone("switch"), ub_smoe(measure_cosine=True), [client(0, Budget("one", 1, 2), 6)], tmp_path
+    )
+    method, state = federation.method, federation.start()
+    for round in (1, 2):
+        (found,) = federation.train(state, round)
+        state = method.aggregate(state, [found])
+    assert found.payload.tensors["cosine/values"].isfinite().all()
+    assert not found.payload.tensors["cosine/measured"].any()
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("active", [0, 5])
+def test_a_budget_beyond_the_models_top_k(active: int, olmoe_backbone: Backbone) -> None:
+    with pytest.raises(ConfigError, match=rf"'x' has active_experts {active}, but tiny olmoe runs 4 of 8"):
+        ub_smoe().start(olmoe_backbone.info, [LARGE, Budget("x", active, 2)], torch.Generator())
+
+
+def test_a_dense_model(llama_backbone: Backbone) -> None:
+    with pytest.raises(ModelError, match="UB-SMoE needs a mixture-of-experts model"):
+        ub_smoe().plan(llama_backbone.info, LARGE)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("targets", ["attention"], r"method\.targets: .*must include experts, which UB-SMoE balances"),
+        ("phi_max", -2.0, r"method\.phi_max: .*must be at least phi_min, -1\.0, got -2\.0"),
+        ("momentum", 1.5, r"method\.momentum: .*got 1\.5\.\nIt is: zeta of Eq\. 14"),
+        ("scaling", "cubic", r"method\.scaling: .*'inverse_root' or 'log', got 'cubic'"),
+        ("modulation", "all", r"method\.modulation: .*'candidate', 'preserve' or 'none', got 'all'"),
+    ],
+)
+def test_options_out_of_range(option: str, value: object, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        build_method("ub-smoe", {option: value})
