@@ -57,7 +57,7 @@ def our_logits(backbone, deployment):
 def test_transformers_loads_the_merged_checkpoint_with_our_logits(parts, tied, tmp_path):
     backbone = make_backbone(tiny_model("switch", tie_word_embeddings=tied), None, name="tiny switch")
     before = backbone.fingerprint()
-    plan = AdapterPlan((Lora(3, 0.7, PLAN.targets), OutputScale("per_layer"), *parts), 1)
+    plan = AdapterPlan((Lora(3, 0.7, PLAN.lora.targets), OutputScale("per_layer"), *parts), 1)
     deployment = deployment_of(backbone, plan)
     write_merged(tmp_path, backbone, deployment, shard_bytes=2000)
     merged = plain(tmp_path)
