@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Literal
@@ -43,15 +43,15 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
     records = _scored(experiment, global_models, [pooled] * len(global_models), ("budget", number, split))
     summary: list[Record] = [summary_record("mean", records)] if records else []
     if settings.clients or not global_models:
-        scored = score_clients(experiment, "client", state, number, split)
+        scored = _client_scores(experiment, "client", state, number, split)
         summary.append(summary_record("mtal", scored))
         records += scored
     if settings.received:
-        scored = score_clients(experiment, "received", state, number, split)
+        scored = _client_scores(experiment, "received", state, number, split)
         summary.append(summary_record("received", scored))
         records += scored
     if settings.pooled:
-        own = _own_models(experiment, state, number)
+        own = _own_models(experiment, _excerpts(experiment, state), number)
         scored = _scored(experiment, own, [pooled] * len(own), ("pooled", number, split))
         summary.append(summary_record("pooled", scored))
         records += scored
@@ -62,13 +62,32 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
     return [*records, *summary]
 
 
-def score_clients(
+def _client_scores(
     experiment: Experiment, scope: Literal["client", "received"], state: Payload, number: int, split: Split
 ) -> list[EvaluationRecord]:
-    """Scores every client on its own held-out examples: its own model, or the one that it would receive next."""
+    """Returns every client's score on its own held-out examples, from where the examples are."""
     if experiment.remote is not None:
         return experiment.remote.score(scope, state, number, split)
-    models = _own_models(experiment, state, number) if scope == "client" else _next_models(experiment, state)
+    return score_clients(experiment, scope, _excerpts(experiment, state), number, split)
+
+
+def score_clients(
+    experiment: Experiment,
+    scope: Literal["client", "received"],
+    excerpt_of: Callable[[ClientInfo], Payload],
+    number: int,
+    split: Split,
+) -> list[EvaluationRecord]:
+    """Scores an experiment's clients on their own held-out examples.
+
+    Args:
+        experiment: The run; where the clients are real, that of one of them.
+        scope: A client's own model, or the one that it would receive next.
+        excerpt_of: Gives a client's excerpt of the state.
+        number: The round that led to the state.
+        split: The examples.
+    """
+    models = _own_models(experiment, excerpt_of, number) if scope == "client" else _next_models(experiment, excerpt_of)
     limit = experiment.config.evaluation.max_examples
     held_out = [getattr(data, split)[:limit] for data in experiment.data.clients]
     return _scored(experiment, models, held_out, (scope, number, split))
@@ -143,20 +162,24 @@ def _scoring(config: Config) -> Scoring:
     )
 
 
-def _own_models(experiment: Experiment, state: Payload, number: int) -> list[Model]:
+def _excerpts(experiment: Experiment, state: Payload) -> Callable[[ClientInfo], Payload]:
+    return lambda client: experiment.method.excerpt(state, experiment.backbone.info, client)
+
+
+def _own_models(experiment: Experiment, excerpt_of: Callable[[ClientInfo], Payload], number: int) -> list[Model]:
     """Returns each client's model as it uses it after the round."""
     kept = [experiment.memory.load(client.name, number + 1) for client in experiment.clients]
     return [
-        _personal(experiment, state, client, memory) for client, memory in zip(experiment.clients, kept, strict=True)
+        _personal(experiment, excerpt_of(client), client, memory)
+        for client, memory in zip(experiment.clients, kept, strict=True)
     ]
 
 
-def _next_models(experiment: Experiment, state: Payload) -> list[Model]:
+def _next_models(experiment: Experiment, excerpt_of: Callable[[ClientInfo], Payload]) -> list[Model]:
     """Returns the model that each client would receive next."""
-    return [_personal(experiment, state, client, Payload()) for client in experiment.clients]
+    return [_personal(experiment, excerpt_of(client), client, Payload()) for client in experiment.clients]
 
 
-def _personal(experiment: Experiment, state: Payload, client: ClientInfo, memory: Payload) -> Model:
-    method, model = experiment.method, experiment.backbone.info
-    deployment = method.personalize(method.excerpt(state, model, client), model, client, memory)
+def _personal(experiment: Experiment, excerpt: Payload, client: ClientInfo, memory: Payload) -> Model:
+    deployment = experiment.method.personalize(excerpt, experiment.backbone.info, client, memory)
     return client.name, client.budget, deployment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -30,7 +30,9 @@ from fedguild.errors import ConfigError
 from fedguild.evaluation.metrics import load_metrics
 from fedguild.files import write_text
 from fedguild.methods import build_method
-from fedguild.model.backbone import Backbone, load_backbone
+from fedguild.model.backbone import Backbone, inspect_model, load_backbone, pick_device
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import adapter_shapes
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.seeding import numpy_rng
@@ -146,15 +148,18 @@ def fitted(method: Method, config: Config) -> Method:
 
 
 def prepare(config: Config, output: Path, progress: Progress | None = None) -> Experiment:
-    """Builds the method, the data and the backbone of a run, in the order of what fails fastest."""
+    """Builds the method, the data and the backbone of a run, in the order of what fails fastest.
+
+    What the config and the model's `config.json` decide is decided before the data is read and a weight is loaded.
+    """
     progress = progress or Silent()
     method = method_of(config)
     load_metrics(config.evaluation.metrics)
+    tiers = checked_budgets(config, method, model_of(config))
     progress.stage("Reading the data")
     data = prepare_data(config)
     progress.stage(f"Loading the model {config.model.path}")
     backbone = load_model(config)
-    tiers = budget_tiers(config, method, backbone)
     clients = [
         ClientInfo(index, tiers[tier.name], len(data.clients[index].train))
         for index, tier in enumerate(config.federation.budget_per_client())
@@ -168,21 +173,37 @@ def load_model(config: Config) -> Backbone:
     return load_backbone(**config.model.model_dump())
 
 
-def budget_tiers(config: Config, method: Method, backbone: Backbone) -> dict[str, Budget]:
-    """Returns the config's budgets by name, as this model can run them.
+def model_of(config: Config) -> ModelInfo:
+    """Returns what the config's model looks like, its folder checked, without reading a weight.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be loaded.
+        ConfigError: this machine does not have the device.
+    """
+    model = config.model
+    pick_device(model.device)
+    return inspect_model(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+
+
+def checked_budgets(config: Config, method: Method, model: ModelInfo) -> dict[str, Budget]:
+    """Returns the config's budgets by name, the method's plan for each of them held against the model.
 
     Raises:
         ModelError: the method needs experts, and the model has none.
-        ConfigError: a budget asks for more active experts than the model has.
+        ConfigError: a budget asks for more active experts than the model has, or a plan does not fit the model, for
+            example as a target names no layer of it.
     """
     if method.needs_experts:
-        backbone.info.require_experts(method.title)
-    top_k = backbone.info.top_k
-    tiers = {
-        tier.name: Budget(tier.name, tier.active_experts or top_k, tier.rank) for tier in config.federation.budgets
+        model.require_experts(method.title)
+    budgets = {
+        tier.name: Budget(tier.name, tier.active_experts or model.top_k, tier.rank)
+        for tier in config.federation.budgets
     }
-    _check_budgets(list(tiers.values()), backbone)
-    return tiers
+    for budget in budgets.values():
+        if model.moe:
+            model.require_active_experts(budget.active_experts, f"federation.budgets: '{budget.name}'")
+        adapter_shapes(model, method.plan(model, budget))
+    return budgets
 
 
 def make_engine(experiment: Experiment) -> Engine:
@@ -270,14 +291,3 @@ def run_identity(folder: Path) -> str:
     if not path.is_file():
         write_text(path, uuid4().hex + "\n")
     return path.read_text("utf-8").strip()
-
-
-def _check_budgets(budgets: Sequence[Budget], backbone: Backbone) -> None:
-    top_k = backbone.info.top_k
-    for budget in budgets:
-        if top_k and budget.active_experts > top_k:
-            raise ConfigError(
-                f"federation.budgets: '{budget.name}' has active_experts {budget.active_experts}, but "
-                f"{backbone.info.name} runs {top_k} of {backbone.info.moe[0].num_experts} experts per token.",
-                f"Choose active_experts from 1 to {top_k}.",
-            )

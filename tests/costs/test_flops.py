@@ -57,7 +57,7 @@ def test_flame_table_2(experts, billions):
 
 
 def test_ub_smoe_table_13_without_router_adapters():
-    plan = replace(FLAME, targets=("attention", "experts"))
+    plan = FLAME.with_lora(targets=("attention", "experts"))
     actives = [cost(OLMOE, replace(plan, active_experts=experts)).active_trainable for experts in (1, 2, 4)]
     assert [round(active / 1e6, 2) for active in actives] == [8.19, 11.14, 17.04]
 
@@ -141,7 +141,7 @@ def test_a_frozen_factor_costs_what_a_frozen_weight_does():
 
 
 def test_a_factor_between_frozen_ones_is_all_that_trains():
-    plan = replace(FLAME, middle=True, frozen=("lora_A", "lora_B"))
+    plan = FLAME.with_lora(middle=True, frozen=("lora_A", "lora_B"))
     found = cost(OLMOE, plan)
     assert found.trainable == LAYERS * 400 * (4 + 1 + 3 * EXPERTS)
     assert found.active_trainable == LAYERS * 400 * (4 + 1 + 3 * 8)

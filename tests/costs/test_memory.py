@@ -44,7 +44,7 @@ def test_experts_that_train_something_keep_their_input():
 
 def test_a_frozen_factor_has_neither_gradient_nor_moments():
     plan = replace(FLAME, active_experts=2)
-    half = replace(plan, frozen=("lora_A",))
+    half = plan.with_lora(frozen=("lora_A",))
     trainable = cost(OLMOE, half).trainable
     ours, theirs = (memory(OLMOE, each, 128, dtype=torch.bfloat16) for each in (half, plan))
     assert ours.adapters_bytes == theirs.adapters_bytes

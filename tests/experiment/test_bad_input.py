@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,16 @@ def test_a_setting_that_is_wrong(complaint: Complaint, olmoe_folder: Path, overr
     assert not Path("out").exists()
 
 
+@pytest.fixture
+def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails where the data or a weight is read; afterwards there is no folder of a run."""
+    monkeypatch.setattr("fedguild.setup.prepare_data", lambda config: pytest.fail("the data was read"))
+    monkeypatch.setattr("fedguild.setup.load_backbone", lambda **_: pytest.fail("the weights were read"))
+    yield
+    assert not Path("out").exists()
+    assert not Path("runs").exists()
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
@@ -57,12 +69,12 @@ def test_a_setting_that_is_wrong(complaint: Complaint, olmoe_folder: Path, overr
         ("method.active_experts=9", ["9 active experts per token and room for 8 per client"]),
     ],
 )
+@pytest.mark.usefixtures("nothing_is_read")
 def test_an_assignment_that_cannot_be_is_told_before_the_data_is_read(
     complaint: Complaint, monkeypatch: pytest.MonkeyPatch, override: str, told: list[str]
 ) -> None:
     """Data and model of a real preset are a download; here neither may even be asked for."""
-    monkeypatch.setattr("fedguild.setup.prepare_data", lambda config: pytest.fail("the data was read"))
-    monkeypatch.setattr("fedguild.setup.load_model", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("fedguild.setup.model_of", lambda config: pytest.fail("the model's config was read"))
     says(complaint("run", "fedamole/tiny-tasks", override, "--output", "out"), *told)
 
 
@@ -99,6 +111,7 @@ def test_a_client_too_small_for_its_splits(complaint: Complaint, tmp_path: Path)
     says(told, "Client 0 has 2 example(s), but needs at least 3", "minimum per client")
 
 
+@pytest.mark.usefixtures("nothing_is_read")
 def test_a_budget_above_the_models_top_k(complaint: Complaint, olmoe_folder: Path) -> None:
     settings = small_settings(olmoe_folder, "federation.budgets=[{name: huge, active_experts: 6}]")
     for method in ("flame", "fedit"):
@@ -107,27 +120,62 @@ def test_a_budget_above_the_models_top_k(complaint: Complaint, olmoe_folder: Pat
         says(told, "Choose active_experts from 1 to 4")
 
 
+@pytest.mark.usefixtures("nothing_is_read")
 def test_a_budgets_rank_above_the_global_one(complaint: Complaint, olmoe_folder: Path) -> None:
     settings = small_settings(olmoe_folder, "federation.budgets=[{name: wide, active_experts: 4, rank: 9}]")
     told = complaint("run", TASKS, *settings, "method={name: fedit, rank: 4, rank_by_budget: true}")
     says(told, "Budget 'wide' has rank 9", "has rank 4", "Set federation.budgets[].rank from 1 to 4")
 
 
+@pytest.mark.usefixtures("nothing_is_read")
 def test_a_dense_model_for_a_method_that_needs_experts(complaint: Complaint, llama_folder: Path) -> None:
     told = complaint("run", TASKS, *small_settings(llama_folder), "--output", "out")
     says(told, "FLAME", f"needs a mixture-of-experts model, but {llama_folder} (llama) has no experts", "fedit")
-    assert not Path("out").exists()
 
 
+@pytest.mark.usefixtures("nothing_is_read")
 def test_a_target_that_the_model_does_not_have(complaint: Complaint, llama_folder: Path) -> None:
     settings = small_settings(llama_folder, "method={name: fedit, rank: 2, targets: [q_proj, experts]}")
     told = complaint("run", TASKS, *settings)
     says(told, "LoRA target(s) experts name no layer", "Known: attention, mlp, down_proj")
 
 
+@pytest.mark.usefixtures("nothing_is_read")
 def test_a_model_that_is_not_there(complaint: Complaint, tmp_path: Path) -> None:
     told = complaint("run", TASKS, *small_settings(tmp_path / "nowhere"))
     says(told, f"Cannot load the model '{tmp_path / 'nowhere'}'", "model.path takes a hub id, a folder", "'embedded'")
+
+
+def without_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def truncated(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def of_three_layers(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+
+
+@pytest.mark.usefixtures("nothing_is_read")
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (without_tokenizer, "{folder} has no tokenizer: none of"),
+        (truncated, "{folder}/model.safetensors has"),
+        (of_three_layers, "The weights in {folder}/model.safetensors are not those that its config.json describes"),
+    ],
+)
+def test_a_models_folder_that_cannot_be_loaded(
+    complaint: Complaint, olmoe_folder: Path, tmp_path: Path, spoil: Callable[[Path], None], reason: str
+) -> None:
+    folder = shutil.copytree(olmoe_folder, tmp_path / "model")
+    spoil(folder)
+    says(complaint("run", TASKS, *small_settings(folder), "--output", "out"), reason.format(folder=folder))
 
 
 def test_a_folder_that_holds_a_run(command: Command, complaint: Complaint, olmoe_folder: Path) -> None:

@@ -19,8 +19,8 @@ from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
+from fedguild.model.adapters.part import AdapterPart
 from fedguild.model.backbone import Backbone, make_backbone
-from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Deployment
 from tests.backbones import DENSE_FAMILIES, MOE_FAMILIES, tiny_backbone, tiny_model
@@ -85,16 +85,13 @@ def test_a_full_change_is_added_in_fp32() -> None:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Beside(AdapterPart):
     """A part that changes what the model does, and no weight."""
-
-    def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
-        return {}
 
 
 def test_what_no_weight_can_hold_is_refused(tmp_path: Path) -> None:
     backbone = tiny_backbone("llama")
-    deployment = deployment_of(backbone, AdapterPlan((Lora(2, 1.0, ("q_proj",)), Beside())))  # type: ignore[arg-type]
+    deployment = deployment_of(backbone, AdapterPlan((Lora(2, 1.0, ("q_proj",)), Beside())))
     with pytest.raises(ModelError, match=r"cannot hold Beside, which acts beside the backbone's weights"):
         write_merged(tmp_path, backbone, deployment)
     assert obstacle(backbone.info, deployment) == "it trains more than LoRA, namely Beside"

@@ -38,7 +38,7 @@ def merged_deployment(backbone: Backbone, plan: AdapterPlan, targets: tuple[str,
     merged: dict[str, Tensor] = {}
     for version, rank in ((1, 2), (2, 4)):
         change = random_adapter(
-            backbone.info, AdapterPlan((Lora(rank, 1.0, targets or plan.targets),)), seed=version, size=0.2
+            backbone.info, AdapterPlan((Lora(rank, 1.0, targets or plan.lora.targets),)), seed=version, size=0.2
         )
         merged |= {f"{version}/{name}": value.float() for name, value in change.items()}
     return Deployment(plan, deployment_of(backbone, plan).tensors, merged)
@@ -75,7 +75,7 @@ def test_modules_of_fewer_ranks_are_filled_up() -> None:
     backbone = make_backbone(tiny_model("llama"), None, name="tiny")
     deployment = merged_deployment(backbone, AdapterPlan((Lora(3, 0.7, ("q_proj", "v_proj")),)), ("q_proj",))
     folded = in_one_adapter(deployment)
-    assert (folded.plan.rank, folded.plan.scale, folded.merged) == (9, 1.0, {})
+    assert (folded.plan.lora.rank, folded.plan.lora.scale, folded.merged) == (9, 1.0, {})
     assert {tensor.shape[0] for name, tensor in folded.tensors.items() if name.endswith("lora_A")} == {9}
     assert_same_logits(slot_logits(backbone, folded), our_logits(backbone, deployment))
 
@@ -86,7 +86,7 @@ def test_a_factor_in_the_middle_is_folded_before_the_changes_join() -> None:
     changes = merged_deployment(backbone, AdapterPlan((Lora(3, 0.7, EVERYTHING),))).merged
     deployment = Deployment(plan, deployment_of(backbone, plan).tensors, changes)
     found = in_one_adapter(deployment)
-    assert (found.plan.rank, found.plan.middle, found.merged) == (9, False, {})
+    assert (found.plan.lora.rank, found.plan.lora.middle, found.merged) == (9, False, {})
     assert_same_logits(slot_logits(backbone, found), our_logits(backbone, deployment))
 
 

@@ -15,7 +15,7 @@ from fedguild.engines.local import LocalEngine
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.payload import Payload
+from fedguild.payload import Payload, with_part
 from fedguild.seeding import torch_rng
 from fedguild.server.method import Method, Upload
 from fedguild.server.rounds import Task
@@ -76,4 +76,5 @@ def random_tensors(model: ModelInfo, plan: AdapterPlan, seed: int) -> dict[str, 
 
 def upload(who: ClientInfo, **parts: dict[str, torch.Tensor]) -> Upload:
     """An upload of these parts."""
-    return Upload(1, who, Payload.of(parts))
+    tensors = {name: value for part, held in parts.items() for name, value in with_part(part, held).items()}
+    return Upload(1, who, Payload(tensors))

@@ -16,7 +16,7 @@ from fedguild.model.plan import trainable_shapes
 from fedguild.payload import Payload
 from fedguild.server.validation import check_upload
 from tests.backbones import tiny_backbone
-from tests.methods.fedalign import fedalign
+from tests.methods.fedalign_moe.federation import fedalign
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.aggregation import weighted_mean
 

@@ -15,7 +15,8 @@ from fedguild.data.batches import encode_prompt
 from fedguild.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.methods.fedprompt import FedPrompt, FedPromptSettings
-from fedguild.model.backbone import EMBEDDED, Backbone
+from fedguild.model.backbone import Backbone
+from fedguild.model.pretrained import EMBEDDED
 from fedguild.model.slots import SlotModel
 from fedguild.model.tiny import CHECKPOINT
 from fedguild.payload import Payload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -88,6 +89,16 @@ def test_a_missing_model_names_its_path(tmp_path):
         load_backbone(str(tmp_path / "nowhere"), device="cpu")
     with pytest.raises(ModelError, match=r"Cannot read the config of '.*nowhere'"):
         describe_config(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"num_experts": 16}])
+def test_weights_that_are_not_those_of_the_config_are_refused_at_loading_too(saved, tmp_path, changes):
+    """So also where they come from the hub: transformers alone would fill in random numbers, or leave out layers."""
+    folder = shutil.copytree(saved, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ModelError, match="are not those that its config"):
+        load_backbone(str(folder), device="cpu")
 
 
 def test_an_unknown_architecture_is_refused(tmp_path):

@@ -87,8 +87,6 @@ class Cohort:
         round_index: The round, from 1.
         seed: The run's seed.
         pad_id: Token id of padding.
-        private_seed: A secret of the clients' own machine, from which noise that protects their data is drawn; by
-            default the run's seed, which the server knows too.
         on_step: Called after each optimizer step with (steps done, steps in all, mean loss).
     """
 
@@ -101,7 +99,6 @@ class Cohort:
         round_index: int,
         seed: int,
         pad_id: int = 0,
-        private_seed: int | None = None,
         on_step: Callable[[int, int, float], None] | None = None,
     ) -> None:
         self.model = model
@@ -109,7 +106,6 @@ class Cohort:
         self.settings = settings
         self.round = round_index
         self.seed = seed
-        self.private_seed = seed if private_seed is None else private_seed
         self.pad_id = pad_id
         self.optimizer = SlotOptimizer(model.trainables, settings)
         self.reports = [LocalReport() for _ in work]
@@ -193,7 +189,6 @@ class Cohort:
                 round_index=self.round,
                 seed=self.seed,
                 pad_id=self.pad_id,
-                private_seed=self.private_seed,
                 on_step=self._on_step,
             )
             yield again
@@ -203,6 +198,38 @@ class Cohort:
             self.routing = self.routing or again.routing
         else:
             self.routing.add(again.routing)
+
+    def another(self, settings: TrainingSettings, purpose: str) -> Cohort:
+        """Returns the same clients in the same slots, for a training of its own within the round.
+
+        Its optimizer is new, and so are its reports, which `add_cost` counts in. What it holds out, its batches and
+        its dropout are drawn anew.
+
+        Args:
+            settings: How the clients train in it.
+            purpose: Tells its randomness from this cohort's.
+        """
+        return Cohort(
+            self.model,
+            self.work,
+            settings,
+            round_index=self.round,
+            seed=derive(self.seed, purpose),
+            pad_id=self.pad_id,
+        )
+
+    def add_cost(self, another: Cohort, seconds: float) -> None:
+        """Adds the tokens and examples of another training to the reports, and its time; steps and loss stay.
+
+        Args:
+            another: What `another` returned, after its training.
+            seconds: How long it took; a client's share is that of its tokens.
+        """
+        total = sum(report.tokens for report in another.reports)
+        for report, more in zip(self.reports, another.reports, strict=True):
+            report.tokens += more.tokens
+            report.examples += more.examples
+            report.seconds += seconds * more.tokens / max(1, total)
 
     @property
     def trainables(self) -> Mapping[str, SlotTensor]:

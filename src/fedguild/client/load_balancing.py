@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedguild.client.routing_alignment import probabilities, token_means
+from fedguild.client.router_means import probabilities, token_means
 from fedguild.model.moe.view import Routing
 
 

@@ -6,16 +6,14 @@ from typing import Literal
 
 import torch
 
-from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.budget import ClientInfo
 from fedguild.config import Config
 from fedguild.costs.profile import Profile, profile
 from fedguild.costs.tiers import Workload
-from fedguild.errors import ConfigError
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import DTYPES, describe_config
-from fedguild.model.info import ModelInfo
 from fedguild.server.sampling import wanted_count
-from fedguild.setup import fitted
+from fedguild.setup import checked_budgets, fitted
 
 EXAMPLES = 1000
 """Training examples of a client where the config does not say how many it has."""
@@ -51,8 +49,7 @@ def profile_config(
     )
     options = {**config.method.options, **METHODS.load(config.method.name).costs.bound}
     method = fitted(build_method(config.method.name, options), config)
-    if method.needs_experts:
-        model.require_experts(method.title)
+    budgets = checked_budgets(config, method, model)
     context_tokens = context or config.data.max_tokens
     work = Workload(
         examples=examples or known_examples(config) or EXAMPLES,
@@ -64,7 +61,6 @@ def profile_config(
         four_bit=config.model.load_in_4bit,
         wire_dtype=WIRE_DTYPES[wire_dtype],
     )
-    budgets = _budgets(config, model)
     clients = [
         ClientInfo(index, budgets[tier.name], work.examples)
         for index, tier in enumerate(config.federation.budget_per_client())
@@ -80,19 +76,3 @@ def known_examples(config: Config) -> int | None:
     if config.data.limit is not None:
         return max(1, config.data.limit // config.federation.clients)
     return None
-
-
-def _budgets(config: Config, model: ModelInfo) -> dict[str, Budget]:
-    """Returns the tiers by name, in the config's order."""
-    budgets = {
-        tier.name: Budget(tier.name, tier.active_experts or model.top_k, tier.rank)
-        for tier in config.federation.budgets
-    }
-    for budget in budgets.values():
-        if model.top_k and budget.active_experts > model.top_k:
-            raise ConfigError(
-                f"federation.budgets: '{budget.name}' has active_experts {budget.active_experts}, but {model.name} "
-                f"runs {model.top_k} of {model.moe[0].num_experts} experts per token.",
-                f"Choose active_experts from 1 to {model.top_k}.",
-            )
-    return budgets

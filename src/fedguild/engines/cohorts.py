@@ -79,7 +79,6 @@ class Trainer:
         plans: Sequence[AdapterPlan],
         work: Sequence[LocalWork],
         round_index: int,
-        private_seed: int | None = None,
     ) -> list[Trained]:
         """Trains one cohort; returns what its clients give, in slot order.
 
@@ -88,7 +87,6 @@ class Trainer:
             plans: What each client trains.
             work: Each client's part, in the same order.
             round_index: The round, from 1.
-            private_seed: See `Cohort`; by default the run's seed.
 
         Raises:
             torch.OutOfMemoryError: the device has no room for it.
@@ -102,7 +100,6 @@ class Trainer:
                 round_index=round_index,
                 seed=self.seed,
                 pad_id=self.backbone.tokenizer.pad_token_id if self.backbone.tokenizer is not None else 0,
-                private_seed=private_seed,
                 on_step=self.on_step,
             )
             uploads = method.local_update(cohort)

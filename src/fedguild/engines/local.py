@@ -42,10 +42,6 @@ class LocalEngine:
         on_step: Called after each optimizer step with the cohort's (steps done, steps in all, mean
             loss).
         ledger: The changes of the backbone that were received; by default in a folder beside `memory`.
-
-    Attributes:
-        private_seed: From what the noise that protects the clients' data is drawn: None for the run's seed, as in a
-            simulation; a real client's trainer sets a secret here before each round.
     """
 
     def __init__(
@@ -66,7 +62,6 @@ class LocalEngine:
         self.memory = memory
         self.cohort_size = cohort_size
         self.seed = seed
-        self.private_seed: int | None = None
         self.ledger = ledger or MergeLedger.beside(memory)
         self.trainer = Trainer(backbone, settings, seed, on_step)
 
@@ -114,7 +109,7 @@ class LocalEngine:
     def _train_cohort(self, method: Method, members: Sequence[Planned]) -> list[Delivery]:
         work = [self._work(task) for task, _ in members]
         plans = [plan for _, plan in members]
-        trained = self.trainer.train(method, plans, work, members[0][0].round, self.private_seed)
+        trained = self.trainer.train(method, plans, work, members[0][0].round)
         for (task, _), result in zip(members, trained, strict=True):
             if result.kept is not None:
                 self.memory.save(task.client.name, task.round, result.kept)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from fedguild.client.budget import Budget
+from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config, load_config
 from fedguild.errors import ConfigError, ModelError, nearest
 from fedguild.experiment import restore
@@ -17,8 +17,8 @@ from fedguild.export.folder import new_folder, require_new
 from fedguild.export.merged import require_mergeable, write_merged
 from fedguild.export.weights import beyond_weights, in_one_adapter
 from fedguild.files import write_text
-from fedguild.model.backbone import EMBEDDED
 from fedguild.model.plan import AdapterPlan
+from fedguild.model.pretrained import EMBEDDED
 from fedguild.model.tiny import CHECKPOINT
 from fedguild.payload import Payload
 from fedguild.scoring import evaluated_plan
@@ -100,12 +100,12 @@ def export_adapter(run_folder: Path, subject: Subject, output: Path, round: int 
     return _write(*_restored(run_folder, subject, output, round), output)
 
 
-def export_own(experiment: Experiment, state: Payload, number: int, output: Path) -> Exported:
+def export_own(experiment: Experiment, excerpt: Payload, number: int, output: Path) -> Exported:
     """Writes the own model of an experiment's only client, as `export_adapter` does.
 
     Args:
         experiment: One client's part of a run.
-        state: The method's state after the round.
+        excerpt: The client's excerpt of the state after the round.
         number: The round.
         output: The folder to write; new or empty.
 
@@ -115,7 +115,7 @@ def export_own(experiment: Experiment, state: Payload, number: int, output: Path
     """
     require_new(output)
     subject = Subject(client=experiment.clients[0].name)
-    return _write(experiment, *_chosen(experiment, state, number, subject), output)
+    return _write(experiment, *_chosen(experiment, excerpt, number, subject), output)
 
 
 def _write(experiment: Experiment, deployment: Deployment, origin: Origin, output: Path) -> Exported:
@@ -164,11 +164,25 @@ def _restored(
     if (run_folder / "config.yaml").is_file():
         subject.require_in(load_config(str(run_folder / "config.yaml")))
     experiment, state, number = restore(run_folder, round)
+    if subject.client:
+        client = _client(experiment, subject)
+        state = experiment.method.excerpt(state, experiment.backbone.info, client)
     return experiment, *_chosen(experiment, state, number, subject)
 
 
+def _client(experiment: Experiment, subject: Subject) -> ClientInfo:
+    return next(client for client in experiment.clients if client.name == subject.client)
+
+
 def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subject) -> tuple[Deployment, Origin]:
-    """Returns one of an experiment's models, and where it comes from."""
+    """Returns one of an experiment's models, and where it comes from.
+
+    Args:
+        experiment: The run.
+        state: The method's state; for a client's own model, its excerpt.
+        number: The round that led to the state.
+        subject: Whose model.
+    """
     budget, deployment = _deployed(experiment, state, number, subject)
     _require_writable(experiment, deployment.plan)
     path = experiment.config.model.path
@@ -191,9 +205,9 @@ def _deployed(experiment: Experiment, state: Payload, number: int, subject: Subj
     method, model = experiment.method, experiment.backbone.info
     deployment: Deployment | None
     if subject.client:
-        client = next(known for known in experiment.clients if known.name == subject.client)
+        client = _client(experiment, subject)
         budget, memory = client.budget, experiment.memory.load(client.name, number + 1)
-        deployment = method.personalize(method.excerpt(state, model, client), model, client, memory)
+        deployment = method.personalize(state, model, client, memory)
     else:
         budget = next(known for known in experiment.budgets if known.name == subject.budget)
         deployment = method.deploy(state, model, budget)

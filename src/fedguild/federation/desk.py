@@ -43,7 +43,7 @@ from fedguild.setup import (
     MEMORY,
     Experiment,
     PreparedData,
-    budget_tiers,
+    checked_budgets,
     load_model,
     method_of,
     prepare_data,
@@ -142,8 +142,8 @@ class Desk:
         if refusal := self._refuses(config) or self.agreement.refuses_names(expected):
             return parcel.answer(failure=f"refused by its site: {refusal}")
         experiment.memory.forget(max(0, parcel.round - config.federation.keep_checkpoints))
-        session.engine.private_seed = private_seed(session.secret, experiment.config, parcel.body)
-        (delivery,) = session.engine.train(method, model, [task])
+        secret = private_seed(session.secret, experiment.config, parcel.body)
+        (delivery,) = session.engine.train(method.with_secret(secret), model, [task])
         if delivery.upload is None:
             return parcel.answer(failure=delivery.failure)
         upload = shrink(delivery.upload, config.federation.codec)
@@ -156,7 +156,8 @@ class Desk:
     def _score(self, parcel: Parcel) -> Parcel:
         experiment = self._session(parcel.run, self._addressed(parcel)).experiment
         scope, split = parcel.facts["scope"], parcel.facts["split"]
-        records = score_clients(experiment, scope, _state(parcel), parcel.round, split)
+        excerpt = _state(parcel)
+        records = score_clients(experiment, scope, lambda _: excerpt, parcel.round, split)
         return parcel.answer(facts={"records": [record.model_dump(mode="json") for record in records]})
 
     def _deliver(self, parcel: Parcel) -> Parcel:
@@ -206,7 +207,7 @@ class Desk:
         method = method_of(config)
         load_metrics(config.evaluation.metrics)
         backbone, own = self._loaded(config), self._own_data()
-        tiers = budget_tiers(config, method, backbone)
+        tiers = checked_budgets(config, method, backbone.info)
         client = ClientInfo(self.site.client, self._budget(config, tiers), len(own.train))
         folder = self.work / "runs" / run
         memory = ClientMemory(folder / MEMORY)

@@ -41,9 +41,10 @@ from fedguild.setup import (
     Experiment,
     PreparedData,
     Split,
-    budget_tiers,
+    checked_budgets,
     load_model,
     method_of,
+    model_of,
     prepare_data,
     run_identity,
 )
@@ -207,10 +208,10 @@ def prepare_remote(
         )
     method = method_of(config)
     load_metrics(config.evaluation.metrics)
+    tiers = checked_budgets(config, method, model_of(config))
     known = prepare_data(config) if settings.reads_data else None
     progress.stage(f"Loading the model {config.model.path}")
     backbone = load_model(config)
-    tiers = budget_tiers(config, method, backbone)
     roster = Roster(
         post,
         run_identity(output),

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging as transformers_logging
 
 from fedguild.data.batches import Seq2Seq
 from fedguild.errors import ConfigError, ModelError
@@ -26,10 +25,10 @@ from fedguild.model.known import find_known, known_models
 from fedguild.model.merging import merged
 from fedguild.model.moe.family import Family, moe_blocks, moe_layers
 from fedguild.model.moe.view import MoeLayer
+from fedguild.model.pretrained import EMBEDDED, auto_class, load_tokenizer, loading, read_config, source_of
 from fedguild.model.runtime import Runtime
-from fedguild.model.tiny import CHECKPOINT
+from fedguild.model.weight_files import LoadingReport, check_weights
 
-EMBEDDED = "embedded"
 _ATTENTION = {"self_attn", "attn", "SelfAttention", "EncDecAttention"}
 """Names that attention has in a module path."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -134,26 +133,54 @@ def load_backbone(
     kind = pick_dtype(dtype, where)
     if where.type == "cpu":
         keep_freed_pages()
-    source = str(CHECKPOINT) if path == EMBEDDED else path
+    four_bit = four_bit_options(kind, where) if load_in_4bit else {}
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    if load_in_4bit:
-        options |= four_bit_options(kind, where)
-    try:
-        with _quiet():
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
-            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
-            if config.is_encoder_decoder and attention == "sdpa":
-                attention = "eager"
-            model = _auto_class(config).from_pretrained(source, dtype=kind, attn_implementation=attention, **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"Cannot load the model '{path}': {str(error).splitlines()[0]}",
-            "model.path takes a hub id, a folder with config.json and safetensors weights, or 'embedded'.",
-        ) from error
+    config = read_config(path, **options)
+    tokenizer = load_tokenizer(path, **options)
+    if config.is_encoder_decoder and attention == "sdpa":
+        attention = "eager"
+    with loading(path):
+        model, report = auto_class(config).from_pretrained(
+            source_of(path),
+            dtype=kind,
+            attn_implementation=attention,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+            **four_bit,
+        )
+    LoadingReport(
+        report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"], list(model.state_dict())
+    ).require_agreement(path)
     placed: Any = model
     if not load_in_4bit:
         placed = placed.to(where)
     return make_backbone(placed, tokenizer, name=path, gradient_checkpointing=gradient_checkpointing)
+
+
+def inspect_model(path: str = EMBEDDED, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelInfo:
+    """Returns what a model that is about to be loaded looks like, from its config, without reading a weight.
+
+    A folder is checked for what loading it needs: its tokenizer, whole weight files, and in them the names and
+    shapes that the config asks for. Of a model on the hub nothing but the config is fetched.
+
+    Args:
+        path: Hub id, folder, or `embedded`.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Whether the hub's own model code may run.
+
+    Raises:
+        ModelError: there is no such model, its folder is not complete, its weights are not those of its config,
+            or its experts are not supported.
+    """
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config, folder = read_config(path, **options), Path(source_of(path))
+    with loading(path):
+        info = _described(config, path, trust_remote_code)
+        if folder.is_dir():
+            load_tokenizer(path, **options)
+            check_weights(folder, _without_weights(config, trust_remote_code))
+    return info
 
 
 def make_backbone(model: Any, tokenizer: Any, *, name: str, gradient_checkpointing: bool = False) -> Backbone:
@@ -239,12 +266,11 @@ def describe_config(path: str, *, revision: str | None = None, trust_remote_code
         ModelError: there is no such config, or its experts are not supported.
     """
     known = find_known(path) if revision is None and not Path(path).exists() else None
-    source = str(CHECKPOINT) if path == EMBEDDED else path
     try:
         if known is not None:
             config = AutoConfig.for_model(**known.config)
         else:
-            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(source_of(path), revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"Cannot read the config of '{path}': {str(error).splitlines()[0]}",
@@ -264,8 +290,8 @@ def describe_architecture(config: Mapping[str, Any], name: str) -> ModelInfo:
 
 
 def _described(config: PreTrainedConfig, name: str, trust_remote_code: bool = False) -> ModelInfo:
+    model = _without_weights(config, trust_remote_code)
     with torch.device("meta"):
-        model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
         family = _prepared(model)
     return describe(model, name, moe_layers(model, family, Runtime()) if family else [])
 
@@ -290,8 +316,9 @@ def _prepared(model: Any) -> Family | None:
     return None
 
 
-def _auto_class(config: PreTrainedConfig) -> Any:
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+def _without_weights(config: PreTrainedConfig, trust_remote_code: bool) -> Any:
+    with torch.device("meta"):
+        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
 def _seq2seq(config: Any) -> Seq2Seq | None:
@@ -336,15 +363,3 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype not in DTYPES:
         raise ConfigError(f"model.dtype: unknown dtype '{dtype}'.", f"Known: auto, {', '.join(DTYPES)}.")
     return DTYPES[dtype]
-
-
-class _quiet:  # noqa: N801 - reads as a statement: `with _quiet():`
-    """Keeps transformers' progress bars out of our own output."""
-
-    def __enter__(self) -> None:
-        self._level = transformers_logging.get_verbosity()
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        transformers_logging.set_verbosity(self._level)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedguild.data.batches import Seq2Seq
-from fedguild.errors import ModelError
+from fedguild.errors import ConfigError, ModelError
 
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -91,3 +91,23 @@ class ModelInfo:
                 "Choose an MoE model (OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, SwitchTransformers) or a "
                 "method for dense models, for example fedit.",
             )
+
+    def require_active_experts(self, count: int, who: str) -> int:
+        """Returns a number of active experts per token that this model can run.
+
+        Args:
+            count: The number.
+            who: Who asks for it, for the message.
+
+        Raises:
+            ModelError: the model is dense.
+            ConfigError: the number is not from 1 to the model's own.
+        """
+        self.require_experts(who)
+        if not 1 <= count <= self.top_k:
+            raise ConfigError(
+                f"{who} has active_experts {count}, but {self.name} runs {self.top_k} of {self.moe[0].num_experts} "
+                "experts per token.",
+                f"Choose active_experts from 1 to {self.top_k}.",
+            )
+        return count

@@ -269,16 +269,9 @@ def _check_plans(backbone: Backbone, plans: Sequence[AdapterPlan]) -> None:
     first = plans[0]
     if any(plan.cohort_key != first.cohort_key for plan in plans):
         raise ConfigError("The clients of a cohort must share LoRA targets and the kinds of what else they train.")
-    top_k = backbone.info.top_k
-    if any(plan.active_experts is not None for plan in plans):
-        backbone.info.require_experts("A number of active experts")
     for plan in plans:
-        if plan.active_experts is not None and plan.active_experts > top_k:
-            raise ConfigError(
-                f"{plan.active_experts} active experts are asked for, but {backbone.info.name} runs {top_k} of "
-                f"{backbone.info.moe[0].num_experts}.",
-                f"Choose active_experts from 1 to {top_k}.",
-            )
+        if plan.active_experts is not None:
+            backbone.info.require_active_experts(plan.active_experts, "The plan of a client")
 
 
 def _as_it_is(batch: SlotBatch) -> SlotBatch:

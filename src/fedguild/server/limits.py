@@ -11,15 +11,10 @@ def require_within_top_k(model: ModelInfo, budget: Budget) -> int:
     """Returns the budget's active experts.
 
     Raises:
+        ModelError: the model is dense.
         ConfigError: the model runs fewer.
     """
-    if not 1 <= budget.active_experts <= model.top_k:
-        raise ConfigError(
-            f"Budget '{budget.name}' has active_experts {budget.active_experts}, but {model.name} runs "
-            f"{model.top_k} of {model.moe[0].num_experts} experts per token.",
-            f"Set federation.budgets[].active_experts from 1 to {model.top_k}.",
-        )
-    return budget.active_experts
+    return model.require_active_experts(budget.active_experts, f"federation.budgets: '{budget.name}'")
 
 
 def active_experts_of(model: ModelInfo, budget: Budget) -> int | None:

@@ -219,6 +219,15 @@ class Method(ABC):
         """
         return self
 
+    def with_secret(self, secret: int) -> Method:
+        """Returns the method for one training on a client's own machine; by default itself.
+
+        Args:
+            secret: What noise that protects the client's data is to be drawn from, another number for every training.
+                The server does not know it, while it knows the run's seed and could draw that noise again.
+        """
+        return self
+
     def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
         """Returns the state before the first round, given what `start` returned and who the clients are.
 

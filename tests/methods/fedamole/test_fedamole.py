@@ -420,7 +420,7 @@ def test_the_noise_differs_by_client_and_round(llama_backbone: Backbone, tmp_pat
     assert all(torch.equal(one, other) for one, other in zip(again, directions[:4], strict=True))
 
 
-def test_the_noise_is_drawn_from_a_private_seed_where_there_is_one(llama_backbone: Backbone, tmp_path: Path) -> None:
+def test_the_noise_is_drawn_from_a_secret_where_there_is_one(llama_backbone: Backbone, tmp_path: Path) -> None:
     known = federation(llama_backbone, tmp_path, privacy_eta=1e-3)
     state = known.start()
     who = known.clients[0]
@@ -428,8 +428,8 @@ def test_the_noise_is_drawn_from_a_private_seed_where_there_is_one(llama_backbon
     found = []
     for secret in (None, 1, 2, 2**255 + 1):
         engine = LocalEngine(known.backbone, known.examples, SETTINGS, known.memory, seed=1)
-        engine.private_seed = secret
-        (delivery,) = engine.train(known.method, known.model, [task])
+        method = known.method if secret is None else known.method.with_secret(secret)
+        (delivery,) = engine.train(method, known.model, [task])
         assert delivery.upload is not None
         found.append(delivery.upload.tensors)
     for name, value in found[0].items():

@@ -131,6 +131,10 @@ class FedAMoLE(Method):
         note="Clients hold between k^e and b experts of a module; over all of them the mean is E k^c / C.",
     )
 
+    def __init__(self, settings: FedAMoLESettings, secret: int | None = None) -> None:
+        super().__init__(settings)
+        self._secret = secret
+
     def fitted(self, clients: int, *, exact: bool) -> FedAMoLE:
         """Returns itself, where so many clients have an assignment.
 
@@ -214,8 +218,13 @@ class FedAMoLE(Method):
         eta, bound = self.settings.privacy_eta, self.settings.privacy_bound
         if eta is None:
             return sent
-        rng = numpy_rng(cohort.private_seed, "embedding noise", cohort.round, cohort.clients[slot].index)
+        seed = cohort.seed if self._secret is None else self._secret
+        rng = numpy_rng(seed, "embedding noise", cohort.round, cohort.clients[slot].index)
         return {name: privatised(value, eta, bound, rng) for name, value in sorted(sent.items())}
+
+    def with_secret(self, secret: int) -> FedAMoLE:
+        """Returns the method with noise drawn from a secret of the client's machine; in a simulation the run's seed."""
+        return FedAMoLE(self.settings, secret)
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 7 to 10."""

@@ -1,0 +1,52 @@
+"""Figures of FedAlign-MoE's report: overlap, consistency weights and thresholds of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedguild.model.info import ModelInfo
+from fedguild.payload import Payload
+from fedguild.server.method import Observation
+
+FIGURES = "figures"
+"""The part of the state with the figures of the last round: `{figure}/{path of a layer's experts}`."""
+OBSERVED = {
+    "overlap": "mean expert overlap o",
+    "spread": "spread of the consistency weights (standard deviation over clients)",
+    "threshold": "similarity threshold tau",
+    "aggregated": "share of experts aggregated",
+}
+
+
+def reference_figures(experts: str, overlap: Tensor, omega: Tensor) -> dict[str, Tensor]:
+    """Returns a layer's figures of the reference: the mean of o, and the spread of omega over the clients."""
+    return {
+        f"{FIGURES}/overlap/{experts}": overlap.mean().float(),
+        f"{FIGURES}/spread/{experts}": omega.std(dim=0, correction=0).mean().float(),
+    }
+
+
+def expert_figures(experts: str, thresholds: Sequence[float], aggregated: int, count: int) -> dict[str, Tensor]:
+    """Returns a layer's figures of its experts: the share of all `count` that were aggregated, and the mean of tau."""
+    return {
+        f"{FIGURES}/aggregated/{experts}": torch.tensor(aggregated / count),
+        f"{FIGURES}/threshold/{experts}": torch.tensor(thresholds or [0.0]).mean(),
+    }
+
+
+def observations(state: Payload, model: ModelInfo) -> list[Observation]:
+    """Returns per layer: o, the spread of omega, tau and the share of experts with an update that counted."""
+    figures = state.part(FIGURES)
+    layers = [layer.experts for layer in model.moe]
+    return [
+        Observation(
+            title,
+            torch.stack([figures[f"{figure}/{experts}"] for experts in layers]),
+            [f"layer {index}" for index in range(len(layers))],
+        )
+        for figure, title in OBSERVED.items()
+        if all(f"{figure}/{experts}" in figures for experts in layers)
+    ]

@@ -1,0 +1,285 @@
+"""FedMoE: for every client a sub-MoE that fits its memory and data, adjusted by its peers.
+
+H. Mei, D. Cai, A. Zhou, S. Wang, M. Xu, "FedMoE: Personalized Federated Learning via Heterogeneous
+Mixture of Experts", arXiv 2408.11304, 2024.
+
+The algorithm, in our words (k, j are clients, i a layer, e an expert of it):
+     1  server: start what trains: LoRA on dense layers and experts, and the routers
+     2  stage 1, each round, for the sampled clients: train the full MoE, send it and
+            p_k(i, e), each expert's share of the activations on held-out data -> validation.py
+     3  server: a client that cannot hold the full MoE gets the mean p of those of its
+            task that can, by their sizes                                      -> sub_moes.py
+     4  server: theta_k = the largest theta in [0, 1] whose sets fit into alpha memory_k, where a
+            layer's set are its likeliest experts, as few as have a share of theta together
+                                                                               -> fitting.py
+     5  stage 2, each round, for the sampled clients k:
+     6      client: take the dense parts and the held experts with their router rows -> rows.py;
+                choose among these                                             -> held_experts.py
+     7      client: minimise the cross-entropy with smoothed labels + lambda L_balance, validate, send
+                what it trained, p_k and the accuracy
+     8      server: dense parts: mean by size; an expert and its router row: mean over its holders
+     9      server: without a gain for some rounds: S_kj = cos(p_k, p_j)        (Eq. 4),
+                the K most similar are the peers                               (Eq. 5),
+                p-hat_k = sum_j S_kj p_j / sum_j S_kj                          (Eq. 6),
+                n = mean_j n_j - n_k: the n best outside come in, or the |n| worst go, by p-hat
+                                                                               -> adjusting.py
+    10      server: no gain after an adjustment: undo it, and never adjust this client again
+                                                                               -> sub_moes.py
+
+Symbols: p `activation`, theta the threshold of `fitted_sets`, alpha `memory_share`, memory_k
+`memory[budget]` of all expert parameters, lambda `balance`, K `peers`, n_k experts held.
+
+Readings and deviations (docs/methods/fedmoe.md):
+    - What trains is LoRA on experts and dense layers, and the routers in full, in both stages.
+    - The backbone is shared in a simulation, so all experts are there; what a client does not hold it
+      neither runs, trains nor receives.
+    - In stage 1 a client that cannot hold the full MoE trains random sets that fit.
+    - Memory is counted in expert parameters. The server knows no tasks: `tasks` names them; by
+      default all clients have the same. A client without p by the end of stage 1 is treated as in line 3.
+    - The routers' load-balancing loss has the number of all experts as its factor in every sub-MoE.
+    - A client's own model is what it would receive next; the global model has all experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.cohort import Cohort
+from fedguild.client.load_balancing import LoadBalancing
+from fedguild.client.observing import observing
+from fedguild.methods.fedmoe.adjusting import adjusted_sets, recommendation, similarities, top_peers
+from fedguild.methods.fedmoe.fitting import fitted_sets
+from fedguild.methods.fedmoe.held_experts import HeldExperts
+from fedguild.methods.fedmoe.observations import observations
+from fedguild.methods.fedmoe.options import limits_of, require_budgets, require_targets, task_numbers
+from fedguild.methods.fedmoe.rows import all_rows, by_part, full_tensors, held_rows, holder_weights, layer_of, together
+from fedguild.methods.fedmoe.sub_moes import TRYING, SubMoes
+from fedguild.methods.fedmoe.validation import Validation, validate
+from fedguild.model.adapters.full_router import FullRouter
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.payload import ADAPTER, Payload
+from fedguild.seeding import new_seed
+from fedguild.server.aggregation import WeightedMean
+from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
+from fedguild.server.settings import LoraSettings, Rank
+
+EXPERTS = "experts"
+"""The part with what has a row for each expert, the routers' rows among it (rows.py); a payload has the held ones."""
+HELD = "held"
+"""The part of a download with the held experts: path of each layer's experts -> [n] ids, ascending."""
+ACTIVATION = "activation"
+"""The part of an upload with p: path of each layer's experts -> [M]."""
+LOSS, ACCURACY = "validation/loss", "validation/accuracy"
+
+
+class FedMoeSettings(LoraSettings):
+    """The options of FedMoE."""
+
+    rank: Rank = 8
+    targets: tuple[str, ...] = Field(
+        ("attention",),
+        description="what LoRA adapts beside the experts: leaf names of linear layers, or attention and mlp",
+    )
+    stage_one_rounds: int = Field(5, ge=1, description="rounds of stage 1, with the full MoE")
+    memory: Mapping[str, Annotated[float, Field(gt=0, le=1)]] = Field(
+        {}, description="budget's name -> part of all expert parameters that its clients can hold; 1 where left out"
+    )
+    memory_share: float = Field(
+        0.8, gt=0, le=1, description="alpha: the part of a client's memory that its experts get"
+    )
+    tasks: tuple[str, ...] = Field((), description="each client's task, in client order; empty: all have the same")
+    held_out: float = Field(0.1, gt=0, lt=1, description="part of a client's examples that it validates on")
+    held_out_limit: int = Field(100, ge=1, description="most examples that a client validates on")
+    label_smoothing: float = Field(0.1, ge=0, lt=1, description="label smoothing of the cross-entropy")
+    balance: float = Field(0.01, ge=0, description="lambda: weight of the load-balancing loss")
+    gain: Literal["accuracy", "loss"] = Field("accuracy", description="which validation figure has to get better")
+    patience: int = Field(3, ge=1, description="rounds of a client without a gain after which its sets are adjusted")
+    peers: int = Field(3, ge=1, description="K, peers that an adjustment asks")
+
+
+class FedMoe(Method):
+    """Heterogeneous sub-MoEs in two stages; see the module's docstring."""
+
+    Settings = FedMoeSettings
+    settings: FedMoeSettings
+    needs_experts = True
+    costs = ServerCosts(
+        "O(n) and C L M shares of tokens",
+        "O(C n + C² L M)",
+        varies="at most",
+        note="Counted as in stage 1, in which a client holds as many experts as fit; later its data chooses fewer or "
+        "as many.",
+        rounds=3,
+    )
+
+    def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
+        """Returns LoRA, full routers and a restricted routing; which experts are held comes with the download."""
+        model.require_experts("FedMoE")
+        require_targets(self.settings.targets)
+        return AdapterPlan((self._lora, FullRouter(), HeldExperts()))
+
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+        """Line 1.
+
+        Raises:
+            ConfigError: `memory` names an unknown budget, or a budget's memory does not hold the active experts.
+        """
+        settings = self.settings
+        require_budgets(settings.memory, budgets)
+        dense, experts = by_part(model, initial_adapter(model, self.plan(model, budgets[0]), rng))
+        for budget in budgets:
+            limits_of(model, budget, settings.memory, settings.memory_share)
+        return Payload.of({ADAPTER: dense, EXPERTS: experts}, {"seed": new_seed(rng)})
+
+    def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
+        """Gives everybody the sets of stage 1: all experts, or random ones where these do not fit.
+
+        Raises:
+            ConfigError: there are more or fewer tasks than clients.
+        """
+        settings = self.settings
+        tasks = task_numbers(settings.tasks, len(clients))
+        sub_moes = SubMoes.enrolled(
+            {layer.experts: layer.num_experts for layer in model.moe},
+            [limits_of(model, client.budget, settings.memory, settings.memory_share) for client in clients],
+            poor=[settings.memory.get(client.budget.name, 1.0) < 1 for client in clients],
+            tasks=tasks,
+            examples=[client.examples for client in clients],
+            seed=int(state.scalars["seed"]),
+        )
+        return Payload({**state.tensors, **sub_moes.tensors()}, {"round": 0})
+
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
+        """Line 6."""
+        held = SubMoes.of(state).ids(client.index)
+        rows = held_rows(state.part(EXPERTS), held)
+        return Payload.of({ADAPTER: state.part(ADAPTER), EXPERTS: rows, HELD: held})
+
+    def local_update(self, cohort: Cohort) -> list[Payload]:
+        """Lines 2, 6 and 7."""
+        settings, model = self.settings, cohort.model
+        for slot, work in enumerate(cohort.work):
+            model.attached[HeldExperts].hold(slot, work.download.part(HELD))
+            cohort.load(slot, _received(model.backbone.info, work.download))
+        slots = range(len(cohort.work))
+        held_out = [cohort.hold_out(slot, settings.held_out, settings.held_out_limit) for slot in slots]
+        balancing = LoadBalancing(len(cohort.work))
+        with observing(model.backbone.moe, balancing.observe):
+            for step in cohort.steps():
+                loss = step.forward(settings.label_smoothing)
+                balance, _ = balancing.losses()
+                step.backward(loss + settings.balance * balance * step.shares())
+                step.apply()
+        figures = validate(cohort, held_out)
+        return [_upload(cohort, slot, validation) for slot, validation in enumerate(figures)]
+
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+        """Line 8, then lines 3 and 4 after the last round of stage 1, or lines 9 and 10 in stage 2."""
+        round, sub_moes = int(state.scalars["round"]) + 1, SubMoes.of(state)
+        dense, experts, validated = WeightedMean(), WeightedMean(), []
+        sizes = sub_moes.layers()
+        for upload in uploads:
+            client, payload, is_late = upload.client, upload.payload, upload.round < round
+            held = sub_moes.ids(client.index, earlier=is_late)
+            rows, weights = all_rows(payload.part(EXPERTS), held, sizes), holder_weights(held, sizes, client.examples)
+            dense.add(payload.part(ADAPTER), float(client.examples))  # line 8
+            experts.add(rows, {name: weights[layer_of(name)] for name in rows})
+            loss, accuracy = float(payload.tensors[LOSS]), float(payload.tensors[ACCURACY])
+            sub_moes.note(client.index, payload.part(ACTIVATION), loss, accuracy)
+            validated += [] if is_late else [client.index]
+        sub_moes.close_round()
+        if round == self.settings.stage_one_rounds:
+            fit(sub_moes)
+        elif round > self.settings.stage_one_rounds:
+            adjust(sub_moes, sorted(validated), self.settings)
+        trained = {ADAPTER: dense.result(state.part(ADAPTER)), EXPERTS: experts.result(state.part(EXPERTS))}
+        return Payload({**Payload.of(trained).tensors, **sub_moes.tensors()}, {"round": round})
+
+    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+        """Returns the names and shapes of the dense parts, the held experts, p and the validation's figures."""
+        dense, experts = by_part(model, trainable_shapes(model, self.plan(model, client.budget)))
+        counts = {layer: len(ids) for layer, ids in download.part(HELD).items()}
+        rows = {name: (counts[layer_of(name)], *shape[1:]) for name, shape in experts.items()}
+        return {
+            **in_part(ADAPTER, dense),
+            **in_part(EXPERTS, rows),
+            **in_part(ACTIVATION, {layer.experts: (layer.num_experts,) for layer in model.moe}),
+            LOSS: (),
+            ACCURACY: (),
+        }
+
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+        """Returns the global model with all experts, which a client may not be able to hold."""
+        plan = AdapterPlan((self._lora, FullRouter()))
+        return Deployment(plan, together(model, state.part(ADAPTER), state.part(EXPERTS)))
+
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
+        """Returns what the client receives: its sub-MoE, and nothing of its peers' sets, data or scores."""
+        return self.download(state, model, client)
+
+    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Returns the client's sub-MoE: a client of FedMoE keeps nothing of its own."""
+        held = excerpt.part(HELD)
+        sets = tuple(tuple(held[layer.experts].tolist()) for layer in model.moe)
+        return Deployment(AdapterPlan((self._lora, FullRouter(), HeldExperts(sets))), _received(model, excerpt))
+
+    def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
+        """Returns how many experts every client holds, what they weigh, how it validates, and who is settled."""
+        return observations(SubMoes.of(state), model)
+
+    @property
+    def _lora(self) -> Lora:
+        return Lora(self.settings.rank, self.settings.scale, (*self.settings.targets, "experts"))
+
+
+def fit(sub_moes: SubMoes) -> None:
+    """Gives every client the sets that fit, by its own p or that of others."""
+    for client in range(sub_moes.clients):
+        activation = sub_moes.activation_for(client)  # line 3
+        sets, _ = fitted_sets(activation, sub_moes.limits(client))  # line 4
+        sub_moes.give(client, sets)
+
+
+def adjust(sub_moes: SubMoes, clients: Sequence[int], settings: FedMoeSettings) -> None:
+    """Adjusts the sets of those who do not get better, or undoes the last adjustment.
+
+    Args:
+        sub_moes: The sub-MoEs of all clients.
+        clients: Who has validated in this round.
+        settings: `gain`, `patience` and `peers`.
+    """
+    activation, counts = sub_moes.activations(), sub_moes.counts().sum(dim=1)
+    similarity = similarities(activation)  # Eq. 4
+    for client in clients:
+        if not sub_moes.is_stuck(client, settings.gain, settings.patience):
+            continue
+        if sub_moes.status[client] == TRYING:
+            sub_moes.undo(client)  # line 10
+            continue
+        peers = top_peers(similarity, client, sub_moes.known, settings.peers)  # Eq. 5
+        wanted = recommendation(similarity[client, peers], activation[peers])  # Eq. 6
+        if wanted is not None:
+            per_layer = wanted.split(list(sub_moes.layers().values()))
+            sets = adjusted_sets(sub_moes.sets(client), per_layer, counts[peers].tolist(), sub_moes.limits(client))
+            sub_moes.attempt(client, sets)  # line 9
+
+
+def _upload(cohort: Cohort, slot: int, validation: Validation) -> Payload:
+    """Line 7."""
+    dense, experts = by_part(cohort.model.backbone.info, cohort.read(slot))
+    rows = held_rows(experts, cohort.work[slot].download.part(HELD))
+    parts = Payload.of({ADAPTER: dense, EXPERTS: rows, ACTIVATION: validation.activation})
+    figures = {LOSS: torch.tensor(validation.loss), ACCURACY: torch.tensor(validation.accuracy)}
+    return Payload({**parts.tensors, **figures})
+
+
+def _received(model: ModelInfo, download: Payload) -> dict[str, torch.Tensor]:
+    """Returns what a client received as it is loaded."""
+    return full_tensors(model, download.part(ADAPTER), download.part(EXPERTS), download.part(HELD))

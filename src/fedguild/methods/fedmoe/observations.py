@@ -1,0 +1,23 @@
+"""Figures of FedMoE's report: the clients' sub-MoEs, their validation, and the clients whose sets are settled."""
+
+from __future__ import annotations
+
+import torch
+
+from fedguild.methods.fedmoe.sub_moes import FROZEN, SubMoes
+from fedguild.model.info import ModelInfo
+from fedguild.server.method import Observation
+
+
+def observations(sub_moes: SubMoes, model: ModelInfo) -> list[Observation]:
+    """Returns how many experts every client holds, what they weigh, how it validates, and who is settled."""
+    counts = sub_moes.counts()
+    clients = [f"client-{index:03d}" for index in range(len(counts))]
+    sizes = torch.tensor([float(layer.expert_parameters) for layer in model.moe])
+    layers = [f"layer {index}" for index in range(len(model.moe))]
+    return [
+        Observation("held experts", counts.float(), clients, layers),
+        Observation("held expert parameters", counts.float() @ sizes / 1e6, clients, unit="million"),
+        Observation("validation accuracy", sub_moes.accuracy, clients),
+        Observation("clients whose experts are settled", (sub_moes.status == FROZEN).sum()[None].float(), ["clients"]),
+    ]

@@ -1,0 +1,156 @@
+"""PFL-MoE: a global and a personal adapter, their logits mixed by each client's gate.
+
+B. Guo, Y. Mei, D. Xiao, W. Wu, "PFL-MoE: Personalized Federated Learning Based on Mixture of
+Experts", APWeb-WAIM 2021. Read from the authors' code (guobbin/PFL-MoE). The two models are the
+"experts" of its title; the backbone may have experts of its own or not.
+
+The algorithm, in our words:
+    1  server: start LoRA (A random, B = 0)
+    2  each round, for the sampled clients i:
+    3      client: load the global theta and minimise the mean loss over its response tokens
+    4      server: theta = mean_i theta_i, every client alike
+    5      client: split its data, 3/4 to personalise with and 1/4 for the gate
+    6      client: theta_p = theta, trained on the 3/4
+    7      client: freeze both; train g(x) = sigmoid(w . phi(x) + b) on the 1/4 with
+               z(x) = g(x) z(x; theta) + (1 - g(x)) z(x; theta_p), z the logits -> gate.py
+    8      client: its own model is z(x)                                        -> logit_mixture.py
+
+Symbols: theta `received`, theta_p `personal`, g and its w, b `gate`, phi `prompt_features`
+(prompt_features.py). The paper's PFL-MF is `features: hidden`, its PFL-MFE `features: embedding`.
+
+Readings and deviations (docs/methods/pfl-moe.md):
+    - What was the classifier's head is LoRA here; theta_p starts as a copy of the adapter.
+    - phi is the mean over the prompt's tokens, of the frozen backbone's last hidden states (MF, its
+      features) or of the token embeddings (MFE, its raw input). There is one g for a sequence.
+    - The authors personalise once, after the last round. Here lines 5 to 7 follow line 3 in every
+      round from `personal_from` on, anew from the theta that the client has received, so that any
+      round can be evaluated. Nothing of them is sent, and line 3 does not see them.
+    - A client's own model mixes the theta that it has received, with which its gate was trained.
+    - The gate starts at w = 0, b = 0, so g = 1/2; a client with a single example stays there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.cohort import Cohort
+from fedguild.client.training import load_received, train
+from fedguild.config.training import TrainingSettings
+from fedguild.methods.pfl_moe.gate import GateSettings, train_gates
+from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.payload import ADAPTER, Payload
+from fedguild.server.method import Deployment, Method, ServerCosts, Upload
+from fedguild.server.settings import Dropout, LoraSettings, Targets
+from fedguild.server.uploads import mean_adapter
+
+RECEIVED, PERSONAL, GATE = "received", "personal", "gate"
+"""The parts of a client's memory: theta, theta_p, and w and b."""
+
+
+class PflMoeSettings(LoraSettings):
+    """The options of PFL-MoE."""
+
+    rank: int = Field(8, ge=1, description="LoRA rank r of both adapters")
+    targets: Targets = ("router", "experts")
+    dropout: Dropout = 0.0
+    features: Literal["hidden", "embedding"] = Field(
+        "hidden",
+        description="what the gate sees of a prompt: the mean of the frozen backbone's last hidden states (MF), or of "
+        "the token embeddings (MFE)",
+    )
+    personal_from: int = Field(
+        1, ge=1, description="first round in which clients personalise; before it, their own model is the global one"
+    )
+    gate_share: float = Field(0.25, gt=0, lt=1, description="part of a client's examples that its gate trains on")
+    personal_epochs: float | None = Field(
+        None, gt=0, description="passes of line 6 over the client's other examples; null: as the run's training says"
+    )
+    personal_learning_rate: float | None = Field(
+        None, ge=0, description="learning rate of line 6; null: as the run's training says"
+    )
+    gate_epochs: float = Field(1.0, gt=0, description="passes of line 7 over the gate's examples")
+    gate_learning_rate: float = Field(1e-3, ge=0, description="learning rate of the gate's Adam")
+    gate_weight_decay: float = Field(5e-4, ge=0, description="weight decay of the gate's Adam, added to the gradient")
+
+
+class PflMoe(Method):
+    """A mixture of the global and a personal adapter; see the module's docstring."""
+
+    Settings = PflMoeSettings
+    settings: PflMoeSettings
+    costs = ServerCosts(
+        "O(n), whatever C is: a running mean",
+        "O(C n)",
+        note="A client's personal adapter and gate stay with it; their training comes on top of the FLOPs here.",
+    )
+
+    def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
+        """Returns one LoRA, the same for every budget: in training the two adapters take turns in it."""
+        settings = self.settings
+        return AdapterPlan((Lora(settings.rank, settings.scale, settings.targets, settings.dropout),))
+
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+        """Line 1."""
+        return Payload.of({ADAPTER: initial_adapter(model, self.plan(model, budgets[0]), rng)}, {"rounds": 0})
+
+    def local_update(self, cohort: Cohort) -> list[Payload]:
+        """Line 3, then lines 5 to 7."""
+        load_received(cohort)
+        uploads = train(cohort)
+        if cohort.round >= self.settings.personal_from:
+            self._personalise(cohort)
+        return uploads
+
+    def _personalise(self, cohort: Cohort) -> None:
+        """Lines 5 to 7, for all clients of the cohort at once; what they keep replaces what they kept before."""
+        settings, started = self.settings, time.perf_counter()
+        another = cohort.another(self._personal_training(cohort.settings), "personal")
+        for_gate = [  # line 5
+            another.hold_out(slot, settings.gate_share, len(work.examples)) if len(work.examples) > 1 else []
+            for slot, work in enumerate(cohort.work)
+        ]
+        load_received(another)
+        train(another)  # line 6
+        received = [work.download.part(ADAPTER) for work in cohort.work]
+        personal = [another.read(slot) for slot in range(len(cohort.work))]
+        gate_settings = GateSettings(
+            settings.features, settings.gate_epochs, settings.gate_learning_rate, settings.gate_weight_decay
+        )
+        gates = train_gates(another, for_gate, received, personal, gate_settings)  # line 7
+        for slot, (theta, theta_p, gate) in enumerate(zip(received, personal, gates, strict=True)):
+            cohort.keep(slot, Payload.of({RECEIVED: theta, PERSONAL: theta_p, GATE: gate}).tensors)
+        cohort.add_cost(another, time.perf_counter() - started)
+
+    def _personal_training(self, training: TrainingSettings) -> TrainingSettings:
+        """Returns how line 6 trains."""
+        settings = self.settings
+        if settings.personal_epochs is not None:
+            training = training.model_copy(update={"epochs": settings.personal_epochs, "steps": None})
+        if settings.personal_learning_rate is not None:
+            training = training.model_copy(update={"learning_rate": settings.personal_learning_rate})
+        return training
+
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+        """Line 4."""
+        mean = mean_adapter(state, uploads, "uniform")
+        return Payload.of({ADAPTER: mean}, {"rounds": int(state.scalars["rounds"]) + 1})
+
+    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Line 8; for a client without a personal model the global one, mixed with itself once others have theirs."""
+        settings, plan, received = self.settings, self.plan(model, client.budget), excerpt.part(ADAPTER)
+        if int(excerpt.scalars["rounds"]) < settings.personal_from:
+            return Deployment(plan, received)
+        theta, personal = memory.part(RECEIVED) or received, memory.part(PERSONAL) or received
+        gate = memory.part(GATE) or {WEIGHT: torch.zeros(model.hidden), BIAS: torch.zeros(())}
+        mixture = LogitMixture(settings.rank, settings.targets, settings.features)
+        second = {f"{SECOND}{name}": value for name, value in personal.items()}
+        return Deployment(AdapterPlan((mixture, plan.lora)), {**theta, **second, **gate})

@@ -1,0 +1,96 @@
+"""Models of transformers on disk or on the hub: the config, the tokenizer, and errors in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from fedguild.errors import ModelError
+from fedguild.model.tiny import CHECKPOINT
+
+EMBEDDED = "embedded"
+_PATHS = "model.path takes a hub id, a folder with config.json, a tokenizer and safetensors weights, or 'embedded'."
+
+
+def source_of(path: str) -> str:
+    """Returns what transformers takes for a `model.path`: the hub id or the folder."""
+    return str(CHECKPOINT) if path == EMBEDDED else path
+
+
+def read_config(path: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
+    """Returns the config of a model that is to be loaded.
+
+    Raises:
+        ModelError: there is no such model, or its config cannot be read.
+    """
+    place = Path(source_of(path))
+    if place.is_file():
+        raise ModelError(f"Cannot load the model '{path}': it is a file, not a model's folder.", _PATHS)
+    if place.is_dir() and not (place / "config.json").is_file():
+        raise ModelError(f"Cannot load the model '{path}': the folder has no config.json.", _PATHS)
+    if place.is_absolute() and not place.exists():
+        raise ModelError(f"Cannot load the model '{path}': there is no such folder.", _PATHS)
+    with loading(path):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            source_of(path), revision=revision, trust_remote_code=trust_remote_code
+        )
+    return config
+
+
+@contextmanager
+def loading(path: str, what: str = "") -> Iterator[None]:
+    """Keeps transformers quiet inside the block, and turns its errors into a ModelError."""
+    try:
+        with _quiet():
+            yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelError(f"Cannot load {what or 'the model '}'{path}': {first}", _PATHS) from error
+
+
+def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Returns a model's tokenizer.
+
+    Args:
+        path: Hub id, folder, or `embedded`.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Whether the hub's own code may run.
+
+    Raises:
+        ModelError: the model has none.
+    """
+    with loading(path, "the tokenizer of "):
+        tokenizer = AutoTokenizer.from_pretrained(
+            source_of(path), revision=revision, trust_remote_code=trust_remote_code
+        )
+    folder, files = Path(source_of(path)), set(tokenizer.vocab_files_names.values())
+    if folder.is_dir() and files and not any((folder / file).is_file() for file in files):
+        # transformers makes an empty one of a folder without these files
+        raise ModelError(
+            f"{folder} has no tokenizer: none of {', '.join(sorted(files))} is there.",
+            "Put the tokenizer's files beside config.json: `tokenizer.save_pretrained` writes them.",
+        )
+    return tokenizer
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Returns the class of transformers that loads models of this config."""
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+class _quiet:  # noqa: N801 - reads as a statement: `with _quiet():`
+    """Keeps transformers' progress bars out of our own output."""
+
+    def __enter__(self) -> None:
+        self._level = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        transformers_logging.set_verbosity(self._level)

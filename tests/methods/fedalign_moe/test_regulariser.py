@@ -1,0 +1,323 @@
+"""FedAlign-MoE's client: statistics (Eq. 3, 5, 12) and the regulariser (Eq. 8-11) against slow loops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.cohort import Cohort, LocalWork
+from fedguild.client.observing import observing
+from fedguild.config.training import TrainingSettings
+from fedguild.data.batches import Encoded
+from fedguild.methods.fedalign_moe.measuring import RoutingProfile, measure_routing, sample_rows
+from fedguild.methods.fedalign_moe.regulariser import LayerTarget, Regulariser, adaptive_weights, top_k_mask
+from fedguild.model.adapters.full_router import FullRouter
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.info import MoeInfo
+from fedguild.model.moe.view import Routing
+from fedguild.model.plan import AdapterPlan
+from fedguild.model.slots import SlotModel
+from fedguild.payload import Payload
+from fedguild.seeding import torch_rng
+from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone
+from tests.oracles import fedalign_moe as oracle
+
+EXPERTS, TOP_K, HIDDEN = 5, 2, 3
+LAYER = MoeInfo("block", "block.gate", "block.experts", EXPERTS, TOP_K, HIDDEN, 4)
+PLAN = AdapterPlan((Lora(2, 2.0, ("experts",)), FullRouter()))
+SETTINGS = TrainingSettings(optimizer="adamw", learning_rate=0.02, batch_size=2, steps=3, clip_norm=None)
+
+
+def routing(tokens_of: list[int], seed: int, padding: bool = True, layer: int = 0) -> Routing:
+    """A random routing in fp64 with these tokens per slot, every third of them padding."""
+    rng, count = torch_rng(seed, "routing"), sum(tokens_of)
+    logits = torch.randn(count, EXPERTS, generator=rng, dtype=torch.float64) * 2
+    weights, indices = logits.softmax(-1).topk(TOP_K)
+    slot = torch.tensor([s for s, tokens in enumerate(tokens_of) for _ in range(tokens)], dtype=torch.int64)
+    keep = torch.arange(count) % 3 != 2 if padding else None
+    hidden = torch.randn(count, HIDDEN, generator=rng, dtype=torch.float64)
+    return Routing(layer, hidden, logits.requires_grad_(), weights, indices, slot, keep)
+
+
+def real_of(seen: Routing, slot: int) -> list[bool]:
+    keep = [True] * len(seen.slot) if seen.keep is None else seen.keep.tolist()
+    return [ok and owner == slot for ok, owner in zip(keep, seen.slot.tolist(), strict=True)]
+
+
+# Eq. 3, 5, 12
+
+
+@pytest.mark.parametrize("tokens", [[9], [4, 7, 1], [0, 5], [3, 0, 40]])
+@pytest.mark.parametrize("padding", [False, True])
+def test_statistics_of_two_passes(tokens: list[int], padding: bool) -> None:
+    profile = RoutingProfile([LAYER], len(tokens), torch.device("cpu"), torch.float64)
+    passes = [routing(tokens, seed, padding) for seed in (1, 2)]
+    for seen in passes:
+        profile.observe(seen)
+    for slot in range(len(tokens)):
+        (found,) = profile.of(slot)
+        logits, hidden = (torch.cat([getattr(seen, part) for seen in passes]).detach() for part in ("logits", "hidden"))
+        real = [ok for seen in passes for ok in real_of(seen, slot)]
+        mean, margin, region = oracle.routing_statistics(logits, hidden, real, TOP_K)
+        for value, expected in ((found.routing, mean), (found.margin, margin), (found.region, region)):
+            torch.testing.assert_close(value, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+
+
+def test_statistics_by_hand() -> None:
+    """p = (.6, .3, .1) and (.2, .5, .3), top-2: no token has expert 2 as its likeliest, the second has it active."""
+    p = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3]])
+    hidden = torch.tensor([[1.0, 2.0], [5.0, 6.0]])
+    indices = torch.tensor([[0, 1], [1, 2]])
+    profile = RoutingProfile([MoeInfo("b", "g", "e", 3, 2, 2, 4)], 1, torch.device("cpu"), torch.float64)
+    profile.observe(Routing(0, hidden, p.log(), p, indices, torch.zeros(2, dtype=torch.int64), None))
+    (found,) = profile.of(0)
+    torch.testing.assert_close(found.routing.float(), torch.tensor([0.4, 0.4, 0.2]))
+    torch.testing.assert_close(found.margin.float(), torch.tensor([0.15, 0.1, 0.0]))
+    torch.testing.assert_close(found.region.float(), torch.tensor([[1.0, 2.0], [5.0, 6.0], [5.0, 6.0]]))
+
+
+def test_an_expert_that_nothing_activates_has_no_region_and_no_margin() -> None:
+    seen = routing([6], 3)
+    quiet = seen.logits.detach().clone()
+    quiet[:, 4] = -30
+    seen = replace(seen, logits=quiet, indices=quiet.topk(TOP_K).indices)
+    profile = RoutingProfile([LAYER], 1, torch.device("cpu"), torch.float64)
+    profile.observe(seen)
+    (found,) = profile.of(0)
+    assert not found.region[4].any()
+    assert float(found.margin[4]) == 0.0
+    assert 0 < float(found.routing[4]) < 1e-9
+
+
+@pytest.mark.parametrize("active", [(2, 1, 2), (1, 1, 2), (0, 2, 0), (0, 0, 0)])
+def test_what_is_not_active_is_nobodys(active: tuple[int, ...]) -> None:
+    """Index M, of a token beyond its expert's capacity or of fewer active experts, is not the next client's expert 0.
+
+    Expert 0 is never likely: its region would be what was counted as active by mistake.
+    """
+    seen = routing([6, 9, 4], 7)
+    quiet = seen.logits.detach().clone()
+    quiet[:, 0] = -30
+    beyond = torch.arange(TOP_K) >= torch.tensor(active)[seen.slot][:, None]
+    seen = replace(seen, logits=quiet, indices=quiet.topk(TOP_K).indices.masked_fill(beyond, EXPERTS))
+    profile = RoutingProfile([LAYER], 3, torch.device("cpu"), torch.float64)
+    profile.observe(seen)
+    for slot, count in enumerate(active):
+        (found,) = profile.of(slot)
+        assert not found.region[0].any()
+        _, _, region = oracle.routing_statistics(quiet, seen.hidden, real_of(seen, slot), count)
+        torch.testing.assert_close(found.region, torch.tensor(region, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+
+
+def test_a_client_without_tokens_has_zeros() -> None:
+    profile = RoutingProfile([LAYER, LAYER], 2, torch.device("cpu"), torch.float32)
+    profile.observe(routing([4, 0], 1, layer=1))
+    for layer, slot in ((0, 0), (0, 1), (1, 1)):
+        found = profile.of(slot)[layer]
+        assert not any(bool(value.any()) for value in (found.routing, found.margin, found.region))
+    assert float(profile.of(0)[1].routing.sum()) == pytest.approx(1.0)
+
+
+# Eq. 8 to 10
+
+
+def target_of(slots: int, seed: int, zero: int | None = None) -> LayerTarget:
+    rng = torch_rng(seed, "target")
+    reference = torch.rand(EXPERTS, generator=rng, dtype=torch.float64)
+    if zero is not None:
+        reference[zero] = 0.0
+    return LayerTarget(reference / reference.sum(), torch.rand(slots, EXPERTS, generator=rng, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("form", ["pointwise", "bernoulli"])
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("tokens", [[5], [4, 6], [7, 0, 3]])
+@pytest.mark.parametrize("zero", [None, 0])
+def test_the_regulariser_and_its_gradient(form: str, padding: bool, tokens: list[int], zero: int | None) -> None:
+    """Layers 0 and 2 have a target, layer 1 has none."""
+    targets = {0: target_of(len(tokens), 5, zero), 2: target_of(len(tokens), 6)}
+    regulariser = Regulariser(targets, len(tokens), TOP_K, form)
+    passes = [routing(tokens, layer, padding, layer) for layer in (0, 1, 2)]
+    for seen in passes:
+        regulariser.observe(seen)
+    found = regulariser.loss()
+    mine = torch.autograd.grad(found.sum(), [passes[0].logits, passes[2].logits])
+    slow = []
+    for slot in range(len(tokens)):
+        chosen = [passes[layer] for layer in targets]
+        references = [target.reference.tolist() for target in targets.values()]
+        alphas = [target.weights[slot].tolist() for target in targets.values()]
+        real = real_of(passes[0], slot)
+        slow.append(oracle.regulariser([seen.logits for seen in chosen], real, references, alphas, TOP_K, form))
+    expected = torch.stack(slow)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    gradients = torch.autograd.grad(expected.sum(), [passes[0].logits, passes[2].logits])
+    for gradient, slow_gradient in zip(mine, gradients, strict=True):
+        torch.testing.assert_close(gradient, slow_gradient, rtol=1e-10, atol=1e-12)
+    assert regulariser.loss() == 0.0
+
+
+def test_the_regulariser_by_hand() -> None:
+    """p = (.7, .2, .1), p_g = (.1, .3, .6), top-1, alpha = (.5, 1, 2): experts 0 (the token's) and 2 (p_g's) count.
+
+    Pointwise: .5 · .7 ln 7 + 2 · .1 ln(1/6) = .681068 - .358352 = .322716. Bernoulli adds
+    .5 · .3 ln(1/3) + 2 · .9 ln(.9/.4) = -.164792 + 1.459674, in all 1.617599.
+    """
+    p = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64)
+    target = LayerTarget(torch.tensor([0.1, 0.3, 0.6]).double(), torch.tensor([[0.5, 1.0, 2.0]]).double())
+    for form, expected in (("pointwise", 0.322716), ("bernoulli", 1.617599)):
+        regulariser = Regulariser({0: target}, 1, 1, form)
+        index = torch.tensor([[0]])
+        regulariser.observe(Routing(0, torch.zeros(1, 3), p.log(), p[:, :1], index, torch.tensor([0]), None))
+        assert float(regulariser.loss()) == pytest.approx(expected, abs=1e-6)
+
+
+def test_bernoulli_is_never_negative_and_zero_at_the_reference() -> None:
+    target = LayerTarget(target_of(1, 1).reference, torch.ones(1, EXPERTS, dtype=torch.float64))
+    for seed in range(20):
+        regulariser = Regulariser({0: target}, 1, TOP_K, "bernoulli")
+        regulariser.observe(routing([4], seed))
+        assert regulariser.loss().item() >= 0
+    same = replace(routing([4], 0), logits=target.reference.log().expand(4, -1))
+    regulariser.observe(same)
+    assert float(regulariser.loss()) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_mask() -> None:
+    rows = torch.tensor([[0.2, 0.5, 0.3], [0.6, 0.1, 0.3]])
+    assert top_k_mask(rows, 1).tolist() == [[False, True, False], [True, False, False]]
+    assert top_k_mask(rows[0], 2).tolist() == [False, True, True]
+
+
+def test_the_adaptive_weight() -> None:
+    """sigmoid(0.3 - 0.1) = 0.549834; at temperature 0.1 sigmoid(2) = 0.880797."""
+    assert float(adaptive_weights(torch.tensor(0.3), 0.1)) == pytest.approx(0.549834, abs=1e-6)
+    assert float(adaptive_weights(torch.tensor(0.3), 0.1, 0.1)) == pytest.approx(0.880797, abs=1e-6)
+    for value in (0.0, 0.02, 0.5, 1.0):
+        assert float(adaptive_weights(torch.tensor(value), 0.1)) == pytest.approx(oracle.alpha(value, 0.1), abs=1e-6)
+
+
+# In a cohort
+
+
+def work_of(index: int, examples: int) -> LocalWork:
+    rows = [Encoded(tuple(row), 2) for row in random_rows([4 + (index + i) % 5 for i in range(examples)], 50 + index)]
+    return LocalWork(ClientInfo(index, Budget("all", 4, 1), examples), rows, Payload(), Payload())
+
+
+def trained(backbone, members: list[int], settings: TrainingSettings, examples=(3, 5, 2)) -> list[dict[str, Tensor]]:
+    """Gradients of the first optimizer step and the trainables after the last, of some of three clients."""
+    rng = torch_rng(4, "target")
+    alphas = torch.rand(3, 2, 8, generator=rng, dtype=torch.float64)
+    reference = torch.rand(2, 8, generator=rng, dtype=torch.float64).softmax(-1)
+    targets = {layer: LayerTarget(reference[layer], alphas[members, layer]) for layer in (0, 1)}
+    regulariser = Regulariser(targets, len(members), backbone.info.top_k, "pointwise")
+    with SlotModel(backbone, [PLAN] * len(members)) as model:
+        work = [work_of(index, examples[index]) for index in members]
+        cohort = Cohort(model, work, settings, round_index=1, seed=3, pad_id=PAD)
+        for slot, index in enumerate(members):
+            cohort.load(slot, random_adapter(backbone.info, PLAN, index))
+        first: list[dict[str, Tensor]] = []
+        with observing(backbone.moe, regulariser.observe):
+            for step in cohort.steps():
+                step.backward(step.forward() + 3.0 * regulariser.loss() * step.shares())
+                if step.is_update and not first:
+                    first = [
+                        {f"gradient {n}": t.own(s, of=t.stored.grad).clone() for n, t in cohort.trainables.items()}
+                        for s in range(len(members))
+                    ]
+                step.apply()
+        return [{**first[slot], **cohort.read(slot)} for slot in range(len(members))]
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_client_in_a_cohort_gets_the_gradients_and_steps_that_it_gets_alone(accumulation: int) -> None:
+    exact = tiny_backbone("olmoe", dtype=torch.float64)
+    settings = SETTINGS.model_copy(update={"steps": 10, "accumulation": accumulation})
+    for index, found in enumerate(trained(exact, [0, 1, 2], settings)):
+        (alone,) = trained(exact, [index], settings)
+        assert_same(found, alone, 1e-8)
+
+
+@pytest.mark.parametrize("family", ["olmoe", "switch"])
+def test_in_fp32(family: str) -> None:
+    """Also with layers in an encoder and in a decoder, which see other tokens."""
+    backbone = tiny_backbone(family)
+    settings = SETTINGS.model_copy(update={"steps": 1})
+    for index, found in enumerate(trained(backbone, [0, 1, 2], settings)):
+        (alone,) = trained(backbone, [index], settings)
+        gradients = {name: value for name, value in alone.items() if name.startswith("gradient")}
+        assert_same({name: found[name] for name in gradients}, gradients, 1e-5)
+
+
+def test_recomputed_layers_get_the_same_gradients(olmoe_backbone) -> None:
+    checkpointed = tiny_backbone("olmoe", gradient_checkpointing=True)
+    pairs = zip(trained(checkpointed, [0, 1], SETTINGS), trained(olmoe_backbone, [0, 1], SETTINGS), strict=True)
+    for found, expected in pairs:
+        assert_same(found, expected, 1e-6)
+
+
+def test_the_shares_of_accumulated_passes_add_up_to_one(olmoe_backbone) -> None:
+    """Client 0 has finished after one optimizer step."""
+    settings = TrainingSettings(batch_size=2, accumulation=2, epochs=1, clip_norm=None)
+    with SlotModel(olmoe_backbone, [PLAN] * 2) as model:
+        work = [work_of(0, 3), work_of(1, 7)]
+        cohort = Cohort(model, work, settings, round_index=1, seed=3, pad_id=PAD)
+        sums, shares = [], torch.zeros(2)
+        for step in cohort.steps():
+            shares = shares + step.shares()
+            if step.is_update:
+                sums.append(shares.tolist())
+                shares = torch.zeros(2)
+        assert [pytest.approx(pair) for pair in ([1.0, 1.0], [0.0, 1.0])] == sums
+
+
+@pytest.mark.parametrize("family", ["olmoe", "switch"])
+def test_measured_over_a_clients_own_examples(family: str) -> None:
+    """Against the recorded logits of a plain pass over each row; a layer of a decoder sees the decoder's tokens."""
+    backbone = tiny_backbone(family)
+    works = [work_of(0, 3), work_of(1, 5)]
+    adapters = [random_adapter(backbone.info, PLAN, seed) for seed in (0, 1)]
+    with SlotModel(backbone, [PLAN] * 2) as model:
+        cohort = Cohort(model, works, SETTINGS, round_index=1, seed=3, pad_id=PAD)
+        for slot, adapter in enumerate(adapters):
+            cohort.load(slot, adapter)
+        profile = measure_routing(cohort, None)
+        assert all(not layer.observers for layer in backbone.moe)
+    for slot, (work, adapter) in enumerate(zip(works, adapters, strict=True)):
+        seen: list[Routing] = []
+        with SlotModel(backbone, [PLAN]) as model:
+            cohort = Cohort(
+                model, [work], SETTINGS.model_copy(update={"batch_size": 1}), round_index=1, seed=3, pad_id=PAD
+            )
+            cohort.load(0, adapter)
+            with observing(backbone.moe, seen.append):
+                list(cohort.passes([work.examples]))
+        for layer, found in enumerate(profile.of(slot)):
+            own = [routing for routing in seen if routing.layer == layer]
+            logits, hidden = (torch.cat([getattr(routing, part) for routing in own]) for part in ("logits", "hidden"))
+            real = [ok for routing in own for ok in real_of(routing, 0)]
+            mean, margin, region = oracle.routing_statistics(logits, hidden, real, backbone.info.top_k)
+            for value, expected in ((found.routing, mean), (found.margin, margin), (found.region, region)):
+                torch.testing.assert_close(value, torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(None, 6), (1, 1), (9, 1), (10, 2), (24, 4), (1000, 6)])
+def test_a_cap_on_tokens_keeps_whole_examples(tokens: int | None, count: int) -> None:
+    rows = [Encoded((1, 2, 3, 4, index), 1) for index in range(6)]
+    chosen = sample_rows(rows, tokens, seed=2, client=1)
+    assert len(chosen) == count
+    assert len({row.input_ids for row in chosen}) == count
+    assert chosen == sample_rows(rows, tokens, seed=2, client=1)
+    if tokens == 24:
+        assert {row.input_ids for row in chosen} != {row.input_ids for row in sample_rows(rows, tokens, 2, client=3)}

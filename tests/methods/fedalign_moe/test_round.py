@@ -1,0 +1,221 @@
+"""A round of FedAlign-MoE's server against its equations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedguild.model.backbone import Backbone
+from fedguild.payload import Payload
+from fedguild.server.method import Upload
+from tests.methods.fedalign_moe.federation import (
+    EXPERTS,
+    GATES,
+    LAYERS,
+    fedalign,
+    federation_of,
+    own_experts,
+    random_round,
+    vector,
+)
+from tests.methods.federation import LARGE, client, upload
+from tests.oracles import fedalign_moe as oracle
+from tests.oracles.aggregation import weighted_mean
+
+ABLATIONS = [
+    {},
+    {"experts": "full"},
+    {"direction": "none"},
+    {"fixed_threshold": 0.4},
+    {"tolerance": 0.25, "similarity_temperature": 0.1},
+    {"consistency_weights": False},
+]
+
+
+@pytest.mark.parametrize("clients", [1, 2, 4])
+@pytest.mark.parametrize("options", ABLATIONS, ids=str)
+def test_a_round(clients: int, options: dict[str, object], olmoe_backbone: Backbone) -> None:
+    method = fedalign(**options)
+    state, uploads = random_round(method, olmoe_backbone, clients)
+    after = method.aggregate(state, iter(uploads))
+    chosen = {
+        "tolerance": options.get("tolerance", 1.0),
+        "fixed_threshold": options.get("fixed_threshold"),
+        "use_direction": options.get("direction") != "none",
+        "temperature": options.get("similarity_temperature", 1.0),
+    }
+    for layer in LAYERS:
+        before, found = own_experts(state, layer), own_experts(after, layer)
+        for expert in range(EXPERTS):
+            sent = [part for part in uploads if f"update/{layer}/{expert}" in part.payload.tensors]
+            updates, regions = (
+                [part.payload.tensors[f"{kind}/{layer}/{expert}"] for part in sent] for kind in ("update", "region")
+            )
+            expected = oracle.aggregated(vector(before, expert), updates, regions, **chosen)
+            torch.testing.assert_close(vector(found, expert).double(), expected.double(), rtol=1e-5, atol=1e-6)
+        rows = [part.payload.part("routing")[layer].tolist() for part in uploads]
+        margins = [part.payload.part("margin")[layer].tolist() for part in uploads]
+        present = [i for i, row in enumerate(rows) if sum(row) > 0]
+        if not present:
+            assert f"reference/{layer}" not in after.tensors
+            continue
+        rows, margins = [rows[i] for i in present], [margins[i] for i in present]
+        omega = oracle.consistency_weights(rows, margins)
+        if options.get("consistency_weights") is False:
+            omega = [[1 / len(rows)] * EXPERTS for _ in rows]
+        torch.testing.assert_close(after.tensors[f"reference/{layer}"], torch.tensor(oracle.reference(rows, omega)))
+        mean = [sum(row[e] for row in rows) / len(rows) for e in range(EXPERTS)]
+        torch.testing.assert_close(after.tensors[f"consensus/{layer}"], torch.tensor(mean))
+
+
+def test_what_nobody_activated_stays_bit_by_bit(olmoe_backbone: Backbone) -> None:
+    """Also the experts of which the only update is zero, and everything where no upload came."""
+    method = fedalign()
+    state, uploads = random_round(method, olmoe_backbone, 1)
+    after = method.aggregate(state, iter(uploads))
+    for layer, same in ((LAYERS[0], {2, 3}), (LAYERS[1], set(range(EXPERTS)))):
+        before, found = own_experts(state, layer), own_experts(after, layer)
+        assert {e for e in range(EXPERTS) if torch.equal(vector(before, e), vector(found, e))} == same
+    nothing = method.aggregate(after, iter([]))
+    for part in ("experts", "reference", "consensus"):
+        expected = after.part(part)
+        assert all(torch.equal(nothing.part(part)[name], value) for name, value in expected.items())
+
+
+def test_two_clients_by_hand() -> None:
+    """One expert with A = 10, B = 20 (r = 1); another that only the second client activated.
+
+    mu_1 = (1, 0), mu_2 = (3, 4): S_12 = .6, M = .8, Sigma = .2, tau = .6. dtheta_1 = (1, 0), dtheta_2 = (2, 2):
+    D_12 = .707107; both clients weigh a half: A = 10 + 1.5, B = 20 + 1. Alone, the second expert moves by its
+    whole update (4, -2). p-bar_1 = (.6, .4), p-bar_2 = (.2, .8), m_1 = (.5, 0), m_2 = (.5, .25): p_g = (5, 8) / 13.
+    """
+    name, state = "block.experts.up_proj", {"A": [10.0, 1.0], "B": [20.0, 2.0]}
+    before = Payload({f"experts/{name}.lora_{k}": torch.tensor(v).view(2, 1, 1) for k, v in state.items()})
+
+    def sent(index: int, routing: list[float], margin: list[float], updates, regions) -> Upload:
+        def keyed(values: list[list[float]]) -> dict[str, Tensor]:
+            return {f"block.experts/{e}": torch.tensor(value) for e, value in enumerate(values)}
+
+        statistics = {
+            "routing": {"block.experts": torch.tensor(routing)},
+            "margin": {"block.experts": torch.tensor(margin)},
+        }
+        return upload(client(index, LARGE, 1 + 9 * index), **statistics, region=keyed(regions), update=keyed(updates))
+
+    first = sent(0, [0.6, 0.4], [0.5, 0.0], [[1.0, 0.0]], [[1.0, 0.0]])
+    second = sent(1, [0.2, 0.8], [0.5, 0.25], [[2.0, 2.0], [4.0, -2.0]], [[3.0, 4.0], [1.0, 1.0]])
+    found = fedalign(rank=1).aggregate(before, iter([first, second])).tensors
+    torch.testing.assert_close(found[f"experts/{name}.lora_A"].flatten(), torch.tensor([11.5, 5.0]))
+    torch.testing.assert_close(found[f"experts/{name}.lora_B"].flatten(), torch.tensor([21.0, 0.0]))
+    torch.testing.assert_close(found["reference/block.experts"], torch.tensor([5 / 13, 8 / 13]))
+    torch.testing.assert_close(found["consensus/block.experts"], torch.tensor([0.4, 0.6]))
+
+
+def test_directions_of_the_product(olmoe_backbone: Backbone) -> None:
+    """D from the formed changes of B A; what is added is still the change of A and of B."""
+    method = fedalign(direction="product")
+    state, uploads = random_round(method, olmoe_backbone, 3)
+    after = method.aggregate(state, iter(uploads))
+    before, found = own_experts(state, LAYERS[0]), own_experts(after, LAYERS[0])
+    names = sorted(before)
+    sizes = [before[name][0].numel() for name in names]
+    for expert in (0, 1, 3, 5):
+        key = f"{LAYERS[0]}/{expert}"
+        sent = [part.payload for part in uploads if f"update/{key}" in part.payload.tensors]
+        updates = [payload.tensors[f"update/{key}"] for payload in sent]
+        directions = []
+        for update in updates:
+            start = {name: before[name][expert].double() for name in names}
+            change = dict(zip(names, update.double().split(sizes), strict=True))
+            after_it = {name: start[name] + change[name].view(start[name].shape) for name in names}
+            products = [
+                after_it[name[:-1] + "B"] @ after_it[name] - start[name[:-1] + "B"] @ start[name]
+                for name in names
+                if name.endswith("A")
+            ]
+            directions.append(torch.cat([product.flatten() for product in products]))
+        regions = [payload.tensors[f"region/{key}"] for payload in sent]
+        expected = oracle.aggregated(vector(before, expert), updates, regions, directions=directions)
+        torch.testing.assert_close(vector(found, expert).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_averaging_by_index(olmoe_backbone: Backbone) -> None:
+    """Fig. 14 a: the plain mean over those who activated the expert."""
+    method = fedalign(aggregation="index")
+    state, uploads = random_round(method, olmoe_backbone, 4)
+    after = method.aggregate(state, iter(uploads))
+    for layer in LAYERS:
+        before, found = own_experts(state, layer), own_experts(after, layer)
+        for expert in range(EXPERTS):
+            name = f"update/{layer}/{expert}"
+            updates = [part.payload.tensors[name] for part in uploads if name in part.payload.tensors]
+            mean = sum(updates) / len(updates) if updates else torch.zeros(1)
+            torch.testing.assert_close(vector(found, expert), vector(before, expert) + mean, rtol=1e-5, atol=1e-6)
+
+
+def test_fedavg_is_the_mean_of_parameters_by_size(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    """Gates and experts; an expert that a client did not activate counts as an unchanged copy."""
+    federation = federation_of(olmoe_backbone, tmp_path, gate="averaged", aggregation="size")
+    state = federation.start()
+    uploads = federation.train(state)
+    found = federation.method.aggregate(state, iter(uploads))
+    sizes = [torch.tensor(float(part.client.examples)) for part in uploads]
+    for name in GATES:
+        values = [part.payload.tensors[f"gate/{name}"] for part in uploads]
+        expected = weighted_mean(values, sizes, state.tensors[f"gate/{name}"])
+        torch.testing.assert_close(found.tensors[f"gate/{name}"].double(), expected.double(), rtol=1e-5, atol=1e-6)
+    for layer in LAYERS:
+        before, after = own_experts(state, layer), own_experts(found, layer)
+        for expert in range(EXPERTS):
+            start = vector(before, expert)
+            values = [
+                start + part.payload.tensors.get(f"update/{layer}/{expert}", torch.zeros_like(start))
+                for part in uploads
+            ]
+            expected = weighted_mean(values, sizes, start)
+            torch.testing.assert_close(vector(after, expert).double(), expected.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_other_adapters_are_averaged_by_size(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    federation = federation_of(olmoe_backbone, tmp_path, targets=("q_proj",))
+    state = federation.start()
+    uploads = federation.train(state)
+    found = federation.method.aggregate(state, iter(uploads)).tensors
+    sizes = [torch.tensor(float(part.client.examples)) for part in uploads]
+    names = [name for name in state.tensors if name.startswith("adapter/")]
+    assert len(names) == 4
+    for name in names:
+        expected = weighted_mean([part.payload.tensors[name] for part in uploads], sizes, state.tensors[name])
+        torch.testing.assert_close(found[name].double(), expected.double(), rtol=1e-5, atol=1e-6)
+
+
+# Figures of a round
+
+
+def test_what_is_observed(olmoe_backbone: Backbone) -> None:
+    method = fedalign()
+    state, uploads = random_round(method, olmoe_backbone, 4)
+    seen = method.observe(method.aggregate(state, uploads), olmoe_backbone.info)
+    assert [part.name.split()[0] for part in seen] == ["mean", "spread", "similarity", "share"]
+    rows = [part.payload.part("routing")[LAYERS[0]].tolist() for part in uploads]
+    margins = [part.payload.part("margin")[LAYERS[0]].tolist() for part in uploads]
+    overlap = sum(oracle.overlap(rows, i, e) for i in range(4) for e in range(EXPERTS)) / (4 * EXPERTS)
+    omega = torch.tensor(oracle.consistency_weights(rows, margins))
+    names = [f"region/{LAYERS[0]}/{e}" for e in range(EXPERTS)]
+    held = [[part.payload.tensors[name] for part in uploads if name in part.payload.tensors] for name in names]
+    taus = [oracle.threshold(regions, 1.0) for regions in held if regions]
+    spread = float(omega.std(dim=0, correction=0).mean())
+    found = [float(part.values[0]) for part in seen]
+    assert found == pytest.approx([overlap, spread, sum(taus) / len(taus), 7 / 8], rel=1e-5)
+    assert all(part.rows == ["layer 0", "layer 1"] for part in seen)
+
+
+def test_an_expert_whose_updates_are_all_zero_is_not_counted_as_aggregated(olmoe_backbone: Backbone) -> None:
+    """Of one client: expert 2 was not activated, expert 3 did not change; in layer 1 it had no token."""
+    method = fedalign()
+    state, uploads = random_round(method, olmoe_backbone, 1)
+    *_, share = method.observe(method.aggregate(state, uploads), olmoe_backbone.info)
+    assert share.values.tolist() == [6 / 8, 0.0]

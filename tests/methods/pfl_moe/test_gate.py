@@ -1,0 +1,159 @@
+"""The gate between two frozen models: its loss and gradients against loops, and how it trains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedguild.client.cohort import Cohort, LocalWork
+from fedguild.config.training import TrainingSettings
+from fedguild.data.batches import Encoded, collate
+from fedguild.methods.pfl_moe.gate import GateSettings, LogitGates, train_gates
+from fedguild.methods.pfl_moe.logit_mixture import BIAS, WEIGHT
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.backbone import Backbone
+from fedguild.model.plan import AdapterPlan
+from fedguild.model.slots import SlotModel
+from fedguild.payload import Payload
+from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tiny_model
+from tests.methods.federation import LARGE, client
+from tests.oracles import pfl_moe as oracle
+from tests.oracles.lora import MergedModel
+
+PLAN = AdapterPlan((Lora(2, 0.5, ("q_proj", "v_proj")),))
+TRAINING = TrainingSettings(batch_size=2, steps=1, clip_norm=None)
+HOW = GateSettings("hidden", 3.0, 0.1, 0.01)
+
+
+def rows_of(client: int, lengths: list[int]) -> list[Encoded]:
+    return [Encoded(tuple(row), 2 + at % 2) for at, row in enumerate(random_rows(lengths, 40 + client))]
+
+
+def cohort_of(model: SlotModel, clients: list[int]) -> Cohort:
+    work = [LocalWork(client(index, LARGE), [], Payload(), Payload()) for index in clients]
+    return Cohort(model, work, TRAINING, round_index=2, seed=3, pad_id=PAD)
+
+
+def sides(backbone: Backbone, clients: list[int]) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    first, second = ([random_adapter(backbone.info, PLAN, 10 * c + i) for c in clients] for i in (1, 2))
+    return first, second
+
+
+@pytest.mark.parametrize("features", ["hidden", "embedding"])
+def test_loss_and_gradients_are_those_of_the_mixture(features: str) -> None:
+    """Two clients with rows of other lengths and a third without any, in fp64, at gates off 1/2."""
+    backbone = tiny_backbone("llama", dtype=torch.float64)
+    first, second = sides(backbone, [0, 1, 2])
+    rows = [rows_of(0, [7, 4]), rows_of(1, [6]), []]
+    rng = torch.Generator().manual_seed(1)
+    start = {
+        WEIGHT: torch.randn(3, backbone.info.hidden, generator=rng, dtype=torch.float64) * 0.3,
+        BIAS: torch.tensor([0.4, -0.7, 0.1], dtype=torch.float64),
+    }
+    with SlotModel(backbone, [PLAN] * 3) as model:
+        gates = LogitGates(cohort_of(model, [0, 1, 2]), features)  # type: ignore[arg-type]
+        for name, tensor in gates.trainables.items():
+            tensor.stored.detach().copy_(start[name])
+        losses = gates.losses(collate(rows, PAD), first, second)
+        losses.sum().backward()
+        found = {name: tensor.stored.grad for name, tensor in gates.trainables.items()}
+    plain = tiny_model("llama", dtype=torch.float64)
+    for slot in (0, 1):
+        leaves = {name: value[slot].clone().requires_grad_() for name, value in start.items()}
+        merged = [MergedModel(plain, backbone.info, PLAN, side[slot]) for side in (first, second)]
+        alone = oracle.Mixture(plain, *merged, leaves[WEIGHT], leaves[BIAS], features)
+        expected = torch.cat([alone.losses(row.input_ids, row.prompt_length) for row in rows[slot]]).mean()
+        torch.testing.assert_close(losses[slot], expected, rtol=1e-9, atol=1e-9)
+        for name, grad in zip(leaves, torch.autograd.grad(expected, list(leaves.values())), strict=True):
+            torch.testing.assert_close(found[name][slot], grad, rtol=1e-7, atol=1e-9)
+            assert grad.abs().max() > 1e-4
+    assert losses[2] == 0
+    assert not found[WEIGHT][2].any()
+    assert not found[BIAS][2].any()
+
+
+def test_training_is_adam_from_one_half() -> None:
+    """Batches of 2 and 1 over three epochs, step by step against torch's Adam on the loops, in fp64."""
+    backbone = tiny_backbone("llama", dtype=torch.float64)
+    first, second = sides(backbone, [0])
+    rows = rows_of(0, [7, 4, 5])
+    with SlotModel(backbone, [PLAN]) as model:
+        cohort, order = cohort_of(model, [0]), []
+        original = LogitGates.losses
+
+        def noting(self: LogitGates, batch: object, *adapters: object) -> Tensor:
+            order.append([tuple(ids[keep].tolist()) for ids, keep in zip(batch.input_ids, batch.mask, strict=True)])  # type: ignore[attr-defined]
+            return original(self, batch, *adapters)  # type: ignore[arg-type]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LogitGates, "losses", noting)
+            (found,) = train_gates(cohort, [rows], first, second, HOW)
+    assert [len(batch) for batch in order] == [2, 1] * 3
+    plain = tiny_model("llama", dtype=torch.float64)
+    merged = [MergedModel(plain, backbone.info, PLAN, side[0]) for side in (first, second)]
+    weight = torch.zeros(backbone.info.hidden, dtype=torch.float64, requires_grad=True)
+    bias = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([weight, bias], lr=0.1, weight_decay=0.01)
+    prompts = {row.input_ids: row.prompt_length for row in rows}
+    for batch in order:
+        alone = oracle.Mixture(plain, *merged, weight, bias, "hidden")
+        adam.zero_grad()
+        torch.cat([alone.losses(ids, prompts[ids]) for ids in batch]).mean().backward()
+        adam.step()
+    torch.testing.assert_close(found[WEIGHT], weight.detach(), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(found[BIAS], bias.detach(), rtol=1e-6, atol=1e-8)
+
+
+def test_a_client_in_company_trains_as_alone() -> None:
+    """One with many steps, one with few, one without examples, which keeps its zeros."""
+    backbone = tiny_backbone("olmoe", dtype=torch.float64)
+    rows = [rows_of(0, [7, 4, 5, 6, 3]), rows_of(1, [6]), []]
+    first, second = sides(backbone, [0, 1, 2])
+    with SlotModel(backbone, [PLAN] * 3) as model:
+        together = train_gates(cohort_of(model, [0, 1, 2]), rows, first, second, HOW)
+    assert not together[2][WEIGHT].any()
+    assert together[2][BIAS] == 0
+    for slot in (0, 1):
+        with SlotModel(backbone, [PLAN]) as model:
+            (alone,) = train_gates(cohort_of(model, [slot]), [rows[slot]], [first[slot]], [second[slot]], HOW)
+        for name, value in alone.items():
+            assert value.any()
+            torch.testing.assert_close(together[slot][name], value, rtol=1e-7, atol=1e-9)
+
+
+def test_the_gate_goes_to_the_better_model() -> None:
+    """The first adapter is trained on the gate's rows, the second is noise: the loss falls, g rises for them all."""
+    backbone = tiny_backbone("llama", dtype=torch.float64)
+    rows = rows_of(0, [7, 6, 5, 8])
+    plan = AdapterPlan((Lora(4, 1.0, ("attention", "mlp")),))
+    noise = random_adapter(backbone.info, plan, 5)
+    with SlotModel(backbone, [plan]) as model:
+        work = [LocalWork(client(0, LARGE), rows, Payload(), Payload())]
+        settings = TrainingSettings(optimizer="adam", learning_rate=0.02, batch_size=4, steps=30, clip_norm=None)
+        cohort = Cohort(model, work, settings, round_index=1, seed=3, pad_id=PAD)
+        cohort.load(0, random_adapter(backbone.info, plan, 1, 0.1))
+        for step in cohort.steps():
+            step.backward(step.forward())
+            step.apply()
+        good = cohort.read(0)
+        gates = LogitGates(cohort, "hidden")
+        with torch.no_grad():
+            before = float(gates.losses(collate([rows], PAD), [good], [noise]))
+        (found,) = train_gates(cohort, [rows], [good], [noise], GateSettings("hidden", 20.0, 0.05, 0.0))
+        for name, tensor in gates.trainables.items():
+            tensor.write(0, found[name])
+        with torch.no_grad():
+            after = float(gates.losses(collate([rows], PAD), [good], [noise]))
+    assert after < 0.9 * before
+    plain = tiny_model("llama", dtype=torch.float64)
+    values = [
+        float(
+            oracle.gate(
+                oracle.features(plain, row.input_ids[: row.prompt_length], "hidden"), found[WEIGHT], found[BIAS]
+            )
+        )
+        for row in rows
+    ]
+    assert min(values) > 0.6
+    assert sum(values) > 0.7 * len(values)
