@@ -42,11 +42,11 @@ def flame():
 def test_enough_trains_so_many_and_tells_the_others_in_client_order(olmoe_backbone, flame, tmp_path):
     everybody = deliver(olmoe_backbone, flame, tmp_path / "all", 1)
     engine = engine_of(olmoe_backbone, flame, tmp_path / "some", 1)
-    found = list(engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone), Terms(enough=2)))
-    assert [delivery.task.client for delivery in found] == list(CLIENTS)
-    needed = [index for index, delivery in enumerate(found) if delivery.needed]
+    deliveries = list(engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone), Terms(enough=2)))
+    assert [delivery.task.client for delivery in deliveries] == list(CLIENTS)
+    needed = [index for index, delivery in enumerate(deliveries) if delivery.needed]
     assert len(needed) == 2
-    for index, delivery in enumerate(found):
+    for index, delivery in enumerate(deliveries):
         if index in needed:
             expected = everybody[index].upload.tensors
             assert all(torch.equal(delivery.upload.tensors[name], tensor) for name, tensor in expected.items())
@@ -64,13 +64,13 @@ def test_no_cohort_begins_after_the_deadline_and_one_that_has_begun_is_waited_fo
     monkeypatch.setattr(local.time, "monotonic", lambda: now[0])
     engine = engine_of(olmoe_backbone, flame, tmp_path, 2)
     arriving = engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone), Terms(deadline_seconds=60.0))
-    found = [next(arriving)]
+    deliveries = [next(arriving)]
     now[0] = 60.5
-    found += list(arriving)
+    deliveries += list(arriving)
     late = "did not answer within 60 s"
-    assert [delivery.failure for delivery in found] == ["", "", late, late, late]
-    assert [delivery.task.client for delivery in found] == list(CLIENTS)
-    assert all(delivery.needed for delivery in found)
+    assert [delivery.failure for delivery in deliveries] == ["", "", late, late, late]
+    assert [delivery.task.client for delivery in deliveries] == list(CLIENTS)
+    assert all(delivery.needed for delivery in deliveries)
 
 
 def test_nobody_to_train_is_nothing_to_do(olmoe_backbone, flame, tmp_path):

@@ -1,4 +1,4 @@
-"""A site's secret: the server cannot draw the noise again with which a client protects its embeddings."""
+"""A site's secret: the server cannot reproduce the noise that protects a client's embeddings."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def noisy(config: Config, eta: float | None = ETA) -> Config:
     return config.model_copy(update={"method": type(config.method)(name="fedamole", options=options)})
 
 
-def question(config: Config, client: int = 1, factor: float = 1.0) -> Message:
-    """The server's question of the first round; the model may be another multiple of the start."""
+def train_request(config: Config, client: int = 1, factor: float = 1.0) -> Message:
+    """Returns the server's request of the first round; the model may be another multiple of the start."""
     method, backbone = build_method("fedamole", config.method.options), load_model(config)
     (budget, *_) = budgets = list(checked_budgets(config, method, backbone.info).values())
     state = method.start(backbone.info, budgets, torch_rng(config.seed, "start", "fedamole"))
@@ -60,71 +60,73 @@ def question(config: Config, client: int = 1, factor: float = 1.0) -> Message:
     return Message("train", RUN, 1, client, metadata=run_metadata(config), body=body)
 
 
-def embeddings(trainer: TrainerService, asked: Message) -> dict[str, torch.Tensor]:
-    reply = trainer.handle(asked)
+def embeddings(trainer: TrainerService, request: Message) -> dict[str, torch.Tensor]:
+    reply = trainer.handle(request)
     assert not reply.failure
     sent = read_payload(reply.body, "test").tensors
     return {name: value for name, value in sent.items() if name.split("/")[0] in (TOKEN, EXPERT)}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_the_servers_seed_does_not_give_the_noise(config: Config, tmp_path: Path) -> None:
     """The attack: the clean embeddings are known, the noise is drawn from the run's seed, and it does not fit."""
-    clean = embeddings(trainers_of(config, tmp_path / "clean")[1], question(config))
+    clean = embeddings(trainers_of(config, tmp_path / "clean")[1], train_request(config))
     trainer = trainers_of(noisy(config), tmp_path / "noisy")[1]
-    found = embeddings(trainer, question(noisy(config)))
+    uploaded = embeddings(trainer, train_request(noisy(config)))
 
     def drawn(seed: int) -> dict[str, torch.Tensor]:
         rng = numpy_rng(seed, "embedding noise", 1, 1)
         return {name: privatised(value, ETA, None, rng) for name, value in sorted(clean.items())}
 
     guessed = drawn(config.seed)
-    assert not any(torch.allclose(found[name], guessed[name]) for name in found)
+    assert not any(torch.allclose(uploaded[name], guessed[name]) for name in uploaded)
     secret = run_secret(trainer.work / "runs" / RUN)
-    site = trainer._config(question(noisy(config)))
-    assert same(found, drawn(private_seed(secret, site, question(noisy(config)).body)))
+    site = trainer._config(train_request(noisy(config)))
+    assert same(uploaded, drawn(private_seed(secret, site, train_request(noisy(config)).body)))
 
 
 def test_without_noise_a_secret_changes_nothing(config: Config, tmp_path: Path) -> None:
-    one, other = (trainers_of(config, tmp_path / name)[1].handle(question(config)) for name in ("one", "other"))
-    assert one.body == other.body
+    first, second = (
+        trainers_of(config, tmp_path / name)[1].handle(train_request(config)) for name in ("first", "second")
+    )
+    assert first.body == second.body
 
 
 def test_a_desk_that_restarts_gives_the_same_bits(config: Config, tmp_path: Path) -> None:
-    asked = question(noisy(config))
-    first, again = (embeddings(trainers_of(noisy(config), tmp_path)[1], asked) for _ in range(2))
-    elsewhere = embeddings(trainers_of(noisy(config), tmp_path / "elsewhere")[1], asked)
+    request = train_request(noisy(config))
+    first, again = (embeddings(trainers_of(noisy(config), tmp_path)[1], request) for _ in range(2))
+    elsewhere = embeddings(trainers_of(noisy(config), tmp_path / "elsewhere")[1], request)
     assert same(first, again)
     assert not same(first, elsewhere)
 
 
 def test_no_noise_is_used_twice(config: Config, tmp_path: Path) -> None:
-    """Another model or another eta in one and the same round: a server could subtract the answers."""
+    """Another model or another eta in one and the same round: a server could subtract the replies."""
     secret, site = run_secret(tmp_path), noisy(config)
-    one, other = question(site), question(site, factor=2.0)
+    first, second = train_request(site), train_request(site, factor=2.0)
     seeds = [
-        private_seed(secret, site, one.body),
-        private_seed(secret, site, other.body),
-        private_seed(secret, noisy(config, 2 * ETA), one.body),
+        private_seed(secret, site, first.body),
+        private_seed(secret, site, second.body),
+        private_seed(secret, noisy(config, 2 * ETA), first.body),
     ]
     assert len(set(seeds)) == 3
-    assert private_seed(secret, site, question(site).body) == seeds[0]
+    assert private_seed(secret, site, train_request(site).body) == seeds[0]
 
 
 def test_the_secret_stays_with_its_owner(config: Config, tmp_path: Path) -> None:
     trainers = trainers_of(noisy(config), tmp_path)
     secrets = set()
     for index, trainer in enumerate(trainers):
-        asked = question(noisy(config), index)
-        answers = [trainer.handle(asked), trainer.handle(replace(asked, kind="hello", body=b""))]
+        request = train_request(noisy(config), index)
+        replies = [trainer.handle(request), trainer.handle(replace(request, kind="hello", body=b""))]
         path = trainer.work / "runs" / RUN / "secret"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         secret = path.read_bytes()
-        seed = private_seed(secret, trainer._config(asked), asked.body)
-        for reply in answers:
+        seed = private_seed(secret, trainer._config(request), request.body)
+        for reply in replies:
             sent = reply.to_bytes()
             assert not any(hidden in sent for hidden in (secret, secret.hex().encode(), str(seed).encode()))
         secrets.add(secret)
@@ -145,6 +147,6 @@ def test_a_damaged_secret_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", ["", "../../elsewhere", "/tmp/elsewhere", RUN + "/.."])
 def test_a_run_has_no_folder_outside_the_sites(run: str, config: Config, tmp_path: Path) -> None:
-    reply = trainers_of(config, tmp_path)[1].handle(replace(question(config), run=run))
+    reply = trainers_of(config, tmp_path)[1].handle(replace(train_request(config), run=run))
     assert "names a run that is none" in reply.failure
     assert not list(tmp_path.rglob("secret"))

@@ -1,4 +1,4 @@
-"""What a site refuses."""
+"""Refusals of a site's policy."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def test_without_limits_only_an_aggregate_of_one_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("agreement", "reason"),
+    ("policy", "reason"),
     [
         (SitePolicy(methods=("flame",)), "the method 'fedit' is not among accept.methods (flame)"),
         (SitePolicy(methods=()), "the method 'fedit' is not among accept.methods (none)"),
         (SitePolicy(max_steps=9), "a round asks for 10 steps, beyond accept.max_steps of 9"),
     ],
 )
-def test_a_refusal_names_the_setting(agreement: SitePolicy, reason: str) -> None:
-    assert agreement.run_refusal("fedit", 10, 3) == reason
+def test_a_refusal_names_the_setting(policy: SitePolicy, reason: str) -> None:
+    assert policy.run_refusal("fedit", 10, 3) == reason
 
 
 @pytest.mark.parametrize(
-    ("leave", "kept"),
+    ("leave", "refusal"),
     [
         (("*",), ""),
         (("adapter/*",), "the tensor 'stats/n' may not leave"),
@@ -37,9 +37,9 @@ def test_a_refusal_names_the_setting(agreement: SitePolicy, reason: str) -> None
         ((), "accept.leave is empty"),
     ],
 )
-def test_names_that_may_leave(leave: tuple[str, ...], kept: str) -> None:
-    found = SitePolicy(leave=leave).names_refusal(["adapter/a", "adapter/b", "stats/n"])
-    assert (kept in found) if kept else not found
+def test_names_that_may_leave(leave: tuple[str, ...], refusal: str) -> None:
+    reason = SitePolicy(leave=leave).names_refusal(["adapter/a", "adapter/b", "stats/n"])
+    assert (refusal in reason) if refusal else not reason
 
 
 def test_the_largest_upload() -> None:

@@ -34,8 +34,8 @@ def trainer(config: Config, tmp_path: Path) -> TrainerService:
     return trainers_of(config, tmp_path)[1]
 
 
-def order(config: Config, round: int = 1, client: int = 1) -> Message:
-    """Returns the server's question of a round."""
+def train_request(config: Config, round: int = 1, client: int = 1) -> Message:
+    """Returns the server's request of a round's training."""
     method = build_method(config.method.name, config.method.options)
     backbone = load_model(config)
     tiers = checked_budgets(config, method, backbone.info)
@@ -45,22 +45,22 @@ def order(config: Config, round: int = 1, client: int = 1) -> Message:
     return Message("train", RUN, round, client, metadata=run_metadata(config), body=encode(download))
 
 
-def test_what_a_server_tells_holds_nothing_of_its_folders(config: Config) -> None:
-    told = run_metadata(config.model_copy(update={"output": "/secret/output"}))
-    assert "/secret" not in str(told)
-    assert config.model.path not in str(told)
+def test_run_metadata_holds_nothing_of_the_servers_folders(config: Config) -> None:
+    metadata = run_metadata(config.model_copy(update={"output": "/secret/output"}))
+    assert "/secret" not in str(metadata)
+    assert config.model.path not in str(metadata)
 
 
 def test_the_backbone_is_loaded_once_over_many_rounds(config: Config, trainer: TrainerService) -> None:
     for round in range(1, 4):
-        reply = trainer.handle(order(config, round))
+        reply = trainer.handle(train_request(config, round))
         assert not reply.failure
         assert reply.metadata["backbone_loads"] == 1
     assert trainer.loads == 1
 
 
 def test_a_trained_round_comes_with_its_report(config: Config, trainer: TrainerService) -> None:
-    reply = trainer.handle(order(config))
+    reply = trainer.handle(train_request(config))
     report = ClientReport.from_json(reply.metadata)
     assert (reply.run, reply.round, reply.client) == (RUN, 1, 1)
     assert report.training.steps == 2
@@ -71,8 +71,8 @@ def test_a_trained_round_comes_with_its_report(config: Config, trainer: TrainerS
 
 
 def test_the_memory_of_two_runs_is_apart(config: Config, trainer: TrainerService) -> None:
-    trainer.handle(order(config))
-    trainer.handle(replace(order(config), run="cd" * 16))
+    trainer.handle(train_request(config))
+    trainer.handle(replace(train_request(config), run="cd" * 16))
     folders = sorted(path.name for path in (trainer.work / "runs").iterdir())
     assert folders == [RUN, "cd" * 16]
     first, second = (ClientMemory(trainer.work / "runs" / name / "clients").load("client-001", 2) for name in folders)
@@ -80,26 +80,26 @@ def test_the_memory_of_two_runs_is_apart(config: Config, trainer: TrainerService
 
 
 def test_a_message_for_another_client_is_not_worked_on(config: Config, trainer: TrainerService) -> None:
-    assert trainer.handle(order(config, client=0)).failure == "a message for client 0 reached client 1"
+    assert trainer.handle(train_request(config, client=0)).failure == "a message for client 0 reached client 1"
     assert trainer.loads == 0
 
 
 def test_a_config_of_another_version_is_a_failure(config: Config, trainer: TrainerService) -> None:
-    strange = replace(order(config), metadata={"config": {"method": "fedit", "novelty": 1}})
+    strange = replace(train_request(config), metadata={"config": {"method": "fedit", "novelty": 1}})
     assert "the same version of fedguild" in trainer.handle(strange).failure
 
 
 def test_an_unknown_method_lists_the_known(config: Config, trainer: TrainerService) -> None:
-    asked = order(config)
-    asked.metadata["config"]["method"] = {"name": "fedwhat"}
-    assert "fedwhat" in trainer.handle(asked).failure
+    request = train_request(config)
+    request.metadata["config"]["method"] = {"name": "fedwhat"}
+    assert "fedwhat" in trainer.handle(request).failure
 
 
 def test_damaged_bytes_are_a_failure(config: Config, trainer: TrainerService) -> None:
-    assert "cannot be decoded" in trainer.handle(replace(order(config), body=b"\1" * 64)).failure
+    assert "cannot be decoded" in trainer.handle(replace(train_request(config), body=b"\1" * 64)).failure
 
 
-def test_who_it_is(config: Config, trainer: TrainerService) -> None:
+def test_a_hello_gets_a_description_of_the_client(config: Config, trainer: TrainerService) -> None:
     reply = trainer.handle(Message("hello", RUN, metadata=run_metadata(config)))
     assert reply.client == 1
     assert reply.metadata["model"] == model_digest(load_model(config).info)
@@ -108,6 +108,6 @@ def test_who_it_is(config: Config, trainer: TrainerService) -> None:
 
 
 def test_a_budget_that_the_run_does_not_have(config: Config, tmp_path: Path) -> None:
-    trainer = trainers_of(config, tmp_path, None, [{}, {"budget": "smal"}, {}])[1]
+    trainer = trainers_of(config, tmp_path, [{}, {"budget": "smal"}, {}])[1]
     failure = trainer.handle(Message("hello", RUN, metadata=run_metadata(config))).failure
     assert failure == "its site says budget 'smal', which the run does not have"

@@ -95,13 +95,17 @@ def list_runs() -> list[str]:
 
 def write_connection(folder: Path, settings: ServerSettings) -> None:
     """Writes Flower's own config on the server's machine, so that `flwr` finds the server."""
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     authority = (folder / settings.authority).resolve()
     write_text(
         (folder / settings.state).resolve() / "flower" / "config.toml",
         f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
-        f'address = "{host}:{settings.port}"\nroot-certificates = "{authority}"\ninsecure = false\n',
+        f'address = "{local_host(settings)}:{settings.port}"\nroot-certificates = "{authority}"\ninsecure = false\n',
     )
+
+
+def local_host(settings: ServerSettings) -> str:
+    """Returns the address under which the server's own machine reaches it."""
+    return "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
 
 
 def _environment(home: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from fedguild.config.site import load_server, load_site
+from fedguild.config.site import ServerSettings, load_server, load_site
 from fedguild.errors import FedGuildError
 from fedguild.federation import commands
 from fedguild.federation.checks import require_none, server_faults, site_faults
@@ -47,7 +48,7 @@ def run_server(folder: Path, echo: Echo) -> None:
     server = Child("server", commands.superlink(folder, settings), environment, state / "server.log", folder)
     server.start()
     try:
-        _wait_until_up(server, environment)
+        _wait_until_up(server, settings, environment)
         echo(f"The server listens on {settings.host}:{settings.port}; its log is {server.log}.")
         for line in register_keys(folder / settings.nodes, state, environment):
             echo(line)
@@ -107,13 +108,13 @@ def run_client(folder: Path, echo: Echo) -> None:
             child.start()
             started.append(child)
         echo(f"Client {site.client} of {site.server} is up; its logs are in {work}. Ctrl-C ends it.")
-        watch(started, echo, restart=True, explain=_exit_reason)
+        watch(started, echo, restart=True, explain=exit_reason)
     finally:
         for child in reversed(started):
             child.terminate()
 
 
-def _exit_reason(child: Child) -> str:
+def exit_reason(child: Child) -> str:
     """Returns why a client's process may have ended, in words where Flower prints a number only."""
     if KEY_REFUSED in child.log_tail(15):
         return (
@@ -228,16 +229,25 @@ def _nodes(environment: Mapping[str, str]) -> list[dict[str, Any]] | None:
     return nodes if listed.get("success") else None
 
 
-def _wait_until_up(server: Child, environment: Mapping[str, str]) -> None:
+def _wait_until_up(server: Child, settings: ServerSettings, environment: Mapping[str, str]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         status = server.exit_status()
         if status is not None:
             raise FedGuildError(f"Flower's server ended with status {status}.{server.log_tail()}", f"Log: {server.log}")
-        if _nodes(environment) is not None:
+        if _is_listening(settings) and _nodes(environment) is not None:
             return
-        time.sleep(0.5)
+        time.sleep(0.2)
     raise FedGuildError(f"Flower's server does not answer after {START_SECONDS:g} s.{server.log_tail()}")
+
+
+def _is_listening(settings: ServerSettings) -> bool:
+    """Whether the server's port accepts connections, which is cheaper to ask than `flwr`."""
+    try:
+        with socket.create_connection((commands.local_host(settings), settings.port), timeout=1.0):
+            return True
+    except OSError:
+        return False
 
 
 def _flwr(command: list[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

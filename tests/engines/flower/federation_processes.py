@@ -1,4 +1,4 @@
-"""A federation of real processes on 127.0.0.1, for tests: started as a user starts it, ended for certain."""
+"""A federation of real processes on 127.0.0.1: started as a user starts it, and terminated for certain."""
 
 from __future__ import annotations
 
@@ -8,24 +8,39 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import yaml
 
 from fedguild.config import Config
+from fedguild.config.site import load_site
+from fedguild.engines.flower import ipc
+from fedguild.engines.flower.message import Message
+from fedguild.federation import commands
+from fedguild.federation.processes import Child
 from fedguild.federation.project import write_project
+from fedguild.federation.trainer_service import TrainerService
 
 FAST = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 START_SECONDS = 120.0
 RUN_SECONDS = 420.0
+_ONE_TRAINER = threading.Lock()
+"""Trainers in threads of this process work one at a time."""
 
 
-class Started:
-    """A `fedguild` command that stays, and what it says."""
+class Command:
+    """A `fedguild` command in a process of its own, and its output.
+
+    Args:
+        arguments: Of `fedguild`.
+        log: The file that its output is appended to.
+        environment: Variables on top of this process's.
+    """
 
     def __init__(self, arguments: list[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.log = log
@@ -39,10 +54,10 @@ class Started:
                 start_new_session=True,
             )
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text("utf-8", errors="replace")
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """Ends it as Ctrl-C does, and whatever it leaves behind."""
         with suppress(psutil.NoSuchProcess):
             family = psutil.Process(self.process.pid).children(recursive=True)
@@ -60,8 +75,8 @@ class FederationProcesses:
     """The folders and processes of a federation.
 
     Args:
-        folder: Where; new.
-        config: What it runs.
+        folder: A new folder.
+        config: The run's config.
     """
 
     def __init__(self, folder: Path, config: Config) -> None:
@@ -74,8 +89,8 @@ class FederationProcesses:
             self.change_site(index, port=self.ports[1 + index], accept={"max_steps": 10000})
         path = folder / "server" / "server.yaml"
         path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "deliver": False}))
-        self.server: Started | None = None
-        self.clients: dict[int, Started] = {}
+        self.server: Command | None = None
+        self.clients: dict[int, Command] = {}
 
     @property
     def run_folder(self) -> Path:
@@ -89,79 +104,124 @@ class FederationProcesses:
         path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **changes}))
 
     def set_run(self, config: Config) -> None:
-        """Puts another config into the server's folder; the run before is moved away."""
+        """Puts another config into the server's folder; an earlier run is moved away."""
         if self.run_folder.exists():
             self.run_folder.rename(self.run_folder.with_name(f"run-{time.monotonic_ns()}"))
         (self.folder / "server" / "run.yaml").write_text(config.resolved_yaml())
 
     def start_server(self) -> None:
-        self.server = Started(["federation", "server", str(self.folder / "server")], self.folder / "server.out")
-        mark = self.server.said().count("Ready.")
-        wait_for(lambda: self.server is not None and self.server.said().count("Ready.") > mark, self.server)
+        self.server = Command(["federation", "server", str(self.folder / "server")], self.folder / "server.out")
+        mark = self.server.output().count("Ready.")
+        wait_for(lambda: self.server is not None and self.server.output().count("Ready.") > mark, self.server)
 
-    def start_client(self, index: int, environment: Mapping[str, str] | None = None) -> Started:
+    def start_client(self, index: int, environment: Mapping[str, str] | None = None) -> Command:
         command = ["federation", "client", str(self.site(index))]
-        started = Started(command, self.folder / f"client-{index}.out", environment)
-        self.clients[index] = started
-        return started
+        self.clients[index] = Command(command, self.folder / f"client-{index}.out", environment)
+        return self.clients[index]
 
-    def begin_run(self) -> Started:
-        return Started(["federation", "run", str(self.folder / "server")], self.folder / "run.out")
+    def node(self, index: int) -> Child:
+        """Returns Flower's node of a client alone, without a trainer."""
+        folder = self.site(index)
+        site = load_site(folder)
+        environment = {**commands.site_environment(folder, site), **FAST}
+        return Child("node", commands.supernode(folder, site), environment, folder / site.work / "node.log", folder)
+
+    def start_run(self) -> Command:
+        return Command(["federation", "run", str(self.folder / "server")], self.folder / "run.out")
 
     def run(self) -> str:
-        """Runs to the end; returns what was said."""
-        started = self.begin_run()
+        """Runs to the end; returns the output."""
+        run = self.start_run()
         try:
-            status = started.process.wait(RUN_SECONDS)
+            status = run.process.wait(RUN_SECONDS)
         finally:
-            started.end()
-        assert status == 0, started.said()[-3000:]
-        return started.said()
+            run.terminate()
+        assert status == 0, run.output()[-3000:]
+        return run.output()
 
-    def trainer_says(self, index: int) -> str:
+    def trainer_log(self, index: int) -> str:
         path = self.site(index) / "work" / "trainer.log"
         return path.read_text() if path.is_file() else ""
 
     def trainer_pid(self, index: int) -> int:
-        return int(json.loads((self.site(index) / "work" / "trainer.json").read_text())["pid"])
+        return int(json.loads((self.site(index) / "work" / ipc.ADDRESS_FILE).read_text())["pid"])
 
-    def pid_of(self, started: Started, program: str) -> int:
+    def pid_of(self, command: Command, program: str) -> int:
         """Returns the process of one of Flower's programs below a command."""
-        family = psutil.Process(started.process.pid).children(recursive=True)
-        return next(one.pid for one in family if any(program in word for word in one.cmdline()))
+        family = psutil.Process(command.process.pid).children(recursive=True)
+        return next(member.pid for member in family if any(program in word for word in member.cmdline()))
 
-    def end(self) -> None:
-        for started in [*self.clients.values(), *([self.server] if self.server else [])]:
-            started.end()
+    def terminate(self) -> None:
+        for command in [*self.clients.values(), *([self.server] if self.server else [])]:
+            command.terminate()
 
 
 @contextmanager
 def running(folder: Path, config: Config) -> Iterator[FederationProcesses]:
-    """Yields a federation whose server and clients are up."""
-    guild = FederationProcesses(folder, config)
+    """Yields a federation whose server and clients are up, all as commands."""
+    federation = FederationProcesses(folder, config)
     try:
-        guild.start_server()
+        federation.start_server()
         for index in range(config.federation.clients):
-            guild.start_client(index)
-        yield guild
+            federation.start_client(index)
+        yield federation
     finally:
-        guild.end()
+        federation.terminate()
 
 
-def wait_for(condition: Callable[[], bool], started: Started | None = None, seconds: float = START_SECONDS) -> None:
-    """Waits until something is so; fails where it takes too long or a process has ended."""
-    due = time.monotonic() + seconds
+@contextmanager
+def running_cheaply(folder: Path, config: Config) -> Iterator[FederationProcesses]:
+    """Yields a federation whose last client is a command, and whose other clients have their trainers in this process.
+
+    A trainer of its own costs as much as five of Flower's messages: it imports torch.
+    """
+    federation, last = FederationProcesses(folder, config), config.federation.clients - 1
+    with ExitStack() as stack:
+        stack.callback(federation.terminate)
+        federation.start_server()
+        for index in range(last):
+            stack.enter_context(_trainer_thread(federation.site(index)))
+            node = federation.node(index)
+            stack.callback(node.terminate)
+            node.start()
+        federation.start_client(last)
+        yield federation
+
+
+@contextmanager
+def _trainer_thread(folder: Path) -> Iterator[None]:
+    """Runs a site's trainer in a thread of this process."""
+    service, stopped = TrainerService(load_site(folder), folder), threading.Event()
+
+    def handle(message: Message) -> Message:
+        with _ONE_TRAINER:
+            return service.handle(message)
+
+    thread = threading.Thread(
+        target=ipc.serve, args=(service.work, handle), kwargs={"running": lambda: not stopped.is_set()}
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def wait_for(condition: Callable[[], bool], command: Command | None = None, seconds: float = START_SECONDS) -> None:
+    """Waits until a condition holds; fails if that takes too long or a command ends before."""
+    deadline = time.monotonic() + seconds
     while not condition():
-        said = started.said()[-2000:] if started else ""
-        assert time.monotonic() < due, f"not within {seconds:g} s\n{said}"
-        assert started is None or started.process.poll() is None, said
+        output = command.output()[-2000:] if command else ""
+        assert time.monotonic() < deadline, f"not within {seconds:g} s\n{output}"
+        assert command is None or command.process.poll() is None, output
         time.sleep(0.05)
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports of 127.0.0.1 that nobody listens on."""
-    doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [door.getsockname()[1] for door in doors]
-    for door in doors:
-        door.close()
+    """Returns ports of 127.0.0.1 on which nothing listens."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
     return ports

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fedguild import setup
 from fedguild.config import Config
 from fedguild.config.site import ServerSettings, SiteSettings
 from fedguild.engines.flower.adapter import GridTransport
@@ -13,7 +14,6 @@ from fedguild.experiment import RunResult
 from fedguild.federation.serving import serve
 from fedguild.federation.trainer_service import TrainerService
 from fedguild.files import write_text
-from fedguild.model.backbone import Backbone
 from fedguild.progress import Silent
 from tests.engines.flower.loopback import LoopbackGrid, LoopbackNode
 from tests.experiment.runs import small_config
@@ -44,15 +44,14 @@ def site_of(config: Config, client: int, **changes: Any) -> SiteSettings:
     return SiteSettings.model_validate({**settings, **changes})
 
 
-def trainers_of(
-    config: Config, folder: Path, backbone: Backbone | None = None, changes: Sequence[dict[str, Any]] = ()
-) -> list[TrainerService]:
-    """Returns a trainer service for each client; sharing one backbone saves time."""
-    loading = {} if backbone is None else {"load": lambda _: backbone}
-    extra = list(changes) or [{}] * config.federation.clients
+def trainers_of(config: Config, folder: Path, changes: Sequence[dict[str, Any]] = ()) -> list[TrainerService]:
+    """Returns a trainer service for each client, with changes of its site's settings."""
+    sites = [
+        site_of(config, index, **change) for index, change in enumerate(changes or [{}] * config.federation.clients)
+    ]
     return [
-        TrainerService(site_of(config, index, **extra[index]), folder / f"client-{index:03d}", **loading)
-        for index in range(config.federation.clients)
+        TrainerService(site, folder / f"client-{site.client:03d}", load=lambda config: setup.load_model(config))
+        for site in sites
     ]
 
 
