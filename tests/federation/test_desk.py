@@ -15,7 +15,7 @@ from fedguild.engines.flower.parcel import Parcel
 from fedguild.federation.desk import Desk, facts_of, model_digest
 from fedguild.methods import build_method
 from fedguild.seeding import torch_rng
-from fedguild.setup import checked_budgets, load_model
+from fedguild.setup import fit_method, load_model
 from fedguild.wire.codec import encode
 from tests.engines.flower.guild import QUICK, desks_of, small_config
 from tests.experiment.runs import save_model
@@ -35,9 +35,8 @@ def desk(config: Config, tmp_path: Path) -> Desk:
 
 def order(config: Config, round: int = 1, client: int = 1) -> Parcel:
     """Returns the server's question of a round."""
-    method = build_method(config.method.name, config.method.options)
     backbone = load_model(config)
-    tiers = checked_budgets(config, method, backbone.info)
+    method, tiers = fit_method(build_method(config.method.name, config.method.options), config, backbone.info)
     budgets = list(tiers.values())
     state = method.start(backbone.info, budgets, torch_rng(config.seed, "start", config.method.name))
     download = method.download(state, backbone.info, ClientInfo(client, budgets[client % 2], 10))

@@ -43,7 +43,7 @@ from fedguild.setup import (
     MEMORY,
     Experiment,
     PreparedData,
-    checked_budgets,
+    fit_method,
     load_model,
     method_of,
     prepare_data,
@@ -207,7 +207,7 @@ class Desk:
         method = method_of(config)
         load_metrics(config.evaluation.metrics)
         backbone, own = self._loaded(config), self._own_data()
-        tiers = checked_budgets(config, method, backbone.info)
+        method, tiers = fit_method(method, config, backbone.info)
         client = ClientInfo(self.site.client, self._budget(config, tiers), len(own.train))
         folder = self.work / "runs" / run
         memory = ClientMemory(folder / MEMORY)
