@@ -32,13 +32,15 @@ from fedguild.server.run_log import (
     RunLog,
     StrayUpload,
 )
-from fedguild.setup import Experiment, PreparedData, Split, make_engine, prepare, prepare_data
+from fedguild.setup import Experiment, PreparedData, Split, make_engine, method_record, prepare, prepare_data
 
 __all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
 
 Preparation = Callable[[Config, Path, Progress | None], Experiment]
 
 CHECKPOINTS = "checkpoints"
+METHOD = "method.json"
+"""Where a run keeps every option of its method, as it runs."""
 ACCEPTED = "accepted"
 """Key of the clients whose uploads of the round are in a checkpoint's state."""
 
@@ -235,6 +237,7 @@ def _write_facts(experiment: Experiment) -> None:
         labels=list(table.labels), counts=[list(row) for row in table.counts], split=experiment.data.sizes()
     )
     write_json(folder / "partition.json", partition_record.model_dump(mode="json"))
+    write_json(folder / METHOD, method_record(experiment.config, experiment.method))
     write_text(folder / "config.yaml", experiment.config.resolved_yaml())
 
 

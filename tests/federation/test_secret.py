@@ -21,7 +21,7 @@ from fedguild.methods.fedamole.embedding_privacy import privatised
 from fedguild.methods.fedamole.pool import EXPERT, TOKEN
 from fedguild.payload import Payload
 from fedguild.seeding import numpy_rng, torch_rng
-from fedguild.setup import checked_budgets, load_model
+from fedguild.setup import fit_method, load_model
 from fedguild.wire.codec import encode
 from tests.engines.equality import case_config
 from tests.engines.flower.loopback_federation import trainers_of
@@ -50,8 +50,9 @@ def noisy(config: Config, eta: float | None = ETA) -> Config:
 
 def train_request(config: Config, client: int = 1, factor: float = 1.0) -> Message:
     """Returns the server's request of the first round; the model may be another multiple of the start."""
-    method, backbone = build_method("fedamole", config.method.options), load_model(config)
-    (budget, *_) = budgets = list(checked_budgets(config, method, backbone.info).values())
+    backbone = load_model(config)
+    method, tiers = fit_method(build_method("fedamole", config.method.options), config, backbone.info)
+    (budget, *_) = budgets = list(tiers.values())
     state = method.start(backbone.info, budgets, torch_rng(config.seed, "start", "fedamole"))
     clients = [ClientInfo(index, budget, 10) for index in range(config.federation.clients)]
     state = method.enroll(state, backbone.info, clients)

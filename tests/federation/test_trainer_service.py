@@ -16,7 +16,7 @@ from fedguild.engines.flower.message import Message
 from fedguild.federation.trainer_service import TrainerService, model_digest, run_metadata
 from fedguild.methods import build_method
 from fedguild.seeding import torch_rng
-from fedguild.setup import checked_budgets, load_model
+from fedguild.setup import fit_method, load_model
 from fedguild.wire.codec import encode
 from tests.engines.flower.loopback_federation import QUICK, small_config, trainers_of
 from tests.experiment.runs import save_model
@@ -36,9 +36,8 @@ def trainer(config: Config, tmp_path: Path) -> TrainerService:
 
 def train_request(config: Config, round: int = 1, client: int = 1) -> Message:
     """Returns the server's request of a round's training."""
-    method = build_method(config.method.name, config.method.options)
     backbone = load_model(config)
-    tiers = checked_budgets(config, method, backbone.info)
+    method, tiers = fit_method(build_method(config.method.name, config.method.options), config, backbone.info)
     budgets = list(tiers.values())
     state = method.start(backbone.info, budgets, torch_rng(config.seed, "start", config.method.name))
     download = method.download(state, backbone.info, ClientInfo(client, budgets[client % 2], 10))

@@ -17,7 +17,7 @@ from fedguild.federation import templates
 from fedguild.federation.keys import write_key
 from fedguild.files import write_text
 from fedguild.server.sampling import quorum_count, wanted_count
-from fedguild.setup import method_of
+from fedguild.setup import check_config
 
 FIRST_NODE_PORT = 9094
 
@@ -46,13 +46,13 @@ def write_project(
             the server then has none.
 
     Raises:
-        ConfigError: the config or the address is wrong, or the method does not suit so many clients.
+        ConfigError: the config or the address is wrong, or the method does not suit the model or so many clients.
         FedGuildError: the folder is not empty, or openssl is missing.
     """
     host, port = _host_and_port(address)
     required = [f"federation.clients={clients}", "federation.engine.name=flower", "evaluation.pooled=false"]
     config = load_config(config_name, [*required, *overrides])
-    method_of(config)
+    check_config(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FedGuildError(f"{folder} already exists.", "Choose a folder that is new or empty.")
     _require_openssl()

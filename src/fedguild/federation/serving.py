@@ -41,12 +41,13 @@ from fedguild.setup import (
     Experiment,
     PreparedData,
     Split,
-    checked_budgets,
+    fit_method,
     load_model,
     method_of,
     model_of,
     prepare_data,
     run_identity,
+    tell_fitted,
 )
 
 RUN, UPLOADS, MEMBERS = "run", "uploads", "members.json"
@@ -209,7 +210,8 @@ def prepare_remote(
         )
     method = method_of(config)
     load_metrics(config.evaluation.metrics)
-    tiers = checked_budgets(config, method, model_of(config))
+    method, tiers = fit_method(method, config, model_of(config))
+    tell_fitted(config, method, progress.message)
     data = prepare_data(config) if settings.reads_data else None
     progress.stage(f"Loading the model {config.model.path}")
     backbone = load_model(config)

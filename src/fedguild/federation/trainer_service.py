@@ -44,7 +44,7 @@ from fedguild.setup import (
     MEMORY,
     Experiment,
     PreparedData,
-    checked_budgets,
+    fit_method,
     load_model,
     method_of,
     prepare_data,
@@ -210,7 +210,7 @@ class TrainerService:
         method = method_of(config)
         load_metrics(config.evaluation.metrics)
         backbone, client_data = self._load_once(config), self._client_data()
-        tiers = checked_budgets(config, method, backbone.info)
+        method, tiers = fit_method(method, config, backbone.info)
         client = ClientInfo(self.site.client, self._budget(config, tiers), len(client_data.train))
         folder = self.work / "runs" / run
         memory = ClientMemory(folder / MEMORY)
