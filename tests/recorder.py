@@ -45,11 +45,14 @@ if TYPE_CHECKING:
 Facts = dict[str, str]
 """`round/what/who/name` -> a digest, or a value as JSON."""
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {"memory/held/": "memory/received/"}
 """Regular expression for the beginning of `what/name` in the old recording -> its replacement, for names that changed
 on purpose, for example `{"state/pool/": "state/experts/"}`. A state's `adapter/` needs no entry.
 """
-EXPECTED: dict[str, str] = {}
+EXPECTED: dict[str, str] = {
+    "fed[ap]*: */record/client-*/rank": "without LoRA the rank is 0; 0.1.0 wrote the rank of a plan that had none",
+    "*: */evaluation/metrics": "a new setting",
+}
 """Pattern of `case: round/what/who/name` (as a shell's) -> why this differs on purpose."""
 
 STATE, DOWNLOAD, UPLOAD, MEMORY, RECORD = "state", "download", "upload", "memory", "record"
