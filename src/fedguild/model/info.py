@@ -88,8 +88,8 @@ class ModelInfo:
         if not self.moe:
             raise ModelError(
                 f"{who} needs a mixture-of-experts model, but {self.name} ({self.family}) has no experts.",
-                "Choose an MoE model (OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, SwitchTransformers) or a "
-                "method for dense models, for example fedit.",
+                "Choose a model of a family with experts (`fedguild doctor` lists them), or a method for dense models, "
+                "for example fedit.",
             )
 
     def require_active_experts(self, count: int, who: str) -> int:
