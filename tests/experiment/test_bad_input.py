@@ -17,7 +17,7 @@ from fedguild.methods import METHODS
 from fedguild.methods.flame import Flame
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
-from fedguild.server.record import ClientRecord, RoundRecord, RunLog
+from fedguild.server.run_log import ClientRecord, RoundRecord, RunLog
 from tests.data.writing import write_jsonl
 from tests.experiment.conftest import Command
 from tests.experiment.runs import assert_same, ended, says, small_config, small_settings
@@ -183,7 +183,7 @@ def test_a_folder_that_holds_a_run(command: Command, complaint: Complaint, olmoe
     assert command("run", TASKS, *settings, "--output", "out").exit_code == 0
     before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
     told = complaint("run", TASKS, *settings, "--output", "out")
-    says(told, "out holds a run already", "Go on with `fedguild resume out`, or choose another folder")
+    says(told, "out already holds a run", "Continue with `fedguild resume out`, or choose another folder")
     assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
 
 

@@ -185,7 +185,7 @@ def test_bad_input_is_named_and_nothing_is_written(export, runs: dict[str, Path]
     assert not output.exists()
     output.mkdir()
     (output / "mine.txt").write_text("precious")
-    with pytest.raises(FedGuildError, match=r"out exists already\.\nChoose a folder that is new or empty"):
+    with pytest.raises(FedGuildError, match=r"out already exists\.\nChoose a folder that is new or empty"):
         export(runs["flame"], Subject("small"), output)
     assert [path.name for path in output.iterdir()] == ["mine.txt"]
 

@@ -27,8 +27,8 @@ from fedguild.model.slots import SlotModel
 from fedguild.packing import pack, unpack
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
+from fedguild.server.engine import Task
 from fedguild.server.method import Method, Upload
-from fedguild.server.rounds import Task
 from fedguild.server.validation import Omissible, check_upload
 from fedguild.wire.codec import decode, encode
 from tests.backbones import tiny_backbone

@@ -13,7 +13,7 @@ from fedguild.costs.tiers import Workload
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import DTYPES, describe_config
 from fedguild.server.sampling import wanted_count
-from fedguild.setup import checked_budgets, fitted
+from fedguild.setup import fit_method
 
 EXAMPLES = 1000
 """Training examples of a client where the config does not say how many it has."""
@@ -30,14 +30,14 @@ def profile_config(
     wire_dtype: WireDtype = "fp32",
     checkpointing: bool | None = None,
 ) -> Profile:
-    """Returns what a config's federation costs, each tier of clients in one round.
+    """Returns the costs of a config's federation, for each tier of clients in one round.
 
     Args:
         config: The config; its data is not read.
         examples: Training examples of a client; None for `known_examples`, or else 1000.
         tokens: Tokens of one forward pass; None for `training.batch_size` sequences.
         context: Length of a sequence; None for `data.max_tokens`, the longest there may be.
-        wire_dtype: What a number on the wire is counted as: the wire carries fp32, papers count bf16.
+        wire_dtype: The dtype that a number on the wire is counted as: the wire carries fp32, papers count bf16.
         checkpointing: Whether activations are recomputed; None as the config says.
 
     Raises:
@@ -48,8 +48,7 @@ def profile_config(
         config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
     )
     options = {**config.method.options, **METHODS.load(config.method.name).costs.bound}
-    method = fitted(build_method(config.method.name, options), config)
-    budgets = checked_budgets(config, method, model)
+    method, budgets = fit_method(build_method(config.method.name, options), config, model)
     context_tokens = context or config.data.max_tokens
     work = Workload(
         examples=examples or known_examples(config) or EXAMPLES,
@@ -70,7 +69,7 @@ def profile_config(
 
 
 def known_examples(config: Config) -> int | None:
-    """Returns how many training examples a client has at most by the config's caps; None where it has none."""
+    """Returns the largest number of training examples that the config's caps allow a client; None without a cap."""
     if config.data.split.caps.train is not None:
         return config.data.split.caps.train
     if config.data.limit is not None:

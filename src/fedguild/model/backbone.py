@@ -22,11 +22,11 @@ from fedguild.model.four_bit import four_bit_options, quantise_experts
 from fedguild.model.frozen_linear import speed_up_frozen_linears
 from fedguild.model.info import LinearInfo, ModelInfo
 from fedguild.model.known import find_known, known_models
-from fedguild.model.merging import merged
 from fedguild.model.moe.family import Family, moe_blocks, moe_layers
 from fedguild.model.moe.view import MoeLayer
 from fedguild.model.pretrained import EMBEDDED, auto_class, load_tokenizer, loading, read_config, source_of
 from fedguild.model.runtime import Runtime
+from fedguild.model.weight_changes import merged
 from fedguild.model.weight_files import LoadingReport, check_weights
 
 _ATTENTION = {"self_attn", "attn", "SelfAttention", "EncDecAttention"}
@@ -278,6 +278,11 @@ def describe_config(path: str, *, revision: str | None = None, trust_remote_code
             f"{', '.join(model.name for model in known_models())}.",
         ) from error
     return _described(config, known.hub_id if known else path, trust_remote_code)
+
+
+def is_at_hand(path: str, revision: str | None = None) -> bool:
+    """Whether `describe_config` needs no network for a model."""
+    return path == EMBEDDED or Path(path).exists() or (revision is None and find_known(path) is not None)
 
 
 def describe_architecture(config: Mapping[str, Any], name: str) -> ModelInfo:
