@@ -5,4 +5,4 @@ server, evaluation, costs, report. Methods sit after the server, engines after t
 command line last. `experiment.run` is the whole flow in one function.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
