@@ -32,13 +32,15 @@ from fedguild.server.run_log import (
     RunLog,
     StrayUpload,
 )
-from fedguild.setup import Experiment, PreparedData, Split, make_engine, prepare, prepare_data
+from fedguild.setup import Experiment, PreparedData, Split, make_engine, method_record, prepare, prepare_data
 
 __all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
 
 Preparation = Callable[[Config, Path, Progress | None], Experiment]
 
 CHECKPOINTS = "checkpoints"
+METHOD = "method.json"
+"""Where a run keeps every option of its method, as it runs."""
 ACCEPTED = "accepted"
 """Key of the clients whose uploads of the round are in a checkpoint's state."""
 
@@ -91,7 +93,8 @@ def run(
         raise CheckpointError(
             f"{output} already holds a run.", f"Continue with `fedguild resume {output}`, or choose another folder."
         )
-    return _begin((preparation or prepare)(config, output, progress))
+    experiment = (preparation or prepare)(config, output, progress)
+    return _rounds(experiment, _begin(experiment), first=1)
 
 
 def resume(output: Path, *, progress: Progress | None = None, preparation: Preparation | None = None) -> RunResult:
@@ -104,7 +107,8 @@ def resume(output: Path, *, progress: Progress | None = None, preparation: Prepa
     last = checkpoint.latest(output / CHECKPOINTS)
     if last is None:
         (output / RunLog.FILE).unlink(missing_ok=True)
-        return _begin((preparation or prepare)(config, output, progress))
+        experiment = (preparation or prepare)(config, output, progress)
+        return _rounds(experiment, _begin(experiment), first=1)
     saved = checkpoint.load(output / CHECKPOINTS, last, fingerprint=config.fingerprint())
     RunLog(output).truncate_after(last)
     accepted = saved.extra.get(ACCEPTED, ())
@@ -141,8 +145,8 @@ def restore(
     return prepare(config, output, progress), saved.state, number
 
 
-def _begin(experiment: Experiment) -> RunResult:
-    """Runs a config from its start."""
+def _begin(experiment: Experiment) -> Payload:
+    """Writes and scores the start of a run; returns the state before the first round."""
     config = experiment.config
     state = experiment.method.start(
         experiment.backbone.info, experiment.budgets, torch_rng(config.seed, "start", config.method.name)
@@ -151,7 +155,7 @@ def _begin(experiment: Experiment) -> RunResult:
     _write_facts(experiment)
     RunLog(experiment.folder).append(*evaluate_state(experiment, state, 0))
     _save(experiment, 0, state)
-    return _rounds(experiment, state, first=1)
+    return state
 
 
 def _rounds(experiment: Experiment, state: Payload, first: int, accepted: Collection[int] = ()) -> RunResult:
@@ -233,6 +237,7 @@ def _write_facts(experiment: Experiment) -> None:
         labels=list(table.labels), counts=[list(row) for row in table.counts], split=experiment.data.sizes()
     )
     write_json(folder / "partition.json", partition_record.model_dump(mode="json"))
+    write_json(folder / METHOD, method_record(experiment.config, experiment.method))
     write_text(folder / "config.yaml", experiment.config.resolved_yaml())
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 from fedguild.client.budget import Budget, ClientInfo
@@ -30,7 +31,7 @@ from fedguild.errors import ConfigError
 from fedguild.evaluation.metrics import load_metrics
 from fedguild.files import write_text
 from fedguild.methods import build_method
-from fedguild.model.backbone import Backbone, inspect_model, load_backbone, pick_device
+from fedguild.model.backbone import Backbone, describe_config, inspect_model, is_at_hand, load_backbone, pick_device
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import adapter_shapes
 from fedguild.payload import Payload
@@ -133,18 +134,69 @@ def prepare_data(config: Config) -> PreparedData:
 
 
 def method_of(config: Config) -> Method:
-    """Returns the config's method, as it runs in the config's federation.
+    """Returns the config's method, its options as the config gives them.
 
     Raises:
-        ConfigError: the method or an option is unknown, out of range, or does not fit the federation.
+        ConfigError: the method or an option is unknown, or out of range.
     """
-    return fitted(build_method(config.method.name, config.method.options), config)
+    return build_method(config.method.name, config.method.options)
 
 
-def fitted(method: Method, config: Config) -> Method:
-    """Returns a method as it runs in the config's federation."""
+def check_config(config: Config) -> None:
+    """Raises what can be told of a config without the network, before anything else is done with it.
+
+    The model takes part where its config is at hand: the embedded one, a folder here, or one that FedGuild knows.
+
+    Raises:
+        ModelError, ConfigError: as `fit_method`.
+    """
+    method, model = method_of(config), config.model
+    if is_at_hand(model.path, model.revision):
+        described = describe_config(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        fit_method(method, config, described)
+
+
+def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method, dict[str, Budget]]:
+    """Returns a method as it runs on this model in the config's federation, and the config's budgets by name.
+
+    Raises:
+        ModelError: the method needs experts, and the model has none.
+        ConfigError: an option does not fit the model or the federation, a budget asks for more active experts than
+            the model has, or a plan does not fit the model, for example as a target names no layer of it.
+    """
     federation = config.federation
-    return method.fitted(federation.clients, exact=federation.codec == "fp32")
+    if method.needs_experts:
+        model.require_experts(method.title)
+    method = method.fitted(model, federation.clients, exact=federation.codec == "fp32")
+    budgets = {
+        tier.name: Budget(tier.name, tier.active_experts or model.top_k, tier.rank) for tier in federation.budgets
+    }
+    for budget in budgets.values():
+        if model.moe:
+            model.require_active_experts(budget.active_experts, f"federation.budgets: '{budget.name}'")
+        adapter_shapes(model, method.plan(model, budget))
+    return method, budgets
+
+
+def method_record(config: Config, method: Method) -> dict[str, Any]:
+    """Returns what the record of a run holds of its method.
+
+    Returns:
+        `name`; `options`, every option as the method runs; `fitted`, the options that are not what the config or
+        their default says, each with that value.
+    """
+    given = method_of(config).settings.model_dump(mode="json")
+    options = method.settings.model_dump(mode="json")
+    fitted = {name: value for name, value in given.items() if value != options[name]}
+    return {"name": method.name, "options": options, "fitted": fitted}
+
+
+def tell_fitted(config: Config, method: Method, tell: Callable[[str], None]) -> None:
+    """Says which options run otherwise than the config or their defaults say."""
+    record = method_record(config, method)
+    for name, value in record["fitted"].items():
+        used = json.dumps(record["options"][name])
+        tell(f"method.{name} is {used} here, not {json.dumps(value)}, to fit the model and the federation.")
 
 
 def prepare(config: Config, output: Path, progress: Progress | None = None) -> Experiment:
@@ -155,7 +207,8 @@ def prepare(config: Config, output: Path, progress: Progress | None = None) -> E
     progress = progress or Silent()
     method = method_of(config)
     load_metrics(config.evaluation.metrics)
-    tiers = checked_budgets(config, method, model_of(config))
+    method, tiers = fit_method(method, config, model_of(config))
+    tell_fitted(config, method, progress.message)
     progress.stage("Reading the data")
     data = prepare_data(config)
     progress.stage(f"Loading the model {config.model.path}")
@@ -183,27 +236,6 @@ def model_of(config: Config) -> ModelInfo:
     model = config.model
     pick_device(model.device)
     return inspect_model(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
-
-
-def checked_budgets(config: Config, method: Method, model: ModelInfo) -> dict[str, Budget]:
-    """Returns the config's budgets by name, the method's plan for each of them held against the model.
-
-    Raises:
-        ModelError: the method needs experts, and the model has none.
-        ConfigError: a budget asks for more active experts than the model has, or a plan does not fit the model, for
-            example as a target names no layer of it.
-    """
-    if method.needs_experts:
-        model.require_experts(method.title)
-    budgets = {
-        tier.name: Budget(tier.name, tier.active_experts or model.top_k, tier.rank)
-        for tier in config.federation.budgets
-    }
-    for budget in budgets.values():
-        if model.moe:
-            model.require_active_experts(budget.active_experts, f"federation.budgets: '{budget.name}'")
-        adapter_shapes(model, method.plan(model, budget))
-    return budgets
 
 
 def make_engine(experiment: Experiment) -> Engine:

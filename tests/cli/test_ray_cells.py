@@ -1,4 +1,4 @@
-"""Cells of a comparison on Ray: each ends as it would here, an error says whose it is, nothing is run twice."""
+"""Cells of a comparison on Ray: each ends as it would here, an error names its cell, nothing is run twice."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from fedguild.config import Table, load_config, table_cells, tables
 from fedguild.config.table import TABLES_FOLDER, ShippedTable
 from fedguild.errors import ConfigError
 from fedguild.methods import build_method
-from fedguild.setup import method_of
+from fedguild.setup import check_config
 from tests.backbones import tiny_backbone
 
 NAMES = [table.name for table in tables()]
@@ -34,7 +34,7 @@ def test_every_cell_of_a_shipped_table_is_a_config_of_a_known_method(name: str) 
     for cell in cells:
         config = cell.config()
         assert config.name == cell.row
-        method_of(config)
+        check_config(config)
 
 
 @pytest.mark.parametrize("name", NAMES)

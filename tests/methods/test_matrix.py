@@ -400,8 +400,9 @@ def deployed(federation: Federation, state: Payload, round: int = 2) -> None:
     method, model = federation.method, federation.model
     models = [method.deploy(state, model, who.budget) for who in federation.clients]
     for who in federation.clients:
+        excerpt = method.excerpt(state, model, who)
         for memory in (federation.memory.load(who.name, round + 1), Payload()):
-            models.append(method.personalize(state, model, who, memory))
+            models.append(method.personalize(excerpt, model, who, memory))
     for deployment in (one for one in models if one is not None):
         shapes = {name: tuple(value.shape) for name, value in deployment.tensors.items()}
         assert shapes == {name: tuple(shape) for name, shape in adapter_shapes(model, deployment.plan).items()}

@@ -133,14 +133,14 @@ def plan_table(
 
 
 def _with_known_options(config: Config) -> Config:
-    """Returns a config whose method takes its options: a row whose method does not is reported before the others run.
+    """Returns a config whose method takes its options and fits; a row that does not is reported before others run.
 
     Raises:
-        ConfigError: the method, or one of its options, is unknown or out of range.
+        ModelError, ConfigError: the method or one of its options is unknown, out of range, or does not fit.
     """
-    from fedguild.setup import method_of
+    from fedguild.setup import check_config
 
-    method_of(config)
+    check_config(config)
     return config
 
 

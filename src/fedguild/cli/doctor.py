@@ -129,7 +129,7 @@ def _flower() -> Iterator[Finding]:
     from fedguild.federation.commands import VARIABLES
 
     for fault in version_faults():
-        yield Finding("flower", metadata.version("flwr"), "problem", f"{fault.message} {fault.cure}")
+        yield Finding("flower", metadata.version("flwr"), "problem", f"{fault.message} {fault.hint}")
     openssl = shutil.which("openssl")
     loss = "fedguild federation init cannot make example certificates: install openssl"
     yield Finding("openssl", openssl or "not installed", "ok" if openssl else "missing", "" if openssl else loss)

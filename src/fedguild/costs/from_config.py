@@ -13,7 +13,7 @@ from fedguild.costs.tiers import Workload
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import DTYPES, describe_config
 from fedguild.server.sampling import wanted_count
-from fedguild.setup import checked_budgets, fitted
+from fedguild.setup import fit_method
 
 EXAMPLES = 1000
 """Training examples of a client where the config does not say how many it has."""
@@ -48,8 +48,7 @@ def profile_config(
         config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
     )
     options = {**config.method.options, **METHODS.load(config.method.name).costs.bound}
-    method = fitted(build_method(config.method.name, options), config)
-    budgets = checked_budgets(config, method, model)
+    method, budgets = fit_method(build_method(config.method.name, options), config, model)
     context_tokens = context or config.data.max_tokens
     work = Workload(
         examples=examples or known_examples(config) or EXAMPLES,

@@ -1,4 +1,4 @@
-"""An engine whose payloads lose on their way what the wire's codec would lose."""
+"""An engine whose payloads are rounded as the codec of the wire would round them."""
 
 from __future__ import annotations
 

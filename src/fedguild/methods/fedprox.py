@@ -38,7 +38,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
-from fedguild.server.settings import AveragingSettings, averaging_plan
+from fedguild.server.settings import AveragingSettings, averaging_plan, fitting_averaging_defaults
 from fedguild.server.uploads import mean_adapter
 
 
@@ -54,6 +54,10 @@ class FedProx(Method):
     Settings = FedProxSettings
     settings: FedProxSettings
     costs = RUNNING_MEAN
+
+    def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
+        """Returns the method with LoRA on attention in place of what a dense model does not have."""
+        return self.with_options(**fitting_averaging_defaults(self.settings, model))
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the same plan for every budget."""

@@ -280,6 +280,11 @@ def describe_config(path: str, *, revision: str | None = None, trust_remote_code
     return _described(config, known.hub_id if known else path, trust_remote_code)
 
 
+def is_at_hand(path: str, revision: str | None = None) -> bool:
+    """Whether `describe_config` needs no network for a model."""
+    return path == EMBEDDED or Path(path).exists() or (revision is None and find_known(path) is not None)
+
+
 def describe_architecture(config: Mapping[str, Any], name: str) -> ModelInfo:
     """Returns what a model of these keys of a `config.json`, `model_type` among them, looks like.
 

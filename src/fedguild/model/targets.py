@@ -49,6 +49,20 @@ def targeted_shapes(model: ModelInfo, targets: tuple[str, ...]) -> dict[str, tup
     return shapes
 
 
+def fitting_targets(model: ModelInfo, defaults: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns a method's default targets as far as this model has them.
+
+    A dense model goes without `router` and `experts`. Where linear layers have other names than those by default,
+    all of attention takes their place.
+    """
+    known = {"attention", *(name for linear in model.linears for name in (linear.group, leaf(linear.name)))}
+    linear = tuple(target for target in defaults if target not in MOE_TARGETS)
+    moe = tuple(target for target in defaults if target in MOE_TARGETS and model.moe)
+    if known.issuperset(linear) and len(linear + moe) == len(defaults):
+        return defaults
+    return (linear if linear and known.issuperset(linear) else ("attention",)) + moe
+
+
 def leaf(name: str) -> str:
     """Returns the last part of a name: `lora_A` of `model.layers.0.self_attn.q_proj.lora_A`."""
     return name.rsplit(".", 1)[-1]

@@ -10,7 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import BaseModel
@@ -21,6 +21,7 @@ from fedguild.client.cohort import Cohort
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, Scalar
+from fedguild.server.settings import fitting_defaults
 
 
 @dataclass(frozen=True)
@@ -207,17 +208,25 @@ class Method(ABC):
 
     # The federation
 
-    def fitted(self, clients: int, *, exact: bool) -> Method:
-        """Returns the method as it runs in a federation; asked before anything is read or loaded. By default itself.
+    def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
+        """Returns the method as it runs on this model in a federation; asked before data or weights are read.
+
+        An option that the config sets (`settings.model_fields_set`) is kept, or refused; one that is left to its
+        default may become what fits. By default so do targets that the model does not have.
 
         Args:
+            model: The backbone's description.
             clients: How many there are.
             exact: Whether what is received is what was sent, bit for bit (`federation.codec` fp32).
 
         Raises:
             ConfigError: the method's options do not fit.
         """
-        return self
+        return self.with_options(**fitting_defaults(self.settings, model))
+
+    def with_options(self, **changes: Any) -> Self:
+        """Returns the method with other values of some options; without changes itself."""
+        return type(self)(self.settings.model_copy(update=changes)) if changes else self
 
     def with_secret(self, secret: int) -> Method:
         """Returns the method for one training on a client's own machine; by default itself.

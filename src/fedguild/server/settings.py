@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,6 +13,7 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.part import AdapterPart
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
+from fedguild.model.targets import fitting_targets
 
 Rank = Annotated[int, Field(ge=1, description="LoRA rank r")]
 Alpha = Annotated[float, Field(gt=0, description="LoRA's alpha; the scale is alpha / rank")]
@@ -46,6 +47,16 @@ class LoraSettings(MethodSettings):
         return self.alpha / self.rank
 
 
+def fitting_defaults(settings: BaseModel, model: ModelInfo) -> dict[str, Any]:
+    """Returns option -> value of what is left to its default and has to be another for this model: the targets.
+
+    What a config sets stays as it is.
+    """
+    defaults: tuple[str, ...] = getattr(settings, "targets", ())
+    targets = defaults if "targets" in settings.model_fields_set else fitting_targets(model, defaults)
+    return {} if targets == defaults else {"targets": targets}
+
+
 class AveragingSettings(MethodSettings):
     """What trains under plain averaging (FedAvg, FedProx): the gate, the experts, LoRA elsewhere."""
 
@@ -63,6 +74,17 @@ class AveragingSettings(MethodSettings):
     personal: bool = Field(
         False, description="whether a client's own model is the one that it trained, before the average"
     )
+
+
+def fitting_averaging_defaults(settings: AveragingSettings, model: ModelInfo) -> dict[str, Any]:
+    """Returns option -> value of what is left to its default and has to be another on a dense model.
+
+    There LoRA on attention takes the place of gates and experts, unless `targets` says otherwise.
+    """
+    if model.moe:
+        return {}
+    fitting = {"gate": "none", "experts": "none", "targets": ("attention",)}
+    return {name: value for name, value in fitting.items() if name not in settings.model_fields_set}
 
 
 def averaging_plan(model: ModelInfo, settings: AveragingSettings) -> AdapterPlan:

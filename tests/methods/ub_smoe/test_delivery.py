@@ -146,10 +146,10 @@ def test_with_a_codec_that_rounds_the_buffer_is_sent_to_all(
     assert_same_bits(*states)
 
 
-def test_fp32_leaves_the_setting_alone() -> None:
-    method = ub_smoe()
-    assert method.fitted(4, exact=True) is method
-    assert method.fitted(4, exact=False).settings.send_pseudo_gradient == "always"
+def test_fp32_leaves_the_setting_alone(olmoe_backbone: Backbone) -> None:
+    method, model = ub_smoe(), olmoe_backbone.info
+    assert method.fitted(model, 4, exact=True) is method
+    assert method.fitted(model, 4, exact=False).settings.send_pseudo_gradient == "always"
 
 
 def test_a_checkpoint_changes_no_bit(olmoe_backbone: Backbone, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ from fedguild.payload import Payload, with_part
 from fedguild.seeding import new_seed, numpy_rng, torch_rng
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
-from fedguild.server.settings import Alpha, MethodSettings
+from fedguild.server.settings import Alpha, MethodSettings, fitting_defaults
 
 
 class FedAMoLESettings(MethodSettings):
@@ -135,15 +135,21 @@ class FedAMoLE(Method):
         super().__init__(settings)
         self._secret = secret
 
-    def fitted(self, clients: int, *, exact: bool) -> FedAMoLE:
-        """Returns itself, where so many clients have an assignment.
+    def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> FedAMoLE:
+        """Returns the method with targets that the model has, and with k^c and E that leave the clients an assignment.
 
         Raises:
-            ConfigError: E, k^e, k^c and b leave them none.
+            ConfigError: E, k^e, k^c and b, as far as the config sets them, leave the clients none.
         """
-        self.mixture()
-        self.rules(clients).require_feasible(clients, self.settings.experts)
-        return self
+        method = self.with_options(**fitting_defaults(self.settings, model))
+        if clients < method.settings.clients_per_expert and "clients_per_expert" not in self.settings.model_fields_set:
+            method = method.with_options(clients_per_expert=clients)
+        experts = method.rules(clients).feasible_experts(clients, method.settings.experts)
+        if experts != method.settings.experts and "experts" not in self.settings.model_fields_set:
+            method = method.with_options(experts=experts)
+        method.mixture()
+        method.rules(clients).require_feasible(clients, method.settings.experts)
+        return method
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a mixture with room for b experts on every target, whatever the budget."""
@@ -231,7 +237,8 @@ class FedAMoLE(Method):
         pool, mean, token = Pool.of(state), WeightedMean(), dict[int, dict[str, Tensor]]()
         for upload in uploads:
             mean.add(uploaded_tensors(upload.payload), 1.0)  # Eq. 10, 12
-            token[upload.client.index] = upload.payload.part(TOKEN)
+            embeddings = upload.payload.part(TOKEN)
+            token[upload.client.index] = {module: embedding.clone() for module, embedding in embeddings.items()}
         pool = pool.after_round(mean.result(pool.one_by_one()), token)  # line 7
         return replace(pool, assigned=self.next_assignment(pool)).state()
 

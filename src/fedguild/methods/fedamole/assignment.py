@@ -81,6 +81,11 @@ class AssignmentRules:
                 f"most {clients * self.most // per_expert}.",
             )
 
+    def feasible_experts(self, clients: int, experts: int) -> int:
+        """Returns the number of experts nearest to a wanted one for which `require_feasible` holds, if there is any."""
+        least = math.ceil(clients * self.fewest / self.clients_per_expert)
+        return max(least, min(experts, clients * self.most // self.clients_per_expert))
+
     def scaled(self, clients: int, experts: int) -> AssignmentRules:
         """Returns the rules with k^c raised just so far that every client gets k^e experts."""
         needed = _fewest_clients_per_expert(self.fewest, clients, experts)

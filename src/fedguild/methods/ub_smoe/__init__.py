@@ -295,9 +295,9 @@ class UbSmoe(Method):
         """Returns the state without who took part."""
         return state.without(f"{SERVER}/{HOLDERS}")
 
-    def fitted(self, clients: int, *, exact: bool) -> UbSmoe:
+    def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> UbSmoe:
         """Returns itself, or one that sends G~ to all where Theta is rounded, which would drown what little moved."""
-        return self if exact else UbSmoe(self.settings.model_copy(update={"send_pseudo_gradient": "always"}))
+        return self if exact else self.with_options(send_pseudo_gradient="always")
 
     def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
         """Returns how evenly the round used the experts, how phi follows it, and what G~ is worth."""
