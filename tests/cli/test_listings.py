@@ -15,6 +15,7 @@ from fedguild.data import ClientData, Example, PartitionTable, partition
 from fedguild.data.partition import SCHEMES
 from fedguild.methods import METHODS
 from tests.cli.conftest import FakeExperiment, Invoke
+from tests.plugins import install
 
 
 def test_presets_are_listed(invoke: Invoke) -> None:
@@ -77,6 +78,32 @@ def test_doctor_reports_versions_extras_and_the_machine(invoke: Invoke) -> None:
     assert found["torch"]["verdict"] == "ok"
     assert found["current folder"]["found"] == "writable"
     assert "transformers" in invoke("doctor").stdout
+
+
+def test_doctor_names_the_plugins_of_other_packages_and_those_that_are_broken(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = """
+        [fedguild.metrics]
+        rhyme = verses:rhyme
+        reason = verses:reason
+        [fedguild.model_families]
+        mixtral = verses:MIXTRAL
+        [fedguild.corpora]
+        poems = absent.poems
+    """
+    source = "def rhyme(prediction, reference):\n    return 1.0\n"
+    install(monkeypatch, tmp_path / "verses", "verses", entry_points=entries, modules={"verses.py": source})
+    found = {entry["subject"]: entry for entry in json.loads(invoke("doctor", "--json").stdout)}
+    assert found["metrics"]["found"] == "exact_match, rouge_l, rhyme (verses 1.2)"
+    assert found["model families"]["found"].endswith("mixtral, olmoe, qwen2_moe, qwen3_moe, switch_transformers")
+    assert found["methods"]["found"] == ", ".join(METHODS)
+    broken = {subject: entry["consequence"] for subject, entry in found.items() if entry["found"] == "verses 1.2"}
+    assert broken == {
+        "metric reason": "it cannot be used: AttributeError: module 'verses' has no attribute 'reason'",
+        "model family mixtral": "it cannot be used: fedguild and verses 1.2 have one of that name",
+        "corpus poems": "it cannot be used: ModuleNotFoundError: No module named 'absent'",
+    }
 
 
 def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,9 @@ def own(folder: Path, name: str, active: int) -> torch.Tensor:
     restored, state, number = experiment.restore(folder)
     client = next(known for known in restored.clients if known.name == name)
     memory = restored.memory.load(name, number + 1)
-    deployment = restored.own_model(state, client, memory)
+    model = restored.backbone.info
+    excerpt = restored.method.excerpt(state, model, client)
+    deployment = restored.method.personalize(excerpt, model, client, memory)
     return slot_logits(restored.backbone, replace(deployment, plan=replace(deployment.plan, active_experts=active)))
 
 

@@ -9,13 +9,14 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata, util
-from typing import Literal
+from typing import Any, Literal
 
 from rich.table import Table
 
 from fedguild.cli.options import JsonOption
 from fedguild.cli.output import show, show_json
 from fedguild.heap import keep_freed_pages
+from fedguild.plugins import Plugins
 
 EXAMPLES = (
     "fedguild doctor",
@@ -78,6 +79,7 @@ def diagnose() -> Iterator[Finding]:
     if util.find_spec("torch"):
         yield from _device()
         yield _cores()
+        yield from _plugins()
     if util.find_spec("flwr"):
         yield from _flower()
     yield _memory()
@@ -97,6 +99,25 @@ def _extra(extra: str, packages: tuple[str, ...], loss: str) -> Finding:
         extent = f"without {', '.join(absent)}"
         return Finding(f"extra {extra}", extent, "missing", f"{loss}: pip install 'fedguild[{extra}]'")
     return Finding(f"extra {extra}", ", ".join(f"{package} {metadata.version(package)}" for package in packages))
+
+
+def _plugins() -> Iterator[Finding]:
+    """Yields the usable plug-ins of each kind in one line, and a line for each that cannot be used."""
+    from fedguild.data.corpora import CORPORA
+    from fedguild.evaluation.metrics import METRICS
+    from fedguild.methods import METHODS
+    from fedguild.model.families import FAMILIES
+
+    kinds: tuple[Plugins[Any], ...] = (METHODS, CORPORA, METRICS, FAMILIES)
+    for kind in kinds:
+        checked = list(kind.checked())
+        usable = [
+            one.name if one.origin == "fedguild" else f"{one.name} ({one.origin})" for one in checked if not one.fault
+        ]
+        yield Finding(kind.group.rpartition(".")[2].replace("_", " "), ", ".join(usable))
+        for one in checked:
+            if one.fault:
+                yield Finding(f"{kind.noun} {one.name}", one.origin, "problem", f"it cannot be used: {one.fault}")
 
 
 def _device() -> Iterator[Finding]:

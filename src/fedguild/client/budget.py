@@ -1,4 +1,4 @@
-"""What a client can afford, and who a client is to the server."""
+"""Budgets of compute, and clients as the server knows them."""
 
 from __future__ import annotations
 

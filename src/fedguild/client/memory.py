@@ -1,4 +1,4 @@
-"""What a client keeps between rounds, on disk: atomic, keyed by client and round, never traffic.
+"""Client memory, kept on disk between rounds: atomic, keyed by client and round, never traffic.
 
 A private gate, a personal adapter, a learned output scale; named tensors and scalars, as in a
 payload, but they never leave the client's machine. A round reads only what earlier rounds

@@ -1,4 +1,4 @@
-"""Which examples a client sees in a round, and at which learning rate."""
+"""The examples of a client's steps in a round, and their learning rates."""
 
 from __future__ import annotations
 

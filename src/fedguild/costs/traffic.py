@@ -85,7 +85,7 @@ def exchanges(
         clients: All clients of the federation.
         budgets: Its tiers, also those that no client has; empty for those of the clients.
         participants: How many of the clients, the first, take part in each round; None for all.
-        rounds: How many rounds; None for all that payloads have a form of their own in, as the method's `costs` say.
+        rounds: How many rounds; None for as many as the method's `costs` say show every form of its payloads.
         absences: Whether to count also the exchanges after an absence.
         wire_dtype: The dtype that floating-point tensors are counted as; the wire itself carries them as they are.
         limit: Values up to which a tensor is real (`fedguild.costs.shapes_only`).

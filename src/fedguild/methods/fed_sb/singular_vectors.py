@@ -28,8 +28,8 @@ def leading(matrix: Tensor, rank: int, rng: torch.Generator, iterations: int = 1
     for _ in range(iterations):
         basis, _ = torch.linalg.qr(matrix.mT @ basis)
         basis, _ = torch.linalg.qr(matrix @ basis)
-    found = decompose(Factors(down=basis.mT @ matrix, up=basis))
-    return Svd(found.u[..., :rank], found.s[..., :rank], found.vh[..., :rank, :])
+    svd = decompose(Factors(down=basis.mT @ matrix, up=basis))
+    return Svd(svd.u[..., :rank], svd.s[..., :rank], svd.vh[..., :rank, :])
 
 
 def random_orthonormal(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:

@@ -39,8 +39,8 @@ class Embeddings:
 
     def add(self, module: str, hidden: Tensor, tokens: Tokens) -> None:
         """Adds a pass's hidden states [N, in] of a module."""
-        found = tokens.members @ hidden.detach().to(tokens.members.dtype)
-        self._sums[module] = found + self._sums.get(module, 0)
+        sums = tokens.members @ hidden.detach().to(tokens.members.dtype)
+        self._sums[module] = sums + self._sums.get(module, 0)
         self._counts[module] = tokens.members.sum(1) + self._counts.get(module, 0)
 
     def project(self, module: str, router: SlotTensor, down: SlotTensor, held: Sequence[Sequence[int]]) -> None:

@@ -278,7 +278,7 @@ class Mixture:
         held, part, device = self._held[module], self.part, self._host.device
         rows = max(part.top_k, *(len(ids) for ids in held))
         sizes = torch.tensor([len(ids) for ids in held], device=device)
-        ids = torch.tensor([[*own, *[0] * (rows - len(own))] for own in held], device=device)
+        ids = torch.tensor([[*row, *[0] * (rows - len(row))] for row in held], device=device)
         blocked = torch.arange(rows, device=device) >= sizes[:, None]
         width = part.rank if part.score_scale == "rank" else self._inputs[module]
         return Gating(

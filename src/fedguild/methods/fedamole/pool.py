@@ -193,11 +193,11 @@ def named_by_ids(trainables: Mapping[str, Tensor], held: Mapping[str, Sequence[i
 
 def held_experts(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
     """Returns module -> the ids of its experts in ascending order, as the names of single experts tell."""
-    found: dict[str, set[int]] = {}
+    held: dict[str, set[int]] = {}
     for name in names:
         stack, expert, _ = name.rsplit(".", 2)
-        found.setdefault(stack.removesuffix(STACK), set()).add(int(expert))
-    return {module: tuple(sorted(ids)) for module, ids in found.items()}
+        held.setdefault(stack.removesuffix(STACK), set()).add(int(expert))
+    return {module: tuple(sorted(ids)) for module, ids in held.items()}
 
 
 def single_experts(stacks: Mapping[str, Tensor], held: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
@@ -226,7 +226,7 @@ def stacked_experts(experts: Mapping[str, Tensor], rows: int) -> dict[str, Tenso
     for name, value in experts.items():
         stack, expert, leaf = name.rsplit(".", 2)
         members.setdefault(f"{stack}.{leaf}", {})[int(expert)] = value
-    stacks = {name: torch.stack([own[expert] for expert in sorted(own)]) for name, own in members.items()}
+    stacks = {name: torch.stack([by_id[expert] for expert in sorted(by_id)]) for name, by_id in members.items()}
     return {
         name: pad(stack, (*[0] * (2 * stack.dim() - 1), rows - len(stack))) if len(stack) < rows else stack
         for name, stack in stacks.items()

@@ -1,0 +1,156 @@
+"""Model families that are found: those that ship, and the view of an architecture that another package gives."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, FlexOlmoConfig, GraniteMoeConfig
+
+from fedguild.data.batches import Encoded, collate
+from fedguild.errors import ConfigError, ModelError
+from fedguild.model.backbone import Backbone, describe_architecture, make_backbone
+from fedguild.model.families import FAMILIES
+from fedguild.model.slots import SlotModel
+from tests.backbones import PAD, lora_plan, random_adapter, random_rows
+from tests.oracles.lora import MergedModel
+from tests.plugins import install
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/real-models.md"
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.4,
+    "pad_token_id": PAD,
+    "num_experts_per_tok": 4,
+}
+CONFIGS: dict[str, Any] = {
+    "flex_olmo": lambda: FlexOlmoConfig(**SIZES, num_experts=8),
+    "granitemoe": lambda: GraniteMoeConfig(**SIZES, num_local_experts=8),
+}
+"""The first is built as the defaults of `Family` say, the second has another router."""
+SOURCE = '''
+    """Granite and FlexOlmo."""
+    from fedguild.model.moe.family import Family
+    from fedguild.model.moe.routing import RoutingRule
+
+
+    class Granite(Family):
+        router = "router"
+
+        def rule(self, router):
+            return RoutingRule(renormalise=True)  # the softmax of the k best logits is that of all, renormalised
+
+
+    flex = Family()
+    granite = Granite()
+'''
+ENTRIES = """
+    [fedguild.model_families]
+    flex_olmo = more_families:flex
+    granitemoe = more_families:granite
+    gpt_oss = more_families:Granite
+"""
+
+
+@pytest.fixture
+def more_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package with two families and a class in place of one."""
+    install(monkeypatch, tmp_path / "more", "more-families", entry_points=ENTRIES, modules={"more_families.py": SOURCE})
+
+
+def plain_model(family: str, **changes: Any) -> Any:
+    config = CONFIGS[family]()
+    config.update(changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    model.set_experts_implementation("eager")
+    return model
+
+
+def backbone_of(family: str) -> Backbone:
+    return make_backbone(plain_model(family), None, name=f"tiny {family}")
+
+
+@pytest.mark.usefixtures("more_families")
+@pytest.mark.parametrize("family", CONFIGS)
+def test_slots_equal_their_merged_models_in_losses_and_gradients(family: str):
+    """As for the families that ship: two slots of mixed rank, scale and active experts."""
+    backbone = backbone_of(family)
+    router = {"flex_olmo": "gate", "granitemoe": "router"}[family]
+    assert [moe.router.rpartition(".")[2] for moe in backbone.info.moe] == [router, router]
+    assert (backbone.info.top_k, backbone.info.moe[0].num_experts) == (4, 8)
+    targets = ("attention", "router", "experts")
+    plans = [
+        lora_plan(3, 0.5, targets, 2, output_scale="per_layer"),
+        lora_plan(1, 2.0, targets, output_scale="per_layer"),
+    ]
+    rows = [[Encoded(tuple(ids), 2) for ids in random_rows([7, 5], seed)] for seed in range(2)]
+    adapters = [random_adapter(backbone.info, plan, seed) for seed, plan in enumerate(plans)]
+    with SlotModel(backbone, plans) as model:
+        for slot, adapter in enumerate(adapters):
+            model.load(slot, adapter)
+        losses = model.token_losses(collate(rows, PAD))
+        losses.sum().backward()
+        found = [{name: t.own(slot, of=t.stored.grad) for name, t in model.trainables.items()} for slot in range(2)]
+    plain = plain_model(family)
+    parts = losses.detach().split([sum(row.response_tokens for row in slot_rows) for slot_rows in rows])
+    for slot, (plan, adapter) in enumerate(zip(plans, adapters, strict=True)):
+        leaves = {name: value.clone().requires_grad_() for name, value in adapter.items()}
+        alone = MergedModel(plain, backbone.info, plan, leaves)
+        expected = torch.cat([alone.losses(row.input_ids, row.prompt_length) for row in rows[slot]])
+        assert torch.allclose(parts[slot], expected, rtol=1e-6, atol=1e-6)
+        grads = torch.autograd.grad(expected.sum(), list(leaves.values()))
+        for name, grad in zip(leaves, grads, strict=True):
+            assert torch.allclose(found[slot][name], grad, rtol=1e-5, atol=1e-6 * float(grad.abs().max() + 1)), name
+
+
+@pytest.mark.usefixtures("more_families")
+def test_a_config_alone_is_described_too():
+    info = describe_architecture({"model_type": "granitemoe", **SIZES, "num_local_experts": 8}, "granite")
+    assert info.moe == backbone_of("granitemoe").info.moe
+
+
+def test_without_the_package_the_architecture_is_refused():
+    with pytest.raises(
+        ModelError, match=r"'flex_olmo' models \(FlexOlmoExperts\).*\nSupported.*: deepseek_v2, .*olmoe"
+    ):
+        backbone_of("flex_olmo")
+
+
+@pytest.mark.usefixtures("more_families")
+def test_a_family_that_is_none_is_refused_and_leaves_the_others_alone():
+    with pytest.raises(ConfigError, match=r"model family gpt_oss \(more-families 1.2\) cannot .*: a model family is a"):
+        FAMILIES.load("gpt_oss")
+    assert [family.name for family in FAMILIES.checked() if family.fault] == ["gpt_oss"]
+
+
+@pytest.mark.usefixtures("more_families")
+def test_a_layer_that_is_not_built_as_its_family_says_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(FAMILIES.load("flex_olmo"), "router", "router")
+    with pytest.raises(ModelError, match=r"model.layers.0.mlp \(FlexOlmoSparseMoeBlock\) is not built as.*'router'"):
+        backbone_of("flex_olmo")
+
+
+def test_listing_the_families_does_not_import_torch():
+    code = "import sys; from fedguild.model.families import FAMILIES; print('torch' in sys.modules, *FAMILIES)"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout.split()[0] == "False"
+    assert run.stdout.split()[1:] == sorted(FAMILIES)
+
+
+def test_the_guide_names_every_family_that_ships():
+    names = [re.match(r"[\w-]+", family.title) for family in FAMILIES.found() if family.origin == "fedguild"]
+    assert len(names) > 6
+    assert not [name[0] for name in names if name and name[0] not in GUIDE.read_text()]
