@@ -17,7 +17,7 @@ from timing import machine
 from fedguild import experiment
 from fedguild.client.cohort import Step
 from fedguild.config import load_config
-from fedguild.server.record import RoundRecord, RunLog
+from fedguild.server.run_log import RoundRecord, RunLog
 
 inside = 0.0
 

@@ -39,8 +39,8 @@ from fedguild.payload import Payload
 from fedguild.recording import client_records, routing_record
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
-from fedguild.server.record import RoundRecord, RunLog
 from fedguild.server.rounds import Outcome, frequencies, run_round
+from fedguild.server.run_log import RoundRecord, RunLog
 
 ASKED = 20
 EXAMPLES = 8

@@ -14,6 +14,7 @@ ONE_AFTER_THE_OTHER = {
     "tests/cli/test_ray_cells.py": "ray",
     "tests/engines/flower/test_guide.py": "flower",
     "tests/engines/flower/test_processes.py": "flower",
+    "tests/engines/flower/test_processes_long.py": "flower",
     "tests/engines/test_ray.py": "ray",
 }
 """File of tests that start processes -> what they start, of which a machine bears one at a time."""
@@ -32,6 +33,12 @@ class Scheduling(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
     return Scheduling(config, log)
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets runs in this process write no report, which takes longer than two rounds of a small run."""
+    monkeypatch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -44,11 +45,14 @@ if TYPE_CHECKING:
 Facts = dict[str, str]
 """`round/what/who/name` -> a digest, or a value as JSON."""
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {"memory/held/": "memory/received/"}
 """Regular expression for the beginning of `what/name` in the old recording -> its replacement, for names that changed
 on purpose, for example `{"state/pool/": "state/experts/"}`. A state's `adapter/` needs no entry.
 """
-EXPECTED: dict[str, str] = {}
+EXPECTED: dict[str, str] = {
+    "fed[ap]*: */record/client-*/rank": "without LoRA the rank is 0; 0.1.0 wrote the rank of a plan that had none",
+    "*: */evaluation/metrics": "a new setting",
+}
 """Pattern of `case: round/what/who/name` (as a shell's) -> why this differs on purpose."""
 
 STATE, DOWNLOAD, UPLOAD, MEMORY, RECORD = "state", "download", "upload", "memory", "record"
@@ -536,16 +540,18 @@ WITHOUT_RUN: dict[str, Callable[[], Facts]] = {"defaults": defaults, "presets": 
 
 
 def record(output: Path, only: Sequence[str], jobs: int) -> None:
-    """Records the cases of some methods (all by default), or those with these labels, in processes of their own."""
+    """Records the cases of some methods, or those with these labels (all by default), in so many processes."""
     labels = [label for label in [*WITHOUT_RUN, *CASES] if not only or {label, method_of(label)} & set(only)]
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     started = time.perf_counter()
     cases: dict[str, Any] = {}
-    processes = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as models, ProcessPoolExecutor(jobs, processes) as pool:
-        cases["models"] = pool.submit(record_models, Path(models)).result()
-        results = pool.map(record_case, labels, [Path(models)] * len(labels))
-        for label, result in zip(labels, results, strict=True):
+    with ExitStack() as stack:
+        models = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        run: Callable[..., Iterator[dict[str, Any]]] = map
+        if jobs > 1:
+            run = stack.enter_context(ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))).map
+        (cases["models"],) = run(record_models, [models])
+        for label, result in zip(labels, run(record_case, labels, [models] * len(labels)), strict=True):
             cases[label] = result
             print(f"{result['seconds']:6.1f} s  {label}  {result['error'] or len(result['facts'])}", flush=True)
     output.write_text(json.dumps(cases, indent=0, sort_keys=True))

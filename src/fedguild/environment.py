@@ -1,4 +1,4 @@
-"""The versions and the hardware behind a run's numbers; never a host name, a user or a path."""
+"""Software versions and hardware behind a run's numbers; never a host name, a user or a path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def describe_environment(device: torch.device, dtype: torch.dtype) -> dict[str, 
     return {
         "fedguild": __version__,
         "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := installed(name)) is not None},
+        "packages": {name: version for name in PACKAGES if (version := installed(name)) is not None},
         "system": f"{platform.system()} {platform.machine()}",
         "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -31,7 +31,7 @@ def describe_environment(device: torch.device, dtype: torch.dtype) -> dict[str, 
 
 
 def device_name(device: torch.device) -> str:
-    """Returns what the device is, in words."""
+    """Returns the name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 

@@ -1,4 +1,4 @@
-"""The one error that FedGuild raises for anything its user can mend.
+"""The one error that FedGuild raises for anything its user can fix.
 
 Every message names the file or the setting, what was found, and what would be accepted. The
 command line prints it without a traceback; library users catch `FedGuildError`.
@@ -11,11 +11,11 @@ from collections.abc import Iterable
 
 
 class FedGuildError(Exception):
-    """Bad input, or a state of the machine, that the user can mend.
+    """Bad input, or a state of the machine, that the user can fix.
 
     Args:
         message: What is wrong, naming the file, key or client.
-        hint: What to do about it, as one sentence; printed on a line of its own.
+        hint: The remedy, as one sentence; printed on a line of its own.
     """
 
     def __init__(self, message: str, hint: str = "") -> None:

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from fedguild.client.merges import MergeLedger
+from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config import Config, load_config
 from fedguild.environment import describe_environment
 from fedguild.errors import CheckpointError
@@ -21,8 +21,9 @@ from fedguild.report.tracking import Tracker
 from fedguild.scoring import evaluate_state
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
-from fedguild.server.merges import merges
-from fedguild.server.record import (
+from fedguild.server.merge_history import merges
+from fedguild.server.rounds import Outcome, frequencies, run_round
+from fedguild.server.run_log import (
     EvaluationRecord,
     PartitionRecord,
     Record,
@@ -31,7 +32,6 @@ from fedguild.server.record import (
     RunLog,
     StrayUpload,
 )
-from fedguild.server.rounds import Outcome, frequencies, run_round
 from fedguild.setup import Experiment, PreparedData, Split, make_engine, method_of, method_record, prepare, prepare_data
 
 __all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
@@ -42,7 +42,7 @@ CHECKPOINTS = "checkpoints"
 METHOD = "method.json"
 """Where a run keeps every option of its method, as it runs."""
 ACCEPTED = "accepted"
-"""Where a checkpoint says whose uploads of its round are in the state."""
+"""Key of the clients whose uploads of the round are in a checkpoint's state."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RunResult:
     """A finished run.
 
     Attributes:
-        folder: Where it was written.
+        folder: Its folder.
         rounds: Rounds it ran.
         scores: Budget -> score of the global model after the last round, from 0 to 1.
         mean: Mean over the budgets; over the clients where every client has a model of its own.
@@ -82,18 +82,19 @@ def run(
     Args:
         config: The run.
         output: The folder.
-        progress: Who is told how it goes.
-        preparation: Builds what the run holds; None for this machine alone, with simulated clients.
+        progress: Receiver of progress reports.
+        preparation: Builds the experiment; None for simulated clients on this machine alone.
 
     Raises:
-        CheckpointError: the folder holds a run already.
-        FedGuildError: anything in the config, the data or the model that the user can mend.
+        CheckpointError: the folder already holds a run.
+        FedGuildError: anything in the config, the data or the model that the user can fix.
     """
     if (output / "config.yaml").exists():
         raise CheckpointError(
-            f"{output} holds a run already.", f"Go on with `fedguild resume {output}`, or choose another folder."
+            f"{output} already holds a run.", f"Continue with `fedguild resume {output}`, or choose another folder."
         )
-    return _begin((preparation or prepare)(config, output, progress))
+    experiment = (preparation or prepare)(config, output, progress)
+    return _rounds(experiment, _begin(experiment), first=1)
 
 
 def resume(output: Path, *, progress: Progress | None = None, preparation: Preparation | None = None) -> RunResult:
@@ -106,7 +107,8 @@ def resume(output: Path, *, progress: Progress | None = None, preparation: Prepa
     last = checkpoint.latest(output / CHECKPOINTS)
     if last is None:
         (output / RunLog.FILE).unlink(missing_ok=True)
-        return _begin((preparation or prepare)(config, output, progress))
+        experiment = (preparation or prepare)(config, output, progress)
+        return _rounds(experiment, _begin(experiment), first=1)
     saved = checkpoint.load(output / CHECKPOINTS, last, fingerprint=config.fingerprint())
     RunLog(output).truncate_after(last)
     accepted = saved.extra.get(ACCEPTED, ())
@@ -138,13 +140,13 @@ def restore(
     config = _written_config(output)
     number = checkpoint.latest(output / CHECKPOINTS) if round is None else round
     if number is None:
-        raise CheckpointError(f"{output} has no complete round yet.", f"Go on with `fedguild resume {output}`.")
+        raise CheckpointError(f"{output} has no complete round yet.", f"Continue with `fedguild resume {output}`.")
     saved = checkpoint.load(output / CHECKPOINTS, number, fingerprint=config.fingerprint())
     return prepare(config, output, progress), saved.state, number
 
 
-def _begin(experiment: Experiment) -> RunResult:
-    """Runs a config from its start."""
+def _begin(experiment: Experiment) -> Payload:
+    """Writes and scores the start of a run; returns the state before the first round."""
     config = experiment.config
     state = experiment.method.start(
         experiment.backbone.info, experiment.budgets, torch_rng(config.seed, "start", config.method.name)
@@ -153,7 +155,7 @@ def _begin(experiment: Experiment) -> RunResult:
     _write_facts(experiment)
     RunLog(experiment.folder).append(*evaluate_state(experiment, state, 0))
     _save(experiment, 0, state)
-    return _rounds(experiment, state, first=1)
+    return state
 
 
 def _rounds(experiment: Experiment, state: Payload, first: int, accepted: Collection[int] = ()) -> RunResult:
@@ -205,7 +207,7 @@ def _round_record(outcome: Outcome, seconds: float) -> RoundRecord:
 
 
 def _tell(progress: Progress, outcome: Outcome) -> None:
-    """Says what went wrong in a round that its records keep."""
+    """Reports rejected and stray uploads of a round, which its records also hold."""
     for client, reason in outcome.rejected.items():
         progress.message(f"Round {outcome.round}: the upload of client {client} was rejected: {reason}")
     for stray in outcome.strays:
@@ -228,7 +230,7 @@ def _save(experiment: Experiment, number: int, state: Payload, accepted: Collect
 
 
 def _write_facts(experiment: Experiment) -> None:
-    """Writes what a run knows before its first round; the config last, as it marks the folder as a run's."""
+    """Writes the facts known before the first round; the config last, as it marks the folder as a run's."""
     folder, table, backbone = experiment.folder, experiment.data.partition_table, experiment.backbone
     write_json(folder / "environment.json", describe_environment(backbone.device, backbone.dtype))
     partition_record = PartitionRecord(
@@ -251,7 +253,7 @@ def _written_config(folder: Path) -> Config:
 
 def _result(experiment: Experiment, number: int, records: Sequence[Record], report: Path) -> RunResult:
     scored = [record for record in records if isinstance(record, EvaluationRecord)]
-    scores, own, received, pooled, summaries = (
+    scores, own_scores, received_scores, pooled_scores, summaries = (
         {record.name: record.score for record in scored if record.scope == scope}
         for scope in ("budget", "client", "received", "pooled", "summary")
     )
@@ -261,4 +263,15 @@ def _result(experiment: Experiment, number: int, records: Sequence[Record], repo
         if record.scope == "summary" and "deviation" in record.metrics
     }
     mean = summaries.get("mean", summaries.get("mtal", 0.0))
-    return RunResult(experiment.folder, number, scores, mean, report, own, received, pooled, summaries, deviations)
+    return RunResult(
+        experiment.folder,
+        number,
+        scores,
+        mean,
+        report,
+        own=own_scores,
+        received=received_scores,
+        pooled=pooled_scores,
+        summaries=summaries,
+        deviations=deviations,
+    )

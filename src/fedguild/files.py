@@ -1,4 +1,4 @@
-"""Atomic files: a reader sees the old content or the new one, never a part of it."""
+"""Atomic file writes: a reader sees the old content or the new one, never a part of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedguild.errors import FedGuildError
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside `path`; on success it is synced and renamed onto `path`.
 
-    On any error the temporary file is removed and what `path` held before stays.
+    On any error the temporary file is removed and `path` keeps its content.
 
     Raises:
         FedGuildError: the file cannot be written (disk full, no permission).

@@ -32,8 +32,8 @@ _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MA
 def keep_freed_pages() -> bool:
     """Lets glibc's allocator keep freed pages, for this process and until it ends.
 
-    The process then stays as large as it was at its largest. Who has set the allocator up by one of the
-    environment variables of mallopt(3) keeps that setting.
+    The process then stays at its peak size. A setting of the
+    allocator by one of the environment variables of mallopt(3) is kept.
 
     Returns:
         Whether freed pages are kept; False on other systems, with another C library, or with settings of the user.

@@ -1,4 +1,4 @@
-"""Named tensors and scalars as bytes: the one format of uploads, client memory and checkpoints.
+"""Serialisation of named tensors and scalars: the one format of uploads, client memory and checkpoints.
 
 The bytes are a safetensors file whose metadata holds the scalars as JSON under one key. The same
 content gives the same bytes, in whatever order it was inserted. Nothing is pickled.

@@ -77,7 +77,7 @@ class Plugins(Generic[T]):
         accept: Called with a plug-in's name and the loaded object; returns the plug-in, or raises an exception whose
             message says why the object is none.
         attribute: The attribute of a plug-in's module that is handed to `accept`. Modules of `package` that do not
-            define it at top level are no plug-ins. If empty, every module whose name does not begin with `_` is one,
+            define it at top level are not plug-ins. If empty, every module whose name does not begin with `_` is one,
             and `accept` gets the module.
         dashes: Whether `_` in a file name becomes `-` in the plug-in's name.
     """

@@ -1,4 +1,4 @@
-"""What a long run tells whoever waits for it; the run itself never knows who listens."""
+"""Progress of a long run: the protocol through which it reports to its caller."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Progress(Protocol):
     """Callbacks of a run, in the order in which they come."""
 
     def stage(self, text: str) -> None:
-        """The run begins something that takes a while, for example loading the model."""
+        """A stage that takes a while begins, for example loading the model."""
         ...
 
     def round_started(self, number: int, total: int) -> None:
@@ -31,7 +31,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """A `Progress` that nobody watches."""
+    """A `Progress` that ignores everything."""
 
     def stage(self, text: str) -> None:
         """Ignores the news."""

@@ -15,8 +15,8 @@ from fedguild.evaluation.scores import Scores, Summary
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Observation
-from fedguild.server.record import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
 from fedguild.server.rounds import Outcome
+from fedguild.server.run_log import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
 
 Where = tuple[Literal["budget", "client", "received", "pooled"], int, Literal["test", "validation"]]
 
@@ -58,8 +58,8 @@ def evaluation_record(
     Args:
         name: The budget's or the client's name.
         where: Scope, round and split.
-        scores: What it scored; a client without examples scores 0 of 0.
-        plan: What ran.
+        scores: Its scores; a client without examples scores 0 of 0.
+        plan: The plan that was evaluated.
         flops_per_token: Forward FLOPs of a token, adapters merged.
         perplexity: Whether to record the perplexity of the reference responses.
     """
@@ -83,7 +83,7 @@ def summary_record(
 ) -> EvaluationRecord:
     """Returns the mean over budgets (`mean`), or over the clients that have examples (`mtal` and the others).
 
-    Of two clients or more the metric `deviation` is the sample standard deviation of their scores.
+    For two clients or more the metric `deviation` is the sample standard deviation of their scores.
     """
     counted = [record for record in records if record.examples]
     deviates = name != "mean" and len(counted) > 1
@@ -127,7 +127,7 @@ def routing_record(number: int, frequency: Mapping[int, Tensor], tokens: Mapping
 
 
 def observation_records(number: int, observations: Sequence[Observation]) -> list[ObservationRecord]:
-    """Returns what a method reports of a round, as it is written down."""
+    """Returns the records of a method's observations of a round."""
     return [
         ObservationRecord(
             round=number,

@@ -1,4 +1,4 @@
-"""Scoring a run's models: the global one as every budget runs it, and each client's own."""
+"""Scoring of a run's models: the global one as every budget runs it, and each client's own."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.recording import Where, evaluation_record, summary_record
 from fedguild.server.method import Deployment
-from fedguild.server.record import EvaluationRecord, Record
+from fedguild.server.run_log import EvaluationRecord, Record
 from fedguild.setup import Experiment, Split
 
 Model = tuple[str, Budget, Deployment]
 """A model's name (its budget's or its client's), the budget that it runs at, and what it is."""
 MODELS_AT_ONCE = 8
-"""How many models share a forward pass where the cohort size is `auto`."""
+"""Number of models that share a forward pass where the cohort size is `auto`."""
 
 
 def evaluate_state(experiment: Experiment, state: Payload, number: int, split: Split | None = None) -> list[Record]:
@@ -51,8 +51,8 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
         summary.append(summary_record("received", scored))
         records += scored
     if settings.pooled:
-        own = _own_models(experiment, _excerpts(experiment, state), number)
-        scored = _scored(experiment, own, [pooled] * len(own), ("pooled", number, split))
+        models = _own_models(experiment, _excerpts(experiment, state), number)
+        scored = _scored(experiment, models, [pooled] * len(models), ("pooled", number, split))
         summary.append(summary_record("pooled", scored))
         records += scored
     experiment.progress.evaluated(
@@ -139,7 +139,7 @@ def _scored_at_once(
 
 
 def _identity(merged: Mapping[str, Tensor]) -> list[tuple[str, int]]:
-    """Returns what two models have in common whose backbones hold the same tensors."""
+    """Returns a key that is equal for models whose backbones hold the same tensors."""
     return [(name, id(tensor)) for name, tensor in merged.items()]
 
 
@@ -148,8 +148,8 @@ def evaluated_plan(experiment: Experiment, budget: Budget, deployment: Deploymen
     model, plan = experiment.backbone.info, deployment.plan
     if not model.moe:
         return plan
-    own = experiment.config.evaluation.active_experts == "method"
-    return replace(plan, active_experts=(plan.active_experts or model.top_k) if own else budget.active_experts)
+    as_method = experiment.config.evaluation.active_experts == "method"
+    return replace(plan, active_experts=(plan.active_experts or model.top_k) if as_method else budget.active_experts)
 
 
 def _scoring(config: Config) -> Scoring:

@@ -1,4 +1,4 @@
-"""Files that notice damage: a line with the SHA-256 of the rest, then the rest.
+"""Checksummed files: a line with the SHA-256 of the rest, then the rest.
 
 `tail -n +2 FILE | sha256sum` gives the first line again; `tail -n +2 FILE` is the content itself
 (for client memory and checkpoints, a safetensors file).
@@ -19,7 +19,7 @@ def write_sealed(path: Path, content: bytes) -> None:
     """Writes `content` under its checksum, atomically.
 
     Raises:
-        FedGuildError: the file cannot be written; what `path` held before stays.
+        FedGuildError: the file cannot be written; `path` keeps its content.
     """
     with replacing(path) as temporary, open(temporary, "wb") as file:
         file.write(_seal(content))
@@ -43,7 +43,7 @@ def read_sealed(path: Path) -> bytes:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what a process that was killed while it wrote left half-written in `folder`."""
+    """Removes half-written files of a killed process from `folder`."""
     for leftover in folder.glob(".*.part"):
         leftover.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""What a run holds, built from its config: method, data, backbone, clients and engine."""
+"""Assembly of a run from its config: method, data, backbone, clients and engine."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from fedguild.model.plan import adapter_shapes
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.seeding import numpy_rng
+from fedguild.server.engine import Engine
 from fedguild.server.method import Method
-from fedguild.server.record import EvaluationRecord
-from fedguild.server.rounds import Engine
+from fedguild.server.run_log import EvaluationRecord
 
 Split = Literal["test", "validation"]
 MEMORY = "clients"
@@ -91,7 +91,7 @@ class Remote(Protocol):
 
 @dataclass
 class Experiment:
-    """Everything that a run holds while it runs.
+    """The objects of a run.
 
     `remote` is None where the clients are simulated, by the engine that the config names.
     """
@@ -204,7 +204,7 @@ def tell_fitted(given: Method, method: Method, tell: Callable[[str], None]) -> N
 
 
 def prepare(config: Config, output: Path, progress: Progress | None = None) -> Experiment:
-    """Builds the method, the data and the backbone of a run, in the order of what fails fastest.
+    """Builds the method, the data and the backbone of a run, those first that fail fastest.
 
     What the config and the model's `config.json` decide is decided before the data is read and a weight is loaded.
     """
@@ -320,8 +320,8 @@ def _encoded(experiment: Experiment) -> dict[int, list[Encoded]]:
 def run_identity(folder: Path) -> str:
     """Returns the identity of a run, 32 hexadecimal digits: drawn when first asked for, the same ever after.
 
-    Two runs of one config are two runs. What travels between machines carries it, so that nobody
-    takes one run's tasks, uploads or memory for another's.
+    Two runs of one config are two runs. Messages between machines carry it, so that the tasks,
+    uploads and memory of one run are never taken for those of another.
     """
     path = folder / IDENTITY
     if not path.is_file():

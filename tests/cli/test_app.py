@@ -89,7 +89,7 @@ def test_ctrl_c_says_how_to_go_on(
     monkeypatch.setattr(experiment, "resume", interrupt)
     result = invoke(*arguments)
     assert result.exit_code == 130
-    assert result.stderr == f"Interrupted.\nGo on from the last complete round with: {resume_with}\n"
+    assert result.stderr == f"Interrupted.\nContinue from the last complete round with: {resume_with}\n"
 
 
 def test_ctrl_c_where_there_is_nothing_to_resume(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.server.record import RunLog, comparable
+from fedguild.server.run_log import RunLog, comparable
 from tests.cli.conftest import Invoke
 
 SMALL = [
@@ -36,7 +36,7 @@ def test_run_evaluate_partition_and_report_agree(invoke: Invoke, tmp_path: Path)
     assert json.loads(Path("model/config.json").read_text())["num_experts_per_tok"] == 1
     twice = invoke("run", "run/config.yaml", "--output", "run")
     assert twice.exit_code == 2
-    assert "run holds a run already" in twice.stderr
+    assert "run already holds a run" in twice.stderr
 
 
 def test_compare_trains_both_methods(invoke: Invoke) -> None:

@@ -79,7 +79,7 @@ def test_init_puts_the_servers_name_into_its_certificate(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("init", "{here}"), "exists already"),
+        (("init", "{here}"), "already exists"),
         (("init", "{new}", "--address", "https://a:1"), "'https://a:1' is not an address"),
         (("init", "{new}", "--address", "a"), "is not an address"),
         (("init", "{new}", "--config", "flme/tiny-tasks"), "neither a preset nor a config file"),

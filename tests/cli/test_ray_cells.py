@@ -1,4 +1,4 @@
-"""Cells of a comparison on Ray: each ends as it would here, an error says whose it is, nothing is run twice."""
+"""Cells of a comparison on Ray: each ends as it would here, an error names its cell, nothing is run twice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_cells_end_as_they_do_here(model: Path, tmp_path: Path, capsys: pytest.C
     before = [(each.folder / "metrics.jsonl").stat().st_mtime_ns for each in cells]
     complete_on_ray(cells, None, 1)
     assert [(each.folder / "metrics.jsonl").stat().st_mtime_ns for each in cells] == before
-    assert capsys.readouterr().err.count("finished already") == 2
+    assert capsys.readouterr().err.count("already finished") == 2
 
 
 @pytest.mark.usefixtures("cluster")

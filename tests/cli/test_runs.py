@@ -70,7 +70,7 @@ def test_compare_keeps_finished_cells_and_resumes_half_finished_ones(
         ("resume", "grid/fedit-tiny-tasks-ranks/seed-1"),
     ]
     assert json.loads(second.stdout) == json.loads(first)
-    assert "flame-tiny-tasks seed 0: finished already" in second.stderr
+    assert "flame-tiny-tasks seed 0: already finished" in second.stderr
 
 
 def test_compare_does_not_mix_runs_of_other_settings(invoke: Invoke, experiment: FakeExperiment) -> None:

@@ -68,7 +68,7 @@ def test_files_that_are_no_table(tmp_path: Path):
         ("b.json", "[]", "holds no records"),
         ("c.json", "{", "cannot be read as json"),
         ("d.csv", "a,b\n1,2,3,4\n5\n6,7,8,9,10\n", "cannot be read as csv"),
-        ("e.docx", "x", r"is no table\.\nAccepted file types: \.jsonl"),
+        ("e.docx", "x", r"is not a table\.\nAccepted file types: \.jsonl"),
     ):
         path = tmp_path / name
         path.write_text(content)

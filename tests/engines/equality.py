@@ -1,12 +1,13 @@
-"""The proof that an engine gives what `local` gives: the same bytes, and with cohorts of one the same bits.
+"""Comparison of a run on another engine with one on `local`: the same bytes, and with cohorts of one the same bits.
 
-It knows neither methods nor engines: a case of `tests.methods.test_matrix` says how a method runs, and the
-caller brings what makes the engine of a run.
+It knows neither methods nor engines: a case of `tests.methods.test_matrix` has a method's settings, and the caller
+brings the function that makes the engine of a run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,10 @@ import pytest
 from fedguild import experiment
 from fedguild.config import Config
 from fedguild.methods import METHODS
-from fedguild.server.record import ClientRecord, RunLog
-from fedguild.server.rounds import Engine
+from fedguild.server.engine import Engine
+from fedguild.server.run_log import ClientRecord, RunLog
 from fedguild.setup import Experiment
-from tests.experiment.runs import assert_same, ended, save_model, small_config
+from tests.experiment.runs import Ended, assert_same, ended, save_model, small_config
 from tests.methods.test_matrix import CASES
 
 SETTINGS = (
@@ -76,3 +77,14 @@ def traffic(folder: Path) -> list[tuple[int, int, int, int, dict[str, int]]]:
     records = [record for record in RunLog(folder).read() if isinstance(record, ClientRecord)]
     assert records
     return [(r.round, r.client, r.download_bytes, r.upload_bytes, r.upload_parts) for r in records]
+
+
+def newest_memory(run: Ended) -> Ended:
+    """Returns a run with each client's newest memory alone, by the client's name."""
+    return replace(run, memory={name.split("/")[-2]: content for name, content in sorted(run.memory.items())})
+
+
+def site_memory(folder: Path) -> dict[str, bytes]:
+    """Returns client -> its newest memory, wherever it lies below a folder of sites."""
+    paths = sorted(folder.rglob("*.memory"), key=lambda path: path.name)
+    return {path.parent.name: path.read_bytes() for path in paths}

@@ -1,4 +1,4 @@
-"""What the engines that simulate clients share: who is needed, in which order, and what goes to an actor and back."""
+"""Training of cohorts as `local` and `ray` share it: selection, order, and serialisation for an actor."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from fedguild.client.cohort import LocalReport
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines import local
-from fedguild.engines.cohorts import Trained, halving
+from fedguild.engines.client_report import ClientReport
+from fedguild.engines.cohorts import FittingCohorts, Trained
 from fedguild.engines.ray_actor import (
     CohortActor,
-    as_bytes,
-    as_plain,
-    client_of,
-    job_of,
+    CohortJob,
+    decode_result,
+    encode_payloads,
     pack_examples,
-    trained_of,
     unpack_rows,
 )
 from fedguild.errors import ConfigError, FedGuildError
 from fedguild.methods import build_method
 from fedguild.packing import unpack
 from fedguild.payload import Payload
-from fedguild.server.rounds import Terms
+from fedguild.server.engine import Terms
 from fedguild.setup import make_engine, prepare
 from fedguild.wire.codec import encode
 from tests.engines.test_local import CLIENTS, deliver, engine_of, kept_rounds, tasks_of
@@ -43,11 +42,11 @@ def flame():
 def test_enough_trains_so_many_and_tells_the_others_in_client_order(olmoe_backbone, flame, tmp_path):
     everybody = deliver(olmoe_backbone, flame, tmp_path / "all", 1)
     engine = engine_of(olmoe_backbone, flame, tmp_path / "some", 1)
-    found = list(engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone), Terms(enough=2)))
-    assert [delivery.task.client for delivery in found] == list(CLIENTS)
-    needed = [index for index, delivery in enumerate(found) if delivery.needed]
+    deliveries = list(engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone), Terms(enough=2)))
+    assert [delivery.task.client for delivery in deliveries] == list(CLIENTS)
+    needed = [index for index, delivery in enumerate(deliveries) if delivery.needed]
     assert len(needed) == 2
-    for index, delivery in enumerate(found):
+    for index, delivery in enumerate(deliveries):
         if index in needed:
             expected = everybody[index].upload.tensors
             assert all(torch.equal(delivery.upload.tensors[name], tensor) for name, tensor in expected.items())
@@ -65,13 +64,13 @@ def test_no_cohort_begins_after_the_deadline_and_one_that_has_begun_is_waited_fo
     monkeypatch.setattr(local.time, "monotonic", lambda: now[0])
     engine = engine_of(olmoe_backbone, flame, tmp_path, 2)
     arriving = engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone), Terms(deadline_seconds=60.0))
-    found = [next(arriving)]
+    deliveries = [next(arriving)]
     now[0] = 60.5
-    found += list(arriving)
+    deliveries += list(arriving)
     late = "did not answer within 60 s"
-    assert [delivery.failure for delivery in found] == ["", "", late, late, late]
-    assert [delivery.task.client for delivery in found] == list(CLIENTS)
-    assert all(delivery.needed for delivery in found)
+    assert [delivery.failure for delivery in deliveries] == ["", "", late, late, late]
+    assert [delivery.task.client for delivery in deliveries] == list(CLIENTS)
+    assert all(delivery.needed for delivery in deliveries)
 
 
 def test_nobody_to_train_is_nothing_to_do(olmoe_backbone, flame, tmp_path):
@@ -79,16 +78,15 @@ def test_nobody_to_train_is_nothing_to_do(olmoe_backbone, flame, tmp_path):
     assert list(engine.train(flame, olmoe_backbone.info, [], Terms(enough=2))) == []
 
 
-def test_halving_keeps_the_smaller_size_and_the_order():
-    tried = []
-
-    def train(members):
-        tried.append(len(members))
-        if len(members) > 3:
-            raise torch.OutOfMemoryError("no room")
-        return [10 * member for member in members]
-
-    assert list(halving(range(11), 8, train, torch.device("cpu"))) == [10 * member for member in range(11)]
+def test_cohorts_keep_the_smaller_size_and_the_order():
+    cohorts, tried, done = FittingCohorts(range(11), 8, torch.device("cpu")), [], []
+    for cohort in cohorts:
+        tried.append(len(cohort))
+        with cohorts.fitting():
+            if len(cohort) > 3:
+                raise torch.OutOfMemoryError("no room")
+            done += cohort
+    assert done == list(range(11))
     assert tried == [8, 4, 2, 2, 2, 2, 2, 1]
 
 
@@ -99,30 +97,31 @@ def test_examples_survive_the_way_to_an_actor():
     tensors, scalars = unpack(pack_examples(ROWS))
     assert scalars == {}
     for index, rows in ROWS.items():
-        assert list(unpack_rows(tensors, index)) == rows
+        assert unpack_rows(tensors, index) == rows
 
 
 def test_settings_and_clients_survive_as_plain_values():
     assert TrainingSettings(**json.loads(json.dumps(SETTINGS.model_dump()))) == SETTINGS
-    job = json.loads(json.dumps(job_of("flame", {"rank": 3}, 4, CLIENTS, "")))
-    assert tuple(client_of(plain) for plain in job["clients"]) == CLIENTS
+    job = CohortJob("flame", {"rank": 3}, 4, CLIENTS)
+    assert CohortJob.from_plain(json.loads(json.dumps(job.to_plain()))) == job
 
 
-@pytest.mark.parametrize("kept", [None, Payload({"gate": torch.ones(3)}, {"steps": 2})])
+@pytest.mark.parametrize("memory", [None, Payload({"gate": torch.ones(3)}, {"steps": 2})])
 @pytest.mark.parametrize("frequency", [None, torch.rand(2, 3, 8)[:, 1]])
-def test_a_result_survives_the_way_back(kept, frequency):
-    report = LocalReport(steps=3, tokens=40, examples=6, loss=0.1 + 0.2, seconds=1.5)
-    result = Trained(Payload({"adapter/a": torch.randn(2, 3)}, {"n": 1}), kept, report, frequency, 77)
-    found = trained_of(json.loads(json.dumps(as_plain(result))), *as_bytes(result))
-    assert found.report == report
-    assert found.peak_memory_bytes == 77
-    for one, other in ((found.upload, result.upload), (found.kept, kept)):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert one.scalars == other.scalars
-            assert all(torch.equal(one.tensors[name], tensor) for name, tensor in other.tensors.items())
-    assert (found.frequency is None) == (frequency is None)
-    assert frequency is None or torch.equal(found.frequency, frequency)
+def test_a_result_survives_the_way_back(memory, frequency):
+    training = LocalReport(steps=3, tokens=40, examples=6, loss=0.1 + 0.2, seconds=1.5)
+    report = ClientReport(training, frequency, 77)
+    result = Trained(Payload({"adapter/a": torch.randn(2, 3)}, {"n": 1}), memory, report)
+    decoded = decode_result(json.loads(json.dumps(report.to_json())), *encode_payloads(result))
+    assert decoded.report.training == training
+    assert decoded.report.peak_memory_bytes == 77
+    for payload, expected in ((decoded.upload, result.upload), (decoded.memory, memory)):
+        assert (payload is None) == (expected is None)
+        if payload is not None and expected is not None:
+            assert payload.scalars == expected.scalars
+            assert all(torch.equal(payload.tensors[name], tensor) for name, tensor in expected.tensors.items())
+    assert (decoded.report.frequency is None) == (frequency is None)
+    assert frequency is None or torch.equal(decoded.report.frequency, frequency)
 
 
 @pytest.fixture
@@ -151,11 +150,11 @@ def test_an_actor_trains_from_plain_values_and_bytes(actor, flame):
     who = client(0, LARGE, 4)
     model = actor.trainer.backbone.info
     state = flame.start(model, [LARGE], torch.Generator().manual_seed(0))
-    job = job_of("flame", {"rank": 3}, 2, [who], "")
+    job = CohortJob("flame", {"rank": 3}, 2, (who,)).to_plain()
     nothing = encode(Payload())
-    summary, blobs = actor.train(job, encode(flame.download(state, model, who)), nothing, nothing)
+    summary, payloads = actor.train(job, encode(flame.download(state, model, who)), nothing, nothing)
     assert summary["reports"][0]["steps"] == SETTINGS.steps
-    trained = trained_of(summary["reports"][0], *blobs)
+    trained = decode_result(summary["reports"][0], *payloads)
     assert {name: tuple(t.shape) for name, t in trained.upload.tensors.items()} == dict(
         flame.expected_upload(model, who, flame.download(state, model, who))
     )
@@ -168,10 +167,11 @@ def test_what_an_actor_cannot_mend_comes_back_as_words(actor, monkeypatch):
 
     monkeypatch.setattr(type(actor.trainer), "train", full)
     who, nothing = client(0, LARGE, 4), encode(Payload())
-    summary, blobs = actor.train(job_of("flame", {"rank": 3}, 2, [who], ""), nothing, nothing, nothing)
+    job = CohortJob("flame", {"rank": 3}, 2, (who,)).to_plain()
+    summary, payloads = actor.train(job, nothing, nothing, nothing)
     assert "does not hold one client's training" in summary["error"]
     assert "training.batch_size" in summary["hint"]
-    assert blobs == []
+    assert payloads == []
     assert isinstance(FedGuildError(summary["error"], summary["hint"]), Exception)
 
 

@@ -26,8 +26,8 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload, with_part
+from fedguild.server.engine import Delivery, Task
 from fedguild.server.method import Method
-from fedguild.server.rounds import Delivery, Task
 from fedguild.wire.accounting import count_traffic
 from tests.backbones import random_adapter, tiny_backbone
 from tests.client.clients import distance, flat

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedguild.client.merges import MergeLedger
+from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config.federation import FederationSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.methods.flora import Flora, FloraSettings
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
-from fedguild.server.rounds import Task, run_round
+from fedguild.server.engine import Task
+from fedguild.server.rounds import run_round
 from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client
 
 CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 4), client(2, LARGE, 4)]

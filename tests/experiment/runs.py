@@ -16,7 +16,7 @@ from fedguild.experiment import CHECKPOINTS
 from fedguild.model.tiny.tokenizer import train_tokenizer
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
-from fedguild.server.record import RunLog, comparable
+from fedguild.server.run_log import RunLog, comparable
 from fedguild.setup import MEMORY
 from tests.backbones import tiny_model
 

@@ -17,7 +17,7 @@ from fedguild.methods import METHODS
 from fedguild.methods.flame import Flame
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
-from fedguild.server.record import ClientRecord, RoundRecord, RunLog
+from fedguild.server.run_log import ClientRecord, RoundRecord, RunLog
 from tests.data.writing import write_jsonl
 from tests.experiment.conftest import Command
 from tests.experiment.runs import assert_same, ended, says, small_config, small_settings
@@ -34,7 +34,7 @@ TWO = "federation.rounds=2"
         ("federaton.rounds=3", ["unknown key 'federaton'", "Did you mean 'federation'?"]),
         ("federation.rounds=many", ["federation.rounds: must be a whole number, got 'many'"]),
         ("federation.budgets=[{name: a, rank: 0}]", ["federation.budgets[0].rank: must be at least 1, got 0"]),
-        ("method=flam", ["Unknown method 'flam'", "Did you mean 'flame'?", f"Known: {', '.join(sorted(METHODS))}"]),
+        ("method=flam", ["There is no method 'flam'", "Did you mean 'flame'?", f"Known: {', '.join(sorted(METHODS))}"]),
         ("method.rnak=8", ["method.rnak: flame has no such option", "Did you mean 'rank'?"]),
         ("method.rank=0", ["method.rank", "greater than or equal to 1", "got 0", "LoRA rank r"]),
         ("method.rescaler=learned", ["method.rescaler", "'per_layer', 'shared', 'static' or 'none'", "got 'learned'"]),
@@ -182,7 +182,7 @@ def test_a_folder_that_holds_a_run(command: Command, complaint: Complaint, olmoe
     assert command("run", TASKS, *settings, "--output", "out").exit_code == 0
     before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
     told = complaint("run", TASKS, *settings, "--output", "out")
-    says(told, "out holds a run already", "Go on with `fedguild resume out`, or choose another folder")
+    says(told, "out already holds a run", "Continue with `fedguild resume out`, or choose another folder")
     assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
 
 

@@ -13,7 +13,7 @@ import pytest
 from fedguild import experiment
 from fedguild.experiment import CHECKPOINTS
 from fedguild.server import checkpoint
-from fedguild.server.record import RunLog, comparable
+from fedguild.server.run_log import RunLog, comparable
 from tests.experiment.conftest import Command
 from tests.experiment.runs import Ended, assert_same, ended, says, small_config, small_settings
 

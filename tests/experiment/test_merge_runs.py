@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fedguild import experiment
-from fedguild.client.merges import FOLDER
+from fedguild.client.merge_ledger import FOLDER
 from fedguild.experiment import CHECKPOINTS
 from fedguild.model.backbone import Backbone
 from fedguild.server import checkpoint
@@ -27,7 +27,7 @@ METHODS = {
 RUN_ON = """
 import os, signal, sys
 from pathlib import Path
-import fedguild.client.merges as merges
+import fedguild.client.merge_ledger as merges
 from fedguild import experiment
 
 folder, version = Path(sys.argv[1]), int(sys.argv[2])

@@ -13,7 +13,7 @@ from fedguild.experiment import CHECKPOINTS
 from fedguild.methods import METHODS
 from fedguild.model.pretrained import EMBEDDED
 from fedguild.server import checkpoint
-from fedguild.server.record import ClientRecord, EvaluationRecord, RoundRecord, RunLog
+from fedguild.server.run_log import ClientRecord, EvaluationRecord, RoundRecord, RunLog
 from tests.data.writing import write_csv, write_json, write_jsonl
 from tests.experiment.runs import save_model
 

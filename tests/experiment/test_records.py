@@ -22,9 +22,9 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.recording import summary_record
-from fedguild.report.record import load_run
+from fedguild.report.run_folder import load_run
 from fedguild.scoring import evaluate_state
-from fedguild.server.record import (
+from fedguild.server.run_log import (
     ClientRecord,
     EvaluationRecord,
     Record,

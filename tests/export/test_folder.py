@@ -45,6 +45,6 @@ def test_other_errors_leave_nothing_and_stay_what_they_are(tmp_path: Path) -> No
 def test_a_file_or_a_full_folder_is_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path):
-        with pytest.raises(FedGuildError, match="exists already"), new_folder(path):
+        with pytest.raises(FedGuildError, match="already exists"), new_folder(path):
             pytest.fail("the folder was begun")
     assert (tmp_path / "file").read_text() == "x"

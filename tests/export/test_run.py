@@ -115,7 +115,7 @@ def own(folder: Path, name: str, active: int) -> torch.Tensor:
     restored, state, number = experiment.restore(folder)
     client = next(known for known in restored.clients if known.name == name)
     memory = restored.memory.load(name, number + 1)
-    deployment = restored.method.personalize(state, restored.backbone.info, client, memory)
+    deployment = restored.own_model(state, client, memory)
     return slot_logits(restored.backbone, replace(deployment, plan=replace(deployment.plan, active_experts=active)))
 
 
@@ -183,7 +183,7 @@ def test_bad_input_is_named_and_nothing_is_written(export, runs: dict[str, Path]
     assert not output.exists()
     output.mkdir()
     (output / "mine.txt").write_text("precious")
-    with pytest.raises(FedGuildError, match=r"out exists already\.\nChoose a folder that is new or empty"):
+    with pytest.raises(FedGuildError, match=r"out already exists\.\nChoose a folder that is new or empty"):
         export(runs["flame"], Subject("small"), output)
     assert [path.name for path in output.iterdir()] == ["mine.txt"]
 

@@ -1,4 +1,4 @@
-"""What is said to be wrong with a federation before it starts."""
+"""Faults of a federation that are found before it starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedguild.config.site import load_server, load_site
 from fedguild.errors import ConfigError
 from fedguild.federation import checks
 from fedguild.federation.project import write_project
-from tests.engines.flower.processes import free_ports
+from tests.engines.flower.federation_processes import free_ports
 from tests.experiment.runs import says
 
 pytest.importorskip("cryptography")
@@ -28,18 +28,18 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs o
 
 
 @pytest.fixture(scope="module")
-def guild(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("federation") / "guild"
-    port, own = free_ports(2)
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("federation") / "federation"
+    port, node_port = free_ports(2)
     write_project(folder, 2, "fedit/tiny-tasks", address=f"127.0.0.1:{port}")
     site = folder / "client-000" / "site.yaml"
-    site.write_text(site.read_text().replace("port: 9094", f"port: {own}"))
+    site.write_text(site.read_text().replace("port: 9094", f"port: {node_port}"))
     return folder
 
 
 @pytest.fixture
-def copy(guild: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(guild, tmp_path / "guild"))
+def copy(federation: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(federation, tmp_path / "federation"))
 
 
 def faults_of_server(folder: Path) -> list[checks.Fault]:
@@ -81,16 +81,16 @@ def certificates_again(folder: Path, days: int = 397) -> None:
     subprocess.run(["sh", "-c", script], cwd=folder, check=True, capture_output=True)
 
 
-def test_a_new_federation_has_no_fault(guild: Path) -> None:
-    assert not faults_of_server(guild)
-    (fault,) = faults_of_site(guild)
+def test_a_new_federation_has_no_fault(federation: Path) -> None:
+    assert not faults_of_server(federation)
+    (fault,) = faults_of_site(federation)
     says(fault.message, "Nobody answers at 127.0.0.1:")
     assert not fault.fatal
 
 
-def test_a_client_that_reaches_its_server_has_no_fault(guild: Path) -> None:
-    with answering(guild / "server/certificates", load_server(guild / "server").port):
-        assert not faults_of_site(guild)
+def test_a_client_that_reaches_its_server_has_no_fault(federation: Path) -> None:
+    with answering(federation / "server/certificates", load_server(federation / "server").port):
+        assert not faults_of_site(federation)
 
 
 def test_a_missing_certificate(copy: Path) -> None:
@@ -134,13 +134,13 @@ def test_a_missing_key_and_one_that_others_can_read(copy: Path) -> None:
     says(faults_of_site(copy)[0].message, "Others on this machine can read the private key")
     (copy / "client-000/node.key").unlink()
     fault = faults_of_site(copy)[0]
-    says(fault.message + fault.cure, "node.key is missing", "fedguild federation key")
+    says(fault.message + fault.hint, "node.key is missing", "fedguild federation key")
 
 
-def test_a_port_that_is_taken(guild: Path) -> None:
-    with socket.create_server(("127.0.0.1", load_server(guild / "server").port)):
-        (fault,) = faults_of_server(guild)
-    says(fault.message + fault.cure, "cannot be listened on", "port in server.yaml")
+def test_a_port_that_is_taken(federation: Path) -> None:
+    with socket.create_server(("127.0.0.1", load_server(federation / "server").port)):
+        (fault,) = faults_of_server(federation)
+    says(fault.message + fault.hint, "cannot be listened on", "port in server.yaml")
 
 
 def test_fewer_keys_than_clients(copy: Path) -> None:
@@ -155,17 +155,17 @@ def test_a_run_that_cannot_be_read(copy: Path) -> None:
     says(faults_of_server(copy)[0].message, "unknown key 'metod'")
 
 
-@pytest.mark.parametrize(("seconds", "found"), [(0, False), (-250, False), (6, True), (-400, True)])
-def test_a_clock_that_is_off(seconds: int, found: bool) -> None:
+@pytest.mark.parametrize(("seconds", "faulty"), [(0, False), (-250, False), (6, True), (-400, True)])
+def test_a_clock_that_is_off(seconds: int, faulty: bool) -> None:
     now = datetime.now(UTC)
-    assert bool(list(checks.clock_faults(now, now + timedelta(seconds=seconds)))) is found
+    assert bool(list(checks.clock_faults(now, now + timedelta(seconds=seconds)))) is faulty
 
 
 @pytest.mark.parametrize("version", [None, "1.40.0", "1.410.0"])
 def test_another_version_of_flower(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "installed", lambda _: version)
     (fault,) = checks.version_faults()
-    says(fault.cure, "pip install 'fedguild[flower]'")
+    says(fault.hint, "pip install 'fedguild[flower]'")
 
 
 def test_all_faults_are_named_at_once(copy: Path) -> None:
@@ -178,13 +178,13 @@ def test_all_faults_are_named_at_once(copy: Path) -> None:
 
 def test_a_federation_of_a_method_that_scores_pooled_examples_is_written_without(tmp_path: Path) -> None:
     """The clients' examples do not leave them; who asks for it is told when the server starts."""
-    config = write_project(tmp_path / "guild", 2, "fedalign-moe/tiny-tasks")
+    config = write_project(tmp_path / "federation", 2, "fedalign-moe/tiny-tasks")
     assert not config.evaluation.pooled
-    assert not load_config(str(tmp_path / "guild" / "server" / "run.yaml")).evaluation.pooled
+    assert not load_config(str(tmp_path / "federation" / "server" / "run.yaml")).evaluation.pooled
 
 
 def test_a_federation_that_a_method_does_not_suit_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
-        write_project(tmp_path / "guild", 1, "fedamole/tiny-tasks")
+        write_project(tmp_path / "federation", 1, "fedamole/tiny-tasks")
     says(str(raised.value), "method.clients_per_expert", "1 client")
-    assert not (tmp_path / "guild").exists()
+    assert not (tmp_path / "federation").exists()

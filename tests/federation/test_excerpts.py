@@ -1,4 +1,4 @@
-"""What a client is sent of the method's state, where it scores its own model or takes it home."""
+"""Excerpts of a method's state that a client is sent to score its own model or take it home."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import pytest
 
 from fedguild import experiment
 from fedguild.config import Config
-from fedguild.engines.flower.engine import read_upload
-from fedguild.engines.flower.parcel import Parcel
+from fedguild.engines.flower.engine import read_payload
+from fedguild.engines.flower.message import Message
 from fedguild.experiment import CHECKPOINTS
 from fedguild.methods.fedamole.pool import Pool, held_experts
 from fedguild.server import checkpoint
 from tests.engines.equality import case_config
-from tests.engines.flower.guild import Lines, desks_of, serve_on
 from tests.engines.flower.loopback import LoopbackGrid, LoopbackNode
+from tests.engines.flower.loopback_federation import Lines, serve_on, trainers_of
 from tests.experiment.runs import save_model
+
+pytestmark = pytest.mark.usefixtures("no_report")
 
 
 @pytest.fixture(scope="module")
@@ -26,42 +28,43 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: save_model(folder / family, family) for family in ("llama", "olmoe")}
 
 
-def listening(config: Config, folder: Path) -> tuple[LoopbackGrid, list[Parcel]]:
-    """Returns a Grid of the config's clients, and a list into which every question to them goes."""
-    heard: list[Parcel] = []
+def recorded(config: Config, folder: Path) -> tuple[LoopbackGrid, list[Message]]:
+    """Returns a Grid of the config's clients, and a list into which every request to them goes."""
+    requests: list[Message] = []
 
-    def of(answer: Callable[[Parcel], Parcel]) -> Callable[[Parcel], Parcel]:
-        return lambda parcel: heard.append(parcel) or answer(parcel)  # type: ignore[func-returns-value]
+    def of(handle: Callable[[Message], Message]) -> Callable[[Message], Message]:
+        return lambda message: requests.append(message) or handle(message)  # type: ignore[func-returns-value]
 
-    desks = desks_of(config, folder)
-    return LoopbackGrid(LoopbackNode(100 + desk.site.client, of(desk.answer)) for desk in desks), heard
+    trainers = trainers_of(config, folder)
+    return LoopbackGrid(LoopbackNode(100 + trainer.site.client, of(trainer.handle)) for trainer in trainers), requests
 
 
 def scoring(config: Config) -> Config:
-    """The run with both scores that clients compute themselves."""
-    wanted = {"clients": True, "received": True}
-    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update=wanted)})
+    """Returns the config with both scores that clients compute themselves."""
+    scores = {"clients": True, "received": True}
+    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update=scores)})
 
 
 def test_a_client_of_fedamole_is_sent_its_own_experts_and_no_others(models: dict[str, Path], tmp_path: Path) -> None:
     config, lines = scoring(case_config("fedamole", models)), Lines()
-    grid, heard = listening(config, tmp_path / "sites")
+    grid, requests = recorded(config, tmp_path / "sites")
     result = serve_on(grid, config, tmp_path / "server", lines, reads_data=False, deliver=True)
     saved = checkpoint.load(
         tmp_path / "server/state/run" / CHECKPOINTS, result.rounds, fingerprint=config.fingerprint()
     )
     pool = Pool.of(saved.state)
-    asked = [parcel for parcel in heard if parcel.kind == "score" and parcel.round == result.rounds]
-    assert {parcel.client for parcel in asked} == set(range(config.federation.clients))
-    for parcel in asked:
-        sent = read_upload(parcel.body, "test")
+    scored = [message for message in requests if message.kind == "score" and message.round == result.rounds]
+    assert {message.client for message in scored} == set(range(config.federation.clients))
+    for message in scored:
+        sent = read_payload(message.body, "test")
         assert not sent.scalars
         assert {name.partition("/")[0] for name in sent.tensors} == {"common", "experts"}
-        held = {module: rows[parcel.client].nonzero().flatten() for module, rows in pool.assigned.items()}
-        own = {module: tuple(ids.tolist()) for module, ids in held.items()}
-        assert held_experts(sent.part("experts")) == own
-        assert all(len(ids) < config.method.options["experts"] for ids in own.values())
-    assert not [parcel for parcel in heard if parcel.kind == "deliver"]
+        assigned = {
+            module: tuple(rows[message.client].nonzero().flatten().tolist()) for module, rows in pool.assigned.items()
+        }
+        assert held_experts(sent.part("experts")) == assigned
+        assert all(len(ids) < config.method.options["experts"] for ids in assigned.values())
+    assert not [message for message in requests if message.kind == "deliver"]
     assert lines.says("No client takes a model home", "fedamole", "MixtureOfLora", "clients")
     assert not list((tmp_path / "sites").rglob("models"))
 
@@ -70,16 +73,18 @@ def test_a_client_of_fedamole_is_sent_its_own_experts_and_no_others(models: dict
 def test_the_scores_are_those_of_a_simulation(label: str, models: dict[str, Path], tmp_path: Path) -> None:
     config = scoring(case_config(label, models))
     local = experiment.run(config, tmp_path / "local")
-    grid, _ = listening(config, tmp_path / "sites")
-    found = serve_on(grid, config, tmp_path / "server", reads_data=False)
+    grid, _ = recorded(config, tmp_path / "sites")
+    remote = serve_on(grid, config, tmp_path / "server", reads_data=False)
     assert local.own
-    assert found.own == local.own
+    assert remote.own == local.own
 
 
 def test_all_clients_are_sent_the_same_bytes_where_a_state_is_about_none(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     config = scoring(case_config("fedavg", models))
-    grid, heard = listening(config, tmp_path / "sites")
+    grid, requests = recorded(config, tmp_path / "sites")
     result = serve_on(grid, config, tmp_path / "server", reads_data=False)
-    assert len({parcel.body for parcel in heard if parcel.kind == "score" and parcel.round == result.rounds}) == 1
+    assert (
+        len({message.body for message in requests if message.kind == "score" and message.round == result.rounds}) == 1
+    )

@@ -1,4 +1,4 @@
-"""A site's secret: the server cannot draw the noise again with which a client protects its embeddings."""
+"""A site's secret: the server cannot reproduce the noise that protects a client's embeddings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from fedguild.client.budget import ClientInfo
 from fedguild.config import Config
-from fedguild.engines.flower.engine import read_upload
-from fedguild.engines.flower.parcel import Parcel, to_bytes
+from fedguild.engines.flower.engine import read_payload
+from fedguild.engines.flower.message import Message
 from fedguild.errors import FedGuildError
-from fedguild.federation.desk import Desk, facts_of
 from fedguild.federation.secret import SECRET_BYTES, private_seed, run_secret
+from fedguild.federation.trainer_service import TrainerService, run_metadata
 from fedguild.methods import build_method
 from fedguild.methods.fedamole.embedding_privacy import privatised
 from fedguild.methods.fedamole.pool import EXPERT, TOKEN
@@ -24,7 +24,7 @@ from fedguild.seeding import numpy_rng, torch_rng
 from fedguild.setup import fit_method, load_model
 from fedguild.wire.codec import encode
 from tests.engines.equality import case_config
-from tests.engines.flower.guild import desks_of
+from tests.engines.flower.loopback_federation import trainers_of
 from tests.experiment.runs import save_model
 
 RUN = "ab" * 16
@@ -48,8 +48,8 @@ def noisy(config: Config, eta: float | None = ETA) -> Config:
     return config.model_copy(update={"method": type(config.method)(name="fedamole", options=options)})
 
 
-def question(config: Config, client: int = 1, factor: float = 1.0) -> Parcel:
-    """The server's question of the first round; the model may be another multiple of the start."""
+def train_request(config: Config, client: int = 1, factor: float = 1.0) -> Message:
+    """Returns the server's request of the first round; the model may be another multiple of the start."""
     backbone = load_model(config)
     method, tiers = fit_method(build_method("fedamole", config.method.options), config, backbone.info)
     (budget, *_) = budgets = list(tiers.values())
@@ -58,78 +58,80 @@ def question(config: Config, client: int = 1, factor: float = 1.0) -> Parcel:
     state = method.enroll(state, backbone.info, clients)
     sent = method.download(state, backbone.info, clients[client])
     body = encode(Payload({name: factor * value for name, value in sent.tensors.items()}, sent.scalars))
-    return Parcel("train", RUN, 1, client, facts=facts_of(config), body=body)
+    return Message("train", RUN, 1, client, metadata=run_metadata(config), body=body)
 
 
-def embeddings(desk: Desk, asked: Parcel) -> dict[str, torch.Tensor]:
-    answer = desk.answer(asked)
-    assert not answer.failure
-    sent = read_upload(answer.body, "test").tensors
+def embeddings(trainer: TrainerService, request: Message) -> dict[str, torch.Tensor]:
+    reply = trainer.handle(request)
+    assert not reply.failure
+    sent = read_payload(reply.body, "test").tensors
     return {name: value for name, value in sent.items() if name.split("/")[0] in (TOKEN, EXPERT)}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_the_servers_seed_does_not_give_the_noise(config: Config, tmp_path: Path) -> None:
     """The attack: the clean embeddings are known, the noise is drawn from the run's seed, and it does not fit."""
-    clean = embeddings(desks_of(config, tmp_path / "clean")[1], question(config))
-    desk = desks_of(noisy(config), tmp_path / "noisy")[1]
-    found = embeddings(desk, question(noisy(config)))
+    clean = embeddings(trainers_of(config, tmp_path / "clean")[1], train_request(config))
+    trainer = trainers_of(noisy(config), tmp_path / "noisy")[1]
+    uploaded = embeddings(trainer, train_request(noisy(config)))
 
     def drawn(seed: int) -> dict[str, torch.Tensor]:
         rng = numpy_rng(seed, "embedding noise", 1, 1)
         return {name: privatised(value, ETA, None, rng) for name, value in sorted(clean.items())}
 
     guessed = drawn(config.seed)
-    assert not any(torch.allclose(found[name], guessed[name]) for name in found)
-    secret = run_secret(desk.work / "runs" / RUN)
-    site = desk._config(question(noisy(config)))
-    assert same(found, drawn(private_seed(secret, site, question(noisy(config)).body)))
+    assert not any(torch.allclose(uploaded[name], guessed[name]) for name in uploaded)
+    secret = run_secret(trainer.work / "runs" / RUN)
+    site = trainer._config(train_request(noisy(config)))
+    assert same(uploaded, drawn(private_seed(secret, site, train_request(noisy(config)).body)))
 
 
 def test_without_noise_a_secret_changes_nothing(config: Config, tmp_path: Path) -> None:
-    one, other = (desks_of(config, tmp_path / name)[1].answer(question(config)) for name in ("one", "other"))
-    assert one.body == other.body
+    first, second = (
+        trainers_of(config, tmp_path / name)[1].handle(train_request(config)) for name in ("first", "second")
+    )
+    assert first.body == second.body
 
 
 def test_a_desk_that_restarts_gives_the_same_bits(config: Config, tmp_path: Path) -> None:
-    asked = question(noisy(config))
-    first, again = (embeddings(desks_of(noisy(config), tmp_path)[1], asked) for _ in range(2))
-    elsewhere = embeddings(desks_of(noisy(config), tmp_path / "elsewhere")[1], asked)
+    request = train_request(noisy(config))
+    first, again = (embeddings(trainers_of(noisy(config), tmp_path)[1], request) for _ in range(2))
+    elsewhere = embeddings(trainers_of(noisy(config), tmp_path / "elsewhere")[1], request)
     assert same(first, again)
     assert not same(first, elsewhere)
 
 
 def test_no_noise_is_used_twice(config: Config, tmp_path: Path) -> None:
-    """Another model or another eta in one and the same round: a server could subtract the answers."""
+    """Another model or another eta in one and the same round: a server could subtract the replies."""
     secret, site = run_secret(tmp_path), noisy(config)
-    one, other = question(site), question(site, factor=2.0)
+    first, second = train_request(site), train_request(site, factor=2.0)
     seeds = [
-        private_seed(secret, site, one.body),
-        private_seed(secret, site, other.body),
-        private_seed(secret, noisy(config, 2 * ETA), one.body),
+        private_seed(secret, site, first.body),
+        private_seed(secret, site, second.body),
+        private_seed(secret, noisy(config, 2 * ETA), first.body),
     ]
     assert len(set(seeds)) == 3
-    assert private_seed(secret, site, question(site).body) == seeds[0]
+    assert private_seed(secret, site, train_request(site).body) == seeds[0]
 
 
 def test_the_secret_stays_with_its_owner(config: Config, tmp_path: Path) -> None:
-    desks = desks_of(noisy(config), tmp_path)
+    trainers = trainers_of(noisy(config), tmp_path)
     secrets = set()
-    for index, desk in enumerate(desks):
-        asked = question(noisy(config), index)
-        answers = [desk.answer(asked), desk.answer(replace(asked, kind="hello", body=b""))]
-        path = desk.work / "runs" / RUN / "secret"
+    for index, trainer in enumerate(trainers):
+        request = train_request(noisy(config), index)
+        replies = [trainer.handle(request), trainer.handle(replace(request, kind="hello", body=b""))]
+        path = trainer.work / "runs" / RUN / "secret"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         secret = path.read_bytes()
-        seed = private_seed(secret, desk._config(asked), asked.body)
-        for answer in answers:
-            sent = to_bytes(answer)
+        seed = private_seed(secret, trainer._config(request), request.body)
+        for reply in replies:
+            sent = reply.to_bytes()
             assert not any(hidden in sent for hidden in (secret, secret.hex().encode(), str(seed).encode()))
         secrets.add(secret)
-    assert len(secrets) == len(desks)
+    assert len(secrets) == len(trainers)
     assert all(len(secret) == SECRET_BYTES for secret in secrets)
 
 
@@ -146,6 +148,6 @@ def test_a_damaged_secret_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", ["", "../../elsewhere", "/tmp/elsewhere", RUN + "/.."])
 def test_a_run_has_no_folder_outside_the_sites(run: str, config: Config, tmp_path: Path) -> None:
-    answer = desks_of(config, tmp_path)[1].answer(replace(question(config), run=run))
-    assert "names a run that is none" in answer.failure
+    reply = trainers_of(config, tmp_path)[1].handle(replace(train_request(config), run=run))
+    assert "names a run that is none" in reply.failure
     assert not list(tmp_path.rglob("secret"))

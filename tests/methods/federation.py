@@ -17,8 +17,8 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import torch_rng
+from fedguild.server.engine import Task
 from fedguild.server.method import Method, Upload
-from fedguild.server.rounds import Task
 from tests.backbones import random_rows
 
 LARGE, MIDDLE, SMALL = Budget("large", 4, 3), Budget("middle", 2, 2), Budget("small", 1, 1)

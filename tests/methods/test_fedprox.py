@@ -17,8 +17,8 @@ from fedguild.methods.fedprox import FedProx, FedProxSettings, squared_distance
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
+from fedguild.server.engine import Task
 from fedguild.server.method import Method
-from fedguild.server.rounds import Task
 from tests.backbones import random_adapter, tiny_backbone
 from tests.methods.federation import LARGE, SMALL, Federation, client, upload
 from tests.oracles import fedprox as oracle

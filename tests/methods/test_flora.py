@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.fresh_adapter import ADAPTER_SEED
-from fedguild.client.merges import VERSION
+from fedguild.client.merge_ledger import VERSION
 from fedguild.engines.local import LocalEngine
 from fedguild.methods.flexlora import FlexLoRA, FlexLoRASettings
 from fedguild.methods.flora import Flora, FloraSettings
@@ -22,10 +22,10 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.seeding import torch_rng
+from fedguild.server.engine import Task
 from fedguild.server.low_rank import by_module
-from fedguild.server.merges import echo, merges
+from fedguild.server.merge_history import echo, merges
 from fedguild.server.method import Upload
-from fedguild.server.rounds import Task
 from fedguild.wire.accounting import bytes_by_part
 from tests.backbones import tiny_backbone
 from tests.costs.test_flops import OLMOE

@@ -10,14 +10,14 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedguild.client.budget import Budget
-from fedguild.client.merges import VERSION
+from fedguild.client.merge_ledger import VERSION
 from fedguild.methods.florist import PAIR, Florist, FloristSettings, at_rank, thresholded
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import ADAPTER, Payload
 from fedguild.seeding import torch_rng
 from fedguild.server.low_rank import Factors, by_module, decompose, named, stack, weighted_product
-from fedguild.server.merges import merges
+from fedguild.server.merge_history import merges
 from fedguild.wire.accounting import bytes_by_part
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 from tests.oracles.florist import by_the_papers_route, cut, kept_ranks

@@ -24,8 +24,8 @@ from fedguild.model.plan import trainable_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import rank_axis
+from fedguild.server.engine import Task
 from fedguild.server.method import Upload
-from fedguild.server.rounds import Task
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
 from tests.costs.test_flops import OLMOE

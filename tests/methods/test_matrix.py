@@ -27,8 +27,8 @@ from fedguild.model.slots import SlotModel
 from fedguild.packing import pack, unpack
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
+from fedguild.server.engine import Task
 from fedguild.server.method import Method, Upload
-from fedguild.server.rounds import Task
 from fedguild.server.validation import Omissible, check_upload
 from fedguild.wire.codec import decode, encode
 from tests.backbones import tiny_backbone
@@ -400,8 +400,9 @@ def deployed(federation: Federation, state: Payload, round: int = 2) -> None:
     method, model = federation.method, federation.model
     models = [method.deploy(state, model, who.budget) for who in federation.clients]
     for who in federation.clients:
+        excerpt = method.excerpt(state, model, who)
         for memory in (federation.memory.load(who.name, round + 1), Payload()):
-            models.append(method.personalize(state, model, who, memory))
+            models.append(method.personalize(excerpt, model, who, memory))
     for deployment in (one for one in models if one is not None):
         shapes = {name: tuple(value.shape) for name, value in deployment.tensors.items()}
         assert shapes == {name: tuple(shape) for name, shape in adapter_shapes(model, deployment.plan).items()}

@@ -22,8 +22,8 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import Routing
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
+from fedguild.server.engine import Task
 from fedguild.server.method import Method
-from fedguild.server.rounds import Task
 from tests.backbones import PAD, tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.oracles import smoe_llb as oracle

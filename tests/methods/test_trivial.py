@@ -15,8 +15,8 @@ from fedguild.methods.fedit import FedIT
 from fedguild.methods.trivial import Trivial, TrivialSettings, ranks
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
+from fedguild.server.engine import Task
 from fedguild.server.method import Method
-from fedguild.server.rounds import Task
 from fedguild.wire.accounting import bytes_by_part
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.aggregation import weighted_mean

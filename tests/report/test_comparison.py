@@ -8,7 +8,7 @@ import pytest
 
 from fedguild.errors import ConfigError
 from fedguild.report.comparison import compare
-from fedguild.report.record import Run, load_run
+from fedguild.report.run_folder import Run, load_run
 from fedguild.report.summary import comparison_summary, run_summary
 from fedguild.report.tables import run_table
 from tests.report.runs import write_run

@@ -9,7 +9,7 @@ import pytest
 from fedguild.report import comparison_figures, figures
 from fedguild.report.comparison import compare
 from fedguild.report.costs import Cost
-from fedguild.report.record import Run
+from fedguild.report.run_folder import Run
 from fedguild.report.style import ordered_colours, spread_apart
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -9,9 +9,9 @@ import yaml
 
 from fedguild.errors import CheckpointError
 from fedguild.report.html import write_comparison, write_report
-from fedguild.report.record import load_run
+from fedguild.report.run_folder import load_run
 from fedguild.report.tables import run_table
-from fedguild.server.record import EvaluationRecord, RunLog
+from fedguild.server.run_log import EvaluationRecord, RunLog
 from tests.report.runs import write_run
 
 VOID = {"meta", "br", "img", "link", "hr"}

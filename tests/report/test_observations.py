@@ -10,8 +10,8 @@ import pytest
 
 from fedguild.report.observation_figures import observation_figure, split_labels
 from fedguild.report.observations import Series, observation_grid, observed
-from fedguild.report.record import Run
-from fedguild.server.record import ObservationRecord
+from fedguild.report.run_folder import Run
+from fedguild.server.run_log import ObservationRecord
 from tests.report.test_figures import SVG, texts
 
 

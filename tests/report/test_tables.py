@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fedguild.report.costs import client_totals
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.record import Run
+from fedguild.report.run_folder import Run
 from fedguild.report.tables import routing_grid, run_table, task_grid, training_grid
 from tests.report.runs import START
 

@@ -7,7 +7,7 @@ import pytest
 
 from fedguild.errors import ConfigError
 from fedguild.report.tracking import Tracker
-from fedguild.server.record import ClientRecord, EvaluationRecord, RoundRecord, RunLog
+from fedguild.server.run_log import ClientRecord, EvaluationRecord, RoundRecord, RunLog
 from tests.report.runs import write_run
 
 

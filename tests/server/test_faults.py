@@ -15,18 +15,9 @@ from fedguild.methods import build_method
 from fedguild.methods.fedit import FedIT
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late
 from fedguild.server.method import Method, Upload
-from fedguild.server.rounds import (
-    WAIT_FOR_ALL,
-    Delivery,
-    Outcome,
-    Stray,
-    Task,
-    Terms,
-    not_needed,
-    run_round,
-    too_late,
-)
+from fedguild.server.rounds import Outcome, Stray, run_round
 from fedguild.wire.accounting import size_bytes
 
 CLIENTS = [ClientInfo(index, Budget("all", 4, 2), examples=10) for index in range(6)]

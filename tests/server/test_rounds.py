@@ -18,16 +18,9 @@ from fedguild.methods.fedit import FedIT
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.clock import Clock
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms
 from fedguild.server.method import Method
-from fedguild.server.rounds import (
-    WAIT_FOR_ALL,
-    Delivery,
-    Outcome,
-    Task,
-    Terms,
-    frequencies,
-    run_round,
-)
+from fedguild.server.rounds import Outcome, frequencies, run_round
 from fedguild.server.sampling import sample
 from fedguild.wire.codec import encode
 

@@ -1,4 +1,4 @@
-"""The `fedguild` command: its sub-commands, and what becomes of an error."""
+"""The `fedguild` command: its sub-commands, and the handling of errors."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ INTERRUPTED = 130
 
 @dataclass
 class Invocation:
-    """What one call of the command knows: its global options, and how to go on if it is stopped."""
+    """One invocation of the command: its global options, and how to resume it."""
 
     debug: bool = False
     resume_with: str = ""
 
 
 class _ReportingGroup(TyperGroup):
-    """Turns errors that the user can mend, and Ctrl-C, into a message and an exit code."""
+    """Turns errors that the user can fix, and Ctrl-C, into a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -53,7 +53,7 @@ class _ReportingGroup(TyperGroup):
             raise typer.Exit(USER_ERROR) from error
         except KeyboardInterrupt as error:
             resume_with = ctx.obj.resume_with if ctx.obj else ""
-            explain("Interrupted.", f"Go on from the last complete round with: {resume_with}" if resume_with else "")
+            explain("Interrupted.", f"Continue from the last complete round with: {resume_with}" if resume_with else "")
             raise typer.Exit(INTERRUPTED) from error
 
 

@@ -1,4 +1,4 @@
-"""The cells of a comparison: every config at every seed, a run each, alone or several at a time."""
+"""The cells of a comparison: one run for every config and seed, one after the other or several at a time."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         return f"{self.config.name} seed {self.config.seed}"
 
     def state(self) -> Literal["absent", "partial", "finished"]:
-        """Returns how far the run in the folder has come.
+        """Returns the progress of the run in the folder.
 
         Raises:
             ConfigError: the folder holds a run of other settings.
@@ -133,7 +133,7 @@ def plan_table(
 
 
 def _with_known_options(config: Config) -> Config:
-    """Returns a config whose method takes its options and fits: a row that does not is told before the others have run.
+    """Returns a config whose method takes its options and fits; a row that does not is reported before others run.
 
     Raises:
         ModelError, ConfigError: the method or one of its options is unknown, out of range, or does not fit.
@@ -145,7 +145,7 @@ def _with_known_options(config: Config) -> Config:
 
 
 def complete(cells: Sequence[Cell], jobs: int) -> None:
-    """Brings every cell to its end: runs what is absent, resumes what is partial, keeps what is finished.
+    """Completes every cell: runs absent ones, resumes partial ones, keeps finished ones.
 
     Args:
         cells: The cells.
@@ -157,7 +157,7 @@ def complete(cells: Sequence[Cell], jobs: int) -> None:
     open_cells = []
     for cell in cells:
         if cell.state() == "finished":
-            note(f"{cell.title}: finished already")
+            note(f"{cell.title}: already finished")
         else:
             open_cells.append(cell)
     if jobs == 1:

@@ -27,7 +27,7 @@ SEEDS = (0, 1, 2)
 
 
 class CellEngine(StrEnum):
-    """Where the runs of a comparison are made."""
+    """Engine that the runs of a comparison are made with."""
 
     LOCAL = "local"
     RAY = "ray"
@@ -82,7 +82,7 @@ def command(
     """Run several configs over several seeds and print a paper's table.
 
     Every config and seed is a run in OUTPUT/NAME/seed-N (OUTPUT/COLUMN/ROW/seed-N in a table with columns). Finished
-    runs are kept, half-finished ones are resumed, so the same command goes on after an interruption.
+    runs are kept, half-finished ones are resumed, so the same command continues after an interruption.
     `fedguild presets` lists the tables that ship.
     """
     context.obj.resume_with = "the same command again"
@@ -110,7 +110,7 @@ def command(
 
 @dataclass(frozen=True)
 class Whole:
-    """The table that comparisons are the columns of: its name, the score that it shows of each row, and its folder."""
+    """The table whose columns are comparisons: its name, the score shown for each row, and its folder."""
 
     name: str
     scores: Mapping[str, str]
@@ -132,28 +132,28 @@ def _show(comparisons: Sequence[Comparison], reference: str, as_json: bool, whol
     from fedguild.report.comparison import compare
     from fedguild.report.html import write_comparison
     from fedguild.report.overview import adds_to, overview, write_overview
-    from fedguild.report.record import load_run
+    from fedguild.report.run_folder import load_run
 
-    found, pages = {}, []
+    by_column, pages = {}, []
     for comparison in comparisons:
         folders = comparison.folders()
-        found[comparison.title] = compare(
+        by_column[comparison.title] = compare(
             {name: [load_run(folder) for folder in folders[name]] for name in folders}, reference
         )
         pages.append(write_comparison(folders, comparison.folder, reference=reference, title=comparison.title or None))
     several = len(comparisons) > 1
     if as_json:
-        answers = {column: table.to_json() for column, table in found.items()}
+        answers = {column: table.to_json() for column, table in by_column.items()}
         show_json(answers if several else next(iter(answers.values())))
     else:
-        for column, table in found.items():
+        for column, table in by_column.items():
             note(f"\n{column}" if column else "")
             show(table.score_grid().to_rich(), *([] if several else [table.cost_grid().to_rich()]))
-        if whole and adds_to(found, whole.scores):
-            show(overview(found, whole.scores, whole.name).to_rich())
+        if whole and adds_to(by_column, whole.scores):
+            show(overview(by_column, whole.scores, whole.name).to_rich())
     if whole:
-        note(f"Table: {write_overview(found, whole.scores, whole.name, whole.folder)}")
-    for column, table in found.items():
+        note(f"Table: {write_overview(by_column, whole.scores, whole.name, whole.folder)}")
+    for column, table in by_column.items():
         for warning in table.warnings:
             note(f"Careful: {f'{column}: ' if column else ''}{warning}")
     for page in pages:
@@ -192,7 +192,7 @@ def _reference_name(reference: str | None, cells: Sequence[Cell]) -> str:
     if reference is None:
         return cells[-1].config.name
     if reference not in names:
-        raise ConfigError(f"The reference '{reference}' is none of the compared configs.", nearest(reference, names))
+        raise ConfigError(f"The reference '{reference}' is not one of the compared configs.", nearest(reference, names))
     return names[reference]
 
 
@@ -202,5 +202,5 @@ def _row_reference(reference: str, comparisons: Sequence[Comparison], *, asked: 
     if reference in names:
         return reference
     if asked:
-        raise ConfigError(f"The reference '{reference}' is none of the compared rows.", nearest(reference, names))
+        raise ConfigError(f"The reference '{reference}' is not one of the compared rows.", nearest(reference, names))
     return names[-1]

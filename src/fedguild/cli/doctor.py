@@ -1,4 +1,4 @@
-"""`fedguild doctor`: what is installed, on which machine, and what will not work."""
+"""`fedguild doctor`: installed software, the machine, and what will not work on it."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Finding:
     """One line of the diagnosis.
 
     Attributes:
-        subject: What was looked at.
-        found: What was found there.
+        subject: The package or property that was examined.
+        found: Its state.
         verdict: `ok`, `missing` (an option that is not installed) or `problem`.
-        consequence: What will not work, and what to do about it; empty where all is well.
+        consequence: What will not work, and the remedy; empty where all is well.
     """
 
     subject: str
@@ -94,8 +94,8 @@ def _package(name: str) -> Finding:
 def _extra(extra: str, packages: tuple[str, ...], loss: str) -> Finding:
     absent = [package for package in packages if util.find_spec(package) is None]
     if absent:
-        found = f"without {', '.join(absent)}"
-        return Finding(f"extra {extra}", found, "missing", f"{loss}: pip install 'fedguild[{extra}]'")
+        extent = f"without {', '.join(absent)}"
+        return Finding(f"extra {extra}", extent, "missing", f"{loss}: pip install 'fedguild[{extra}]'")
     return Finding(f"extra {extra}", ", ".join(f"{package} {metadata.version(package)}" for package in packages))
 
 
@@ -129,27 +129,27 @@ def _flower() -> Iterator[Finding]:
     from fedguild.federation.commands import VARIABLES
 
     for fault in version_faults():
-        yield Finding("flower", metadata.version("flwr"), "problem", f"{fault.message} {fault.cure}")
+        yield Finding("flower", metadata.version("flwr"), "problem", f"{fault.message} {fault.hint}")
     openssl = shutil.which("openssl")
     loss = "fedguild federation init cannot make example certificates: install openssl"
     yield Finding("openssl", openssl or "not installed", "ok" if openssl else "missing", "" if openssl else loss)
     unset = [name for name, value in VARIABLES.items() if os.environ.get(name) != value]
-    found = (
+    variables = (
         "as fedguild federation sets them" if not unset else f"{len(unset)} of {len(VARIABLES)} not set in this shell"
     )
     lines = " ".join(f"{name}={VARIABLES[name]}" for name in unset)
     note = f"only matters where flwr is called by hand: export {lines}" if unset else ""
-    yield Finding("flower's variables", found, "ok", note)
+    yield Finding("flower's variables", variables, "ok", note)
 
 
 def _memory() -> Finding:
     import psutil
 
     memory = psutil.virtual_memory()
-    found = f"{memory.available / GIBIBYTE:.1f} of {memory.total / GIBIBYTE:.1f} GiB free"
+    room = f"{memory.available / GIBIBYTE:.1f} of {memory.total / GIBIBYTE:.1f} GiB free"
     if memory.available < 2 * GIBIBYTE:
-        return Finding("memory", found, "problem", "the embedded model needs about 2 GiB; set federation.cohort_size=1")
-    return Finding("memory", found)
+        return Finding("memory", room, "problem", "the embedded model needs about 2 GiB; set federation.cohort_size=1")
+    return Finding("memory", room)
 
 
 def _cores() -> Finding:
@@ -159,12 +159,12 @@ def _cores() -> Finding:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         torch.get_num_threads(),
     )
-    found = f"{cores} cores, {threads} threads"
+    counts = f"{cores} cores, {threads} threads"
     if cores and threads > cores:
         return Finding(
-            "processor", found, "problem", f"more threads than cores slow down: export OMP_NUM_THREADS={cores}"
+            "processor", counts, "problem", f"more threads than cores slow down: export OMP_NUM_THREADS={cores}"
         )
-    return Finding("processor", found)
+    return Finding("processor", counts)
 
 
 def _write_access() -> Finding:

@@ -105,15 +105,15 @@ def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
     """Say whether the server is up, who is there, and how far the run is."""
     from fedguild.federation.operations import status_of
 
-    found = status_of(folder)
+    state = status_of(folder)
     if as_json:
-        show_json(asdict(found))
+        show_json(asdict(state))
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("client", "status", "since", "examples", "budget"):
         table.add_column(heading)
-    for index, said in sorted(found.clients.items(), key=lambda pair: int(pair[0])):
-        node = next((node for node in found.nodes if node.get("node-id") == said.get("node")), {})
+    for index, said in sorted(state.clients.items(), key=lambda pair: int(pair[0])):
+        node = next((node for node in state.nodes if node.get("node-id") == said.get("node")), {})
         table.add_row(
             f"client-{int(index):03d}",
             str(node.get("status", "unknown")),
@@ -121,10 +121,10 @@ def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
             str(said["sizes"]["train"]),
             str(said["budget"]),
         )
-    online = sum(node.get("status") == "online" for node in found.nodes)
-    note(f"{len(found.nodes)} key(s) are registered, {online} client(s) online.")
-    where = "no run has begun" if found.round is None else f"round {found.round} is complete"
-    note(f"The server {'is up' if found.up else 'does not answer'}; {where}.")
+    online = sum(node.get("status") == "online" for node in state.nodes)
+    note(f"{len(state.nodes)} key(s) are registered, {online} client(s) online.")
+    where = "no run has begun" if state.round is None else f"round {state.round} is complete"
+    note(f"The server {'is up' if state.up else 'does not answer'}; {where}.")
     show(table)
 
 

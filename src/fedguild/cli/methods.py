@@ -1,4 +1,4 @@
-"""`fedguild methods`: the methods there are, where each comes from, and the options of one."""
+"""`fedguild methods`: the available methods, their origins, and the options of one."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def command(
         described = _described(METHODS.load(name))
         show_json(described) if as_json else _show_one(described)
         return
-    found = list(METHODS.checked() if check else METHODS.found())
+    plugins = list(METHODS.checked() if check else METHODS.found())
     if as_json:
-        show_json([{"name": one.name, "title": one.title, "from": one.origin, "fault": one.fault} for one in found])
+        show_json([{"name": one.name, "title": one.title, "from": one.origin, "fault": one.fault} for one in plugins])
     else:
-        _show_all(found)
-    if check and any(one.fault for one in found):
-        raise FedGuildError("; ".join(one.warning for one in found if one.fault))
+        _show_all(plugins)
+    if check and any(one.fault for one in plugins):
+        raise FedGuildError("; ".join(one.warning for one in plugins if one.fault))
 
 
 def _described(method: type[Method]) -> dict[str, Any]:
@@ -54,9 +54,9 @@ def _described(method: type[Method]) -> dict[str, Any]:
     }
 
 
-def _show_all(found: list[Found]) -> None:
+def _show_all(plugins: list[Found]) -> None:
     table = Table("method", "title", "from", box=None, header_style="bold", pad_edge=False)
-    for plugin in found:
+    for plugin in plugins:
         table.add_row(plugin.name, plugin.warning if plugin.fault else plugin.title, plugin.origin)
     show(table)
 

@@ -1,4 +1,4 @@
-"""Where the command line writes: data to stdout, everything else to stderr."""
+"""Output of the command line: data to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def show_json(value: Any) -> None:
 
 
 def explain(message: str, hint: str = "") -> None:
-    """Prints a message to stderr, and what to do about it on a line of its own."""
+    """Prints a message to stderr, and its hint on a line of its own."""
     errors.print(message, style="bold red", markup=False, highlight=False, soft_wrap=True)
     if hint:
         errors.print(hint, markup=False, highlight=False, soft_wrap=True)
 
 
 def note(message: str) -> None:
-    """Prints a line of news to stderr."""
+    """Prints a notice to stderr."""
     errors.print(message, markup=False, highlight=False, soft_wrap=True)

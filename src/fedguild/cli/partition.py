@@ -1,4 +1,4 @@
-"""`fedguild partition`: who would get which data, before anyone trains."""
+"""`fedguild partition`: the clients' shares of the data, before anything is trained."""
 
 from __future__ import annotations
 

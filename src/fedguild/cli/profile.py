@@ -1,4 +1,4 @@
-"""`fedguild profile`: what a config would cost, and what the papers say it costs."""
+"""`fedguild profile`: the costs of a config, and the papers' published figures."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def command(
     if wire_dtype not in WIRE_DTYPES:
         raise ConfigError(f"--wire-dtype is '{wire_dtype}'.", f"Known: {', '.join(WIRE_DTYPES)}.")
     dtype: WireDtype = "bf16" if wire_dtype == "bf16" else "fp32"
-    found = profile_config(
+    costs = profile_config(
         settings,
         examples=examples,
         tokens=tokens,
@@ -93,11 +93,11 @@ def command(
         tell=note,
     )
     if as_json:
-        show_json(as_rows(found))
+        show_json(as_rows(costs))
         return
-    show(*tables(found))
+    show(*tables(costs))
     if settings.training.steps is None and examples is None and known_examples(settings) is None:
-        note(f"The config does not say how many examples a client has: {found.workload.examples} (see --examples).")
+        note(f"The config does not say how many examples a client has: {costs.workload.examples} (see --examples).")
 
 
 def _show_published(as_json: bool, markdown: bool) -> None:
@@ -106,18 +106,18 @@ def _show_published(as_json: bool, markdown: bool) -> None:
     from fedguild.costs.published_claims import CLAIMS
     from fedguild.methods import METHODS, build_method
 
-    found, missing = [], {}
+    compared, missing = [], {}
     for claim in CLAIMS:
         try:
-            found.append(compare(claim, build_method))
+            compared.append(compare(claim, build_method))
         except ConfigError as error:  # FDLoRA without its extra
             missing[claim.what] = error
     if as_json:
-        show_json([row.record() for row in found])
+        show_json([row.record() for row in compared])
     elif markdown:
-        typer.echo(published_markdown(found))
+        typer.echo(published_markdown(compared))
         typer.echo(f"## The server\n\n{server_markdown({name: METHODS.load(name).costs for name in METHODS})}")
     else:
-        show(*published_tables(found))
+        show(*published_tables(compared))
     for what, reason in missing.items():
         note(f"{what} is left out: {reason.message} {reason.hint}")

@@ -1,4 +1,4 @@
-"""A profile as tables that read without colour."""
+"""Profiles as plain tables, readable without colour."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ VARIES = {
 }
 
 
-def tables(found: Profile) -> Iterator[RenderableType]:
+def tables(profile: Profile) -> Iterator[RenderableType]:
     """Yields a profile's tables: tiers, traffic, memory, server."""
-    work = found.workload
+    work = profile.workload
     yield (
-        f"{found.method} on {found.model.name}: {work.examples} examples a client, {work.tokens} tokens a pass in "
+        f"{profile.method} on {profile.model.name}: {work.examples} examples a client, {work.tokens} tokens a pass in "
         f"sequences of {work.context_tokens}\n"
     )
-    yield _tiers(found)
+    yield _tiers(profile)
     yield ""
-    yield _traffic(found)
+    yield _traffic(profile)
     yield ""
-    yield _memory(found)
+    yield _memory(profile)
     yield ""
-    yield _server(found)
-    if found.server.entry.note:
-        yield f"\n{found.server.entry.note}\n"
+    yield _server(profile)
+    if profile.server.entry.note:
+        yield f"\n{profile.server.entry.note}\n"
 
 
-def _tiers(found: Profile) -> Table:
+def _tiers(profile: Profile) -> Table:
     shown = _table("Each client, in one round")
     for name in ("tier", "clients", "experts", "rank", "parameters", "active", "trainable", "active trainable"):
         shown.add_column(name, justify="left" if name == "tier" else "right")
     for name in ("forward pass", "training step", "steps", "round forward", "round backward"):
         shown.add_column(name, justify="right")
-    for tier in found.tiers:
+    for tier in profile.tiers:
         counted = tier.cost
         shown.add_row(
             tier.budget.name,
             str(tier.clients),
-            str(tier.plan.active_experts or found.model.top_k or "–"),
+            str(tier.plan.active_experts or profile.model.top_k or "–"),
             str(tier.plan.rank),
             si(counted.parameters),
             si(counted.active_parameters),
@@ -67,19 +67,19 @@ def _tiers(found: Profile) -> Table:
     return shown
 
 
-def _traffic(found: Profile) -> Table:
+def _traffic(profile: Profile) -> Table:
     """Returns the bytes by payload part, a column for each; tiers and rounds with the same bytes share a row."""
     rows: dict[tuple[str, Direction], list[str]] = {}
-    for tier in found.tiers:
+    for tier in profile.tiers:
         for what, direction in _directions(tier):
             rows.setdefault((what, direction), []).append(tier.budget.name)
     parts = sorted({part for _, direction in rows for part in direction.parts})
-    dtype = str(found.workload.wire_dtype).removeprefix("torch.")
-    shown = _table(f"Bytes by payload part, numbers in {dtype} ({VARIES[found.server.entry.varies]})")
+    dtype = str(profile.workload.wire_dtype).removeprefix("torch.")
+    shown = _table(f"Bytes by payload part, numbers in {dtype} ({VARIES[profile.server.entry.varies]})")
     for name in ("tier", "payload", "in all", *parts):
         shown.add_column(name, justify="left" if name in ("tier", "payload") else "right", overflow="fold")
     for (what, direction), names in rows.items():
-        who = "all" if len(names) == len(found.tiers) else ", ".join(names)
+        who = "all" if len(names) == len(profile.tiers) else ", ".join(names)
         shown.add_row(who, what, byte_count(direction.bytes), *(_size(direction.parts, part) for part in parts))
     return shown
 
@@ -102,26 +102,31 @@ def _size(parts: Mapping[str, int], name: str) -> str:
     return byte_count(parts[name]) if name in parts else "·"
 
 
-def _memory(found: Profile) -> Table:
+def _memory(profile: Profile) -> Table:
     shown = _table("Peak memory of a client that trains alone (estimate)")
     for name in ("tier", "weights in", "checkpointing", "weights", "adapter", "gradients", "optimizer", "activations"):
         shown.add_column(name, justify="left" if name in ("tier", "weights in", "checkpointing") else "right")
     shown.add_column("in all", justify="right")
-    for tier in found.tiers:
+    for tier in profile.tiers:
         for row in tier.memory:
-            held = row.estimate
-            sizes = (held.weights_bytes, held.adapters_bytes, held.gradients_bytes, held.optimizer_bytes)
+            estimate = row.estimate
+            sizes = (
+                estimate.weights_bytes,
+                estimate.adapters_bytes,
+                estimate.gradients_bytes,
+                estimate.optimizer_bytes,
+            )
             shown.add_row(
                 tier.budget.name,
                 row.weights,
                 "yes" if row.checkpointing else "no",
-                *(byte_count(size) for size in (*sizes, held.activations_bytes, held.total_bytes)),
+                *(byte_count(size) for size in (*sizes, estimate.activations_bytes, estimate.total_bytes)),
             )
     return shown
 
 
-def _server(found: Profile) -> Table:
-    server = found.server
+def _server(profile: Profile) -> Table:
+    server = profile.server
     shown = _table(f"Server, C = {server.participants} clients in a round, n = the size of an upload")
     shown.add_column("what")
     shown.add_column("figure")
@@ -138,26 +143,26 @@ HEADINGS = ("where", "what", "settings", "published", "ours", "off", "verdict")
 
 
 def published_tables(rows: Sequence[Comparison]) -> Iterator[RenderableType]:
-    """Yields a table for every paper: its figures, what we count with, ours, how far they lie off, and why."""
-    for paper, own in _by_paper(rows):
+    """Yields a table for every paper: its figures, our settings, our figures, the deviations and their reasons."""
+    for paper, comparisons in _by_paper(rows):
         shown = _table(paper)
         for name in HEADINGS:
             shown.add_column(name, justify="right" if name in HEADINGS[3:6] else "left", overflow="fold")
-        for row in own:
+        for row in comparisons:
             shown.add_row(*_cells(row))
         yield shown
         yield ""
-        yield from _reasons(own)
+        yield from _reasons(comparisons)
         yield ""
 
 
 def published_markdown(rows: Sequence[Comparison]) -> str:
-    """Returns the same in Markdown, as it stands in docs/methods/costs.md."""
+    """Returns the same in Markdown, as in docs/methods/costs.md."""
     lines = []
-    for paper, own in _by_paper(rows):
+    for paper, comparisons in _by_paper(rows):
         lines += [f"## {paper}", "", _markdown_row(HEADINGS), _markdown_row(["---"] * len(HEADINGS))]
-        lines += [_markdown_row(_cells(row)) for row in own]
-        reasons = list(_reasons(own))
+        lines += [_markdown_row(_cells(row)) for row in comparisons]
+        reasons = list(_reasons(comparisons))
         lines += ["", *(f"- {reason}" for reason in reasons), *([""] if reasons else [])]
     return "\n".join(lines)
 
@@ -168,12 +173,12 @@ def _by_paper(rows: Sequence[Comparison]) -> list[tuple[str, list[Comparison]]]:
 
 
 def _reasons(rows: Sequence[Comparison]) -> Iterator[str]:
-    """Yields why published figures are not to be had, each reason once."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Yields the reasons why published figures cannot be reproduced, each once."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.claim.why:
-            found.setdefault((row.claim.where, row.claim.why), []).append(row.claim.what)
-    for (where, why), what in found.items():
+            by_reason.setdefault((row.claim.where, row.claim.why), []).append(row.claim.what)
+    for (where, why), what in by_reason.items():
         yield f"{where}, {'; '.join(dict.fromkeys(what))}: {why}."
 
 

@@ -1,4 +1,4 @@
-"""A run's progress on stderr: a bar where somebody watches, a line per evaluation anywhere."""
+"""A run's progress on stderr: a bar on a terminal, and one line per evaluation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TerminalProgress:
         self._bar.stop()
 
     def stage(self, text: str) -> None:
-        """Shows what the run is busy with."""
+        """Shows the current stage of the run."""
         self._bar.update(self._task, description=f"{self._title}{text}")
         if not self._console.is_terminal:
             self.message(text)

@@ -11,11 +11,11 @@ from fedguild.cli.output import note
 from fedguild.errors import ConfigError, FedGuildError
 
 TRIES = 3
-"""How often a cell whose process or machine died is tried; it goes on from its last complete round."""
+"""Attempts at a cell whose process or machine died; each continues from its last complete round."""
 
 
 def complete_on_ray(cells: Sequence[Cell], address: str | None, cores: int) -> None:
-    """Brings every cell to its end on a Ray cluster, as many at a time as it has room for.
+    """Completes every cell on a Ray cluster, as many at a time as it has room for.
 
     Args:
         cells: The cells; their folders must be on storage that every machine of the cluster sees.
@@ -29,7 +29,7 @@ def complete_on_ray(cells: Sequence[Cell], address: str | None, cores: int) -> N
     open_cells = [cell for cell in cells if cell.state() != "finished"]
     for cell in cells:
         if cell not in open_cells:
-            note(f"{cell.title}: finished already")
+            note(f"{cell.title}: already finished")
     if not open_cells:
         return
     ray = _ray()
@@ -54,7 +54,7 @@ def complete_on_ray(cells: Sequence[Cell], address: str | None, cores: int) -> N
 
 
 def _finish(ray: Any, done: Any, cell: Cell, others: Sequence[Any]) -> None:
-    """Says that a cell has ended; where it failed, stops the others and raises."""
+    """Reports the end of a cell; where it failed, stops the others and raises."""
     try:
         problem, hint = ray.get(done)
     except ray.exceptions.RayTaskError as error:  # raised by the run itself: not tried again
@@ -62,7 +62,10 @@ def _finish(ray: Any, done: Any, cell: Cell, others: Sequence[Any]) -> None:
         problem = f"{type(reason).__name__}: {str(reason).strip() or 'no message'}"
         hint = f"Its folder: {cell.folder}"
     except ray.exceptions.RayError as error:
-        problem, hint = str(error).strip().splitlines()[0], "Its machine or process died; the same command goes on."
+        problem, hint = (
+            str(error).strip().splitlines()[0],
+            "Its machine or process died; run the same command again.",
+        )
     if not problem and cell.state() != "finished":
         problem = f"it ended on a machine that does not share {cell.folder} with this one"
         hint = "Give an --output on storage that every machine of the cluster sees."
@@ -74,7 +77,7 @@ def _finish(ray: Any, done: Any, cell: Cell, others: Sequence[Any]) -> None:
 
 
 def _complete(folder: str, resolved_yaml: str, threads: int) -> tuple[str, str]:
-    """Runs or resumes one cell in a process of Ray's; returns what went wrong and what to do, or nothing twice."""
+    """Runs or resumes one cell in a Ray worker; returns the error and the hint, both empty on success."""
     import torch
     import yaml
 

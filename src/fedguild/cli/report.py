@@ -1,4 +1,4 @@
-"""`fedguild report`: the page of a run, written again."""
+"""`fedguild report`: write the page of a run again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXAMPLES = ("fedguild report runs/flame-tiny-tasks",)
 
 
 def command(folder: RunFolderArgument) -> None:
-    """Write the HTML page of a run, and print where it lies."""
+    """Write the HTML page of a run, and print its path."""
     from fedguild.report.html import write_report
 
     typer.echo(write_report(folder))

@@ -1,4 +1,4 @@
-"""How the command line shows a finished run."""
+"""Display of a finished run's results."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from fedguild.cli.output import note, show, show_json
 
 
 def show_run(folder: Path, as_json: bool) -> None:
-    """Prints a run's table, or the same as JSON, and says where its report lies."""
+    """Prints a run's table, or the same as JSON, and the path of its report."""
     from fedguild.report.html import REPORT_FILE
-    from fedguild.report.record import load_run
+    from fedguild.report.run_folder import load_run
     from fedguild.report.tables import run_table
 
     table = run_table(load_run(folder))

@@ -1,4 +1,4 @@
-"""`fedguild resume`: go on where a run was stopped."""
+"""`fedguild resume`: continue a run that was stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLES = ("fedguild resume runs/flame-tiny-tasks",)
 
 
 def command(context: typer.Context, folder: RunFolderArgument, as_json: JsonOption = False) -> None:
-    """Go on with a run from its last complete round, to the same numbers as without the stop."""
+    """Continue a run from its last complete round, with the results of an uninterrupted run."""
     from fedguild import experiment
 
     context.obj.resume_with = f"fedguild resume {folder}"

@@ -1,8 +1,8 @@
-"""Stage 1 of 9: config. What a run is, typed and validated once, before anything is loaded.
+"""Stage 1 of 9: config. The definition of a run, typed and validated once, before anything is loaded.
 
 `load_config` reads a YAML file or a preset, applies `key.sub=value` overrides, and returns a
-frozen `Config`. The stages after this one never see it: they take plain arguments, or the one section
-that is theirs (`TrainingSettings`, `FederationSettings`, `SplitSettings`).
+frozen `Config`. The stages after this one never see it: they take plain arguments, or their own
+section (`TrainingSettings`, `FederationSettings`, `SplitSettings`).
 """
 
 from fedguild.config.loading import Preset, load_config, presets

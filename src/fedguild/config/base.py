@@ -1,4 +1,4 @@
-"""What every part of the config has in common: frozen, and closed to unknown keys."""
+"""Base class of all config sections: frozen, and closed to unknown keys."""
 
 from __future__ import annotations
 

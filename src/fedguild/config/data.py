@@ -1,4 +1,4 @@
-"""Settings of the data: where the examples come from and how the clients share them."""
+"""Settings of the data: its source, and its partition over the clients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedguild.config.base import Section
 
 
 class PartitionSettings(Section):
-    """How the training examples are dealt to the clients."""
+    """Distribution of the training examples over the clients."""
 
     scheme: Literal["iid", "dirichlet", "label", "document", "quantity", "power_law"] = Field(
         default="dirichlet",
@@ -36,7 +36,7 @@ class CapSettings(Section):
 
 
 class SplitSettings(Section):
-    """How each client's examples are split into training, validation and test."""
+    """Split of each client's examples into training, validation and test."""
 
     validation: float = Field(
         default=0.1, ge=0, lt=1, description="Share of a client's examples held out for validation."

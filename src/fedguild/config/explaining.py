@@ -1,4 +1,4 @@
-"""What is wrong with a config, in one plain line per setting."""
+"""Validation errors of a config in plain language, one line per setting."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def explained(error: ValidationError, layers: Sequence[Layer], schema: type[Base
     """Returns the error as a ConfigError with one line per setting, each naming its source.
 
     Args:
-        error: What pydantic found.
+        error: Pydantic's error.
         layers: The sources, in the order in which they were merged; the last is on top.
         schema: The model that the settings were validated against.
     """

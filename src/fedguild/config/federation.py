@@ -1,4 +1,4 @@
-"""Settings of the federation: the clients, what they can afford, and what a round asks of them."""
+"""Settings of the federation: the clients, their budgets, and the rules of a round."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BudgetSettings(Section):
 
 
 class RaySettings(Section):
-    """Where the `ray` engine finds its machines, and what each of its actors gets."""
+    """The `ray` engine's cluster, and the resources of each of its actors."""
 
     address: str | None = Field(
         default=None,
@@ -48,7 +48,7 @@ class RaySettings(Section):
 
 
 class EngineSettings(Section):
-    """Where the clients train. Results do not depend on it, but for floating-point rounding."""
+    """The engine that trains the clients. Results depend on it only by floating-point rounding."""
 
     name: Literal["local", "ray", "flower"] = Field(
         default="local",
@@ -59,7 +59,7 @@ class EngineSettings(Section):
 
 
 class FederationSettings(Section):
-    """Who takes part, how often, and what the server insists on."""
+    """The clients, the rounds, and the server's conditions for a round."""
 
     clients: int = Field(default=8, ge=1, description="Number of clients.")
     rounds: int = Field(default=6, ge=1, description="Number of communication rounds.")

@@ -1,4 +1,4 @@
-"""From a YAML file or a preset, and overrides, to a validated config."""
+"""Loading of configs: a YAML file or a preset, and overrides, validated."""
 
 from __future__ import annotations
 

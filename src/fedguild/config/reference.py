@@ -1,4 +1,4 @@
-"""Every setting with what it accepts, its default and its help, read off the schema."""
+"""Reference of every setting, read off the schema: accepted values, default and help."""
 
 from __future__ import annotations
 

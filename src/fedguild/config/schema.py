@@ -1,4 +1,4 @@
-"""The config as a whole: what a run is, in one frozen tree."""
+"""The config of a run, as one frozen tree."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ModelSettings(Section):
 
 
 class EvaluationSettings(Section):
-    """What is evaluated, how often, and by which score."""
+    """Scope, frequency and score of the evaluation."""
 
     every: int = Field(
         default=1, ge=1, description="Rounds from one evaluation to the next; the last is always evaluated."
@@ -129,7 +129,7 @@ class EvaluationSettings(Section):
 
 
 class TrackingSettings(Section):
-    """Where the metrics go besides metrics.jsonl."""
+    """Further sinks of the metrics besides metrics.jsonl."""
 
     tensorboard: bool = Field(default=False, description="Also write TensorBoard events; needs the extra `track`.")
 

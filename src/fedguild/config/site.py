@@ -1,4 +1,4 @@
-"""The files of a federation with real clients: what a site offers and accepts, and what its server does.
+"""Settings of a federation with real clients: what a site offers and accepts, and what its server does.
 
 `site.yaml` belongs to one organisation and stays with it. It says which data and which model the client
 trains on, and limits what the server may ask for; what is beyond the limits is refused with a reason.
@@ -34,7 +34,7 @@ class SiteDataSettings(DataSettings):
 
 
 class AcceptSettings(Section):
-    """What the server may ask of this site; the rest is refused, with the reason."""
+    """Limits on what the server may ask of this site; other requests are refused with a reason."""
 
     methods: tuple[str, ...] | None = Field(
         default=None, description="Names of the methods that may run here; null: any."

@@ -1,4 +1,4 @@
-"""Tables of several methods, as a paper prints them: rows, columns, and a preset for every cell."""
+"""Tables of several methods as papers print them: rows, columns, and a preset for every cell."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Table(Section):
     @model_validator(mode="after")
     def _knows_its_reference(self) -> Self:
         if self.reference not in self.rows:
-            raise ValueError(f"reference '{self.reference}' is none of the rows {', '.join(self.rows)}")
+            raise ValueError(f"reference '{self.reference}' is not one of the rows {', '.join(self.rows)}")
         return self
 
     @property

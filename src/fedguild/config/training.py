@@ -1,4 +1,4 @@
-"""Settings of local training: what one client does in one round."""
+"""Settings of a client's local training in one round."""
 
 from __future__ import annotations
 

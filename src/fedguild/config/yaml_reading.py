@@ -1,4 +1,4 @@
-"""YAML as people mean it: `1e-4` is a number, and a key that stands twice is an error."""
+"""YAML reader in which `1e-4` is a number and a repeated key is an error."""
 
 from __future__ import annotations
 

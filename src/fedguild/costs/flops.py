@@ -3,11 +3,11 @@
 No weights are loaded. A multiplication with its addition counts as two FLOPs; norms, softmaxes
 and activation functions are left out, as is usual.
 
-The adapter is what `adapter_shapes` names, LoRA and parts alike, what is trained of it
-`trainable_shapes`. A tensor [M, ..] of a layer's experts works for a token in the token's active
-experts only; every other value is multiplied with every token once. That holds for matrices: LoRA's
-factors, and the changes of experts and routers trained in full, whose product D x runs beside the
-frozen W x. It counts a part's scalars and vectors as if they were matrices, which adds little.
+The adapter consists of the tensors of `adapter_shapes`, of which those of `trainable_shapes` are
+trained. A tensor [M, ..] of a layer's experts is used by a token in its active experts only; every
+other value is multiplied with every token once. That holds for matrices: LoRA's factors, and the
+changes of experts and routers trained in full, whose product D x runs beside the frozen W x. A part's
+scalars and vectors are counted as if they were matrices, which adds little.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one client's model is made of, and what it costs per token.
+    """Parameters of one client's model, and its FLOPs.
 
     Attributes:
         parameters: P, all parameters of the backbone.
@@ -69,7 +69,7 @@ class Cost:
         """Returns the FLOPs of a training step: forward and backward, without the optimizer.
 
         Frozen products, of the backbone or of an adapter's frozen factor, cost one forward and one input
-        gradient, the weight gradient is never formed; the products of what is trained cost their forward
+        gradient, the weight gradient is never formed; trained products cost their forward
         three times (themselves, the input gradient, the weight gradient), as does attention. So an expert
         trained in full costs five times its forward: twice for W, three times for D.
 
@@ -90,7 +90,7 @@ class Cost:
 def cost(model: ModelInfo, plan: AdapterPlan) -> Cost:
     """Returns the cost of a client that runs `model` with `plan`.
 
-    Of an encoder-decoder model every token is counted as if it passed both sides, which is an upper bound.
+    In an encoder-decoder model every token is counted as if it passed through both sides, which is an upper bound.
 
     Raises:
         ConfigError: the plan wants more active experts than a layer has, or targets no layer.
@@ -129,12 +129,12 @@ def expert_parameters(moe: MoeInfo) -> int:
 
 
 def _adapter_parameters(model: ModelInfo, plan: AdapterPlan, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    """Returns how many values these shapes have, and how many of them a token uses."""
+    """Returns the number of values of these shapes, and the number that a token uses."""
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     idle = 0
     for moe in model.moe:
-        own = sum(size for name, size in sizes.items() if name.startswith(f"{moe.experts}."))
-        idle += (moe.num_experts - active_experts(moe, plan)) * own // moe.num_experts
+        expert_values = sum(size for name, size in sizes.items() if name.startswith(f"{moe.experts}."))
+        idle += (moe.num_experts - active_experts(moe, plan)) * expert_values // moe.num_experts
     return sum(sizes.values()), sum(sizes.values()) - idle
 
 

@@ -32,14 +32,14 @@ def profile_config(
     checkpointing: bool | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Profile:
-    """Returns what a config's federation costs, each tier of clients in one round.
+    """Returns the costs of a config's federation, for each tier of clients in one round.
 
     Args:
         config: The config; its data is not read.
         examples: Training examples of a client; None for `known_examples`, or else 1000.
         tokens: Tokens of one forward pass; None for `training.batch_size` sequences.
         context: Length of a sequence; None for `data.max_tokens`, the longest there may be.
-        wire_dtype: What a number on the wire is counted as: the wire carries fp32, papers count bf16.
+        wire_dtype: The dtype that a number on the wire is counted as: the wire carries fp32, papers count bf16.
         checkpointing: Whether activations are recomputed; None as the config says.
         tell: Is told which options run otherwise than the config or their defaults say.
 
@@ -75,7 +75,7 @@ def profile_config(
 
 
 def known_examples(config: Config) -> int | None:
-    """Returns how many training examples a client has at most by the config's caps; None where it has none."""
+    """Returns the largest number of training examples that the config's caps allow a client; None without a cap."""
     if config.data.split.caps.train is not None:
         return config.data.split.caps.train
     if config.data.limit is not None:

@@ -28,7 +28,7 @@ class Memory:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The sum."""
         return (
             self.weights_bytes
             + self.adapters_bytes
@@ -48,16 +48,16 @@ def memory(
     checkpointing: bool = False,
     four_bit: bool = False,
 ) -> Memory:
-    """Returns an estimate of what a training step of one client holds.
+    """Returns an estimate of the peak memory of one client's training step.
 
-    Logits are counted for every token, the most there may be; the loss wants them at response
+    Logits are counted for every token, which is an upper bound: the loss needs them at response
     tokens only.
 
     Args:
         model: The backbone.
-        plan: What the client trains.
+        plan: The client's adapter plan.
         tokens: Tokens of one forward pass, padding included.
-        dtype: Of the backbone's weights and activations; trainables are fp32.
+        dtype: Dtype of the backbone's weights and activations; trainables are fp32.
         moments: Moments that the optimizer keeps: 2 for Adam, 1 for SGD with momentum, 0 for SGD.
         checkpointing: Whether only each layer's input is kept, and one layer's insides at a time.
         four_bit: Whether linear layers and experts are in NF4 (`fedguild.model.four_bit`).
@@ -96,10 +96,10 @@ def weight_bytes(model: ModelInfo, dtype: torch.dtype, *, four_bit: bool = False
 
 
 def _kept_activations(model: ModelInfo, plan: AdapterPlan) -> int:
-    """Returns the values per token that the forward pass keeps for the backward pass, about.
+    """Returns the values per token that the forward pass keeps for the backward pass, approximately.
 
     Every linear layer keeps its input, and what follows it keeps its output; an active expert
-    keeps what its input projections give, and its input where it has an adapter; a layer keeps two
+    keeps the outputs of its input projections, and its input where it has an adapter; a layer keeps two
     residuals and two normalised inputs.
     """
     linears = sum(linear.inputs + linear.outputs for linear in model.linears)
@@ -112,9 +112,9 @@ def _kept_activations(model: ModelInfo, plan: AdapterPlan) -> int:
 
 
 def _working_activations(model: ModelInfo, plan: AdapterPlan) -> int:
-    """Returns the values per token that the backward pass of one layer's experts holds, about.
+    """Returns the values per token that the backward pass of one layer's experts holds, approximately.
 
-    Of each active expert: the input, the gradients of input and output, and the gradients and
+    For each active expert: the input, the gradients of input and output, and the gradients and
     recomputed values between them.
     """
     return max((active_experts(moe, plan) * (3 * moe.hidden + 4 * moe.width) for moe in model.moe), default=0)

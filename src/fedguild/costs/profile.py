@@ -37,13 +37,13 @@ def profile(
     participants: int,
     budgets: Sequence[Budget] = (),
 ) -> Profile:
-    """Returns what a federation costs.
+    """Returns a federation's costs.
 
     Args:
-        method: The method, its settings in it.
-        model: The backbone, of its config alone.
+        method: The method with its settings.
+        model: The backbone, described by its config alone.
         clients: All clients.
-        workload: What each of them works on in a round.
+        workload: The work of each of them in a round.
         participants: Clients that take part in a round.
         budgets: The federation's tiers, in the order of the profile; empty for those of the clients.
 

@@ -1,8 +1,9 @@
-"""What the papers say that their methods cost, and what we count under stated settings.
+"""The papers' published cost figures, compared with ours under stated settings.
 
 The claims are data (`costs/published_claims.py`); `compare` computes our figure anew from the model's
 config and from the method itself. Papers leave settings open: whether routers have LoRA, how wide an expert
-is, what a megabyte is. A figure stands there once for each reading of interest, so that one sees which gives it.
+is, what a megabyte is. A figure is listed once for each reading of interest, which shows the one that
+reproduces it.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Setup:
     Attributes:
         model: A known model.
         method: A registered method, with its options.
-        budgets: (active experts, rank) of every client; the first is the one that is looked at, traffic is
-            the mean over all.
+        budgets: (active experts, rank) of every client; costs are those of the first client, traffic is the mean
+            over all.
         changes: Keys of the model's config with other values.
         rounds: The round whose traffic is counted.
         wire: Dtype of the numbers on the wire.
@@ -65,11 +66,11 @@ class Setup:
     wire: torch.dtype = torch.bfloat16
 
     def info(self) -> ModelInfo:
-        """Returns what its model looks like."""
+        """Returns the description of its model."""
         return _info(self.model, self.changes)
 
     def clients(self) -> list[ClientInfo]:
-        """Returns its clients, in the order of the budgets, with as many examples each."""
+        """Returns its clients, in the order of the budgets, with equal numbers of examples."""
         tiers = {pair: Budget(f"b{number}", *pair) for number, pair in enumerate(dict.fromkeys(self.budgets), start=1)}
         return [ClientInfo(index, tiers[pair], 100) for index, pair in enumerate(self.budgets)]
 
@@ -81,14 +82,14 @@ class Claim:
     Attributes:
         paper: Short name of the paper.
         where: Table or section.
-        what: Whose figure it is.
-        quantity: What it is a figure of.
+        what: The method or model that the figure is about.
+        quantity: The quantity.
         published: The figure.
         last_digit: The unit of its last printed digit; figures that round to the same are equal.
-        setup: What we count.
+        setup: The federation that we count.
         settings: The settings that the paper leaves open, in words.
-        unit: What our figure is divided by.
-        why: Why the published figure is not to be had; empty where it is.
+        unit: Divisor of our figure.
+        why: Why the published figure cannot be reproduced; empty where it can.
     """
 
     paper: str
@@ -112,7 +113,7 @@ class Comparison:
 
     @property
     def deviation(self) -> float:
-        """How far ours lies off the published figure, as a share of that."""
+        """Relative deviation of our figure from the published one."""
         return self.ours / self.claim.published - 1
 
     @property
@@ -184,8 +185,8 @@ def _costs(setup: Setup, build: Build) -> tuple[Cost, Cost]:
     model, method = setup.info(), build(setup.method, dict(setup.options))
     active, rank = setup.budgets[0]
     plans = [method.plan(model, Budget("b", experts, rank)) for experts in (active, model.top_k)]
-    own, full = (cost(model, plan) for plan in plans)
-    return own, full
+    budgeted, full = (cost(model, plan) for plan in plans)
+    return budgeted, full
 
 
 @cache
@@ -195,8 +196,10 @@ def _traffic(setup: Setup, build: Build) -> tuple[float, float]:
     counted = exchanges(
         method, setup.info(), setup.clients(), rounds=setup.rounds, absences=False, wire_dtype=setup.wire
     )
-    found = counted.rounds[-1]
-    return fmean(sum(one.upload.values()) for one in found), fmean(sum(one.download.values()) for one in found)
+    last_round = counted.rounds[-1]
+    return fmean(sum(one.upload.values()) for one in last_round), fmean(
+        sum(one.download.values()) for one in last_round
+    )
 
 
 @cache

@@ -9,19 +9,19 @@ from fedguild.costs.profile import Profile
 from fedguild.costs.tiers import TierProfile
 
 
-def as_rows(found: Profile) -> list[dict[str, Any]]:
+def as_rows(profile: Profile) -> list[dict[str, Any]]:
     """Returns one flat object for each tier, as `fedguild profile --json` prints them; sizes in bytes."""
-    return [_row(found, tier) for tier in found.tiers]
+    return [_row(profile, tier) for tier in profile.tiers]
 
 
-def _row(found: Profile, tier: TierProfile) -> dict[str, Any]:
-    workload, entry = found.workload, found.server.entry
+def _row(profile: Profile, tier: TierProfile) -> dict[str, Any]:
+    workload, entry = profile.workload, profile.server.entry
     return {
         "tier": tier.budget.name,
-        "method": found.method,
-        "model": found.model.name,
+        "method": profile.method,
+        "model": profile.model.name,
         "clients": tier.clients,
-        "active_experts": tier.plan.active_experts or found.model.top_k,
+        "active_experts": tier.plan.active_experts or profile.model.top_k,
         "rank": tier.plan.rank,
         "parameters_total": tier.cost.parameters,
         "parameters_active": tier.cost.active_parameters,
@@ -63,13 +63,13 @@ def _row(found: Profile, tier: TierProfile) -> dict[str, Any]:
             for row in tier.memory
         ],
         "server": {
-            "participants": found.server.participants,
+            "participants": profile.server.participants,
             "memory_order": entry.memory,
             "time_order": entry.time,
-            "state_bytes": found.server.state_bytes,
-            "memory_bytes": found.server.memory_bytes,
-            "received_bytes": found.server.received_bytes,
-            "running_sum_seconds": found.server.running_sum_seconds,
+            "state_bytes": profile.server.state_bytes,
+            "memory_bytes": profile.server.memory_bytes,
+            "received_bytes": profile.server.received_bytes,
+            "running_sum_seconds": profile.server.running_sum_seconds,
         },
         "note": entry.note,
     }

@@ -14,17 +14,17 @@ from fedguild.server.method import ServerCosts
 
 @dataclass(frozen=True)
 class ServerProfile:
-    """What a round costs the server.
+    """The server's costs in a round.
 
     Attributes:
         entry: The order of its time and memory in C.
         participants: C, clients that take part in a round.
-        state_bytes: What it keeps between rounds.
-        memory_bytes: About what it holds while it aggregates: the state before and after, and the uploads that
-            it holds at once.
+        state_bytes: Size of the state between rounds.
+        memory_bytes: Approximate memory of the aggregation: the state before and after, and the uploads held at
+            once.
         received_bytes: All uploads of a round.
-        running_sum_seconds: A running mean over all uploads at the speed that this machine has just shown; what
-            the method computes beyond that comes on top.
+        running_sum_seconds: Time of a running mean over all uploads, at the speed measured on this machine; what
+            the method computes beyond that is not included.
     """
 
     entry: ServerCosts
@@ -36,14 +36,14 @@ class ServerProfile:
 
 
 def server_profile(entry: ServerCosts, traffic: Exchanges, participants: int) -> ServerProfile:
-    """Returns what a round of the counted exchanges costs the server, of a method with this entry."""
+    """Returns the costs of a round of the counted exchanges for the server of a method with this entry."""
     sizes = [sum(exchange.upload.values()) for exchange in traffic.rounds[-1]]
-    held = sum(sizes) if entry.holds == "all" else max(sizes)
+    uploads_bytes = sum(sizes) if entry.holds == "all" else max(sizes)
     return ServerProfile(
         entry,
         participants,
         state_bytes=traffic.state_bytes,
-        memory_bytes=2 * traffic.state_bytes + held,
+        memory_bytes=2 * traffic.state_bytes + uploads_bytes,
         received_bytes=sum(sizes),
         running_sum_seconds=sum(sizes) * seconds_per_byte(),
     )

@@ -1,9 +1,9 @@
-"""A mode in which large tensors have shapes but no values, so that a method's server half runs without its memory.
+"""A dispatch mode in which large tensors have shapes but no values, to run a server half without its memory.
 
-Inside `ShapesOnly` every tensor of more than `limit` values lies on torch's meta device, whoever makes it and
-whatever it is computed from. Smaller ones are real, so that counts, assignments and other small decisions are
-made as always; where one is computed from a tensor without values, its values are arbitrary: numbers above 0 and up
-to 1, the integer 1, True.
+Inside `ShapesOnly` every tensor of more than `limit` values lies on torch's meta device, whatever creates
+it. Smaller tensors are real, so that counts, assignments and other small decisions are made as usual;
+where one is computed from a tensor without values, its values are arbitrary: numbers above 0 and up to 1,
+the integer 1, True.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ShapesOnly(TorchDispatchMode):
         return self._sketched(func, args, options)
 
     def _made(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Returns what a function makes of no tensor, drawn only where it is small."""
+        """Returns the result of a function without tensor arguments, drawn only where it is small."""
         sketch = func(*args, **{**_without_generator(options), "device": META})
         return sketch if sketch.numel() > self.limit else func(*args, **options)
 
@@ -124,7 +124,7 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 @cache
 def _makes(func: Any) -> bool:
-    """Whether an operation makes a tensor on a device that it is told."""
+    """Whether an operation creates a tensor on a given device."""
     return any(argument.name == "device" for argument in func._schema.arguments)
 
 

@@ -22,17 +22,17 @@ Parts = dict[str, int]
 
 @dataclass(frozen=True)
 class Workload:
-    """What a client works on in a round.
+    """A client's work in a round.
 
     Attributes:
         examples: Training examples of a client.
         tokens: Tokens of one forward pass, padding included.
         context_tokens: Length of one sequence.
-        training: How it trains.
+        training: Settings of its training.
         dtype: Of the backbone.
         checkpointing: Whether activations are recomputed in the backward pass.
         four_bit: Whether linear layers and experts are in 4 bit.
-        wire_dtype: What a floating-point number on the wire is counted as.
+        wire_dtype: The dtype that a floating-point number on the wire is counted as.
     """
 
     examples: int
@@ -52,12 +52,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Direction:
-    """What crosses the wire one way for a client of a tier, the mean over the tier's clients.
+    """Bytes in one direction for a client of a tier, the mean over the tier's clients.
 
     Attributes:
-        bytes: In all, with the header.
+        bytes: Total, with the header.
         parts: By payload part.
-        least_bytes: Without what an upload may leave out.
+        least_bytes: Total without what an upload may leave out.
     """
 
     bytes: int
@@ -76,20 +76,20 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class TierProfile:
-    """What one tier's clients cost, each in one round.
+    """Costs of each client of a tier in one round.
 
     Attributes:
         budget: The tier.
         clients: How many clients it has.
-        plan: What they train.
-        cost: Parameters, of which FLOPs follow.
+        plan: Their adapter plan.
+        cost: Parameter counts, from which the FLOPs follow.
         steps: Optimizer steps in a round.
         flops_forward: Of one forward pass.
         flops_training_step: Of one optimizer step, forward and backward, all its passes.
         flops_round: Of a round's training, forward and backward; `flops_round_forward` of that.
         upload: In a later round, as are the downloads.
         download: To a client that took part in the round before.
-        absent_download: To one that did not; None where everybody always does.
+        absent_download: To one that did not; None where all clients take part in every round.
         first_upload: In the first round, as is `first_download`.
         peak_memory: Under the run's settings; `memory` under others too.
     """
@@ -174,13 +174,16 @@ def _of(budget: Budget, exchanges: Sequence[Exchange]) -> list[Exchange]:
     return [exchange for exchange in exchanges if exchange.client.budget == budget]
 
 
-def _upload(found: Sequence[Exchange]) -> Direction:
-    parts, least = _mean([exchange.upload for exchange in found]), _mean([exchange.least_upload for exchange in found])
+def _upload(exchanges: Sequence[Exchange]) -> Direction:
+    parts, least = (
+        _mean([exchange.upload for exchange in exchanges]),
+        _mean([exchange.least_upload for exchange in exchanges]),
+    )
     return Direction(sum(parts.values()), parts, sum(least.values()))
 
 
-def _download(found: Sequence[Exchange]) -> Direction:
-    parts = _mean([exchange.download for exchange in found])
+def _download(exchanges: Sequence[Exchange]) -> Direction:
+    parts = _mean([exchange.download for exchange in exchanges])
     return Direction(sum(parts.values()), parts, sum(parts.values()))
 
 

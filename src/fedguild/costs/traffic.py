@@ -1,8 +1,8 @@
-"""What a method's clients receive and send, by running its server half on shapes instead of weights.
+"""Downloads and uploads of a method's clients, counted by running its server half on shapes instead of weights.
 
-The method itself starts, hands out downloads and aggregates; the clients' uploads are what
-`expected_upload` says, filled with arbitrary values. So the bytes are those that a run counts, by the same
-code (`fedguild.wire.accounting`), but where the names or ranks in a payload depend on the data.
+The method itself starts, creates downloads and aggregates; the clients' uploads have the shapes of
+`expected_upload` and arbitrary values. The bytes are therefore those of a real run, counted by the same
+code (`fedguild.wire.accounting`), except where the names or ranks in a payload depend on the data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedguild.wire.accounting import bytes_by_part
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one client receives and sends in one round, in bytes by payload part.
+    """Bytes that one client receives and sends in one round, by payload part.
 
     Attributes:
         client: The client.
@@ -47,8 +47,8 @@ class Exchanges:
 
     Attributes:
         rounds: For each round, the exchange of every client that takes part, in client order.
-        absent: What clients exchange in the last of these rounds that missed the one before; empty where
-            nobody else would have been there.
+        absent: The exchanges, in the last of these rounds, of clients that missed the one before; empty where
+            no other client would have taken part in that.
         state_bytes: What the server keeps between two rounds, before the last of these.
     """
 
@@ -70,7 +70,7 @@ def exchanges(
     limit: int = LIMIT,
     seed: int = 0,
 ) -> Exchanges:
-    """Returns what goes to and fro in the first rounds.
+    """Returns the payloads exchanged in the first rounds, in bytes.
 
     Args:
         method: The method, its settings in it.
@@ -79,10 +79,10 @@ def exchanges(
         budgets: Its tiers, also those that no client has; empty for those of the clients.
         participants: How many of the clients, the first, take part in each round; None for all.
         rounds: How many rounds; None for as many as the method's `costs` say.
-        absences: Whether to count also what clients exchange after an absence.
-        wire_dtype: What floating-point tensors are counted as; the wire itself carries them as they are.
+        absences: Whether to count also the exchanges after an absence.
+        wire_dtype: The dtype that floating-point tensors are counted as; the wire itself carries them as they are.
         limit: Values up to which a tensor is real (`fedguild.costs.shapes_only`).
-        seed: Of what the method draws when it starts.
+        seed: Seed of the method's random start.
 
     Raises:
         ConfigError: the method's settings do not fit the model or the clients.
@@ -93,13 +93,13 @@ def exchanges(
         states = [method.enroll(state, model, clients)]
         for number in range(1, rounds):
             states.append(_after(method, states[-1], model, asked, number))
-        found = [[_exchange(method, state, model, client, wire_dtype) for client in asked] for state in states]
+        per_round = [[_exchange(method, state, model, client, wire_dtype) for client in asked] for state in states]
         missed = []
         if absences and rounds > 1:
             for absent, state in _after_absences(method, states, model, clients, asked):
                 missed += [_exchange(method, state, model, client, wire_dtype) for client in absent]
     missed.sort(key=lambda exchange: exchange.client.index)
-    return Exchanges(found, missed, sum(tensor_bytes(tensor) for tensor in states[-1].tensors.values()))
+    return Exchanges(per_round, missed, sum(tensor_bytes(tensor) for tensor in states[-1].tensors.values()))
 
 
 def _after_absences(
@@ -109,10 +109,10 @@ def _after_absences(
     clients: Sequence[ClientInfo],
     asked: Sequence[ClientInfo],
 ) -> Iterator[tuple[Sequence[ClientInfo], Payload]]:
-    """Yields clients with the state of the last round that they find after missing the one before.
+    """Yields clients that missed the round before the last, with the state that they find in the last.
 
     Where all take part, the last client of each budget is left out, half of the budgets at a time, so that
-    others are there.
+    other clients take part.
     """
     if len(asked) < len(clients):
         yield clients[len(asked) :], states[-1]

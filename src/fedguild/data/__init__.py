@@ -1,7 +1,7 @@
-"""Stage 2 of 9: data. From a dataset to each client's training, validation and test examples.
+"""Stage 2 of 9: data. Datasets, and their division into each client's training, validation and test examples.
 
 `load_corpus` reads a dataset into examples (`corpora/`, with the wordings of `prompts`),
-`partition` deals the training examples to the clients, `split_clients` cuts every client's share
+`partition` distributes the training examples over the clients, `split_clients` cuts every client's share
 into three, and `batches` turns examples into token tensors.
 """
 

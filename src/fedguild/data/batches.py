@@ -1,4 +1,4 @@
-"""From examples to the tensors of one forward pass over several clients.
+"""Batches: examples as the tensors of one forward pass over several clients.
 
 A batch is *slot-major*: the rows of slot 0 come first, then those of slot 1, and so on. Slots
 may have different numbers of rows, and none at all.
@@ -38,7 +38,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Seq2Seq:
-    """How an encoder-decoder model takes a text.
+    """Special tokens with which an encoder-decoder model takes a text.
 
     Attributes:
         start: Token id that its decoder starts from.
@@ -58,7 +58,7 @@ class SlotBatch:
     """The rows of several slots, and the tokens to predict in them.
 
     In a batch for an encoder-decoder model, `input_ids` and `mask` are the encoder's, and T ≠ U, so
-    that the number of tokens that a layer gets tells on which side they are.
+    that the number of tokens that a layer receives tells the encoder from the decoder.
 
     Attributes:
         input_ids: [R, T] token ids, padded on the right.

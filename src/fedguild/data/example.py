@@ -1,4 +1,4 @@
-"""What every corpus is read into: examples, and a corpus of them."""
+"""Examples, and the corpus of them that every dataset is read into."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Example:
     Attributes:
         prompt: The whole text before the response, template applied, ending where the response
             begins (so that `prompt + response` is the training text).
-        response: The text that the model shall produce; the loss covers its tokens only.
-        label: What a Dirichlet partition draws over (a class, a category, a task).
+        response: The text that the model should produce; the loss covers its tokens only.
+        label: The attribute that a Dirichlet partition draws over (a class, a category, a task).
         task: The name scores are grouped by (a task family, a test set).
         choices: The candidate responses, where the answer is scored by likelihood; empty where
             the response is generated.
         answer: Index of the right one in `choices`; None for a generated response.
-        document: What the by-document partition keeps together; empty where there is none.
+        document: The document that the by-document partition keeps together; empty where there is none.
     """
 
     prompt: str

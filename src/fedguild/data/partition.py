@@ -1,4 +1,4 @@
-"""Partitions: which client holds which training example. Pure, and deterministic in the generator.
+"""Partitions: the assignment of training examples to clients. Pure, and deterministic in the generator.
 
 Every scheme uses every example exactly once.
 """
@@ -26,7 +26,7 @@ SCHEMES: dict[str, str] = {
     "quantity": "every client draws from the whole, in sizes by Dirichlet(alpha)",
     "power_law": "every client draws from the whole; the i-th client's size falls as i to the power -alpha",
 }
-"""Scheme -> what it does, as one line."""
+"""Scheme -> one-line description."""
 
 
 def partition(
@@ -44,7 +44,7 @@ def partition(
         scheme: A name in `SCHEMES`.
         examples: The training examples.
         clients: Number of clients.
-        rng: Where the chance comes from.
+        rng: Source of all random choices.
         alpha: Concentration of `dirichlet` and `quantity`, exponent of `power_law`; unused by the
             others.
         minimum: Fewest examples that a client may hold.
@@ -202,7 +202,7 @@ def _lists(arrays: Sequence[NDArray[np.int64]]) -> Parts:
 
 @dataclass(frozen=True, slots=True)
 class PartitionTable:
-    """How many examples of each label each client holds.
+    """Number of examples by client and label.
 
     Attributes:
         labels: All labels, the most frequent first.
@@ -225,7 +225,7 @@ class PartitionTable:
 
 def partition_table(examples: Sequence[Example], parts: Sequence[Sequence[int]]) -> PartitionTable:
     """Counts a partition of `examples` by client and label."""
-    held = [Counter(examples[index].label for index in part) for part in parts]
-    totals = sum(held, Counter[str]())
+    per_client = [Counter(examples[index].label for index in part) for part in parts]
+    totals = sum(per_client, Counter[str]())
     labels = tuple(sorted(totals, key=lambda label: (-totals[label], label)))
-    return PartitionTable(labels, tuple(tuple(counter[label] for label in labels) for counter in held))
+    return PartitionTable(labels, tuple(tuple(counter[label] for label in labels) for counter in per_client))

@@ -70,7 +70,7 @@ TEMPLATES: dict[str, Template] = {
 
 
 def check_template(name: str) -> None:
-    """Raises DataError, listing the known ones, where `name` is no template."""
+    """Raises DataError, listing the known ones, where `name` is not a template."""
     if name not in TEMPLATES:
         raise DataError(f"There is no prompt template '{name}'.", nearest(name, TEMPLATES))
 
@@ -80,8 +80,8 @@ def render(template: str, instruction: str, input: str = "") -> str:
 
     Args:
         template: A name in `TEMPLATES`.
-        instruction: What shall be done.
-        input: What it shall be done with; empty where the instruction stands alone.
+        instruction: The task.
+        input: The input of the task; empty where the instruction stands alone.
 
     Raises:
         DataError: `template` is unknown.

@@ -18,9 +18,9 @@ from fedguild.seeding import numpy_rng
 
 @dataclass(frozen=True, slots=True)
 class ClientData:
-    """What one client trains on, validates on and is tested on, each in random order.
+    """A client's training, validation and test examples, each in random order.
 
-    So the first of them are a sample: `evaluation.max_examples` takes those.
+    The first n of them are therefore a random sample, which is what `evaluation.max_examples` takes.
     """
 
     train: tuple[Example, ...]
@@ -89,27 +89,27 @@ def _held_out(count: int, fraction: float) -> int:
 
 
 def _matching_test(corpus: Corpus, share: Sequence[Example], client: int, rng: np.random.Generator) -> list[Example]:
-    """Draws the most of the corpus's test examples that keep the proportions of the share's labels, in random order.
+    """Draws as many of the corpus's test examples as the proportions of the share's labels allow, in random order.
 
-    Two clients may be tested on the same example. Whoever scores only the first of them
-    (`evaluation.max_examples`) then has all labels.
+    Two clients may be tested on the same example. Owing to the random order, the first of them alone
+    (`evaluation.max_examples`) still cover all labels.
     """
     pool: dict[str, list[Example]] = {}
     for example in corpus.test:
         pool.setdefault(example.label, []).append(example)
-    held = Counter(example.label for example in share if example.label in pool)
-    if not held:
+    share_counts = Counter(example.label for example in share if example.label in pool)
+    if not share_counts:
         raise DataError(
             f"None of client {client}'s labels is among the test examples of the corpus '{corpus.name}'.",
             "Set the test source to client.",
         )
-    weights = np.array([held[label] for label in sorted(held)], dtype=np.float64)
-    available = np.array([len(pool[label]) for label in sorted(held)])
+    weights = np.array([share_counts[label] for label in sorted(share_counts)], dtype=np.float64)
+    available = np.array([len(pool[label]) for label in sorted(share_counts)])
     total = int(weights.sum() * (available / weights).min())
     counts = np.minimum(apportion(weights, max(total, 1)), available)
     drawn = [
         example
-        for label, count in zip(sorted(held), counts.tolist(), strict=True)
+        for label, count in zip(sorted(share_counts), counts.tolist(), strict=True)
         for example in (sample(pool[label], count, rng) if count else ())
     ]
     return [drawn[index] for index in rng.permutation(len(drawn))]
@@ -118,7 +118,7 @@ def _matching_test(corpus: Corpus, share: Sequence[Example], client: int, rng: n
 def pooled_test(
     corpus: Corpus, clients: Sequence[ClientData], *, limit: int | None = None, seed: int = 0
 ) -> tuple[Example, ...]:
-    """Returns what a global model is tested on: the corpus's own test examples, else all clients'.
+    """Returns the test examples of a global model: the corpus's own test examples, else all clients'.
 
     Args:
         corpus: The corpus.

@@ -1,1 +1,1 @@
-"""The engines: where the clients of a round run. After the methods, which never see them."""
+"""Engines: they run the clients of a round. Methods come before them and never see them."""

@@ -1,4 +1,4 @@
-"""An engine whose payloads lose on their way what the wire's codec would lose."""
+"""An engine whose payloads are rounded as the codec of the wire would round them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fedguild.model.info import ModelInfo
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms
 from fedguild.server.method import Method
-from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Engine, Task, Terms
 from fedguild.wire.codec import Codec, through
 
 

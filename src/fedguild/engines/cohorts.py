@@ -1,22 +1,23 @@
-"""Training cohorts on one backbone: what the local engine does in its process, and `ray` in each actor.
+"""Training of cohorts on one backbone, shared by the local engine and the actors of `ray`.
 
-Nothing here knows where tasks come from or where uploads go.
+Nothing here depends on where tasks come from or where uploads go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import psutil
 import torch
-from torch import Tensor
 
-from fedguild.client.cohort import Cohort, LocalReport, LocalWork
+from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.config.training import TrainingSettings
 from fedguild.costs.memory import memory
+from fedguild.engines.client_report import ClientReport
 from fedguild.engines.peak_memory import peak_bytes, reset_peak
 from fedguild.errors import FedGuildError
 from fedguild.model.backbone import Backbone
@@ -24,14 +25,13 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
+from fedguild.server.engine import Delivery, Task, Terms, not_needed
 from fedguild.server.method import Method
-from fedguild.server.rounds import Delivery, Task, Terms, not_needed
 from fedguild.server.sampling import fastest
 
 CohortSize = int | Literal["auto"]
 Planned = tuple[Task, AdapterPlan]
 Member = TypeVar("Member")
-Result = TypeVar("Result")
 OnStep = Callable[[int, int, float], None]
 
 MEMORY_SHARE = 0.6
@@ -40,21 +40,17 @@ MEMORY_SHARE = 0.6
 
 @dataclass(frozen=True)
 class Trained:
-    """What one client's training gives.
+    """The result of one client's training.
 
     Attributes:
         upload: What it sends.
-        kept: What it leaves in its memory; None where it keeps what it had, as it diverged or has nothing to keep.
-        report: What its training did.
-        frequency: [L, M] share of its tokens that activated each expert; None for a dense model.
-        peak_memory_bytes: Peak memory of its cohort.
+        memory: What it keeps for its next round; None to keep what it had, as it diverged or has nothing to keep.
+        report: The figures of the training.
     """
 
     upload: Payload
-    kept: Payload | None
-    report: LocalReport
-    frequency: Tensor | None
-    peak_memory_bytes: int
+    memory: Payload | None
+    report: ClientReport
 
 
 @dataclass(frozen=True)
@@ -110,9 +106,7 @@ class Trainer:
             Trained(
                 upload,
                 Payload(kept) if kept and all(bool(tensor.isfinite().all()) for tensor in kept.values()) else None,
-                replace(report),
-                None if frequency is None else frequency[:, slot],
-                peak,
+                ClientReport(replace(report), None if frequency is None else frequency[:, slot], peak),
             )
             for slot, (upload, kept, report) in enumerate(zip(uploads, cohort.kept, cohort.reports, strict=True))
         ]
@@ -129,32 +123,47 @@ class Trainer:
         return auto_cohort_size(self.backbone, largest, self.settings.batch_size * longest, len(plans), free)
 
 
-def halving(
-    members: Sequence[Member],
-    size: int,
-    train: Callable[[Sequence[Member]], Sequence[Result]],
-    device: torch.device,
-) -> Iterator[Result]:
-    """Yields what `train` gives for `size` members at a time, fewer from the first time that the memory is full.
+class FittingCohorts(Generic[Member]):
+    """Members in cohorts of a size that is halved for good whenever the memory turns out too small for one.
 
-    Raises:
-        FedGuildError: the device does not hold one member.
+        for cohort in cohorts:
+            with cohorts.fitting():
+                ...  # train the cohort; it comes again, in parts, where the memory was full
+
+    Args:
+        members: Who is to train.
+        size: Members of the first cohort.
+        device: Whose memory it is.
     """
-    left = list(members)
-    while left:
-        cohort, left = left[:size], left[size:]
+
+    def __init__(self, members: Sequence[Member], size: int, device: torch.device) -> None:
+        self._left = list(members)
+        self._cohort: list[Member] = []
+        self._size = size
+        self._device = device
+
+    def __iter__(self) -> Iterator[list[Member]]:
+        while self._left:
+            self._cohort, self._left = self._left[: self._size], self._left[self._size :]
+            yield self._cohort
+
+    @contextmanager
+    def fitting(self) -> Iterator[None]:
+        """Puts the cohort back, to be halved, where the memory is full inside the block.
+
+        Raises:
+            FedGuildError: the device does not hold one member.
+        """
         try:
-            results = train(cohort)
+            yield
         except torch.OutOfMemoryError as error:
-            if len(cohort) == 1:
+            if len(self._cohort) == 1:
                 raise FedGuildError(
-                    f"The memory of {device} does not hold one client's training.",
+                    f"The memory of {self._device} does not hold one client's training.",
                     "Lower training.batch_size or data.max_tokens, or set model.gradient_checkpointing=true.",
                 ) from error
-            left, size = cohort + left, len(cohort) // 2
+            self._left, self._size = self._cohort + self._left, len(self._cohort) // 2
             torch.cuda.empty_cache()
-            continue
-        yield from results
 
 
 def plan_groups(planned: Sequence[Planned]) -> list[list[Planned]]:
@@ -181,17 +190,15 @@ def split_by_need(
     return [pair for pair in planned if pair[0].client.index in chosen], left_out
 
 
-def in_task_order(
-    tasks: Sequence[Task], left_out: dict[int, Delivery], trained: Iterator[Delivery]
-) -> Iterator[Delivery]:
-    """Yields the deliveries of all tasks in their order; those of the trained are taken as they come."""
-    for task in tasks:
-        yield left_out[task.client.index] if task.client.index in left_out else next(trained)
+def taken_before(left_out: dict[int, Delivery], index: int | None = None) -> list[Delivery]:
+    """Takes out the deliveries of clients before a client, so that all come in client order; all without an index."""
+    return [left_out.pop(client) for client in sorted(left_out) if index is None or client < index]
 
 
 def delivery(task: Task, plan: AdapterPlan, trained: Trained) -> Delivery:
     """Returns what goes to the round."""
-    return Delivery(task, trained.upload, plan, trained.report, trained.frequency, trained.peak_memory_bytes)
+    report = trained.report
+    return Delivery(task, trained.upload, plan, report.training, report.frequency, report.peak_memory_bytes)
 
 
 def auto_cohort_size(backbone: Backbone, plan: AdapterPlan, tokens: int, clients: int, free: int) -> int:

@@ -7,26 +7,27 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fedguild.client.cohort import LocalWork
 from fedguild.client.memory import ClientMemory
-from fedguild.client.merges import MergeLedger
+from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import (
     CohortSize,
+    FittingCohorts,
     OnStep,
     Planned,
+    Trained,
     Trainer,
     delivery,
     free_bytes,
-    halving,
-    in_task_order,
     plan_groups,
     split_by_need,
+    taken_before,
 )
 from fedguild.errors import CheckpointError
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 from fedguild.server.method import Method
-from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 
 
 class LocalEngine:
@@ -75,45 +76,46 @@ class LocalEngine:
         train, drawn at random.
 
         While they train, the backbone's weights hold the changes that the downloads are about
-        (`fedguild.client.merges`); where some of those are missing, all clients fail.
+        (`fedguild.client.merge_ledger`); where some of those are missing, all clients fail.
 
         Raises:
             FedGuildError: the device does not hold one client, or the memory cannot be written.
             ModelError: the backbone cannot hold the changes.
         """
         planned, left_out = split_by_need(method, model, tasks, terms, self.seed)
-        yield from in_task_order(tasks, left_out, self._deliveries(method, planned, terms.deadline_seconds))
+        started = time.monotonic()
+        try:
+            merges = self.ledger.receive(*(task.download for task, _ in planned)) if planned else {}
+        except CheckpointError as error:
+            left_out |= {task.client.index: Delivery(task, None, plan, failure=error.message) for task, plan in planned}
+            planned, merges = [], {}
+        with self.backbone.merged(merges):
+            for members in plan_groups(planned):
+                cohorts = FittingCohorts(members, self._size(members), self.backbone.device)
+                for cohort in cohorts:
+                    deadline = terms.deadline_seconds
+                    if deadline is not None and time.monotonic() - started > deadline:
+                        left_out |= {task.client.index: too_late(task, plan, deadline) for task, plan in cohort}
+                        continue
+                    with cohorts.fitting():
+                        work = [self._work(task) for task, _ in cohort]
+                        trained = self.trainer.train(method, [plan for _, plan in cohort], work, cohort[0][0].round)
+                        yield from self._delivered(cohort, trained, left_out)
+        yield from taken_before(left_out)
 
     def close(self) -> None:
         """Has nothing to let go of."""
 
-    def _deliveries(self, method: Method, planned: Sequence[Planned], deadline: float | None) -> Iterator[Delivery]:
-        started = time.monotonic()
-
-        def train(cohort: Sequence[Planned]) -> list[Delivery]:
-            if deadline is not None and time.monotonic() - started > deadline:
-                return [too_late(task, plan, deadline) for task, plan in cohort]
-            return self._train_cohort(method, cohort)
-
-        if not planned:
-            return
-        try:
-            merges = self.ledger.receive(*(task.download for task, _ in planned))
-        except CheckpointError as error:
-            yield from (Delivery(task, None, plan, failure=error.message) for task, plan in planned)
-            return
-        with self.backbone.merged(merges):
-            for members in plan_groups(planned):
-                yield from halving(members, self._size(members), train, self.backbone.device)
-
-    def _train_cohort(self, method: Method, members: Sequence[Planned]) -> list[Delivery]:
-        work = [self._work(task) for task, _ in members]
-        plans = [plan for _, plan in members]
-        trained = self.trainer.train(method, plans, work, members[0][0].round)
-        for (task, _), result in zip(members, trained, strict=True):
-            if result.kept is not None:
-                self.memory.save(task.client.name, task.round, result.kept)
-        return [delivery(task, plan, result) for (task, plan), result in zip(members, trained, strict=True)]
+    def _delivered(
+        self, cohort: Sequence[Planned], trained: Sequence[Trained], left_out: dict[int, Delivery]
+    ) -> Iterator[Delivery]:
+        """Keeps what the clients of a cohort leave in their memories; yields what they deliver, in client order."""
+        for (task, _), result in zip(cohort, trained, strict=True):
+            if result.memory is not None:
+                self.memory.save(task.client.name, task.round, result.memory)
+        for (task, plan), result in zip(cohort, trained, strict=True):
+            yield from taken_before(left_out, task.client.index)
+            yield delivery(task, plan, result)
 
     def _work(self, task: Task) -> LocalWork:
         kept = self.memory.load(task.client.name, task.round)

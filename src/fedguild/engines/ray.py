@@ -1,9 +1,8 @@
 """The `ray` engine: cohorts spread over actors, one process and one backbone each, wherever Ray has room.
 
-Payloads go through Ray's object store as safetensors bytes. What clients keep between rounds stays
-with the driver (the process that runs the rounds), which also aggregates and evaluates. An actor that
-dies is replaced and its cohort trained again; as a cohort's result depends on its inputs alone, the
-round does not notice.
+Payloads go through Ray's object store as safetensors bytes. The clients' memory stays with the driver (the process
+that runs the rounds), which also aggregates and evaluates. An actor that dies is replaced and its cohort trained again;
+a cohort's result depends on its inputs alone, so the round is unaffected.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from fedguild.client.memory import ClientMemory
-from fedguild.client.merges import DIGEST, MergeLedger
+from fedguild.client.merge_ledger import DIGEST, MergeLedger
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import (
@@ -28,25 +27,25 @@ from fedguild.engines.cohorts import (
     Planned,
     Trained,
     delivery,
-    in_task_order,
     plan_groups,
     split_by_need,
+    taken_before,
 )
-from fedguild.engines.ray_actor import CohortActor, Plain, job_of, pack_examples, trained_of
+from fedguild.engines.ray_actor import CohortActor, CohortJob, Plain, decode_result, pack_examples
 from fedguild.engines.ray_cluster import actors_on, connect, place, require_room
 from fedguild.errors import CheckpointError, FedGuildError
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 from fedguild.server.method import Method
-from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 from fedguild.wire.codec import encode
 
 TRIES = 3
-"""How many actors may die over one cohort before its clients count as failed."""
+"""Actors that may die on one cohort before its clients count as failed."""
 START_SECONDS = 900.0
-"""How long an actor may take to load the backbone, its machine's start included."""
+"""How long an actor may take to load the backbone, including the start of its machine."""
 LOST = (RayActorError, ObjectLostError)
-"""What Ray raises where a process or a machine is gone."""
+"""Raised by Ray when a process or a machine is gone."""
 
 
 class RayEngine:
@@ -56,7 +55,7 @@ class RayEngine:
         backbone: The arguments of `load_backbone`, for the actors.
         examples: Client index -> its training examples, encoded.
         settings: How clients train.
-        memory: What clients keep between rounds; stays here.
+        memory: What clients keep between rounds; stays with the driver.
         cohort_size: Clients in one forward and backward pass; `auto` as many as an actor's memory
             holds, and no more than gives every actor its share.
         seed: The run's seed.
@@ -98,22 +97,22 @@ class RayEngine:
         device, gpus = place(str(backbone["device"]), ray.cluster_resources().get("GPU", 0.0))
         count = actors_on(gpus, gpu_fraction) if actors == "auto" else actors
         require_room(count, cpus_per_actor, gpu_fraction if gpus else 0.0)
-        self._size_of_actor = {"num_cpus": cpus_per_actor, "num_gpus": gpu_fraction if gpus else 0}
+        self._actor_resources = {"num_cpus": cpus_per_actor, "num_gpus": gpu_fraction if gpus else 0}
         packed = ray.put(pack_examples(examples))
         path = Path(str(backbone["path"]))
-        where = {**backbone, "device": device, "path": str(path.resolve() if path.exists() else path)}
-        self._built_from = (where, settings.model_dump(), seed, cpus_per_actor, gpu_fraction, packed)
+        placed = {**backbone, "device": device, "path": str(path.resolve() if path.exists() else path)}
+        self._actor_arguments = (placed, settings.model_dump(), seed, cpus_per_actor, gpu_fraction, packed)
         self._actors = [self._new_actor() for _ in range(count)]
         self.describe()
 
     def describe(self) -> list[Plain]:
-        """Returns of every actor its process, how often it loaded the backbone, its threads and its device.
+        """Returns every actor's process, how often it loaded the backbone, its threads and its device.
 
         Raises:
-            FedGuildError: an actor did not come up, or not in `START_SECONDS`.
+            FedGuildError: an actor did not start, or not within `START_SECONDS`.
         """
         try:
-            found: list[Plain] = ray.get([actor.describe.remote() for actor in self._actors], timeout=START_SECONDS)
+            actors: list[Plain] = ray.get([actor.describe.remote() for actor in self._actors], timeout=START_SECONDS)
         except GetTimeoutError as error:
             raise FedGuildError(
                 f"The actors of the ray engine did not come up within {START_SECONDS / 60:g} minutes.",
@@ -124,22 +123,25 @@ class RayEngine:
                 f"An actor of the ray engine did not come up: {str(error).strip()}",
                 "The backbone must fit the memory of each actor, and every machine needs FedGuild and the model.",
             ) from error
-        return found
+        return actors
 
     def train(
         self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
         """Yields every task's delivery, in client order; each client's memory is kept before.
 
-        Cohorts go to the actors as these become free. The deadline is looked at before each: one
-        that has begun is waited for. With `terms.enough`, so many clients train, drawn at random as
-        on the local engine. The clients of a cohort over which `TRIES` actors died fail.
+        Cohorts go to the actors as these become free. The deadline is checked before each: a cohort that has
+        begun is waited for. With `terms.enough`, that many clients train, drawn at random as on the local engine.
+        The clients of a cohort on which `TRIES` actors died fail.
 
         Raises:
             FedGuildError: a device does not hold one client, or the memory cannot be written.
         """
         planned, left_out = split_by_need(method, model, tasks, terms, self.seed)
-        yield from in_task_order(tasks, left_out, self._deliveries(method, planned, terms.deadline_seconds))
+        for delivered in self._deliveries(method, planned, terms.deadline_seconds):
+            yield from taken_before(left_out, delivered.task.client.index)
+            yield delivered
+        yield from taken_before(left_out)
 
     def close(self) -> None:
         """Ends the actors, and Ray where this engine started it."""
@@ -158,32 +160,32 @@ class RayEngine:
             yield from (Delivery(task, None, plan, failure=error.message) for task, plan in planned)
             return
         cohorts = [cohort for members in plan_groups(planned) for cohort in self._cohorts(method, members)]
-        work = _Work(method, cohorts, merges, self.memory, self._actors, self._new_actor, deadline)
+        scheduler = _Scheduler(method, cohorts, merges, self.memory, self._actors, self._new_actor, deadline)
         for position, cohort in enumerate(cohorts):
-            trained = work.wait_for(position)
+            trained = scheduler.result(position)
             if isinstance(trained, str):
                 yield from (Delivery(task, None, plan, failure=trained) for task, plan in cohort)
                 continue
             for (task, _), result in zip(cohort, trained, strict=True):
-                if result.kept is not None:
-                    self.memory.save(task.client.name, task.round, result.kept)
+                if result.memory is not None:
+                    self.memory.save(task.client.name, task.round, result.memory)
             if self.on_step is not None:
-                losses = [result.report.loss for result in trained]
+                losses = [result.report.training.loss for result in trained]
                 self.on_step(position + 1, len(cohorts), sum(losses) / len(losses))
             for (task, plan), result in zip(cohort, trained, strict=True):
-                work.keep_going()
+                scheduler.advance()
                 yield delivery(task, plan, result)
 
     def _cohorts(self, method: Method, members: Sequence[Planned]) -> list[list[Planned]]:
-        """Returns clients that can train together in cohorts, so many that every actor gets some."""
+        """Splits clients that can train together into cohorts, enough of them that every actor gets one."""
         if self.cohort_size == "auto":
-            size = min(self._fitting(_job(method, members)), -(-len(members) // len(self._actors)))
+            size = min(self._largest_cohort(_job(method, members)), -(-len(members) // len(self._actors)))
         else:
             size = self.cohort_size
         return [list(members[start : start + size]) for start in range(0, len(members), size)]
 
-    def _fitting(self, job: Plain) -> int:
-        """Returns how many of a job's clients an actor holds at once, as the first that is alive says."""
+    def _largest_cohort(self, job: Plain) -> int:
+        """Returns how many of a job's clients an actor holds at once, according to the first that is alive."""
         for position, actor in enumerate(self._actors):
             try:
                 return int(ray.get(actor.cohort_size.remote(job)))
@@ -192,28 +194,28 @@ class RayEngine:
         return 1
 
     def _new_actor(self) -> Any:
-        return ray.remote(CohortActor).options(max_restarts=0, **self._size_of_actor).remote(*self._built_from)
+        return ray.remote(CohortActor).options(max_restarts=0, **self._actor_resources).remote(*self._actor_arguments)
 
 
 @dataclass
-class _Answer:
-    """What an actor returned of a cohort: a small summary that is here, and bytes that may be far away."""
+class _Finished:
+    """An actor's result: a small summary in this process, and payloads that may be on another machine."""
 
     summary: Plain
-    blobs: Any
+    payloads: Any
 
 
-class _Work:
-    """The cohorts of one `train`: who trains which, what is waiting, and what is over.
+class _Scheduler:
+    """The cohorts of one `train` call and their assignment to actors.
 
     Args:
         method: The method.
         cohorts: All of them, in client order.
-        merges: The changes that the backbone is to hold.
+        merges: The changes that the backbone has to hold.
         memory: What the clients keep.
         actors: The engine's actors; a dead one is replaced in place.
-        new_actor: Makes another.
-        deadline_seconds: No cohort begins later than so long from now; None for no deadline.
+        new_actor: Creates an actor.
+        deadline_seconds: No cohort begins later than this from now; None for no deadline.
     """
 
     def __init__(
@@ -233,45 +235,45 @@ class _Work:
         self.waiting = deque(range(len(cohorts)))
         self.idle = deque(range(len(actors)))
         self.running: dict[Any, tuple[int, int, Any]] = {}
-        self.answers: dict[int, _Answer] = {}
+        self.finished: dict[int, _Finished] = {}
         self.deaths: Counter[int] = Counter()
         self.receivers = Counter(_content(task.download) for cohort in cohorts for task, _ in cohort)
         self.downloads: dict[Any, Any] = {}
 
-    def wait_for(self, position: int) -> list[Trained] | str:
-        """Returns what a cohort's training gave, or why it gave nothing; lets go of it here.
+    def result(self, position: int) -> list[Trained] | str:
+        """Waits for a cohort; returns its clients' results, or why there are none. The result is not kept.
 
         Raises:
             FedGuildError: its actor's device does not hold one client.
         """
         while True:
-            while position not in self.answers:
+            while position not in self.finished:
                 if self.deaths[position] == TRIES:
                     return f"{TRIES} actors died while they trained it"
-                self._hand_out()
+                self._dispatch()
                 if not self.running:
                     return too_late(*self.cohorts[position][0], self.deadline or 0.0).failure
                 self._collect(timeout_seconds=None)
-            answer = self.answers.pop(position)
-            if "error" in answer.summary:
-                raise FedGuildError(answer.summary["error"], answer.summary["hint"])
+            finished = self.finished.pop(position)
+            if "error" in finished.summary:
+                raise FedGuildError(finished.summary["error"], finished.summary["hint"])
             try:
-                blobs = ray.get(answer.blobs)
+                payloads = ray.get(finished.payloads)
             except LOST:
-                self._again(position)
+                self._requeue(position)
                 continue
             return [
-                trained_of(report, *blobs[3 * slot : 3 * slot + 3])
-                for slot, report in enumerate(answer.summary["reports"])
+                decode_result(report, *payloads[2 * slot : 2 * slot + 2])
+                for slot, report in enumerate(finished.summary["reports"])
             ]
 
-    def keep_going(self) -> None:
+    def advance(self) -> None:
         """Gives actors that have become free their next cohort, without waiting."""
         self._collect(timeout_seconds=0.0)
-        self._hand_out()
+        self._dispatch()
 
-    def _hand_out(self) -> None:
-        """Gives waiting cohorts to idle actors, unless the deadline is over."""
+    def _dispatch(self) -> None:
+        """Gives waiting cohorts to idle actors, unless the deadline has passed."""
         while self.waiting and self.idle and not self._is_over():
             seat, position = self.idle.popleft(), self.waiting.popleft()
             tasks = [task for task, _ in self.cohorts[position]]
@@ -279,32 +281,32 @@ class _Work:
             memories = [encode(self.memory.load(task.client.name, task.round)) for task in tasks]
             job = _job(self.method, self.cohorts[position])
             train = self.actors[seat].train.options(num_returns=2)
-            summary, blobs = train.remote(job, *downloads, *memories, self.merges)
-            self.running[summary] = seat, position, blobs
+            summary, payloads = train.remote(job, *downloads, *memories, self.merges)
+            self.running[summary] = seat, position, payloads
 
     def _is_over(self) -> bool:
         return self.deadline is not None and time.monotonic() - self.started > self.deadline
 
     def _collect(self, timeout_seconds: float | None) -> None:
-        """Takes the summaries of cohorts that are over; replaces actors that died."""
-        finished = ray.wait(list(self.running), timeout=timeout_seconds)[0] if self.running else []
-        for reference in finished:
-            seat, position, blobs = self.running.pop(reference)
+        """Fetches the summaries of finished cohorts; replaces actors that died."""
+        done = ray.wait(list(self.running), timeout=timeout_seconds)[0] if self.running else []
+        for reference in done:
+            seat, position, payloads = self.running.pop(reference)
             try:
-                self.answers[position] = _Answer(ray.get(reference), blobs)
+                self.finished[position] = _Finished(ray.get(reference), payloads)
             except LOST:
-                self._again(position)
+                self._requeue(position)
                 self.actors[seat] = self.new_actor()
             self.idle.append(seat)
 
-    def _again(self, position: int) -> None:
-        """Puts a cohort whose actor or result is gone first in the queue."""
+    def _requeue(self, position: int) -> None:
+        """Puts a cohort whose actor or result is lost at the head of the queue, unless it used up its tries."""
         self.deaths[position] += 1
         if self.deaths[position] < TRIES:
             self.waiting.appendleft(position)
 
     def _put(self, download: Payload) -> Any:
-        """Returns the reference of a download; what several clients receive alike is stored once."""
+        """Returns the reference of a download; one that several clients receive is stored once."""
         content = _content(download)
         if self.receivers[content] == 1:
             return ray.put(encode(download))
@@ -314,14 +316,15 @@ class _Work:
 
 
 def _job(method: Method, members: Sequence[Planned]) -> Plain:
-    """Returns what an actor is told of a cohort; a method is known by its name and options alone."""
-    (first, _), *_ = members
+    """Returns a cohort's job as plain values; the method is identified by its name and options alone."""
+    first, *_ = tasks = [task for task, _ in members]
     options = method.settings.model_dump(mode="json")
     digest = str(first.download.scalars.get(DIGEST, ""))
-    return job_of(method.name, options, first.round, [task.client for task, _ in members], digest)
+    clients = tuple(task.client for task in tasks)
+    return CohortJob(method.name, options, first.round, clients, digest).to_plain()
 
 
 def _content(download: Payload) -> Any:
-    """Returns what is the same for downloads that hold the same tensors and scalars."""
+    """Returns a key that is the same for downloads of the same tensors and scalars."""
     tensors = tuple((name, id(tensor)) for name, tensor in download.tensors.items())
     return tensors, tuple(sorted(download.scalars.items()))

@@ -1,38 +1,66 @@
-"""What runs in an actor of the `ray` engine, and the bytes that go to it and come back.
+"""Training in an actor of the `ray` engine, and the bytes that go to it and come back.
 
-Nothing here imports Ray. An actor is built from plain values and gets its work as plain values and
-payloads' bytes; a method is built anew from its name and options. None of our classes is pickled.
+Nothing here imports Ray. An actor is built from plain values and receives its work as plain values and payloads'
+bytes; a method is built anew from its name and options. None of our classes is pickled.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.client.cohort import LocalReport, LocalWork
+from fedguild.client.cohort import LocalWork
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
-from fedguild.engines.cohorts import Trained, Trainer, free_bytes, halving
+from fedguild.engines.client_report import ClientReport
+from fedguild.engines.cohorts import FittingCohorts, Trained, Trainer, free_bytes
 from fedguild.errors import FedGuildError
 from fedguild.methods import build_method
 from fedguild.model.backbone import load_backbone
-from fedguild.model.plan import AdapterPlan
 from fedguild.packing import pack, unpack
 from fedguild.wire.codec import decode, encode
 
-FREQUENCY = "frequency"
 Plain = dict[str, Any]
 """Numbers, texts, and lists and dicts of them."""
 
 
+@dataclass(frozen=True)
+class CohortJob:
+    """A cohort's training, but for the payloads.
+
+    Attributes:
+        method: Name of the method.
+        options: Its options, as JSON values.
+        round: The round, from 1.
+        clients: The cohort's clients.
+        merge_digest: Which changes the backbone has to hold; empty for none.
+    """
+
+    method: str
+    options: Plain
+    round: int
+    clients: tuple[ClientInfo, ...]
+    merge_digest: str = ""
+
+    def to_plain(self) -> Plain:
+        """Returns the job as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Plain) -> CohortJob:
+        """Returns the job that `to_plain` wrote."""
+        clients = [ClientInfo(one["index"], Budget(**one["budget"]), one["examples"]) for one in plain["clients"]]
+        return cls(**{**plain, "clients": tuple(clients)})
+
+
 class CohortActor:
-    """One backbone, and the cohorts that train on it.
+    """A backbone, and the training of cohorts on it.
 
     Args:
         backbone: The arguments of `load_backbone`.
@@ -57,7 +85,7 @@ class CohortActor:
         self._merged_digest = ""
 
     def describe(self) -> Plain:
-        """Returns its process, how often it loaded the backbone, its threads and its device."""
+        """Returns the actor's process, how often it loaded the backbone, its threads and its device."""
         return {
             "pid": os.getpid(),
             "loads": self.loads,
@@ -66,52 +94,50 @@ class CohortActor:
         }
 
     def cohort_size(self, job: Plain) -> int:
-        """Returns how many of the job's clients this actor's memory holds at once."""
-        method = build_method(job["method"], job["options"])
-        plans = [method.plan(self.trainer.backbone.info, budget_of(client)) for client in job["clients"]]
-        longest = max(int(self.examples[f"{client['index']}/lengths"].max()) for client in job["clients"])
+        """Returns how many of a job's clients this actor's memory holds at once."""
+        request = CohortJob.from_plain(job)
+        method = build_method(request.method, request.options)
+        plans = [method.plan(self.trainer.backbone.info, client.budget) for client in request.clients]
+        longest = max(int(self.examples[f"{client.index}/lengths"].max()) for client in request.clients)
         return self.trainer.cohort_size(plans, longest, self._free_bytes())
 
     def train(self, job: Plain, *payloads: bytes) -> tuple[Plain, list[bytes]]:
         """Trains a cohort, in parts where the memory does not hold it at once.
 
         Args:
-            job: `method`, `options`, `round`, `clients`, and `merge_digest` (see `job_of`).
-            payloads: Each client's download, then each client's memory, then the changes of the
-                backbone.
+            job: A `CohortJob` as plain values.
+            payloads: Each client's download, then each client's memory, then the changes of the backbone.
 
         Returns:
-            Each client's report (or an error as `error` and `hint`), and each client's upload, what
-            it keeps (empty for nothing new) and its activation frequency.
+            `reports`, each client's (or an error as `error` and `hint`); and each client's upload and new memory
+            (empty for none).
         """
-        method, clients = build_method(job["method"], job["options"]), job["clients"]
+        request = CohortJob.from_plain(job)
+        method, clients = build_method(request.method, request.options), request.clients
         downloads, memories = payloads[: len(clients)], payloads[len(clients) : 2 * len(clients)]
-        members = []
-        for client, download, memory in zip(clients, downloads, memories, strict=True):
-            info = client_of(client)
-            work = LocalWork(info, self._rows(info.index), decode(download), decode(memory))
-            members.append((method.plan(self.trainer.backbone.info, info.budget), work))
-
-        def train(cohort: Sequence[tuple[AdapterPlan, LocalWork]]) -> list[Trained]:
-            plans, work = zip(*cohort, strict=True)
-            return self.trainer.train(method, plans, work, job["round"])
-
+        members = [
+            LocalWork(client, unpack_rows(self.examples, client.index), decode(download), decode(memory))
+            for client, download, memory in zip(clients, downloads, memories, strict=True)
+        ]
+        cohorts = FittingCohorts(members, len(members), self.trainer.backbone.device)
+        trained: list[Trained] = []
         try:
-            self._merge(job["merge_digest"], payloads[-1])
-            trained = list(halving(members, len(members), train, self.trainer.backbone.device))
+            self._merge(request.merge_digest, payloads[-1])
+            for cohort in cohorts:
+                plans = [method.plan(self.trainer.backbone.info, work.client.budget) for work in cohort]
+                with cohorts.fitting():
+                    trained += self.trainer.train(method, plans, cohort, request.round)
         except FedGuildError as error:
             return {"error": error.message, "hint": error.hint}, []
-        return {"reports": [as_plain(result) for result in trained]}, [b for r in trained for b in as_bytes(r)]
+        reports = [result.report.to_json() for result in trained]
+        return {"reports": reports}, [payload for result in trained for payload in encode_payloads(result)]
 
     def _load(self, options: Plain) -> Any:
         self.loads += 1
         return load_backbone(**options)
 
-    def _rows(self, index: int) -> list[Encoded]:
-        return list(unpack_rows(self.examples, index))
-
     def _merge(self, digest: str, merges: bytes) -> None:
-        """Brings the backbone to the changes that the cohort is to train on, unless it is there already."""
+        """Merges the changes that the cohort trains on into the backbone, unless it holds them already."""
         if digest != self._merged_digest:
             self._merged.close()
             self._merged_digest = ""
@@ -127,67 +153,14 @@ class CohortActor:
         return min(free, share - torch.cuda.memory_allocated(device))
 
 
-def as_plain(result: Trained) -> Plain:
-    """Returns a client's report as plain values."""
-    report = result.report
-    return {
-        "steps": report.steps,
-        "tokens": report.tokens,
-        "examples": report.examples,
-        "loss": report.loss,
-        "seconds": report.seconds,
-        "peak_memory_bytes": result.peak_memory_bytes,
-    }
+def encode_payloads(result: Trained) -> tuple[bytes, bytes]:
+    """Returns the bytes of a client's upload and of its new memory; empty for no new memory."""
+    return encode(result.upload), b"" if result.memory is None else encode(result.memory)
 
 
-def as_bytes(result: Trained) -> tuple[bytes, bytes, bytes]:
-    """Returns a client's upload, what it keeps and its activation frequency; empty where there is none."""
-    kept = b"" if result.kept is None else encode(result.kept)
-    frequency = b"" if result.frequency is None else pack({FREQUENCY: result.frequency}, {})
-    return encode(result.upload), kept, frequency
-
-
-def trained_of(report: Plain, upload: bytes, kept: bytes, frequency: bytes) -> Trained:
-    """Returns what `as_plain` and `as_bytes` were given."""
-    values = dict(report)
-    peak = values.pop("peak_memory_bytes")
-    return Trained(
-        decode(upload),
-        decode(kept) if kept else None,
-        LocalReport(**values),
-        unpack(frequency)[0][FREQUENCY] if frequency else None,
-        peak,
-    )
-
-
-def job_of(method: str, options: Plain, round_index: int, clients: Sequence[ClientInfo], merge_digest: str) -> Plain:
-    """Returns what an actor is asked to do, but for the payloads.
-
-    Args:
-        method: Its name.
-        options: Its options.
-        round_index: The round.
-        clients: Who trains.
-        merge_digest: Which changes the backbone is to hold; empty for none.
-    """
-    plain = [asdict(client) for client in clients]
-    return {
-        "method": method,
-        "options": options,
-        "round": round_index,
-        "clients": plain,
-        "merge_digest": merge_digest,
-    }
-
-
-def client_of(plain: Plain) -> ClientInfo:
-    """Returns the client that `asdict` was given."""
-    return ClientInfo(plain["index"], budget_of(plain), plain["examples"])
-
-
-def budget_of(client: Plain) -> Budget:
-    """Returns the budget of a plain client."""
-    return Budget(**client["budget"])
+def decode_result(report: Plain, upload: bytes, memory: bytes) -> Trained:
+    """Returns the result that a client's report and `encode_payloads` came from."""
+    return Trained(decode(upload), decode(memory) if memory else None, ClientReport.from_json(report))
 
 
 def pack_examples(examples: Mapping[int, Sequence[Encoded]]) -> bytes:
@@ -201,9 +174,8 @@ def pack_examples(examples: Mapping[int, Sequence[Encoded]]) -> bytes:
     return pack(tensors, {})
 
 
-def unpack_rows(examples: Mapping[str, torch.Tensor], index: int) -> Iterator[Encoded]:
-    """Yields one client's examples from the tensors of `pack_examples`."""
-    lengths = examples[f"{index}/lengths"].tolist()
-    rows = examples[f"{index}/ids"].split(lengths)
-    for row, prompt in zip(rows, examples[f"{index}/prompts"].tolist(), strict=True):
-        yield Encoded(tuple(row.tolist()), prompt)
+def unpack_rows(examples: Mapping[str, torch.Tensor], index: int) -> list[Encoded]:
+    """Returns one client's examples from the tensors of `pack_examples`."""
+    rows = examples[f"{index}/ids"].split(examples[f"{index}/lengths"].tolist())
+    prompts = examples[f"{index}/prompts"].tolist()
+    return [Encoded(tuple(row.tolist()), prompt) for row, prompt in zip(rows, prompts, strict=True)]

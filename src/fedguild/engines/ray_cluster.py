@@ -1,4 +1,4 @@
-"""Which Ray the `ray` engine uses, and how many actors of which size it has room for."""
+"""Connection of the `ray` engine to a Ray cluster, and the number of actors that the cluster has room for."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fedguild.errors import ConfigError
 
 ROUNDING_SLACK = 1e-9
 PATIENCE_SECONDS = 30.0
-"""How long actors wait for what other users of the cluster hold."""
+"""How long actors wait for resources that other users of the cluster hold."""
 
 
 def connect(address: str | None, cores: int) -> bool:
-    """Connects this process to Ray; returns whether it was this call that did so.
+    """Connects this process to Ray; returns whether this call did so.
 
     Args:
         address: A cluster's; None for the one that is connected already, or a new one on this machine.
-        cores: CPU cores that a new one must have at least.
+        cores: Fewest CPU cores of a new one.
 
     Raises:
         ConfigError: there is no cluster at the address.
@@ -48,7 +48,7 @@ def place(device: str, gpus: float) -> tuple[str, float]:
     """Returns the device of every actor, and the GPUs that they share.
 
     Args:
-        device: `auto`, `cpu`, `cuda` or `cuda:N`; which GPU an actor gets is for Ray to say.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`; Ray decides which GPU an actor gets.
         gpus: The GPUs that Ray sees.
 
     Raises:
@@ -67,9 +67,9 @@ def actors_on(gpus: float, gpu_fraction: float) -> int:
 
 
 def require_room(actors: int, cpus: int, gpu_fraction: float) -> None:
-    """Raises unless Ray has the CPU cores and GPUs of all actors, which would wait for them in silence.
+    """Raises unless Ray has the CPU cores and GPUs of all actors, which would otherwise wait for them silently.
 
-    What others are about to give back is waited for, for `PATIENCE_SECONDS`.
+    Resources that others are about to release are waited for, at most `PATIENCE_SECONDS`.
 
     Args:
         actors: How many.
@@ -77,17 +77,19 @@ def require_room(actors: int, cpus: int, gpu_fraction: float) -> None:
         gpu_fraction: Part of a GPU that each gets; 0 where they compute on the CPU.
 
     Raises:
-        ConfigError: it does not; the message says what was asked and what there is.
+        ConfigError: it does not; the message says what was asked for and what is available.
     """
     each = f"{cpus} CPU core(s)" + (f" and {gpu_fraction:g} GPU" if gpu_fraction else "")
-    asked = f"federation.engine.ray: {actors} actor(s) with {each} each, but Ray has"
-    if not _fits(actors, cpus, gpu_fraction, held := ray.cluster_resources()):
-        raise ConfigError(f"{asked} {_words(held)}.", "Lower actors, cpus_per_actor or gpu_fraction, or add machines.")
-    begun = time.monotonic()
+    requested = f"federation.engine.ray: {actors} actor(s) with {each} each, but Ray has"
+    if not _fits(actors, cpus, gpu_fraction, total := ray.cluster_resources()):
+        raise ConfigError(
+            f"{requested} {_format(total)}.", "Lower actors, cpus_per_actor or gpu_fraction, or add machines."
+        )
+    started = time.monotonic()
     while not _fits(actors, cpus, gpu_fraction, free := ray.available_resources()):
-        if time.monotonic() - begun > PATIENCE_SECONDS:
+        if time.monotonic() - started > PATIENCE_SECONDS:
             raise ConfigError(
-                f"{asked} {_words(free)} free.",
+                f"{requested} {_format(free)} free.",
                 "Others use the rest: wait for them, or lower actors or cpus_per_actor.",
             )
         time.sleep(0.2)
@@ -98,5 +100,5 @@ def _fits(actors: int, cpus: int, gpu_fraction: float, resources: Mapping[str, f
     return enough_gpus and actors * cpus <= resources.get("CPU", 0.0)
 
 
-def _words(resources: Mapping[str, float]) -> str:
+def _format(resources: Mapping[str, float]) -> str:
     return f"{resources.get('CPU', 0.0):g} CPU core(s) and {resources.get('GPU', 0.0):g} GPU(s)"

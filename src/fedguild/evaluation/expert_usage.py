@@ -13,7 +13,7 @@ from fedguild.server.utilisation import gini, rate_entropy, share_entropy
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """How evenly each of L layers uses its M experts.
+    """Evenness of expert use in each of L layers with M experts.
 
     Where no token was seen, and in a layer whose counts are all zero, every figure is 0.
 
@@ -36,7 +36,7 @@ class Utilisation:
 
 
 def expert_utilisation(counts: Tensor, tokens: int) -> Utilisation:
-    """Returns how evenly the experts are used.
+    """Returns the measures of how evenly the experts are used.
 
     Args:
         counts: [L, M] tokens that activated each expert, padding excluded.

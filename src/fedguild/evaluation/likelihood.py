@@ -35,12 +35,12 @@ class LikelihoodModel(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """Device of the model."""
         ...
 
     @property
     def seq2seq(self) -> Seq2Seq | None:
-        """How the model takes a text if it is an encoder-decoder model, else None."""
+        """Special tokens of an encoder-decoder model; None for other models."""
         ...
 
     def token_losses(self, batch: SlotBatch) -> Tensor:
@@ -103,10 +103,10 @@ def candidate_losses(
     """
     if model.seq2seq is not None:
         alone = [[single for row in slot_rows for single in row.singles] for slot_rows in rows]
-        found = _losses(model, alone, batch_tokens, pad_id)
+        slot_losses = _losses(model, alone, batch_tokens, pad_id)
         return [
             [[loss for (loss,) in islice(losses, len(row.responses))] for row in slot_rows]
-            for slot_rows, losses in zip(rows, map(iter, found), strict=True)
+            for slot_rows, losses in zip(rows, map(iter, slot_losses), strict=True)
         ]
     return _losses(model, rows, batch_tokens, pad_id)
 
@@ -193,7 +193,7 @@ def _prefix_shared(segments: Tensor) -> Tensor:
 
     Args:
         segments: [R, T] 0 in the prompt, 1… in the candidates, -1 in padding. Padding sees itself
-            and the prompt, never nothing, for a softmax over nothing is not a number.
+            and the prompt, never nothing, since a softmax over nothing is not a number.
     """
     queries, keys = segments[:, :, None], segments[:, None, :]
     causal = torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool).tril()

@@ -1,4 +1,4 @@
-"""What an evaluation returns: a score per example, and their summary over all and by task."""
+"""Results of an evaluation: a score per example, and summaries over all examples and by task."""
 
 from __future__ import annotations
 

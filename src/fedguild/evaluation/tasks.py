@@ -1,4 +1,4 @@
-"""Scores the examples of every slot at once: choices by likelihood, responses by generation."""
+"""Scoring of the examples of every slot at once: choices by likelihood, responses by generation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fedguild.evaluation.scores import ExampleScore, Scores
 
 
 class EvaluatedModel(LikelihoodModel, GenerativeModel, Protocol):
-    """What evaluation needs of a model."""
+    """The interface that evaluation requires of a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How examples are scored.
+    """The scoring of examples.
 
     Attributes:
         choices: An example with choices is answered by the likeliest one, or by generating a text
@@ -175,9 +175,9 @@ def parse_label(text: str, choices: Sequence[str]) -> int | None:
     same place (`New`, `New York`) the longest.
     """
     said = normalised(text)
-    found = []
+    mentions = []
     for index, choice in enumerate(choices):
         mention = re.search(rf"(?<!\w){re.escape(normalised(choice))}(?!\w)", said)
         if mention:
-            found.append((mention.start(), -mention.end(), index))
-    return min(found)[2] if found else None
+            mentions.append((mention.start(), -mention.end(), index))
+    return min(mentions)[2] if mentions else None

@@ -40,7 +40,7 @@ _PREFIX = "base_model.model."
 
 
 def obstacle(model: ModelInfo, deployment: Deployment) -> str:
-    """Returns what an adapter alone cannot carry of this deployment; empty if it carries all."""
+    """Returns why an adapter alone cannot carry this deployment; empty if it can."""
     beyond, changed = beyond_weights(deployment.plan), changed_weights(model, deployment.plan)
     if beyond:
         return f"it trains more than LoRA, namely {', '.join(beyond)}"
@@ -70,7 +70,7 @@ def write_adapter(
     Args:
         folder: Where to write; it must exist.
         model: The backbone.
-        deployment: What to write.
+        deployment: The model to write.
         base: Where peft finds the base model: a hub id or a folder.
         revision: The base model's branch, tag or commit on the hub.
 
@@ -140,7 +140,7 @@ def _modules(model: ModelInfo, weight: str) -> list[str]:
 def _is_parameter(model: ModelInfo, weight: str) -> bool:
     """Whether peft must reach a weight through `target_parameters`.
 
-    Routers and experts are no linear layers in transformers, unless their family says so. The MLPs beside them (shared
+    Routers and experts are not linear layers in transformers, unless their family says so. The MLPs beside them (shared
     experts, dense layers) are, but peft takes the names of their projections for the experts'
     (`utils/transformers_weight_conversion.py`, `_MOE_TARGET_MODULE_MAPPING`).
     """

@@ -1,11 +1,11 @@
-"""The README of an exported folder: what it holds, where it comes from, how to load it."""
+"""Model cards: the README of an exported folder, with its content, origin and usage."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from fedguild import __version__
-from fedguild.client.merges import by_version
+from fedguild.client.merge_ledger import by_version
 from fedguild.export.weights import output_scales
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
@@ -16,7 +16,7 @@ FILE = "README.md"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an exported model comes from.
+    """Origin of an exported model.
 
     Attributes:
         run: The run's name.
@@ -41,7 +41,7 @@ class Origin:
 
     @property
     def owner(self) -> str:
-        """Whose model it is, for the title."""
+        """Owner of the model, for the title."""
         return self.client or f"budget {self.budget}"
 
 

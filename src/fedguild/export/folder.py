@@ -1,4 +1,4 @@
-"""A folder that appears complete or not at all."""
+"""Folders that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedguild.errors import FedGuildError
 def require_new(path: Path) -> None:
     """Raises FedGuildError where `path` is a file or a folder that holds something."""
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise FedGuildError(f"{path} exists already.", "Choose a folder that is new or empty.")
+        raise FedGuildError(f"{path} already exists.", "Choose a folder that is new or empty.")
 
 
 @contextmanager

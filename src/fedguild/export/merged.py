@@ -1,4 +1,4 @@
-"""A deployment merged into its backbone: a whole Hugging Face checkpoint that needs nothing of ours.
+"""A deployment merged into its backbone: a complete Hugging Face checkpoint that does not need FedGuild.
 
 Every adapted weight becomes s (W + C + scale · BA + D), computed in fp32 and cast to the backbone's
 dtype, where C are the low-rank changes that the run merged into the backbone, D is the change of what
@@ -30,7 +30,7 @@ from fedguild.export.weights import (
 )
 from fedguild.files import write_json
 from fedguild.model.backbone import Backbone
-from fedguild.model.merging import changes, require_unquantised, weight_modules, with_changes
+from fedguild.model.weight_changes import changes, require_unquantised, weight_modules, with_changes
 from fedguild.server.method import Deployment
 
 SHARD_BYTES = 5_000_000_000
@@ -43,7 +43,7 @@ def write_merged(folder: Path, backbone: Backbone, deployment: Deployment, *, sh
         folder: Where to write; it must exist.
         backbone: The model to merge into; not changed.
         deployment: The adapter, and the active experts for the config.
-        shard_bytes: Size from which a file of weights is closed and a new one begun.
+        shard_bytes: Size at which a new file of weights is begun.
 
     Raises:
         ModelError: the backbone's weights are quantised, or cannot hold what is trained.
@@ -101,7 +101,7 @@ def _merged(
         adapted: The modules, where they have LoRA; else empty.
         changed: The modules, where they are trained in full; else empty.
         factor: The layer's output scale, or 1.
-        deployment: What was trained.
+        deployment: The trained model.
     """
     if not adapted and not changed and factor == 1.0:
         return weight

@@ -1,4 +1,4 @@
-"""From a run's folder to an exported one."""
+"""Export of a model from a run's folder."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """An exported model.
 
     Attributes:
         folder: The folder.
         form: A PEFT adapter, or a whole checkpoint.
-        reason: Why the form is not the one that was asked for; empty where it is.
+        reason: Why another form than the requested one was written; empty otherwise.
     """
 
     folder: Path
@@ -46,7 +46,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class Subject:
-    """Whose model is exported: the global one as a budget runs it, or a client's own.
+    """The model to export: the global one as a budget runs it, or a client's own.
 
     Attributes:
         budget: Name of the budget; empty where a client is named.
@@ -86,7 +86,7 @@ def export_adapter(run_folder: Path, subject: Subject, output: Path, round: int 
 
     Args:
         run_folder: A run.
-        subject: Whose model.
+        subject: The model to export.
         output: The folder to write; new or empty.
         round: The round to take the model from; the last by default.
 

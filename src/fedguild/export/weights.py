@@ -1,4 +1,4 @@
-"""How a deployment changes the weights of its backbone, as pure functions over names and tensors."""
+"""Changes of a backbone's weights by a deployment, as pure functions over names and tensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.families import FAMILIES
 from fedguild.model.info import ModelInfo
-from fedguild.model.merging import changes, weight_modules
 from fedguild.model.plan import AdapterPlan, adapter_shapes
+from fedguild.model.weight_changes import changes, weight_modules
 from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import DOWN, UP
 from fedguild.server.method import Deployment
@@ -68,8 +68,8 @@ def _weights_with(leaf: str, model: ModelInfo, adapter: Iterable[str]) -> dict[s
 
 def summed_rank(deployment: Deployment) -> int:
     """Returns the rank of an adapter that holds what is merged beneath it too."""
-    found = changes(deployment.merged).values()
-    return deployment.plan.lora.rank + max((sum(down.shape[-2] for down, _ in pairs) for pairs in found), default=0)
+    changed = changes(deployment.merged).values()
+    return deployment.plan.lora.rank + max((sum(down.shape[-2] for down, _ in pairs) for pairs in changed), default=0)
 
 
 def merged_beyond(deployment: Deployment) -> list[str]:
@@ -88,11 +88,11 @@ def in_one_adapter(deployment: Deployment) -> Deployment:
     deployment = folded(deployment)
     if not deployment.merged:
         return deployment
-    plan, found, rank = deployment.plan, changes(deployment.merged), summed_rank(deployment)
+    plan, changed, rank = deployment.plan, changes(deployment.merged), summed_rank(deployment)
     tensors = dict(deployment.tensors)
     for module in (name.removesuffix(f".{DOWN}") for name in deployment.tensors if name.endswith(f".{DOWN}")):
         down, up = (tensors[f"{module}.{leaf}"].float() for leaf in (DOWN, UP))
-        pairs = [(down, plan.lora.scale * up), *found.get(module, ())]
+        pairs = [(down, plan.lora.scale * up), *changed.get(module, ())]
         joined = {
             f"{module}.{DOWN}": torch.cat([down.to(up) for down, _ in pairs], dim=-2),
             f"{module}.{UP}": torch.cat([other.to(up) for _, other in pairs], dim=-1),

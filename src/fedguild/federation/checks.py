@@ -1,4 +1,4 @@
-"""What is wrong with a federation before it is started, in one sentence each, with the cure."""
+"""Checks of a federation before it starts: each fault in one sentence, with a hint for its repair."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ INSTALL = "pip install 'fedguild[flower]'"
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that keeps a federation from working.
+    """A fault that keeps a federation from working.
 
     Attributes:
         message: What is wrong.
-        cure: What to do.
-        fatal: Whether it is of no use to start.
+        hint: What to do.
+        fatal: Whether starting is pointless.
     """
 
     message: str
-    cure: str
+    hint: str
     fatal: bool = True
 
 
@@ -47,29 +47,29 @@ def installed(package: str) -> str | None:
 
 
 def require_none(faults: Iterator[Fault]) -> list[Fault]:
-    """Returns the faults that are no obstacle.
+    """Returns the faults if none is fatal.
 
     Raises:
-        ConfigError: there are others; the message has a line for each.
+        ConfigError: some are fatal; the message has a line for each.
     """
-    found = list(faults)
-    fatal = [fault for fault in found if fault.fatal]
+    listed = list(faults)
+    fatal = [fault for fault in listed if fault.fatal]
     if fatal:
-        raise ConfigError("\n".join(fault.message for fault in fatal), "\n".join(fault.cure for fault in fatal))
-    return found
+        raise ConfigError("\n".join(fault.message for fault in fatal), "\n".join(fault.hint for fault in fatal))
+    return listed
 
 
 def version_faults() -> Iterator[Fault]:
-    """Yields what is wrong with the installation of Flower."""
-    found = installed("flwr")
-    if found is None:
+    """Yields faults of the installation of Flower."""
+    flwr = installed("flwr")
+    if flwr is None:
         yield Fault("Flower (flwr) is not installed.", INSTALL)
-    elif not found.startswith(f"{FLWR}."):
-        yield Fault(f"Flower {found} is installed, but FedGuild speaks to {FLWR}.", INSTALL)
+    elif not flwr.startswith(f"{FLWR}."):
+        yield Fault(f"Flower {flwr} is installed, but FedGuild speaks to {FLWR}.", INSTALL)
 
 
 def server_faults(folder: Path, settings: ServerSettings) -> Iterator[Fault]:
-    """Yields what is wrong with a server's folder and machine."""
+    """Yields faults of a server's folder and machine."""
     yield from version_faults()
     try:
         clients = load_config(str(folder / settings.run)).federation.clients
@@ -96,7 +96,7 @@ def server_faults(folder: Path, settings: ServerSettings) -> Iterator[Fault]:
 
 
 def site_faults(folder: Path, site: SiteSettings) -> Iterator[Fault]:
-    """Yields what is wrong with a client's folder and machine, and with the way to the server."""
+    """Yields faults of a client's folder and machine, and of the connection to the server."""
     yield from version_faults()
     key, authority = folder / site.key, folder / site.certificate
     if not key.is_file():
@@ -108,22 +108,22 @@ def site_faults(folder: Path, site: SiteSettings) -> Iterator[Fault]:
     else:
         if installed("cryptography"):
             yield from _dates("The authority's certificate", authority)
-        yield from way_faults(site.server, authority)
+        yield from connection_faults(site.server, authority)
     yield from port_faults("127.0.0.1", site.port, "port in site.yaml")
 
 
-def way_faults(server: str, authority: Path) -> Iterator[Fault]:
-    """Yields what is wrong on the way to the server: not there, another authority, another name, the clock."""
+def connection_faults(server: str, authority: Path) -> Iterator[Fault]:
+    """Yields faults of the connection to the server: no answer, another authority, another name, a wrong clock."""
     host, _, port = server.rpartition(":")
     try:
         trust = ssl.create_default_context(cafile=str(authority))
     except ssl.SSLError:
         yield Fault(f"{authority} is not a certificate in PEM form.", "Ask the server's operator for ca.pem.")
         return
-    line = http.client.HTTPSConnection(host, int(port), timeout=CONNECT_SECONDS, context=trust)
+    connection = http.client.HTTPSConnection(host, int(port), timeout=CONNECT_SECONDS, context=trust)
     try:
-        line.request("HEAD", "/v1/fleet/")
-        said = line.getresponse().getheader("Date")
+        connection.request("HEAD", "/v1/fleet/")
+        date = connection.getresponse().getheader("Date")
     except ssl.SSLCertVerificationError as error:
         yield _untrusted(server, authority, error)
     except (OSError, http.client.HTTPException) as error:
@@ -133,26 +133,26 @@ def way_faults(server: str, authority: Path) -> Iterator[Fault]:
             fatal=False,
         )
     else:
-        if said:
-            yield from clock_faults(parsedate_to_datetime(said), datetime.now(UTC))
+        if date:
+            yield from clock_faults(parsedate_to_datetime(date), datetime.now(UTC))
     finally:
-        line.close()
+        connection.close()
 
 
 def clock_faults(theirs: datetime, ours: datetime) -> Iterator[Fault]:
-    """Yields a fault where this machine's clock is too far from the server's for Flower."""
+    """Yields a fault if this machine's clock is too far from the server's for Flower."""
     ahead = (ours - theirs).total_seconds()
     if ahead > AHEAD_SECONDS or ahead < -BEHIND_SECONDS:
-        way = "ahead of" if ahead > 0 else "behind"
+        direction = "ahead of" if ahead > 0 else "behind"
         yield Fault(
-            f"This machine's clock is {abs(ahead):.0f} s {way} the server's; Flower takes at most "
+            f"This machine's clock is {abs(ahead):.0f} s {direction} the server's; Flower takes at most "
             f"{AHEAD_SECONDS:.0f} s ahead and {BEHIND_SECONDS:.0f} s behind.",
             "Set the clocks by NTP on both machines.",
         )
 
 
 def certificate_faults(authority: Path, certificate: Path, key: Path) -> Iterator[Fault]:
-    """Yields what is wrong with a server's certificate: dates, another authority, another key."""
+    """Yields faults of a server's certificate: its dates, another authority, another key."""
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -160,24 +160,24 @@ def certificate_faults(authority: Path, certificate: Path, key: Path) -> Iterato
     yield from _dates("The authority's certificate", authority)
     yield from _dates("The server's certificate", certificate)
     try:
-        signer, own = (x509.load_pem_x509_certificate(path.read_bytes()) for path in (authority, certificate))
+        signer, signed = (x509.load_pem_x509_certificate(path.read_bytes()) for path in (authority, certificate))
         private = load_pem_private_key(key.read_bytes(), None)
     except (ValueError, TypeError) as error:
         yield Fault(f"{authority}, {certificate} or {key} is not in PEM form ({error}).", "Make them again.")
         return
     try:
-        own.verify_directly_issued_by(signer)
+        signed.verify_directly_issued_by(signer)
     except (ValueError, TypeError, InvalidSignature):
         yield Fault(
             f"{certificate} was not signed by the authority in {authority}.",
             "Use the authority that signed it, or let this one sign a new certificate.",
         )
-    if own.public_key() != private.public_key():
+    if signed.public_key() != private.public_key():
         yield Fault(f"{key} is not the key of {certificate}.", "Put the certificate and its key back as a pair.")
 
 
 def port_faults(host: str, port: int, where: str) -> Iterator[Fault]:
-    """Yields a fault where something listens on a port already."""
+    """Yields a fault if something listens on a port already."""
     try:
         with socket.create_server((host, port)):
             return
@@ -207,15 +207,15 @@ def _dates(what: str, path: Path) -> Iterator[Fault]:
 
 
 def _untrusted(server: str, authority: Path, error: ssl.SSLCertVerificationError) -> Fault:
-    why = error.verify_message or str(error)
-    if "expired" in why:
+    reason = error.verify_message or str(error)
+    if "expired" in reason:
         return Fault(f"The certificate of {server} has expired.", "Its operator has to renew it.")
-    if "mismatch" in why or "doesn't match" in why:
+    if "mismatch" in reason or "doesn't match" in reason:
         return Fault(
-            f"The certificate of {server} is for another name ({why}).",
+            f"The certificate of {server} is for another name ({reason}).",
             "Its operator has to put this name into the certificate, or use the name that is in it.",
         )
     return Fault(
-        f"The certificate of {server} was signed by another authority than {authority} ({why}).",
+        f"The certificate of {server} was signed by another authority than {authority} ({reason}).",
         "Ask the server's operator for the authority's certificate, ca.pem.",
     )

@@ -1,4 +1,4 @@
-"""Flower's programs as FedGuild starts them: their arguments and their environment."""
+"""Command lines and environments of Flower's programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",
 }
-"""Without these Flower reports its use, looks for updates, and installs packages while it runs."""
+"""Keep Flower from reporting its use, looking for updates, and installing packages while it runs."""
 
 
 def server_environment(folder: Path, settings: ServerSettings) -> dict[str, str]:
@@ -70,12 +70,12 @@ def trainer(folder: Path) -> list[str]:
 
 
 def register(public_key: Path) -> list[str]:
-    """Returns the command that lets a client's key in, under the name of its file."""
+    """Returns the command that registers a client's key under the name of its file."""
     return [_program("flwr"), "supernode", "register", str(public_key.resolve()), CONNECTION, "--name", public_key.stem]
 
 
 def start_run(folder: Path, ticket: str) -> list[str]:
-    """Returns the command that starts a run and shows what it says."""
+    """Returns the command that starts a run and streams its output."""
     return [
         _program("flwr"),
         *("run", str((folder / "app").resolve()), CONNECTION),
@@ -95,13 +95,17 @@ def list_runs() -> list[str]:
 
 def write_connection(folder: Path, settings: ServerSettings) -> None:
     """Writes Flower's own config on the server's machine, so that `flwr` finds the server."""
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     authority = (folder / settings.authority).resolve()
     write_text(
         (folder / settings.state).resolve() / "flower" / "config.toml",
         f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
-        f'address = "{host}:{settings.port}"\nroot-certificates = "{authority}"\ninsecure = false\n',
+        f'address = "{local_host(settings)}:{settings.port}"\nroot-certificates = "{authority}"\ninsecure = false\n',
     )
+
+
+def local_host(settings: ServerSettings) -> str:
+    """Returns the address under which the server's own machine reaches it."""
+    return "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
 
 
 def _environment(home: Path) -> dict[str, str]:
@@ -114,7 +118,7 @@ def _environment(home: Path) -> dict[str, str]:
 
 def _program(name: str) -> str:
     beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    path = str(beside) if beside.exists() else shutil.which(name)
+    if path is None:
         raise FedGuildError(f"Flower's program {name} is not installed.", "pip install 'fedguild[flower]'")
-    return found
+    return path

@@ -1,4 +1,4 @@
-"""A client's key pair, with which Flower tells one client from another and from strangers."""
+"""A client's key pair, by which Flower authenticates its node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def write_key(path: Path) -> Path:
     """Writes a new private key that only its owner can read, and the public one beside it as `.pub`.
 
     Returns:
-        The public key's path; its operator sends that file, and no other, to the server's.
+        The public key's path; the client's operator sends that file, and no other, to the server's operator.
 
     Raises:
         FedGuildError: there is a key already, or the extra `flower` is not installed.

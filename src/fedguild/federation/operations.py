@@ -1,8 +1,9 @@
-"""What the commands of a federation do: start the server, a client, a run, and say how things stand."""
+"""The operations behind `fedguild federation`: start the server, a client or a run, and report the status."""
 
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from fedguild.config.site import load_server, load_site
+from fedguild.config.site import ServerSettings, load_server, load_site
 from fedguild.errors import FedGuildError
 from fedguild.federation import commands
 from fedguild.federation.checks import require_none, server_faults, site_faults
@@ -21,79 +22,82 @@ from fedguild.files import write_json
 REGISTERED = "registered.json"
 OUTCOMES, RUN, CHECKPOINTS, MEMBERS = "outcomes", "run", "checkpoints", "members.json"
 START_SECONDS = 60.0
-REGISTERED_BEFORE = "already"
-NOT_LET_IN = "[code: 2004]"
-"""What Flower's node says where the server refuses its key."""
+OUTCOME_SECONDS = 10.0
+"""How long after the end of a run its outcome may take to appear on disk."""
+ALREADY_REGISTERED = "already"
+KEY_REFUSED = "[code: 2004]"
+"""Printed by Flower's node when the server refuses its key."""
 
-Tell = Callable[[str], None]
+Echo = Callable[[str], None]
+"""Prints a line for the user."""
 
 
-def run_server(folder: Path, tell: Tell) -> None:
-    """Starts Flower's server with TLS and node authentication, lets the known keys in, and stays.
+def run_server(folder: Path, echo: Echo) -> None:
+    """Starts Flower's server with TLS and node authentication, registers the clients' keys, and runs until Ctrl-C.
 
     Raises:
-        ConfigError: something is wrong with the folder or this machine; all of it is named.
+        ConfigError: the folder or this machine has faults; the message names all of them.
         FedGuildError: Flower's server does not start, or ends.
     """
     folder, settings = folder.resolve(), load_server(folder)
     for fault in require_none(server_faults(folder, settings)):
-        tell(f"{fault.message} {fault.cure}")
+        echo(f"{fault.message} {fault.hint}")
     commands.write_connection(folder, settings)
     environment = commands.server_environment(folder, settings)
     state = folder / settings.state
     server = Child("server", commands.superlink(folder, settings), environment, state / "server.log", folder)
     server.start()
     try:
-        _wait_until_up(server, environment)
-        tell(f"The server listens on {settings.host}:{settings.port}; its log is {server.log}.")
+        _wait_until_up(server, settings, environment)
+        echo(f"The server listens on {settings.host}:{settings.port}; its log is {server.log}.")
         for line in register_keys(folder / settings.nodes, state, environment):
-            tell(line)
-        tell("Ready. Ctrl-C ends it; the runs go on from their last complete round.")
-        watch([server], tell, restart=False)
+            echo(line)
+        echo("Ready. Ctrl-C ends it; the runs go on from their last complete round.")
+        watch([server], echo, restart=False)
     finally:
-        server.end()
+        server.terminate()
 
 
 def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> list[str]:
-    """Lets the clients' keys in; returns a line for each that is new.
+    """Registers the clients' keys with Flower; returns a line for each that is new.
 
     Args:
         nodes: The folder of the public keys.
-        state: Where it is kept which keys are in already.
+        state: The folder that records which keys are registered.
         environment: Of Flower's programs.
 
     Raises:
         FedGuildError: Flower refuses a file.
     """
     lines, path = [], state / REGISTERED
-    known: dict[str, str] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    registered: dict[str, str] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     for public_key in sorted(nodes.glob("*.pub")):
         content = public_key.read_text("utf-8").strip()
-        if known.get(public_key.stem) == content:
+        if registered.get(public_key.stem) == content:
             continue
-        done = _flwr(commands.register(public_key), environment)
-        said = " ".join((done.stdout + done.stderr).split())
-        if done.returncode == 0:
+        process = _flwr(commands.register(public_key), environment)
+        output = " ".join((process.stdout + process.stderr).split())
+        if process.returncode == 0:
             lines.append(f"{public_key.stem} may take part.")
-        elif REGISTERED_BEFORE not in said:
+        elif ALREADY_REGISTERED not in output:
             raise FedGuildError(
-                f"Flower does not take the key {public_key}: {said[-300:]}", "Send the .pub file, not the key."
+                f"Flower does not take the key {public_key}: {output[-300:]}", "Send the .pub file, not the key."
             )
-        known[public_key.stem] = content
-        write_json(path, known)
+        registered[public_key.stem] = content
+        write_json(path, registered)
     return lines
 
 
-def run_client(folder: Path, tell: Tell) -> None:
-    """Starts a client's trainer and Flower's program beside it, starts again what ends, and stays.
+def run_client(folder: Path, echo: Echo) -> None:
+    """Starts a client's trainer and Flower's node, restarts whichever ends, and runs until Ctrl-C.
 
     Raises:
-        ConfigError: something is wrong with the folder, this machine or the way to the server.
-        FedGuildError: one of the two ends again and again.
+        ConfigError: the folder, this machine or the connection to the server has faults.
+        FedGuildError: one of the two ends with a fault that only the user can mend.
     """
     folder, site = folder.resolve(), load_site(folder)
     for fault in require_none(site_faults(folder, site)):
-        tell(f"{fault.message} {fault.cure}")
+        echo(f"{fault.message} {fault.hint}")
     environment = commands.site_environment(folder, site)
     work = folder / site.work
     trainer = Child("trainer", commands.trainer(folder), environment, work / "trainer.log", folder)
@@ -103,43 +107,43 @@ def run_client(folder: Path, tell: Tell) -> None:
         for child in (trainer, node):
             child.start()
             started.append(child)
-        tell(f"Client {site.client} of {site.server} is up; its logs are in {work}. Ctrl-C ends it.")
-        watch(started, tell, restart=True, explain=_why)
+        echo(f"Client {site.client} of {site.server} is up; its logs are in {work}. Ctrl-C ends it.")
+        watch(started, echo, restart=True, explain=exit_reason)
     finally:
         for child in reversed(started):
-            child.end()
+            child.terminate()
 
 
-def _why(child: Child) -> str:
-    """Returns why a client's process may have ended, in words where Flower has a number only."""
-    if NOT_LET_IN in child.last_words(15):
+def exit_reason(child: Child) -> str:
+    """Returns why a client's process may have ended, in words where Flower prints a number only."""
+    if KEY_REFUSED in child.log_tail(15):
         return (
             "\n  The server does not let this site's key in: it is not registered there, or an earlier connection with "
             "it has not timed out yet, which takes about a minute."
         )
-    return child.last_words(1)
+    return child.log_tail(1)
 
 
-def run_federation(folder: Path, tell: Tell, *, fresh: bool = False) -> dict[str, Any]:
-    """Begins the run of a server's folder, or goes on with it; returns how it ended.
+def run_federation(folder: Path, echo: Echo, *, fresh: bool = False) -> dict[str, Any]:
+    """Starts or resumes the run of a server's folder; returns its outcome.
 
     Args:
         folder: The server's folder; its server is up.
-        tell: Prints a line.
-        fresh: Insist on a run that has not begun.
+        echo: Prints a line for the user.
+        fresh: Refuse to resume a run.
 
     Raises:
-        FedGuildError: the server is not up, the run stopped, or it was begun before.
+        FedGuildError: the server is not up, the run stopped, or `fresh` is set and a run exists.
     """
     folder, settings = folder.resolve(), load_server(folder)
     state = folder / settings.state
     begun = (state / RUN / "config.yaml").exists()
     if begun and fresh:
         raise FedGuildError(
-            f"{state / RUN} holds a run already.", "Leave out --fresh to go on with it, or move it away."
+            f"{state / RUN} already holds a run.", "Leave out --fresh to go on with it, or move it away."
         )
     if begun:
-        tell(f"Going on after round {_last_round(state / RUN) or 0}.")
+        echo(f"Going on after round {_last_round(state / RUN) or 0}.")
     commands.write_connection(folder, settings)
     environment = commands.server_environment(folder, settings)
     if _nodes(environment) is None:
@@ -148,7 +152,7 @@ def run_federation(folder: Path, tell: Tell, *, fresh: bool = False) -> dict[str
             f"Is `fedguild federation server` up? Start it with {folder}.",
         )
     for line in register_keys(folder / settings.nodes, state, environment):
-        tell(line)
+        echo(line)
     ticket = uuid4().hex
     path = state / OUTCOMES / f"{ticket}.json"
     with subprocess.Popen(
@@ -161,9 +165,9 @@ def run_federation(folder: Path, tell: Tell, *, fresh: bool = False) -> dict[str
     ) as run:
         assert run.stdout is not None
         for line in run.stdout:
-            tell(line.rstrip())
-    due = time.monotonic() + 10.0
-    while not path.is_file() and time.monotonic() < due:
+            echo(line.rstrip())
+    deadline = time.monotonic() + OUTCOME_SECONDS
+    while not path.is_file() and time.monotonic() < deadline:
         time.sleep(0.2)
     if not path.is_file():
         raise FedGuildError(
@@ -178,13 +182,13 @@ def run_federation(folder: Path, tell: Tell, *, fresh: bool = False) -> dict[str
 
 @dataclass(frozen=True)
 class Status:
-    """How a federation stands.
+    """The status of a federation.
 
     Attributes:
         up: Whether the server answers.
         nodes: Name, status and time of every registered client, as Flower has them.
         round: The last complete round; None before a run has begun.
-        clients: Client -> what it said of itself at the start of the run.
+        clients: Client -> its description of itself at the start of the run.
     """
 
     up: bool
@@ -194,7 +198,7 @@ class Status:
 
 
 def status_of(folder: Path) -> Status:
-    """Returns how the federation of a server's folder stands."""
+    """Returns the status of a server's federation."""
     folder, settings = folder.resolve(), load_server(folder)
     commands.write_connection(folder, settings)
     nodes = _nodes(commands.server_environment(folder, settings))
@@ -209,34 +213,41 @@ def status_of(folder: Path) -> Status:
 
 
 def _last_round(run: Path) -> int | None:
-    """Returns the last complete round of a run, without loading what can read its checkpoint."""
+    """Returns the last complete round of a run by the names of its checkpoints, which takes no torch."""
     rounds = [path.stem.removeprefix("round-") for path in (run / CHECKPOINTS).glob("round-*.checkpoint")]
     return max((int(number) for number in rounds if number.isdigit()), default=None)
 
 
 def _nodes(environment: Mapping[str, str]) -> list[dict[str, Any]] | None:
-    """Returns the nodes that Flower's server knows; None where it does not answer (`flwr` then still exits with 0)."""
-    printed = _flwr(commands.list_nodes(), environment).stdout
+    """Returns the nodes that Flower's server knows; None if it does not answer (`flwr` still exits with 0)."""
+    output = _flwr(commands.list_nodes(), environment).stdout
     try:
-        listed = json.loads(printed[max(0, printed.find("{")) :])
+        listed = json.loads(output[max(0, output.find("{")) :])
     except ValueError:
         return None
     nodes: list[dict[str, Any]] = listed.get("nodes", [])
     return nodes if listed.get("success") else None
 
 
-def _wait_until_up(server: Child, environment: Mapping[str, str]) -> None:
-    due = time.monotonic() + START_SECONDS
-    while time.monotonic() < due:
-        status = server.ended()
+def _wait_until_up(server: Child, settings: ServerSettings, environment: Mapping[str, str]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        status = server.exit_status()
         if status is not None:
-            raise FedGuildError(
-                f"Flower's server ended with status {status}.{server.last_words()}", f"Log: {server.log}"
-            )
-        if _nodes(environment) is not None:
+            raise FedGuildError(f"Flower's server ended with status {status}.{server.log_tail()}", f"Log: {server.log}")
+        if _is_listening(settings) and _nodes(environment) is not None:
             return
-        time.sleep(0.5)
-    raise FedGuildError(f"Flower's server does not answer after {START_SECONDS:g} s.{server.last_words()}")
+        time.sleep(0.2)
+    raise FedGuildError(f"Flower's server does not answer after {START_SECONDS:g} s.{server.log_tail()}")
+
+
+def _is_listening(settings: ServerSettings) -> bool:
+    """Whether the server's port accepts connections, which is cheaper to ask than `flwr`."""
+    try:
+        with socket.create_connection((commands.local_host(settings), settings.port), timeout=1.0):
+            return True
+    except OSError:
+        return False
 
 
 def _flwr(command: list[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

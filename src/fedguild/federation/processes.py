@@ -1,4 +1,4 @@
-"""Processes that are started together, watched, and ended together; each writes a log of its own."""
+"""Child processes that are started, watched and terminated together; each writes its own log."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 
 from fedguild.errors import FedGuildError
 
-END_SECONDS = 8.0
+TERMINATE_SECONDS = 8.0
 WATCH_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 10.0
 GOOD_RUN_SECONDS = 60.0
-"""After a life this long, a process that ends is started again without a longer pause."""
+"""A process that ran this long is restarted after the shortest pause."""
 USER_ERROR = 2
-"""The exit status of our own commands for a fault that only the user can mend."""
+"""Exit status of FedGuild's own commands for a fault that only the user can mend."""
 
 
 class Child:
-    """A process of ours, in a group of its own, so that it ends with all that it started.
+    """A child process in its own process group, so that it is terminated with all that it started.
 
     Args:
-        name: What it is, for messages.
+        name: Its name in messages.
         command: Its program and arguments.
         environment: Its environment.
         log: The file that its output is appended to.
-        folder: Where it runs.
+        folder: Its working directory.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Child:
         self._command, self._environment, self._folder = list(command), dict(environment), folder
         self._started = 0.0
         self._pause = 0.5
-        self._due: float | None = None
+        self._restart_at: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -48,8 +48,8 @@ class Child:
         return self._process.pid if self._process is not None else 0
 
     def start(self) -> None:
-        """Starts it."""
-        self._started, self._due = time.monotonic(), None
+        """Starts the process."""
+        self._started, self._restart_at = time.monotonic(), None
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
@@ -62,38 +62,38 @@ class Child:
                 start_new_session=True,
             )
 
-    def ended(self) -> int | None:
+    def exit_status(self) -> int | None:
         """Returns its exit status; None while it runs."""
         return self._process.poll() if self._process is not None else None
 
-    def start_again(self) -> float | None:
-        """Starts it again after a pause that doubles each time; returns the pause when it begins, else None."""
+    def restart(self) -> float | None:
+        """Restarts it after a pause that doubles each time; returns the pause when it begins, else None."""
         now = time.monotonic()
-        if self._due is None:
-            self.end()
+        if self._restart_at is None:
+            self.terminate()
             self._pause = 1.0 if now - self._started > GOOD_RUN_SECONDS else min(2 * self._pause, LONGEST_PAUSE_SECONDS)
-            self._due = now + self._pause
+            self._restart_at = now + self._pause
             return self._pause
-        if now >= self._due:
+        if now >= self._restart_at:
             self.start()
         return None
 
-    def end(self) -> None:
-        """Ends it and all that it started: politely, then not."""
+    def terminate(self) -> None:
+        """Terminates it and all that it started; kills what does not comply."""
         if self._process is None:
             return
         self._signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
+            self._process.wait(TERMINATE_SECONDS)
         self._signal(signal.SIGKILL)
         self._process.wait()
 
-    def last_words(self, lines: int = 5) -> str:
+    def log_tail(self, lines: int = 5) -> str:
         """Returns the last lines of its log, each on a line of its own."""
         if not self.log.is_file():
             return ""
-        said = self.log.read_text("utf-8", errors="replace").splitlines()
-        return "".join(f"\n  {line}" for line in said[-lines:])
+        output = self.log.read_text("utf-8", errors="replace").splitlines()
+        return "".join(f"\n  {line}" for line in output[-lines:])
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError, PermissionError):
@@ -102,21 +102,21 @@ class Child:
 
 def watch(
     children: Sequence[Child],
-    tell: Callable[[str], None],
+    echo: Callable[[str], None],
     *,
     restart: bool,
-    explain: Callable[[Child], str] = lambda child: child.last_words(1),
+    explain: Callable[[Child], str] = lambda child: child.log_tail(1),
 ) -> None:
-    """Waits until Ctrl-C or the signal to end; then ends all.
+    """Waits until Ctrl-C or SIGTERM; then terminates all.
 
     Args:
         children: Processes, started.
-        tell: Prints a line.
-        restart: Whether a child that ends is started again; otherwise that is an error.
+        echo: Prints a line for the user.
+        restart: Whether a child that ends is restarted; otherwise that is an error.
         explain: Returns why a child may have ended, on lines of its own.
 
     Raises:
-        FedGuildError: a child ended, and is not started again, or says that only its user can help.
+        FedGuildError: a child ended and is not restarted, or its status says that only the user can mend it.
     """
     stopped = False
 
@@ -124,24 +124,24 @@ def watch(
         nonlocal stopped
         stopped = True
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         while not stopped:
             time.sleep(WATCH_SECONDS)
             for child in children:
-                status = child.ended()
+                status = child.exit_status()
                 if status is None or stopped:
                     continue
                 if not restart or status == USER_ERROR:
                     raise FedGuildError(
-                        f"The {child.name} ended with status {status}.{child.last_words()}", f"Its log is {child.log}."
+                        f"The {child.name} ended with status {status}.{child.log_tail()}", f"Its log is {child.log}."
                     )
-                pause = child.start_again()
+                pause = child.restart()
                 if pause is not None:
-                    why = explain(child)
-                    tell(f"The {child.name} ended with status {status}; it is started again in {pause:g} s.{why}")
+                    reason = explain(child)
+                    echo(f"The {child.name} ended with status {status}; it is started again in {pause:g} s.{reason}")
     finally:
         for child in reversed(children):
-            child.end()
-        for number, handler in before.items():
+            child.terminate()
+        for number, handler in previous.items():
             signal.signal(number, handler)

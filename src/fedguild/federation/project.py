@@ -1,4 +1,4 @@
-"""A new federation on disk: the server's folder, one for each client, and an example authority."""
+"""Creation of a federation on disk: the server's folder, one for each client, and an example authority."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ def write_project(
     address: str = "127.0.0.1:9443",
     own_data: bool = False,
 ) -> Config:
-    """Writes a federation that runs as it is on one machine, and from which organisations take their folders.
+    """Writes a federation that runs on one machine as it is, and whose folders can be handed to organisations.
 
-    Unless each has data of its own, the clients share the config's: each holds the share that `fedguild run` would
+    Unless each client has its own data, the clients share the config's: each holds the share that `fedguild run` would
     deal to it.
 
     Args:
-        folder: Where; new or empty.
-        clients: How many clients.
+        folder: A new or empty folder.
+        clients: Number of clients.
         config_name: A preset or a config file.
         overrides: Settings on top of it, `key.sub=value`.
         address: Where the clients find the server, `host:port`.
-        own_data: Whether the config's data is read at each client, from its own folder, and belongs to it alone; the
-            server then has none.
+        own_data: Whether every client reads the config's data from its own folder and it belongs to that client alone;
+            the server then has none.
 
     Raises:
         ConfigError: the config or the address is wrong, or the method does not suit the model or so many clients.
-        FedGuildError: the folder holds something, or openssl is missing.
+        FedGuildError: the folder is not empty, or openssl is missing.
     """
     host, port = _host_and_port(address)
-    real = [f"federation.clients={clients}", "federation.engine.name=flower", "evaluation.pooled=false"]
-    config = load_config(config_name, [*real, *overrides])
+    required = [f"federation.clients={clients}", "federation.engine.name=flower", "evaluation.pooled=false"]
+    config = load_config(config_name, [*required, *overrides])
     check_config(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FedGuildError(f"{folder} exists already.", "Choose a folder that is new or empty.")
+        raise FedGuildError(f"{folder} already exists.", "Choose a folder that is new or empty.")
     _require_openssl()
     server = folder / "server"
     write_text(folder / "README.md", templates.README.format(clients=clients, address=address))
@@ -109,9 +109,11 @@ def _indented(section: dict[str, object]) -> str:
 
 def _make_certificates(folder: Path, host: str) -> None:
     environment = {**os.environ, "SERVER_NAME": host}
-    made = subprocess.run(["sh", "make.sh"], cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    if made.returncode:
-        raise FedGuildError(f"openssl could not make the example certificates: {made.stderr.strip()[-500:]}")
+    process = subprocess.run(
+        ["sh", "make.sh"], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    if process.returncode:
+        raise FedGuildError(f"openssl could not make the example certificates: {process.stderr.strip()[-500:]}")
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""The app that Flower starts on the server for each run: it runs our round loop over Flower's Grid."""
+"""The app that Flower starts on the server for each run: the round loop over Flower's Grid."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fedguild.federation import SERVER_FOLDER
 from fedguild.files import write_json
 
 if TYPE_CHECKING:
-    from fedguild.engines.flower.adapter import GridPost
+    from fedguild.engines.flower.adapter import GridTransport
 
 OUTCOMES = "outcomes"
 
 
-def main(post: GridPost, given: Mapping[str, Any]) -> None:
-    """Runs the server's folder, and writes how it ended for `fedguild federation run`."""
+def main(transport: GridTransport, run_config: Mapping[str, Any]) -> None:
+    """Runs the server's folder and writes the outcome for `fedguild federation run`."""
     from fedguild.config.site import load_server
-    from fedguild.federation.news import PrintedProgress
+    from fedguild.federation.printed_progress import PrintedProgress
     from fedguild.federation.serving import serve
 
     folder = Path(os.environ[SERVER_FOLDER])
     settings = load_server(folder)
     outcome: dict[str, Any] = {"status": "failed", "message": "The server's process was ended.", "hint": ""}
     try:
-        result = serve(post, settings, folder, progress=PrintedProgress())
+        result = serve(transport, settings, folder, progress=PrintedProgress())
         outcome = {"status": "done", "folder": str(result.folder), "rounds": result.rounds, "mean": result.mean}
     except FedGuildError as error:
         outcome |= {"message": error.message, "hint": error.hint}
@@ -40,7 +40,7 @@ def main(post: GridPost, given: Mapping[str, Any]) -> None:
         traceback.print_exc()
         raise
     finally:
-        write_json(folder / settings.state / OUTCOMES / f"{given.get('ticket') or 'untold'}.json", outcome)
+        write_json(folder / settings.state / OUTCOMES / f"{run_config.get('ticket') or 'untold'}.json", outcome)
 
 
 app = make_server_app(main)

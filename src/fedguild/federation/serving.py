@@ -1,4 +1,4 @@
-"""The server of a federation: the round loop of every run, over real clients."""
+"""The server of a federation: the round loop over real clients, their scores, and the delivery of their models."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fedguild.client.memory import ClientMemory
 from fedguild.config import Config, load_config
 from fedguild.config.site import ServerSettings
 from fedguild.data import Corpus, PartitionTable
+from fedguild.engines.flower.client_registry import POLL_SECONDS, ClientRegistry
 from fedguild.engines.flower.engine import FlowerEngine
-from fedguild.engines.flower.parcel import Parcel
-from fedguild.engines.flower.post import Post
-from fedguild.engines.flower.roster import POLL_SECONDS, Roster
+from fedguild.engines.flower.message import Message
+from fedguild.engines.flower.transport import Transport
 from fedguild.errors import ConfigError, QuorumError
 from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.weights import beyond_weights
-from fedguild.federation.desk import facts_of, model_digest
+from fedguild.federation.trainer_service import model_digest, run_metadata
 from fedguild.files import write_json
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
@@ -34,7 +34,7 @@ from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.server import checkpoint
 from fedguild.server.method import Method
-from fedguild.server.record import EvaluationRecord
+from fedguild.server.run_log import EvaluationRecord
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (
     MEMORY,
@@ -50,15 +50,15 @@ from fedguild.setup import (
     tell_fitted,
 )
 
-RUN, SPOOL, MEMBERS = "run", "spool", "members.json"
+RUN, UPLOADS, MEMBERS = "run", "uploads", "members.json"
 
 
 @dataclass(frozen=True)
 class RemoteData(PreparedData):
-    """The data of clients that keep it: its sizes, and the server's own examples if it has any.
+    """Data that stays with the clients: its sizes, and the server's own examples if it has any.
 
     Attributes:
-        counts: Split -> number of each client's examples, as they said.
+        counts: Split -> number of each client's examples, as the clients report it.
     """
 
     counts: Mapping[str, list[int]] = field(default_factory=dict)
@@ -73,12 +73,12 @@ class RemoteClients:
     """The clients of a run on their own machines.
 
     Attributes:
-        engine: Trains them.
-        method: What they run.
+        engine: Reaches them.
+        method: The run's method.
         model: The backbone's description.
-        clients: Who they are, by index.
+        clients: Client index -> client.
         wait_seconds: How long to wait for scores.
-        progress: Who hears of a client that has none.
+        progress: Receives a message for every client that has none.
     """
 
     engine: FlowerEngine
@@ -91,20 +91,21 @@ class RemoteClients:
     def score(
         self, scope: Literal["client", "received"], state: Payload, number: int, split: Split
     ) -> list[EvaluationRecord]:
-        """Returns what the clients scored on their own held-out examples, in client order.
+        """Returns the clients' scores on their own held-out examples, in client order.
 
         Raises:
-            QuorumError: no client did.
+            QuorumError: no client has any.
         """
-        answers = self._ask("score", state, number, {"scope": scope, "split": split})
+        replies = self._ask("score", state, number, {"scope": scope, "split": split})
         records: list[EvaluationRecord] = []
-        for client, answer in answers.items():
+        for client, reply in replies.items():
+            failure = reply.failure
             try:
-                records += [EvaluationRecord.model_validate(one) for one in answer.facts.get("records", ())]
+                records += [EvaluationRecord.model_validate(record) for record in reply.metadata.get("records", ())]
             except ValidationError:
-                answer = answer.answer(failure="its scores cannot be read")
-            if answer.failure:
-                self.progress.message(f"Round {number}: client {client} has no scores: {answer.failure}")
+                failure = "its scores cannot be read"
+            if failure:
+                self.progress.message(f"Round {number}: client {client} has no scores: {failure}")
         if not records:
             raise QuorumError(
                 f"No client scored its model in round {number}.",
@@ -112,29 +113,29 @@ class RemoteClients:
             )
         return records
 
-    def deliver(self, state: Payload, number: int) -> dict[int, Parcel]:
-        """Hands every client what its own model is made of; returns client index -> answer.
+    def deliver(self, state: Payload, number: int) -> dict[int, Message]:
+        """Sends every client what its own model is made of; returns client index -> reply.
 
-        Nothing is sent where no folder could hold the model.
+        Nothing is sent if no folder could hold the model.
         """
         if beside := self._beyond_weights(state):
             self.progress.message(
                 f"No client takes a model home: that of {self.method.name} has a part that acts beside the backbone's "
                 f"weights ({', '.join(beside)}). What a client keeps of its own is in its memory, "
-                f"work/runs/{self.engine.roster.run}/{MEMORY}."
+                f"work/runs/{self.engine.registry.run}/{MEMORY}."
             )
             return {}
-        answers = self._ask("deliver", state, number, {})
-        for client, answer in answers.items():
-            said = answer.failure or f"{answer.facts.get('folder')} ({answer.facts.get('form')})"
-            self.progress.message(f"The model of client {client}: {said}")
-        return answers
+        replies = self._ask("deliver", state, number, {})
+        for client, reply in replies.items():
+            result = reply.failure or f"{reply.metadata.get('folder')} ({reply.metadata.get('form')})"
+            self.progress.message(f"The model of client {client}: {result}")
+        return replies
 
     def _ask(
-        self, kind: Literal["score", "deliver"], state: Payload, number: int, facts: Mapping[str, Any]
-    ) -> dict[int, Parcel]:
-        """Asks every client with its excerpt of the state."""
-        return self.engine.ask(kind, number, partial(self._excerpt, state), self.wait_seconds, facts)
+        self, kind: Literal["score", "deliver"], state: Payload, number: int, metadata: Mapping[str, Any]
+    ) -> dict[int, Message]:
+        """Sends every client a request with its excerpt of the state."""
+        return self.engine.ask(kind, number, partial(self._excerpt, state), self.wait_seconds, metadata)
 
     def _excerpt(self, state: Payload, client: int) -> bytes:
         part = self.method.excerpt(state, self.model, self.clients[client])
@@ -148,40 +149,40 @@ class RemoteClients:
 
 
 def serve(
-    post: Post,
+    transport: Transport,
     settings: ServerSettings,
     folder: Path,
     *,
     progress: Progress | None = None,
     poll_seconds: float = POLL_SECONDS,
 ) -> runs.RunResult:
-    """Begins the run of a server's folder, or goes on with it from its last complete round.
+    """Starts the run of a server's folder, or resumes it from its last complete round.
 
     Args:
-        post: Carries messages to the clients.
+        transport: Reaches the clients.
         settings: The server's settings.
         folder: The server's folder; its relative paths start here.
-        progress: Who is told how it goes.
-        poll_seconds: From one look for answers to the next.
+        progress: Receives the run's progress.
+        poll_seconds: Interval between two polls for replies.
 
     Raises:
         ConfigError: `run.yaml` is not the config that the run began with.
-        QuorumError: clients are missing, or too few delivered.
+        QuorumError: clients are missing, or too few delivered an upload.
     """
     progress = progress or Silent()
     config, output = load_config(str(folder / settings.run)), folder / settings.state / RUN
-    held: list[Experiment] = []
+    prepared: list[Experiment] = []
 
-    def prepared(config: Config, output: Path, progress: Progress | None) -> Experiment:
-        held.append(prepare_remote(post, config, settings, output, progress or Silent(), poll_seconds))
-        return held[0]
+    def prepare(config: Config, output: Path, progress: Progress | None) -> Experiment:
+        prepared.append(prepare_remote(transport, config, settings, output, progress or Silent(), poll_seconds))
+        return prepared[0]
 
     if (output / "config.yaml").exists():
         _require_same(config, output)
-        result = runs.resume(output, progress=progress, preparation=prepared)
+        result = runs.resume(output, progress=progress, preparation=prepare)
     else:
-        result = runs.run(config, output, progress=progress, preparation=prepared)
-    remote = held[0].remote
+        result = runs.run(config, output, progress=progress, preparation=prepare)
+    remote = prepared[0].remote
     if settings.deliver and isinstance(remote, RemoteClients):
         saved = checkpoint.load(output / runs.CHECKPOINTS, result.rounds, fingerprint=config.fingerprint())
         remote.deliver(saved.state, result.rounds)
@@ -189,14 +190,14 @@ def serve(
 
 
 def prepare_remote(
-    post: Post,
+    transport: Transport,
     config: Config,
     settings: ServerSettings,
     output: Path,
     progress: Progress,
     poll_seconds: float = POLL_SECONDS,
 ) -> Experiment:
-    """Returns what a run with real clients holds, after waiting for them.
+    """Returns the experiment of a run with real clients, once they are connected.
 
     Raises:
         ConfigError: the config asks for what real clients cannot do.
@@ -211,37 +212,38 @@ def prepare_remote(
     load_metrics(config.evaluation.metrics)
     method, tiers = fit_method(given, config, model_of(config))
     tell_fitted(given, method, progress.message)
-    known = prepare_data(config) if settings.reads_data else None
+    data = prepare_data(config) if settings.reads_data else None
     progress.stage(f"Loading the model {config.model.path}")
     backbone = load_model(config)
-    roster = Roster(
-        post,
+    registry = ClientRegistry(
+        transport,
         run_identity(output),
         config.federation.clients,
-        facts_of(config),
+        run_metadata(config),
         check=_check_of(backbone, tiers),
-        tell=progress.message,
+        echo=progress.message,
         poll_seconds=poll_seconds,
     )
-    facts = _gather(roster, config, settings, output)
+    descriptions = _wait_for_clients(registry, config, settings, output)
     engine = FlowerEngine(
-        post,
-        roster,
-        facts_of(config),
-        output / SPOOL,
+        transport,
+        registry,
+        run_metadata(config),
+        output / UPLOADS,
         codec=config.federation.codec,
         limit_bytes=config.federation.upload_limit_bytes,
         reconnect_seconds=settings.reconnect_seconds,
         poll_seconds=poll_seconds,
     )
     clients = {
-        index: ClientInfo(index, tiers[said["budget"]], said["sizes"]["train"]) for index, said in sorted(facts.items())
+        index: ClientInfo(index, tiers[description["budget"]], description["sizes"]["train"])
+        for index, description in sorted(descriptions.items())
     }
     return Experiment(
         config,
         output,
         method,
-        _data(known, facts),
+        _remote_data(data, descriptions),
         backbone,
         list(tiers.values()),
         list(clients.values()),
@@ -251,30 +253,31 @@ def prepare_remote(
     )
 
 
-def _gather(roster: Roster, config: Config, settings: ServerSettings, output: Path) -> dict[int, Mapping[str, Any]]:
-    """Returns what every client said of itself; a run that goes on waits for a quorum only."""
+def _wait_for_clients(
+    registry: ClientRegistry, config: Config, settings: ServerSettings, output: Path
+) -> dict[int, Mapping[str, Any]]:
+    """Returns every client's description of itself; a resumed run waits for a quorum only."""
     path, federation = output / MEMBERS, config.federation
     if not (output / "config.yaml").exists() or not path.is_file():
-        members = roster.gather(settings.wait_seconds)
-        facts: dict[int, Mapping[str, Any]] = {index: member.facts for index, member in sorted(members.items())}
-        write_json(path, {str(index): {**said, "node": str(members[index].node)} for index, said in facts.items()})
-        return facts
+        clients = sorted(registry.wait_for_clients(settings.wait_seconds).items())
+        write_json(path, {str(index): {**client.description, "node": str(client.node)} for index, client in clients})
+        return {index: client.description for index, client in clients}
     wanted = wanted_count(federation.clients, federation.participation)
-    roster.gather(settings.wait_seconds, enough=quorum_count(wanted, federation.quorum))
-    return {int(index): said for index, said in json.loads(path.read_text("utf-8")).items()}
+    registry.wait_for_clients(settings.wait_seconds, enough=quorum_count(wanted, federation.quorum))
+    return {int(index): description for index, description in json.loads(path.read_text("utf-8")).items()}
 
 
 def _check_of(backbone: Backbone, tiers: Mapping[str, Budget]) -> Callable[[int, Mapping[str, Any]], str]:
-    """Returns what tells why a client cannot take part, from its index and what it said."""
+    """Returns the registry's check: why a client cannot take part, from its index and description."""
 
-    def check(client: int, facts: Mapping[str, Any]) -> str:
-        if facts.get("fedguild") != fedguild.__version__:
-            return f"it runs fedguild {facts.get('fedguild')}, the server {fedguild.__version__}"
-        if facts.get("model") != model_digest(backbone.info):
+    def check(client: int, description: Mapping[str, Any]) -> str:
+        if description.get("fedguild") != fedguild.__version__:
+            return f"it runs fedguild {description.get('fedguild')}, the server {fedguild.__version__}"
+        if description.get("model") != model_digest(backbone.info):
             return f"its model has not the form of the server's, {backbone.info.name}: look at model.path in site.yaml"
-        if facts.get("budget") not in tiers:
-            return f"it says budget '{facts.get('budget')}', but the run has {', '.join(tiers)}"
-        sizes = facts.get("sizes")
+        if description.get("budget") not in tiers:
+            return f"it says budget '{description.get('budget')}', but the run has {', '.join(tiers)}"
+        sizes = description.get("sizes")
         if not isinstance(sizes, dict) or not all(
             type(sizes.get(name)) is int and sizes[name] >= least
             for name, least in (("train", 1), ("validation", 0), ("test", 0))
@@ -285,19 +288,20 @@ def _check_of(backbone: Backbone, tiers: Mapping[str, Budget]) -> Callable[[int,
     return check
 
 
-def _data(known: PreparedData | None, facts: Mapping[int, Mapping[str, Any]]) -> RemoteData:
+def _remote_data(data: PreparedData | None, descriptions: Mapping[int, Mapping[str, Any]]) -> RemoteData:
     counts = {
-        name: [facts[index]["sizes"][name] for index in sorted(facts)] for name in ("train", "validation", "test")
+        name: [descriptions[index]["sizes"][name] for index in sorted(descriptions)]
+        for name in ("train", "validation", "test")
     }
-    if known is not None:
-        return RemoteData(known.corpus, known.clients, known.partition_table, counts)
+    if data is not None:
+        return RemoteData(data.corpus, data.clients, data.partition_table, counts)
     table = PartitionTable(labels=("examples",), counts=tuple((count,) for count in counts["train"]))
     return RemoteData(Corpus("remote", (), ()), [], table, counts)
 
 
 def _require_same(config: Config, output: Path) -> None:
-    begun = load_config(str(output / "config.yaml"))
-    if begun.fingerprint() != config.fingerprint():
+    original = load_config(str(output / "config.yaml"))
+    if original.fingerprint() != config.fingerprint():
         raise ConfigError(
             f"run.yaml is not what the run in {output} began with.",
             f"Put run.yaml back as {output / 'config.yaml'} says, or move {output} away to begin a new run.",

@@ -1,4 +1,4 @@
-"""The files that `fedguild federation init` writes."""
+"""Templates of the files that `fedguild federation init` writes."""
 
 README = """# A federation of {clients} clients
 

@@ -1,4 +1,4 @@
-"""The trainer: the long-lived process on a client's machine that keeps the backbone and answers."""
+"""The trainer: the long-lived process on a client's machine that keeps the backbone and answers requests."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import os
 from pathlib import Path
 
 from fedguild.config.site import load_site
-from fedguild.engines.flower import link
-from fedguild.federation.desk import Desk
+from fedguild.engines.flower import ipc
+from fedguild.federation.trainer_service import TrainerService
 
 
 def run_trainer(folder: Path) -> None:
-    """Loads the site's data and model, then answers until the process that started it is gone.
+    """Loads the site's data and model, then answers requests until the parent process has ended.
 
     Raises:
         FedGuildError: the site's file, data or model has a fault.
     """
     site = load_site(folder)
-    desk = Desk(site, folder)
+    service = TrainerService(site, folder)
     print(f"Loading {site.model.path}.", flush=True)
-    desk.prepare()
+    service.prepare()
     print("Ready.", flush=True)
     parent = os.getppid()
-    link.serve(desk.work, desk.answer, running=lambda: os.getppid() == parent)
+    ipc.serve(service.work, service.handle, running=lambda: os.getppid() == parent)

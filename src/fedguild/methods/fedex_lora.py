@@ -44,7 +44,7 @@ from fedguild.payload import ADAPTER, Payload, Scalar, with_part
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
 from fedguild.server.low_rank import Factors, by_module, stack
-from fedguild.server.merges import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
+from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Deployment, Method, ServerCosts, Upload
 from fedguild.server.settings import Dropout, LoraSettings, Weights
 from fedguild.server.uploads import collected, size_shares

@@ -33,7 +33,7 @@ from pydantic import Field
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.fresh_adapter import ADAPTER_SEED, fresh_adapter, fresh_seed
-from fedguild.client.merges import VERSION
+from fedguild.client.merge_ledger import VERSION
 from fedguild.client.training import train
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
@@ -41,7 +41,7 @@ from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
 from fedguild.payload import Payload, Scalar
 from fedguild.seeding import new_seed
 from fedguild.server.low_rank import weighted_product
-from fedguild.server.merges import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
+from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Deployment, Method, ServerCosts, Upload
 from fedguild.server.settings import Alpha, Dropout, MethodSettings, Targets
 from fedguild.server.uploads import collected, scaled_products

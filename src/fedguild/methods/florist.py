@@ -47,7 +47,7 @@ from fedguild.payload import Payload, Scalar, with_part
 from fedguild.seeding import new_seed
 from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import Factors, Svd, by_module, decompose, named, weighted_product
-from fedguild.server.merges import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
+from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Deployment, Method, ServerCosts, Upload
 from fedguild.server.settings import Alpha, Dropout, MethodSettings, Targets
 from fedguild.server.uploads import collected, scaled_products

@@ -22,11 +22,11 @@ from fedguild.model.four_bit import four_bit_options, quantise_experts
 from fedguild.model.frozen_linear import speed_up_frozen_linears
 from fedguild.model.info import LinearInfo, ModelInfo
 from fedguild.model.known import find_known, known_models
-from fedguild.model.merging import merged
 from fedguild.model.moe.family import Family, moe_blocks, moe_layers
 from fedguild.model.moe.view import MoeLayer
 from fedguild.model.pretrained import EMBEDDED, auto_class, load_tokenizer, loading, read_config, source_of
 from fedguild.model.runtime import Runtime
+from fedguild.model.weight_changes import merged
 from fedguild.model.weight_files import LoadingReport, check_weights
 
 _ATTENTION = {"self_attn", "attn", "SelfAttention", "EncDecAttention"}

@@ -1,4 +1,4 @@
-"""What the hooks on a backbone need to know about the forward pass that is running.
+"""State of the running forward pass, for the hooks on a backbone.
 
 The layers of a transformers model see a hidden state and nothing else. The `Runtime` of a
 backbone tells the hooks which rows belong to which slot, which tokens are padding, how many

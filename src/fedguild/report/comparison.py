@@ -13,7 +13,7 @@ from fedguild.evaluation.statistics import Spread, paired_difference, spread
 from fedguild.report import units
 from fedguild.report.costs import Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.record import BudgetFacts, Run
+from fedguild.report.run_folder import BudgetFacts, Run
 from fedguild.report.tables import RunTable, run_table, size_of
 
 MEAN = "mean"
@@ -62,7 +62,7 @@ class ComparisonTable:
         split: What the scores were measured on.
         equal_inference: Whether every budget was scored with the same active experts and inference
             FLOPs in all runs, as far as they are recorded.
-        warnings: What makes the comparison less than fair, one sentence each.
+        warnings: Reasons why the comparison may be unfair, one sentence each.
     """
 
     budgets: tuple[BudgetFacts, ...]
@@ -94,7 +94,7 @@ class ComparisonTable:
     def difference(self, label: str, column: str, against: str | None = None) -> Spread | None:
         """Returns mean and deviation of the seedwise differences to the reference.
 
-        Only seeds that both were run with count; None where there is none.
+        Only seeds that both were run with count; None without one.
 
         Args:
             label: The row.
@@ -222,25 +222,27 @@ def compare(runs: Mapping[str, Sequence[Run]], reference: str | None = None) -> 
         )
     chosen = reference if reference is not None else list(runs)[-1]
     if chosen not in runs:
-        raise ConfigError(f"The reference '{chosen}' is none of the compared methods.", nearest(chosen, runs))
+        raise ConfigError(f"The reference '{chosen}' is not one of the compared methods.", nearest(chosen, runs))
     tables = {label: [run_table(run) for run in members] for label, members in runs.items()}
     every = [table for members in tables.values() for table in members]
-    found: dict[str, list[BudgetFacts]] = {}
+    by_budget: dict[str, list[BudgetFacts]] = {}
     for row in (row for table in every for row in table.rows):
-        found.setdefault(row.budget.name, []).append(row.budget)
-    unequal = [name for name, facts in found.items() if not _equal_inference(facts)]
+        by_budget.setdefault(row.budget.name, []).append(row.budget)
+    unequal = [name for name, facts in by_budget.items() if not _equal_inference(facts)]
     warnings = _differing_runs(tables)
     warnings += [f"Budget {name} was not scored at equal inference FLOPs in all runs." for name in unequal]
     with_budgets = [table for table in every if table.rows]
-    partly = [name for name in found if len(found[name]) < len(with_budgets)]
+    partly = [name for name in by_budget if len(by_budget[name]) < len(with_budgets)]
     warnings += [f"Budget {name} was not scored in all runs." for name in partly]
-    without = [label for label, members in tables.items() if not any(table.rows for table in members)] if found else []
+    without = (
+        [label for label, members in tables.items() if not any(table.rows for table in members)] if by_budget else []
+    )
     warnings += [f"{label} has no global model, so it has no score at a budget; MTAL compares it." for label in without]
     scored = [table.mtal is not None for table in every]
     if any(scored) and not all(scored):
         warnings.append("The clients' own models (MTAL) were not scored in all runs: set evaluation.clients=true.")
     return ComparisonTable(
-        budgets=tuple(facts[0] for facts in found.values()),
+        budgets=tuple(facts[0] for facts in by_budget.values()),
         rows=tuple(_method_row(label, runs[label], tables[label]) for label in runs),
         reference=chosen,
         seeds=tuple(sorted({table.seed for table in every})),

@@ -12,7 +12,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from fedguild.report import units
 from fedguild.report.comparison import MEAN, MTAL, POOLED, RECEIVED, ComparisonTable
 from fedguild.report.costs import client_totals, mean_cost
-from fedguild.report.record import ClientScope, Run
+from fedguild.report.run_folder import ClientScope, Run
 from fedguild.report.style import FULL_WIDTH, INK, MUTED, RULE, gridlines, method_colours, styled, to_svg
 
 _MOST_METHODS_LABELLED = 4

@@ -1,4 +1,4 @@
-"""What a run cost each client: FLOPs, bytes, memory and seconds, summed over its rounds."""
+"""Costs of a run for each client: FLOPs, bytes, memory and seconds, summed over its rounds."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from fedguild.report.record import Run
-from fedguild.server.record import ClientRecord
+from fedguild.report.run_folder import Run
+from fedguild.server.run_log import ClientRecord
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a client paid for a whole run, or the mean of that over clients.
+    """Costs of a client over a whole run, or their mean over clients.
 
     Attributes:
         training_flops: Floating-point operations of its local training.
         upload_bytes: Bytes that it sent.
         download_bytes: Bytes that it received.
-        peak_memory_bytes: Largest peak memory of any of its rounds; None where no device told.
+        peak_memory_bytes: Largest peak memory of any of its rounds; None where no device reported it.
         seconds: Wall time of its local training.
     """
 
@@ -44,7 +44,7 @@ class ClientTotals:
         steps: Optimizer steps.
         tokens: Tokens of its batches, padding excluded.
         train_loss: Mean loss of its last local training.
-        cost: What it paid.
+        cost: Its costs.
     """
 
     client: int
@@ -92,7 +92,7 @@ def budget_costs(run: Run) -> dict[str, Cost]:
 
 
 def phase_seconds(run: Run) -> dict[str, float]:
-    """Returns the run's wall time by phase, longest first, with `other` for what no phase claims."""
+    """Returns the run's wall time by phase, longest first, with `other` for the remaining time."""
     totals: dict[str, float] = defaultdict(float)
     for record in run.rounds:
         for phase, seconds in record.phase_seconds.items():

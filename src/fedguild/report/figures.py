@@ -37,7 +37,7 @@ def score_curves(curves: Mapping[str, Curve], split: str, key: str = "curves") -
     """Returns the scores over the rounds, one line per budget, each named where it ends.
 
     Args:
-        curves: Budget, as its line shall be named -> (round, score), in the order of the tables.
+        curves: Label of a budget's line -> (round, score), in the order of the tables.
         split: What the scores were measured on.
         key: Prefix of the ids in the SVG.
     """
@@ -63,7 +63,7 @@ def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str) ->
     """Returns a row per client with a mark for each of its models' scores, joined by a line.
 
     Args:
-        scores: Model, as its marks shall be named -> client -> score, or None where there is none.
+        scores: Label of a model's marks -> client -> score, or None where there is none.
         split: What the scores were measured on.
     """
     clients = list(dict.fromkeys(client for model in scores.values() for client in model))
@@ -178,7 +178,7 @@ def partition_bubbles(labels: Sequence[str], counts: NDArray[np.int64], clients:
 
 
 def cost_bars(costs: Mapping[str, Cost]) -> str:
-    """Returns what a client of each budget pays over a run, a panel per kind of cost.
+    """Returns the costs of a client of each budget over a run, a panel per kind of cost.
 
     Args:
         costs: Budget name -> mean cost of its clients, in the order of the tables.

@@ -14,7 +14,7 @@ class Cell:
     """One entry of a grid.
 
     Attributes:
-        text: What it says.
+        text: The content.
         note: A second, smaller line, on a page only; a terminal and Markdown leave it out.
         strong: Whether it stands out, for example as the best of its column.
     """

@@ -18,7 +18,7 @@ from fedguild.report.comparison import ComparisonTable, compare
 from fedguild.report.costs import budget_costs, client_totals, phase_seconds
 from fedguild.report.observation_figures import MOST_NAMED, observation_figure
 from fedguild.report.observations import Series, observation_grid, observed
-from fedguild.report.record import Run, load_run
+from fedguild.report.run_folder import Run, load_run
 from fedguild.report.stability import stability_grids
 from fedguild.report.summary import budget_title, comparison_summary, run_summary
 from fedguild.report.tables import RunTable, routing_grid, run_table, task_grid, training_grid
@@ -33,7 +33,7 @@ def write_report(run_folder: Path) -> Path:
     """Writes `report.html` into a run folder and returns its path.
 
     Raises:
-        CheckpointError: the folder is none of a run, or damaged, or has no score yet.
+        CheckpointError: the folder is not that of a run, or damaged, or has no score yet.
         FedGuildError: the page cannot be written.
     """
     return _write(run_folder / REPORT_FILE, "run.html.j2", _run_page(load_run(run_folder)))
@@ -52,7 +52,7 @@ def write_comparison(
 
     Raises:
         ConfigError: the runs cannot be compared, or the reference is unknown.
-        CheckpointError: a folder is none of a run, or damaged, or has no score yet.
+        CheckpointError: a folder is not that of a run, or damaged, or has no score yet.
         FedGuildError: the page cannot be written.
     """
     loaded = {label: [load_run(folder) for folder in folders] for label, folders in runs.items()}
@@ -122,7 +122,7 @@ def _comparison_page(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) 
 
 
 def _facts(run: Run, *, method: bool = True) -> list[str]:
-    """Returns what the run is, in a few words each."""
+    """Returns the facts about the run, in a few words each."""
     facts = [f"method {run.method}"] if method else []
     for path, word in ((("model", "path"), "model"), (("data", "corpus"), "data")):
         value = run.setting(*path)
@@ -176,7 +176,7 @@ def _personal(run: Run, table: RunTable) -> dict[str, Any] | None:
 
 
 def _observation(series: Series, place: int) -> dict[str, Any]:
-    """Returns a figure of the method's own, with what to say below it."""
+    """Returns a figure of the method's own, with its caption."""
     of = f", in {series.unit}" if series.unit else ""
     if series.is_over_rounds:
         caption = (

@@ -1,4 +1,4 @@
-"""The figures of what a method reports: lines over the rounds, heat maps of the last one or of a row in each."""
+"""Figures of what a method reports: lines over the rounds, heat maps of the last round or of one row in each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from fedguild.report.observations import Series
 from fedguild.report.style import FULL_WIDTH, HEAT, INK, MUTED, gridlines, method_colours, styled, to_svg
-from fedguild.server.record import ObservationRecord
+from fedguild.server.run_log import ObservationRecord
 
 MOST_NAMED = 8
 """Rows beyond which the lines are thin and unnamed, and their mean stands out."""
@@ -26,7 +26,7 @@ def observation_figure(series: Series, key: str) -> str:
     A figure of one such row is shown in all rounds, one below the other.
 
     Args:
-        series: What the method reported.
+        series: The reported figure.
         key: Prefix of the ids in the SVG.
     """
     return _heat_map(series.matrix(), key) if series.is_matrix else _lines(series, key)

@@ -1,4 +1,4 @@
-"""What methods report of their own rounds, gathered by name: over the rounds, and over the seeds."""
+"""Observations that methods report of their own rounds, gathered by name over the rounds and the seeds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from statistics import fmean
 
 from fedguild.evaluation.statistics import spread
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.record import Run
-from fedguild.server.record import ObservationRecord
+from fedguild.report.run_folder import Run
+from fedguild.server.run_log import ObservationRecord
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Series:
     """One figure of a run over its rounds.
 
     Attributes:
-        name: What it is.
+        name: Name of the figure.
         unit: The unit of its values; empty for a pure number.
-        records: What was reported, one for each round, in order.
+        records: The records, one for each round, in order.
     """
 
     name: str
@@ -59,16 +59,16 @@ class Series:
         return self.name[:1].upper() + self.name[1:]
 
     def lines(self) -> dict[str, list[tuple[int, float]]]:
-        """Returns row -> (round, value), for figures with one value in a row; values that are no number are left out.
+        """Returns row -> (round, value), for figures with one value in a row; NaN and infinity are left out.
 
         A row that some rounds lack has a shorter line.
         """
-        found: dict[str, list[tuple[int, float]]] = {}
+        points: dict[str, list[tuple[int, float]]] = {}
         for record in self.records:
             for row, (value, *_) in zip(record.rows, record.values, strict=True):
                 if math.isfinite(value):
-                    found.setdefault(row, []).append((record.round, value))
-        return found
+                    points.setdefault(row, []).append((record.round, value))
+        return points
 
 
 def observed(run: Run) -> list[Series]:
@@ -101,12 +101,12 @@ def observation_grid(runs: Mapping[str, Sequence[Run]]) -> Grid | None:
 
 def _over_seeds(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[str]]]:
     """Yields the name, the unit and the printed mean, smallest and largest value of each figure."""
-    found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    by_figure: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for series in (series for run in runs for series in observed(run)):
         values = [value for row in series.last.values for value in row if math.isfinite(value)]
         if values:
-            found.setdefault((series.name, series.unit), []).append((fmean(values), min(values), max(values)))
-    for (name, unit), seeds in found.items():
+            by_figure.setdefault((series.name, series.unit), []).append((fmean(values), min(values), max(values)))
+    for (name, unit), seeds in by_figure.items():
         yield name, unit, [_printed(column) for column in zip(*seeds, strict=True)]
 
 

@@ -26,7 +26,7 @@ def overview(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str], t
     Args:
         tables: Column -> its comparison; all have the same methods.
         scores: Label -> its score: `mean`, `mtal`, `received` or `pooled`.
-        title: What the table is called.
+        title: The title.
     """
     first = next(iter(tables.values()))
     labels = [row.label for row in first.rows]
@@ -66,11 +66,11 @@ def adds_to(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str]) ->
 
 
 def _meaning(scores: Mapping[str, str]) -> str:
-    """Returns what is shown, in words: what most rows have first, then who has something else."""
+    """Returns what is shown, in words: the score of most rows, then the rows with another one."""
     (usual, _), *others = Counter(scores.values()).most_common()
     parts = [_MEANING[usual]]
     for score, _ in others:
-        names = [label for label, own in scores.items() if own == score]
+        names = [label for label, shown in scores.items() if shown == score]
         parts.append(f"{', '.join(names)}: {_MEANING[score]}")
     return "; ".join(parts)
 

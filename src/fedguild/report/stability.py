@@ -1,4 +1,4 @@
-"""One entry of an observed figure, round by round and seed by seed: how stable it is (FedAMoLE, Table 7)."""
+"""Stability of one entry of an observed figure, over the rounds and the seeds (FedAMoLE, Table 7)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from fedguild.errors import ConfigError, nearest
 from fedguild.report.grid import Cell, Grid
 from fedguild.report.observations import Series, observed
-from fedguild.report.record import Run
+from fedguild.report.run_folder import Run
 
 
 def entry_over_seeds(runs: Sequence[Run], figure: str, row: str, column: str = "", *, rounds: int = 5) -> Grid:
@@ -26,11 +26,11 @@ def entry_over_seeds(runs: Sequence[Run], figure: str, row: str, column: str = "
     Raises:
         ConfigError: a run reports no such figure, row or column.
     """
-    found = [_values(run, figure, row, column) for run in runs]
-    common = sorted(set.intersection(*(set(values) for values in found)))[-rounds:]
+    values_by_run = [_values(run, figure, row, column) for run in runs]
+    common = sorted(set.intersection(*(set(values) for values in values_by_run)))[-rounds:]
     body = tuple(
         (Cell(str(run.setting("seed", default=""))), *(Cell(f"{values[number]:.4g}") for number in common))
-        for run, values in zip(runs, found, strict=True)
+        for run, values in zip(runs, values_by_run, strict=True)
     )
     place = f"{row}, {column}" if column else row
     return Grid(f"{figure}: {place}", (Cell("Seed"), *(Cell(f"round {number}") for number in common)), body)

@@ -1,6 +1,6 @@
-"""How every figure looks, and how it becomes SVG inside a page.
+"""Common style of all figures, and their rendering as SVG inside a page.
 
-Methods take the colours of Okabe and Ito (2008), which stay apart for colour-blind readers; budgets
+Methods take the colours of Okabe and Ito (2008), which colour-blind readers can tell apart; budgets
 are ordered, so they take one scale from dark to light. Text stays text: it follows the page's font
 and can be selected and searched.
 """
@@ -93,7 +93,7 @@ def to_svg(figure: Figure, key: str, description: str) -> str:
     Args:
         figure: A figure drawn within `styled(key)`.
         key: Prefix of every id, so that several figures share a page.
-        description: What a reader who cannot see it should know; becomes the accessible name.
+        description: Text alternative for readers who cannot see the figure; becomes the accessible name.
     """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

@@ -1,11 +1,11 @@
-"""The outcome in plain words, computed from the numbers of a table."""
+"""A comparison's outcome in plain words, computed from the numbers of a table."""
 
 from __future__ import annotations
 
 from fedguild.evaluation.statistics import Spread
 from fedguild.report import units
 from fedguild.report.comparison import MEAN, MTAL, ComparisonTable
-from fedguild.report.record import BudgetFacts
+from fedguild.report.run_folder import BudgetFacts
 from fedguild.report.tables import RunTable
 
 
@@ -45,18 +45,18 @@ def _personal_summary(table: RunTable, after: str) -> list[str]:
 
 def _on_own_data(table: RunTable) -> list[str]:
     """Returns the sentence about the clients' own data, where a global model is the main result."""
-    said = [
+    parts = [
         f"{whose} score {units.score(score)}"
         for whose, score in (("own models", table.mtal), ("next models", table.received))
         if score is not None
     ]
-    return [f"On their own data the clients' {' and their '.join(said)} on average."] if said else []
+    return [f"On their own data the clients' {' and their '.join(parts)} on average."] if parts else []
 
 
 def comparison_summary(table: ComparisonTable) -> list[str]:
-    """Returns, a sentence each, who leads whom at the smallest budget and at what cost.
+    """Returns, a sentence each, which method leads at the smallest budget, by how much and at what cost.
 
-    The lead is the paired difference over the seeds, held against the spread between them.
+    The lead is the paired difference over the seeds, compared with the spread between them.
     """
     column = _decisive_column(table)
     rivals = [row.label for row in table.rows if row.label != table.reference and row.spread(column)]
@@ -78,7 +78,7 @@ def _decisive_column(table: ComparisonTable) -> str:
 
 
 def _lead(table: ComparisonTable, leader: str, column: str) -> str:
-    """Returns the paired difference, and whether it exceeds what the seeds do to either method."""
+    """Returns the paired difference, and whether it exceeds either method's spread between seeds."""
     difference = table.difference(leader, column)
     if difference is None:
         return ""
@@ -97,14 +97,14 @@ def _elsewhere(table: ComparisonTable, leader: str) -> list[str]:
     mean = table.difference(leader, MEAN) if MEAN in table.columns else None
     if mean is not None:
         sentences.append(f"Averaged over the {len(table.budgets)} budgets the difference is {_signed(mean)}.")
-    own = table.difference(leader, MTAL) if table.budgets else None
-    if own is not None and _decisive_column(table) != MTAL:
-        sentences.append(f"Between the clients' own models on their own data it is {_signed(own)}.")
+    difference = table.difference(leader, MTAL) if table.budgets else None
+    if difference is not None and _decisive_column(table) != MTAL:
+        sentences.append(f"Between the clients' own models on their own data it is {_signed(difference)}.")
     return sentences
 
 
 def _costs(table: ComparisonTable, leader: str, column: str) -> list[str]:
-    """Returns the sentence about what a client of the smallest budget pays for training and sends."""
+    """Returns the sentence about the training FLOPs and the upload of a client of the smallest budget."""
     ours, theirs = table.row(leader), table.row(table.reference)
     facts = []
     if column in ours.training_flops and theirs.training_flops.get(column):

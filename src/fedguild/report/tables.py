@@ -1,4 +1,4 @@
-"""One run in numbers: what every budget and every client gets, and what it cost."""
+"""Tables of one run: the scores and costs of every budget and every client."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from fedguild.report import units
 from fedguild.report.costs import ClientTotals, Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.record import MEANS, BudgetFacts, Run
-from fedguild.server.record import EvaluationRecord, RoutingRecord
+from fedguild.report.run_folder import MEANS, BudgetFacts, Run
+from fedguild.server.run_log import EvaluationRecord, RoutingRecord
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class RunTable:
             body.append(_summary_row("Mean over budgets", self.mean_before, units.score(self.mean), len(header)))
         if self.mtal is not None:
             rules.add(len(self.rows))
-            own = units.score_over(self.mtal, self.deviations.get("mtal"))
-            body.append(_summary_row("Clients' own models, own data", self.clients_before, own, len(header)))
+            mtal = units.score_over(self.mtal, self.deviations.get("mtal"))
+            body.append(_summary_row("Clients' own models, own data", self.clients_before, mtal, len(header)))
         if self.received is not None:
             rules.add(len(self.rows))
             received = units.score_over(self.received, self.deviations.get("received"))
@@ -207,7 +207,7 @@ def size_of(budget: BudgetFacts) -> tuple[float, float]:
 
 
 def training_grid(totals: Iterable[ClientTotals]) -> Grid:
-    """Returns the table of clients' training: what each trained on, and what it paid."""
+    """Returns the table of clients' training: the data and the costs of each."""
     header = ["Client", "Budget", "Experts", "Rank", "Examples", "Steps", "Tokens", "Train loss"]
     header += ["Training FLOPs", "Upload", "Download", "Peak memory", "Time"]
     body = []
@@ -260,25 +260,25 @@ def _budget_row(
 
 def _deviations(run: Run) -> dict[str, float]:
     """Returns the deviations over clients at the last evaluated round, by the name of their mean."""
-    found = {name: run.client_deviation(scope, run.last_round) for scope, name in MEANS.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    deviations = {name: run.client_deviation(scope, run.last_round) for scope, name in MEANS.items()}
+    return {name: value for name, value in deviations.items() if value is not None}
 
 
 def _client_rows(run: Run) -> tuple[ClientRow, ...]:
     """Returns the clients with a score of their own, by name; one without examples has none."""
     budgets = {f"client-{record.client:03d}": record.budget for record in run.clients}
     first = run.scored("client", 0) or run.scored("received", 0)
-    own, received = run.scored("client", run.last_round), run.scored("received", run.last_round)
+    own_scores, received_scores = run.scored("client", run.last_round), run.scored("received", run.last_round)
     return tuple(
         ClientRow(
             client=name,
             budget=budgets.get(name, ""),
-            examples=(own.get(name) or received[name]).examples,
+            examples=(own_scores.get(name) or received_scores[name]).examples,
             before=_score_of(first.get(name)),
-            own=_score_of(own.get(name)),
-            received=_score_of(received.get(name)),
+            own=_score_of(own_scores.get(name)),
+            received=_score_of(received_scores.get(name)),
         )
-        for name in sorted({*own, *received})
+        for name in sorted({*own_scores, *received_scores})
     )
 
 

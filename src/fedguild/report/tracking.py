@@ -1,4 +1,4 @@
-"""The same records as TensorBoard events, for those who watch there; figures with columns are for the page alone."""
+"""TensorBoard events with a run's records; figures with columns appear on the page alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedguild.errors import ConfigError
-from fedguild.server.record import ClientRecord, EvaluationRecord, ObservationRecord, Record, RoundRecord
+from fedguild.server.run_log import ClientRecord, EvaluationRecord, ObservationRecord, Record, RoundRecord
 
 
 class Tracker:

@@ -1,4 +1,4 @@
-"""What an engine is and what it promises: it moves tasks out to the clients and deliveries back.
+"""The protocol of engines, which carry tasks to the clients and deliveries back.
 
 Whatever can go wrong with them is decided by the round (`fedguild.server.rounds`), which is the same
 on every engine.

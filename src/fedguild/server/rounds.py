@@ -18,26 +18,12 @@ from fedguild.errors import UploadError
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.clock import Clock
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms, not_needed, too_late
+from fedguild.server.engine import Delivery, Engine, Task, Terms
 from fedguild.server.method import Method, Upload
 from fedguild.server.sampling import require_quorum, sample, wanted_count
 from fedguild.server.validation import check_size, check_upload
 from fedguild.wire.accounting import Traffic, count_traffic, size_bytes
 from fedguild.wire.codec import shrunk_shapes
-
-__all__ = [
-    "WAIT_FOR_ALL",
-    "Delivery",
-    "Engine",
-    "Outcome",
-    "Stray",
-    "Task",
-    "Terms",
-    "frequencies",
-    "not_needed",
-    "run_round",
-    "too_late",
-]
 
 NOTHING = "nothing was delivered"
 

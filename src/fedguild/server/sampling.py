@@ -1,4 +1,4 @@
-"""Which clients take part in a round, and whether enough of them delivered."""
+"""Sampling of the clients of a round, and its quorum."""
 
 from __future__ import annotations
 

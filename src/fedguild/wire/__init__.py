@@ -1,1 +1,1 @@
-"""Stage 5 of 9: wire. What crosses a client's boundary: payloads, their bytes, and the count of them."""
+"""Stage 5 of 9: wire. Payloads at a client's boundary: their encoding, and the count of their bytes."""

@@ -1,4 +1,4 @@
-"""What a payload costs on the wire, counted by the same code on every engine."""
+"""Byte counts of payloads on the wire, by the same code on every engine."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def bytes_by_part(payload: Payload) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one client received and sent in one round.
+    """Bytes that one client received and sent in one round.
 
     Attributes:
         round: The round.
         client: The client's index.
         download_by_part: Part -> bytes from the server to the client.
-        upload_by_part: Part -> bytes from the client to the server; empty where none arrived.
+        upload_by_part: Part -> bytes from the client to the server; empty without an upload.
     """
 
     round: int

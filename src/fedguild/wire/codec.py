@@ -1,8 +1,8 @@
-"""A payload as bytes and back: safetensors on every engine, never a pickle.
+"""Encoding of payloads as bytes: safetensors on every engine, never a pickle.
 
-Before it is encoded a payload may be shrunk: its large fp32 tensors are written in bf16, or in int8 with
-one fp32 scale per row. What shrinking loses is lost on every engine alike (`through`), so that a result
-does not depend on where the clients ran.
+A payload may be shrunk before it is encoded: its large fp32 tensors are written in bf16, or in int8 with
+one fp32 scale per row. The loss is the same on every engine (`through`), so that a result does not depend
+on where the clients ran.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALLEST_SHRUNK = 2048
 EXACT_PARTS = ("merge",)
 """Parts that stay exact whatever their size: changes of the backbone, of which every site holds the same bits."""
 BF16, INT8, SCALE = "#bf16", "#int8", "#scale"
-"""What is put behind the name of a tensor that is not as it was."""
+"""Suffix of the name of a tensor that was shrunk."""
 _LARGEST = 127
 
 
@@ -41,8 +41,8 @@ def decode(data: bytes, source: str = "A payload") -> Payload:
     """Returns the payload that `encode` wrote, its tensors on the CPU and sorted by name.
 
     Args:
-        data: Bytes from a peer, who may have sent anything.
-        source: Whose bytes they are, as the error message names them.
+        data: Bytes from an untrusted peer.
+        source: Description of their origin for error messages.
 
     Raises:
         UploadError: the bytes are cut off, damaged, or something else.

@@ -1,7 +1,7 @@
-"""Flower's Grid without its network: real messages, the real apps' handlers, the real trainer code.
+"""Flower's Grid without its network: real messages, the real ClientApp, the real trainer code.
 
-A message is taken apart and put together again as Flower does it, and handed to the node's ClientApp
-in its turn. Nodes can be cut off, made slow, or made to answer something else.
+A message is serialised and parsed as Flower does it, and handed to the node's ClientApp in its turn. Nodes can be
+disconnected, delayed, or made to reply something else.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, RecordDict
+from flwr.app import Message as FlowerMessage
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedguild.engines.flower.adapter import make_client_app
-from fedguild.engines.flower.parcel import Parcel
+from fedguild.engines.flower.message import Message
 
-Answering = Callable[[Parcel], Parcel | None]
+Handler = Callable[[Message], Message | None]
 
 
 @dataclass
@@ -28,28 +29,28 @@ class LoopbackNode:
 
     Attributes:
         id: Its number.
-        answer: What its trainer answers; None is silence.
+        handle: Returns its trainer's reply; None for no reply at all.
         name: The name that its key was registered for.
-        online: Whether it is there.
-        error: A Flower error code that it answers with instead.
-        inbox: Messages that wait.
+        online: Whether it is connected.
+        error: A Flower error code that it replies with instead.
+        inbox: Messages that it has not handled.
     """
 
     id: int
-    answer: Answering
+    handle: Handler
     name: str = ""
     online: bool = True
     error: int | None = None
-    inbox: deque[Message] = field(default_factory=deque)
+    inbox: deque[FlowerMessage] = field(default_factory=deque)
 
 
 class LoopbackGrid(Grid):
-    """A Grid over nodes in this process; the answers of `withheld` nodes are kept back."""
+    """A Grid over nodes in this process; the replies of `withheld` nodes are kept back."""
 
     def __init__(self, nodes: Iterable[LoopbackNode]) -> None:
-        self.known = {node.id: node for node in nodes}
-        self.replies: dict[str, Message] = {}
-        self.owner: dict[str, int] = {}
+        self.nodes = {node.id: node for node in nodes}
+        self.replies: dict[str, FlowerMessage] = {}
+        self.receiver: dict[str, int] = {}
         self.withheld: set[int] = set()
         self.sent = 0
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
@@ -61,56 +62,55 @@ class LoopbackGrid(Grid):
     def run(self) -> object:
         return None
 
-    def create_message(self, *_: object, **__: object) -> Message:
+    def create_message(self, *_: object, **__: object) -> FlowerMessage:
         raise NotImplementedError
 
-    def send_and_receive(self, *_: object, **__: object) -> list[Message]:
+    def send_and_receive(self, *_: object, **__: object) -> list[FlowerMessage]:
         raise NotImplementedError
 
     def get_node_ids(self) -> list[int]:
-        return [node.id for node in self.known.values() if node.online]
+        return [node.id for node in self.nodes.values() if node.online]
 
     def get_nodes(self) -> list[NodeInfo]:
-        return [NodeInfo(node_id=node.id, name=node.name) for node in self.known.values() if node.online]
+        return [NodeInfo(node_id=node.id, name=node.name) for node in self.nodes.values() if node.online]
 
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        tickets = []
+    def push_messages(self, messages: Iterable[FlowerMessage]) -> list[str]:
+        ids = []
         for message in messages:
             self.sent += 1
-            ticket = f"ticket-{self.sent}"
-            message.metadata.__dict__["_message_id"] = ticket
-            self.owner[ticket] = message.metadata.dst_node_id
-            self.known[message.metadata.dst_node_id].inbox.append(over_the_wire(message))
-            tickets.append(ticket)
-        return tickets
+            ids.append(f"message-{self.sent}")
+            message.metadata.__dict__["_message_id"] = ids[-1]
+            self.receiver[ids[-1]] = message.metadata.dst_node_id
+            self.nodes[message.metadata.dst_node_id].inbox.append(over_the_wire(message))
+        return ids
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        for node in list(self.known.values()):
+    def pull_messages(self, message_ids: Iterable[str]) -> list[FlowerMessage]:
+        for node in list(self.nodes.values()):
             if node.online and node.inbox:
                 self._handle(node)
-        ready = [ticket for ticket in message_ids if ticket in self.replies and self.owner[ticket] not in self.withheld]
-        return [self.replies.pop(ticket) for ticket in ready]
+        ready = [id for id in message_ids if id in self.replies and self.receiver[id] not in self.withheld]
+        return [self.replies.pop(id) for id in ready]
 
     def _handle(self, node: LoopbackNode) -> None:
-        """Lets a node work on its next message; it may lose it meanwhile, or never answer."""
+        """Lets a node handle its next message; it may lose the message meanwhile, or never reply."""
         message, silent = node.inbox[0], False
 
-        def watched(parcel: Parcel, settings: object) -> Parcel:
+        def handle(request: Message) -> Message:
             nonlocal silent
-            answer = node.answer(parcel)
-            silent = answer is None
-            return parcel.answer() if answer is None else answer
+            reply = node.handle(request)
+            silent = reply is None
+            return request.reply() if reply is None else reply
 
         if node.error is not None:
-            reply = Message(Error(code=node.error, reason="on purpose"), reply_to=message)
+            reply = FlowerMessage(Error(code=node.error, reason="on purpose"), reply_to=message)
         else:
             context = Context(run_id=1, node_id=node.id, node_config={}, state=RecordDict(), run_config={})
-            reply = make_client_app(watched)(message, context)
+            reply = make_client_app(handle)(message, context)
         node.inbox.remove(message)
         if not silent:
             self.replies[message.metadata.message_id] = over_the_wire(reply)
 
 
-def over_the_wire(message: Message) -> Message:
+def over_the_wire(message: FlowerMessage) -> FlowerMessage:
     """Returns a message as its receiver has it."""
     return message_from_proto(message_to_proto(message))

@@ -1,4 +1,4 @@
-"""The engine `flower` gives the results of `local`, bit for bit; here without Flower's network."""
+"""Equality of the engines `flower` and `local`, bit for bit; here on the loopback Grid."""
 
 from __future__ import annotations
 
@@ -10,21 +10,9 @@ import torch
 
 from fedguild import experiment
 from fedguild.methods import METHODS
-from tests.engines.equality import case_config, save_models, traffic
-from tests.engines.flower.guild import QUICK, desks_of, grid_of, serve_on, small_config
+from tests.engines.equality import case_config, newest_memory, save_models, site_memory, traffic
+from tests.engines.flower.loopback_federation import QUICK, grid_of, serve_on, small_config, trainers_of
 from tests.experiment.runs import Ended, assert_same, ended, save_model
-
-
-def newest(run: Ended) -> Ended:
-    """Returns a run with the newest memory of each client only."""
-    memory = {name.split("/")[-2]: content for name, content in sorted(run.memory.items())}
-    return replace(run, memory=memory)
-
-
-def memories(folder: Path) -> dict[str, bytes]:
-    """Returns client -> its newest memory, wherever it lies below a folder."""
-    paths = sorted(folder.rglob("*.memory"), key=lambda path: path.name)
-    return {path.parent.name: path.read_bytes() for path in paths}
 
 
 @pytest.fixture(scope="module")
@@ -36,34 +24,33 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_flower_gives_the_results_of_local(label: str, models: dict[str, Path], tmp_path: Path) -> None:
     config = case_config(label, models)
     experiment.run(config, tmp_path / "local")
-    desks = desks_of(config, tmp_path / "sites")
-    serve_on(grid_of(desks), config, tmp_path / "server")
+    trainers = trainers_of(config, tmp_path / "sites")
+    serve_on(grid_of(trainers), config, tmp_path / "server")
     assert traffic(tmp_path / "server/state/run") == traffic(tmp_path / "local")
-    found, expected = (ended(folder) for folder in (tmp_path / "server/state/run", tmp_path / "local"))
-    assert_same(replace(found, memory=memories(tmp_path / "sites")), newest(expected))
-    assert {desk.loads for desk in desks} == {1}
+    remote = replace(ended(tmp_path / "server/state/run"), memory=site_memory(tmp_path / "sites"))
+    assert_same(remote, newest_memory(ended(tmp_path / "local")))
+    assert {trainer.loads for trainer in trainers} == {1}
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
-def test_a_codec_loses_the_same_on_every_engine(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_codec_rounds_alike_on_every_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedguild.wire.codec.SMALLEST_SHRUNK", 1)
     model = save_model(tmp_path / "model")
-    plain, coded = (
-        small_config(model, *QUICK, f"federation.codec={name}", base="fedit/tiny-tasks") for name in ("fp32", codec)
-    )
-    experiment.run(plain, tmp_path / "plain")
-    experiment.run(coded, tmp_path / "local")
-    serve_on(grid_of(desks_of(coded, tmp_path)), coded, tmp_path / "server")
-    exact, local, flower = (
-        ended(folder) for folder in (tmp_path / "plain", tmp_path / "local", tmp_path / "server/state/run")
-    )
-    assert_same(replace(flower, memory={}), replace(local, memory={}))
-    changed = [
-        name for name, tensor in exact.state.tensors.items() if not torch.equal(tensor, local.state.tensors[name])
-    ]
-    assert changed
 
-    def sent(run: Ended) -> int:
+    def run(codec: str) -> Ended:
+        """Runs on `local` with a codec, and on `flower` too if it rounds; returns how both ended."""
+        config = small_config(model, *QUICK, f"federation.codec={codec}", base="fedit/tiny-tasks")
+        experiment.run(config, tmp_path / codec / "local")
+        local = ended(tmp_path / codec / "local")
+        if codec != "fp32":
+            serve_on(grid_of(trainers_of(config, tmp_path / codec)), config, tmp_path / codec / "server")
+            remote = ended(tmp_path / codec / "server/state/run")
+            assert_same(replace(remote, memory={}), replace(local, memory={}))
+        return local
+
+    def uploaded_bytes(run: Ended) -> int:
         return sum(record["upload_bytes"] for record in run.records if record["kind"] == "client")
 
-    assert sent(local) < 0.75 * sent(exact)
+    exact = run("fp32")
+    for rounded in (run("bf16"), run("int8")):
+        assert any(not torch.equal(tensor, rounded.state.tensors[name]) for name, tensor in exact.state.tensors.items())
+        assert uploaded_bytes(rounded) < 0.75 * uploaded_bytes(exact)

@@ -1,4 +1,4 @@
-"""The guide's commands, run as they are written, on 127.0.0.1."""
+"""The commands of the federation guide, run as they are written, on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from fedguild.config.site import AcceptSettings
-from tests.engines.flower.processes import FAST, Started, wait_for
+from tests.engines.flower.federation_processes import FAST, Command, wait_for
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/federation.md"
-STAYS = re.compile(r'# terminal: (?P<name>\S+), until "(?P<said>[^"]+)"\n(?P<command>.*)', re.DOTALL)
+STAYS = re.compile(r'# terminal: (?P<name>\S+), until "(?P<output>[^"]+)"\n(?P<command>.*)', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Block:
 
 def blocks() -> list[Block]:
     """Returns the guide's blocks, in order."""
-    found = re.findall(r"^```(\w+)\n(.*?)^```$", GUIDE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
-    return [Block(language, text) for language, text in found]
+    fenced = re.findall(r"^```(\w+)\n(.*?)^```$", GUIDE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    return [Block(language, text) for language, text in fenced]
 
 
-def test_the_example_of_an_agreement_is_one() -> None:
+def test_the_example_of_a_site_policy_is_valid() -> None:
     (example,) = (block for block in blocks() if block.language == "yaml")
     accepted = AcceptSettings.model_validate(yaml.safe_load(example.text)["accept"])
     assert accepted.leave == ("adapter/*",)
@@ -41,32 +41,35 @@ def test_the_example_of_an_agreement_is_one() -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_every_command_of_the_guide_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
     environment = {**os.environ, **FAST, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    staying: list[Started] = []
-    said = ""
+    started: list[Command] = []
+    output = ""
     try:
         for block in blocks():
             if block.language == "sh" and (stays := STAYS.fullmatch(block.text)):
                 program, *arguments = stays["command"].split()
                 assert program == "fedguild"
-                staying.append(Started(arguments, tmp_path / f"{stays['name']}.out"))
-                wait_for(lambda here=staying[-1], text=stays["said"]: text in here.said(), staying[-1])  # type: ignore[misc]
+                command = Command(arguments, tmp_path / f"{stays['name']}.out")
+                started.append(command)
+                wait_for(lambda command=command, text=stays["output"]: text in command.output(), command)  # type: ignore[misc]
             elif block.language in ("sh", "python"):
-                command = ["bash", "-euc", block.text] if block.language == "sh" else [sys.executable, "-c", block.text]
+                interpreter = ["bash", "-euc"] if block.language == "sh" else [sys.executable, "-c"]
+                command_line = [*interpreter, block.text]
                 done = subprocess.run(
-                    command, env=environment, capture_output=True, text=True, timeout=600, check=False
+                    command_line, env=environment, capture_output=True, text=True, timeout=600, check=False
                 )
                 assert done.returncode == 0, f"{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
-                said += done.stdout + done.stderr
+                output += done.stdout + done.stderr
     finally:
-        for started in reversed(staying):
-            started.end()
-    assert "client-002 is there" in said
-    assert "What does cat number 7 say?" in said
+        for command in reversed(started):
+            command.terminate()
+    assert "client-002 is there" in output
+    assert "What does cat number 7 say?" in output
     assert (tmp_path / "guild/server/state/run/report.html").is_file()
     for index in range(3):
         assert (tmp_path / f"guild/client-{index:03d}/work/models/latest/adapter_config.json").is_file()

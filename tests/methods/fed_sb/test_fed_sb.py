@@ -23,8 +23,8 @@ from fedguild.model.slots import SlotModel
 from fedguild.model.targets import targeted_shapes
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import torch_rng
+from fedguild.server.engine import Task
 from fedguild.server.method import Upload
-from fedguild.server.rounds import Task
 from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 from tests.oracles.fed_sb import sketched_gradient, start, update, weighted_mean

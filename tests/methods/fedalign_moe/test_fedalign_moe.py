@@ -22,8 +22,8 @@ from fedguild.model.moe.view import Routing
 from fedguild.model.plan import trainable_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload, with_part
+from fedguild.server.engine import Task
 from fedguild.server.method import Upload
-from fedguild.server.rounds import Task
 from fedguild.server.validation import check_upload
 from fedguild.wire.codec import decode, encode
 from tests.backbones import PAD, random_rows, tiny_backbone

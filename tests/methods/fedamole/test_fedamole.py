@@ -21,8 +21,8 @@ from fedguild.methods.fedamole.pool import COMMON, EXPERT, EXPERTS, TOKEN, Pool,
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
+from fedguild.server.engine import Task
 from fedguild.server.method import Upload
-from fedguild.server.rounds import Task
 from fedguild.server.validation import check_upload
 from fedguild.wire.codec import decode, encode
 from tests.backbones import tiny_backbone

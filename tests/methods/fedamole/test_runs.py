@@ -18,7 +18,7 @@ from fedguild.model.backbone import describe_config
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
-from fedguild.server.record import EvaluationRecord, ObservationRecord, RunLog
+from fedguild.server.run_log import EvaluationRecord, ObservationRecord, RunLog
 from fedguild.wire.accounting import count_traffic
 from tests.experiment.runs import Killed, assert_same, ended, kill_at, save_model, small_settings
 

@@ -19,7 +19,7 @@ from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
-from fedguild.server.rounds import Task
+from fedguild.server.engine import Task
 from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client, upload
 from tests.oracles import pfl_moe as oracle

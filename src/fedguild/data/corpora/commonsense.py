@@ -44,8 +44,8 @@ _FORMAT = re.compile(r"Answer format:\s*(\S+)\s*$")
 
 def accepted_answers(instruction: str) -> tuple[str, ...]:
     """Returns the answers that an instruction accepts; empty where it does not say."""
-    found = _FORMAT.search(instruction)
-    return tuple(found.group(1).split("/")) if found else ()
+    match = _FORMAT.search(instruction)
+    return tuple(match.group(1).split("/")) if match else ()
 
 
 def task_of(instruction: str, answers: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Nested JSON documents (a task, a collection of articles), which are no tables."""
+"""Nested JSON documents that are not tables, such as a task or a collection of articles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def read_document(path: Path, keys: Iterable[str]) -> dict[str, Any]:
     """Reads a file that holds one JSON object with at least `keys`.
 
     Raises:
-        DataError: the file is no JSON object or lacks a key; lists the keys found and expected.
+        DataError: the file is not a JSON object or lacks a key; lists the keys found and expected.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -25,6 +25,6 @@ def read_document(path: Path, keys: Iterable[str]) -> dict[str, Any]:
         raise DataError(f"{path} holds a JSON {type(document).__name__}.", f"Expected one object with {expected}.")
     missing = [key for key in keys if key not in document]
     if missing:
-        found = ", ".join(map(str, document)) or "no keys"
-        raise DataError(f"{path} lacks: {', '.join(missing)}.", f"Found: {found}. Expected: {expected}.")
+        present = ", ".join(map(str, document)) or "no keys"
+        raise DataError(f"{path} lacks: {', '.join(missing)}.", f"Found: {present}. Expected: {expected}.")
     return document

@@ -1,4 +1,4 @@
-"""HellaSwag: which of four endings continues a text? (Zellers et al., ACL 2019)."""
+"""HellaSwag: the right one of four endings of a text (Zellers et al., ACL 2019)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PIQA: which of two solutions reaches a goal? (Bisk et al., AAAI 2020)."""
+"""PIQA: the better one of two solutions that should reach a goal (Bisk et al., AAAI 2020)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SNLI: does a premise entail a hypothesis? (Bowman et al., EMNLP 2015)."""
+"""SNLI: entailment between a premise and a hypothesis (Bowman et al., EMNLP 2015)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where one split of a corpus is read from: a local file or folder, or a dataset on the Hugging Face hub."""
+"""Sources of a corpus's splits: a local file or folder, or a dataset on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HubDataset:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a corpus reads one split from.
+    """The source of one split of a corpus.
 
     Attributes:
         where: A local file or folder, or a dataset on the hub.
@@ -97,19 +97,19 @@ def split_paths(folder: Path, splits: Sequence[str]) -> list[Path]:
     Raises:
         DataError: two files claim the same split.
     """
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         for part in {part for name in splits for part in name.split("+")}:
             if not is_split(path, part):
                 continue
-            if part in found:
+            if part in files:
                 raise DataError(
-                    f"Both {found[part].name} and {path.name} in {folder} could be the '{part}' split.",
+                    f"Both {files[part].name} and {path.name} in {folder} could be the '{part}' split.",
                     "Give one of the files instead of the folder.",
                 )
-            found[part] = path
-    name = first_split(splits, list(found))
-    return [found[part] for part in name.split("+")] if name else []
+            files[part] = path
+    name = first_split(splits, list(files))
+    return [files[part] for part in name.split("+")] if name else []
 
 
 def is_split(path: Path, part: str) -> bool:

@@ -99,7 +99,7 @@ def read_table(source: Source, headerless: Headerless | None = None) -> Table:
             line is already data.
 
     Raises:
-        DataError: the source cannot be read; says which and how to mend it.
+        DataError: the source cannot be read; says which and how to fix it.
     """
     if isinstance(source.where, HubDataset):
         return _read_hub(source.where, source.splits)
@@ -111,7 +111,7 @@ def read_table(source: Source, headerless: Headerless | None = None) -> Table:
 def read_file(path: Path, headerless: Headerless | None = None) -> Table:
     """Reads one local JSON, JSON-lines, CSV, TSV or Parquet file; `headerless` as in `read_table`."""
     if path.suffix not in TABLE_SUFFIXES:
-        raise DataError(f"{path} is no table.", f"Accepted file types: {', '.join(TABLE_SUFFIXES)}.")
+        raise DataError(f"{path} is not a table.", f"Accepted file types: {', '.join(TABLE_SUFFIXES)}.")
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty.")
     if path.suffix in (".csv", ".tsv"):

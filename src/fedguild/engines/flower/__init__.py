@@ -1,6 +1,6 @@
-"""The `flower` engine: real clients over the network, Flower carries the messages.
+"""The `flower` engine: real clients over the network, with Flower as the transport.
 
-`adapter` is the only module that imports flwr. On the server, `engine` moves a round's tasks out and
-its deliveries back, and `roster` knows which node is which client. On a client's machine a short-lived
-process of Flower hands each message over `link` to a long-lived trainer, which keeps the backbone.
+`adapter` is the only module that imports flwr. On the server, `engine` sends a round's tasks and receives its
+deliveries, and `client_registry` knows which node is which client. On a client's machine, a short-lived process of
+Flower forwards each message over `ipc` to a long-lived trainer, which keeps the backbone.
 """

@@ -1,8 +1,8 @@
-"""All that FedGuild knows of Flower's Python interface (flwr 1.41); no other module imports it.
+"""All uses of Flower's Python interface (flwr 1.41); no other module imports flwr.
 
-The bytes of a payload travel as one `Array` of raw bytes, which Flower cuts into chunks of 5 MiB of
-its own accord; a `ConfigRecord` would travel in one piece. A message to a client is handled by a
-new process there, which therefore must import little: nothing here imports torch.
+The bytes of a payload travel as one `Array` of raw bytes, which Flower splits into chunks of 5 MiB; a `ConfigRecord`
+would travel in one piece. A client handles every message in a new process, which must start quickly: nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedguild.engines.flower.parcel import Parcel, open_parcel
-from fedguild.engines.flower.post import Lost, Node
+from fedguild.engines.flower.message import Message
+from fedguild.engines.flower.transport import Node, NoReply
 from fedguild.errors import FedGuildError, UploadError
 
 HEADER, BODY = "header", "body"
@@ -23,7 +24,7 @@ _BYTES = "fedguild.bytes"
 _MESSAGE_TYPES = {"hello": "query", "train": "train", "score": "evaluate", "deliver": "evaluate.deliver"}
 
 _NODE_GONE = 5
-_PLAIN_ERRORS = {
+_ERRORS = {
     1: "its machine could not load the app (is the same fedguild installed there?)",
     2: "the app raised an error on its machine",
     3: "the message to it is no longer available",
@@ -32,11 +33,11 @@ _PLAIN_ERRORS = {
     7: "its machine does not trust the app",
     8: "the process that handled the message there died",
 }
-"""flwr.common.constant.ErrorCode in plain words."""
+"""flwr.common.constant.ErrorCode -> what it means for a client, as a clause."""
 
 
-class GridPost:
-    """The carrier of `fedguild.engines.flower.post` over Flower's Grid.
+class GridTransport:
+    """The transport over Flower's Grid (`fedguild.engines.flower.transport.Transport`).
 
     Args:
         grid: What Flower gives a ServerApp.
@@ -46,89 +47,88 @@ class GridPost:
         self._grid = grid
 
     def nodes(self) -> list[Node]:
-        """Returns the nodes that Flower holds for online."""
+        """Returns the nodes that Flower considers online."""
         return sorted((Node(info.node_id, info.name) for info in self._grid.get_nodes()), key=lambda node: node.id)
 
-    def send(self, node: int, parcel: Parcel, *, keep_seconds: float) -> str:
-        """Sends a parcel.
+    def send(self, node: int, message: Message, *, ttl_seconds: float) -> str:
+        """Sends a message; returns Flower's id of it.
 
         Raises:
-            FedGuildError: Flower's server did not take the message.
+            FedGuildError: Flower's server did not accept the message.
         """
-        message = Message(
-            to_records(parcel),
+        sent = FlowerMessage(
+            to_records(message),
             dst_node_id=node,
-            message_type=_MESSAGE_TYPES[parcel.kind],
-            ttl=keep_seconds,
-            group_id=str(parcel.round),
+            message_type=_MESSAGE_TYPES[message.kind],
+            ttl=ttl_seconds,
+            group_id=str(message.round),
         )
-        tickets = [ticket for ticket in self._grid.push_messages([message]) if ticket]
-        if not tickets:
-            raise FedGuildError(f"Flower did not take a message of {len(parcel.body)} bytes to the node {node}.")
-        return tickets[0]
+        accepted = [message_id for message_id in self._grid.push_messages([sent]) if message_id]
+        if not accepted:
+            raise FedGuildError(f"Flower did not take a message of {len(message.body)} bytes to the node {node}.")
+        return accepted[0]
 
-    def collect(self, ticket: str) -> Parcel | Lost | None:
-        """Returns the answer to a ticket, if it is there."""
-        for message in self._grid.pull_messages([ticket]):
-            if message.has_error():
-                return Lost(_plain(message.error.code, message.error.reason or ""))
+    def poll(self, message_id: str) -> Message | NoReply | None:
+        """Returns the reply to a message, if it has arrived."""
+        for reply in self._grid.pull_messages([message_id]):
+            if reply.has_error():
+                return NoReply(_describe(reply.error.code, reply.error.reason or ""))
             try:
-                return from_records(message.content)
+                return from_records(reply.content)
             except UploadError as error:
-                return Lost(error.message)
+                return NoReply(error.message)
         return None
 
 
-def make_server_app(main: Callable[[GridPost, Mapping[str, Any]], None]) -> ServerApp:
-    """Returns the app that Flower runs on the server; `main` gets the carrier and the run's settings."""
+def make_server_app(main: Callable[[GridTransport, Mapping[str, Any]], None]) -> ServerApp:
+    """Returns the app that Flower runs on the server; `main` gets the transport and the run's settings."""
     app = ServerApp()
 
     @app.main()
     def run(grid: Grid, context: Context) -> None:
-        main(GridPost(grid), dict(context.run_config))
+        main(GridTransport(grid), dict(context.run_config))
 
     return app
 
 
-def make_client_app(handle: Callable[[Parcel, Mapping[str, Any]], Parcel]) -> ClientApp:
+def make_client_app(handle: Callable[[Message], Message]) -> ClientApp:
     """Returns the app that Flower runs on a client, one process per message.
 
     Args:
-        handle: Gets a parcel and the node's own settings, returns the answer.
+        handle: Returns the reply to a message.
     """
     app = ClientApp()
 
-    def answer(message: Message, context: Context) -> Message:
-        reply = handle(from_records(message.content), dict(context.node_config))
-        return Message(to_records(reply), reply_to=message)
+    def reply_to(request: FlowerMessage, context: Context) -> FlowerMessage:
+        return FlowerMessage(to_records(handle(from_records(request.content))), reply_to=request)
 
-    app.query()(answer)
-    app.train()(answer)
-    app.evaluate()(answer)
-    app.evaluate("deliver")(answer)
+    app.query()(reply_to)
+    app.train()(reply_to)
+    app.evaluate()(reply_to)
+    app.evaluate("deliver")(reply_to)
     return app
 
 
-def to_records(parcel: Parcel) -> RecordDict:
-    """Returns a parcel as Flower's records."""
-    body = Array(dtype="uint8", shape=(len(parcel.body),), stype=_BYTES, data=parcel.body)
-    return RecordDict({HEADER: ConfigRecord({HEADER: parcel.header()}), BODY: ArrayRecord({BODY: body})})
+def to_records(message: Message) -> RecordDict:
+    """Returns a message as Flower's records."""
+    body = Array(dtype="uint8", shape=(len(message.body),), stype=_BYTES, data=message.body)
+    return RecordDict({HEADER: ConfigRecord({HEADER: message.header()}), BODY: ArrayRecord({BODY: body})})
 
 
-def from_records(records: RecordDict) -> Parcel:
-    """Returns the parcel that `to_records` wrote.
+def from_records(records: RecordDict) -> Message:
+    """Returns the message that `to_records` wrote.
 
     Raises:
-        UploadError: the records are none.
+        UploadError: the records are not one.
     """
     try:
         header = records[HEADER][HEADER]
         body = records[BODY][BODY].data  # type: ignore[union-attr]
     except (KeyError, TypeError, AttributeError) as error:
         raise UploadError(f"A message of Flower is not one of FedGuild's: it lacks {error}.") from error
-    return open_parcel(str(header), bytes(body))
+    return Message.from_header(str(header), bytes(body))
 
 
-def _plain(code: int, reason: str) -> str:
-    plain = _PLAIN_ERRORS.get(code, f"Flower reports error {code}")
-    return plain if code == _NODE_GONE or not reason else f"{plain} ({reason[:300]})"
+def _describe(code: int, reason: str) -> str:
+    description = _ERRORS.get(code, f"Flower reports error {code}")
+    return description if code == _NODE_GONE or not reason else f"{description} ({reason[:300]})"

@@ -1,73 +1,71 @@
-"""The `flower` engine: a round's tasks go out as messages, what comes back becomes deliveries.
+"""The `flower` engine: sends a round's tasks as messages and turns the replies into deliveries.
 
-An answer is matched to its task by the carrier's ticket and must name the same run, round and client.
-Answers are written to disk as they come and read in client order. A client that answers a later
-question but not its task has lost it (its machine was restarted), and is not waited for.
+A reply is matched to its task by the message id and must name the same run, round and client. Uploads are written to
+disk as they arrive and decoded in client order. A client that answers a later request but not its task has lost the
+task (its machine was restarted) and is not waited for.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fedguild.client.cohort import LocalReport
-from fedguild.engines.flower.parcel import Kind, Parcel
-from fedguild.engines.flower.post import Lost, Post
-from fedguild.engines.flower.roster import POLL_SECONDS, Roster
-from fedguild.engines.flower.spool import Spool
+from fedguild.engines.client_report import ClientReport
+from fedguild.engines.flower.client_registry import POLL_SECONDS, ClientRegistry
+from fedguild.engines.flower.message import Message, MessageKind
+from fedguild.engines.flower.transport import NoReply, Transport
+from fedguild.engines.flower.upload_store import UploadStore
 from fedguild.errors import FedGuildError, UploadError
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late
 from fedguild.server.method import Method
-from fedguild.server.rounds import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late
 from fedguild.server.validation import Envelope, check_envelope
 from fedguild.wire.codec import Codec, decode, encode, expand, shrink
 
 SILENCE_SECONDS = 30.0
-"""After so long without an answer a client is asked whether it still has its task."""
-KEEP_SECONDS = 7 * 86400.0
-"""How long Flower keeps a task and its answer."""
+"""A client that has not replied for this long is asked whether it still has its task."""
+TTL_SECONDS = 7 * 86400.0
+"""How long Flower keeps a task and its reply."""
 NOT_CONNECTED = "it is not connected"
 LATE_ROUNDS = 1
-"""Answers to tasks of so many rounds back are still looked for."""
+"""Replies to tasks of this many rounds back are still accepted."""
 
 
 @dataclass(frozen=True)
-class _Arrived:
-    """An answer that is waiting for its turn: the upload on disk, or why there is none."""
+class _Reply:
+    """The outcome of a task: an upload on disk with its metadata, or the reason for its absence."""
 
-    answer: Parcel
-    upload: Path | None
-    failure: str
+    upload: Path | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    failure: str = ""
 
 
 class FlowerEngine:
     """Trains the clients of a round on their own machines.
 
     Args:
-        post: The carrier.
-        roster: Who is who.
-        orders: What every task says beside its payload: the run's config.
-        spool: Where uploads wait for their turn.
-        codec: How payloads are written.
-        limit_bytes: Largest encoded upload that is opened; None for no limit.
-        poll_seconds: From one look for answers to the next.
-        silence_seconds: After so long without an answer a client is asked whether it still has its task.
-        reconnect_seconds: How long to wait for a client that is not connected; one that did not come back in that
-            time is not waited for again until it has been seen.
+        transport: Reaches the clients' nodes.
+        registry: Knows which node is which client.
+        run_metadata: What every request says beside its payload: the run's config.
+        uploads: Folder for uploads until they are aggregated.
+        codec: Codec of the payloads.
+        limit_bytes: Largest encoded upload that is decoded; None for no limit.
+        poll_seconds: Interval between two polls for replies.
+        silence_seconds: A client that has not replied for this long is asked whether it still has its task.
+        reconnect_seconds: How long to wait for a client that is not connected; one that did not reconnect in that time
+            is not waited for again until it has been seen.
     """
 
     def __init__(
         self,
-        post: Post,
-        roster: Roster,
-        orders: Mapping[str, Any],
-        spool: Path,
+        transport: Transport,
+        registry: ClientRegistry,
+        run_metadata: Mapping[str, Any],
+        uploads: Path,
         *,
         codec: Codec = "fp32",
         limit_bytes: int | None = None,
@@ -75,248 +73,227 @@ class FlowerEngine:
         silence_seconds: float = SILENCE_SECONDS,
         reconnect_seconds: float = 0.0,
     ) -> None:
-        self.post = post
-        self.roster = roster
-        self.orders = dict(orders)
+        self.transport = transport
+        self.registry = registry
+        self.run_metadata = dict(run_metadata)
         self.codec = codec
         self.limit_bytes = limit_bytes
         self.poll_seconds = poll_seconds
         self.silence_seconds = silence_seconds
         self.reconnect_seconds = reconnect_seconds
-        self._spool = Spool(spool)
-        self._waiting: dict[str, Task] = {}
+        self._uploads = UploadStore(uploads)
+        self._pending: dict[str, Task] = {}
         self._unsent: dict[int, tuple[Task, float]] = {}
         self._absent: set[int] = set()
         self._probes: dict[int, str] = {}
-        self._arrived: dict[tuple[int, int], _Arrived] = {}
+        self._replies: dict[tuple[int, int], _Reply] = {}
         self._succeeded: set[int] = set()
-        self._late: list[tuple[Task, _Arrived]] = []
+        self._late: list[tuple[Task, _Reply]] = []
 
     def train(
         self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
-        """Yields a delivery for every task, in client order; before and after them what came late of earlier rounds."""
+        """Yields a delivery for every task, in client order; late deliveries of earlier rounds before and after."""
         if not tasks:
             return
         started, round = time.monotonic(), tasks[0].round
-        self._collect(round)
+        self._receive(round)
         yield from self._late_deliveries(method, model, round)
         self._probes, self._succeeded, self._unsent = {}, set(), {}
         for task in tasks:
-            self._send_out(task)
-        due = None if terms.deadline_seconds is None else started + terms.deadline_seconds
+            self._send(task)
+        deadline = None if terms.deadline_seconds is None else started + terms.deadline_seconds
         probed = started
         for task in tasks:
-            while not self._settled(task, terms, due):
-                self._collect(round)
+            while not self._is_settled(task, terms, deadline):
+                self._receive(round)
                 if time.monotonic() - probed > self.silence_seconds:
                     probed = time.monotonic()
-                    self._probe(tasks)
-                time.sleep(0.0 if self._settled(task, terms, due) else self.poll_seconds)
+                    self._probe_silent_clients(tasks)
+                time.sleep(0.0 if self._is_settled(task, terms, deadline) else self.poll_seconds)
             yield self._delivery(method, model, task, terms)
         yield from self._late_deliveries(method, model, round)
 
     def close(self) -> None:
-        """Has nothing to let go of: Flower ends its processes itself."""
+        """Does nothing: Flower ends its processes itself."""
 
     def ask(
-        self, kind: Kind, round: int, body_of: Callable[[int], bytes], wait_seconds: float, facts: Mapping[str, Any]
-    ) -> dict[int, Parcel]:
-        """Asks every member something outside of training; returns client index -> answer.
+        self,
+        kind: MessageKind,
+        round: int,
+        body_of: Callable[[int], bytes],
+        wait_seconds: float,
+        metadata: Mapping[str, Any],
+    ) -> dict[int, Message]:
+        """Sends every registered client a request outside of training; returns client index -> reply.
 
-        A client that is not there, or does not answer in time, has an answer with a failure.
+        A client that is not connected, or does not reply in time, gets a reply with a failure.
 
         Args:
-            kind: What is asked.
+            kind: The kind of the request.
             round: The round that it is about.
-            body_of: Client index -> what goes with the question; made when it is sent, and not kept.
-            wait_seconds: How long to wait for the answers.
-            facts: What the question says, beside the run's config.
+            body_of: Client index -> the request's body; called when it is sent, and not kept.
+            wait_seconds: How long to wait for the replies.
+            metadata: The request's metadata, beside the run's config.
         """
-        answers: dict[int, Parcel] = {}
-        tickets: dict[str, Parcel] = {}
-        for client in sorted(self.roster.members):
-            parcel = Parcel(kind, self.roster.run, round, client, facts={**self.orders, **facts})
-            node = self.roster.node_of(client)
+        replies: dict[int, Message] = {}
+        pending: dict[str, Message] = {}
+        for client in sorted(self.registry.clients):
+            request = Message(kind, self.registry.run, round, client, metadata={**self.run_metadata, **metadata})
+            node = self.registry.node_of(client)
             if node is None:
-                answers[client] = parcel.answer(failure=NOT_CONNECTED)
+                replies[client] = request.reply(failure=NOT_CONNECTED)
             else:
-                whole = replace(parcel, body=body_of(client))
-                tickets[self.post.send(node, whole, keep_seconds=KEEP_SECONDS)] = parcel
-        due = time.monotonic() + wait_seconds
-        while tickets and time.monotonic() < due:
-            for ticket, parcel in list(tickets.items()):
-                answer = self.post.collect(ticket)
-                if answer is not None:
-                    del tickets[ticket]
-                    if isinstance(answer, Lost):
-                        answer = parcel.answer(failure=answer.reason)
-                    answers[parcel.client] = answer
-            time.sleep(self.poll_seconds if tickets else 0)
-        for parcel in tickets.values():
-            answers[parcel.client] = parcel.answer(failure=f"did not answer within {wait_seconds:g} s")
-        return dict(sorted(answers.items()))
+                message_id = self.transport.send(node, replace(request, body=body_of(client)), ttl_seconds=TTL_SECONDS)
+                pending[message_id] = request
+        deadline = time.monotonic() + wait_seconds
+        while pending and time.monotonic() < deadline:
+            for message_id, request in list(pending.items()):
+                reply = self.transport.poll(message_id)
+                if reply is not None:
+                    del pending[message_id]
+                    if isinstance(reply, NoReply):
+                        reply = request.reply(failure=reply.reason)
+                    replies[request.client] = reply
+            time.sleep(self.poll_seconds if pending else 0)
+        for request in pending.values():
+            replies[request.client] = request.reply(failure=f"did not answer within {wait_seconds:g} s")
+        return dict(sorted(replies.items()))
 
-    def _send_out(self, task: Task) -> None:
-        """Sends a task, or notes why it cannot be sent; not where an earlier attempt was answered meanwhile."""
-        key = (task.round, task.client.index)
-        before = self._arrived.pop(key, None)
-        if before is not None and not before.failure:
-            self._take_in(task, before, task.round)
+    def _send(self, task: Task) -> None:
+        """Sends a task, or records why it cannot be sent; not if an earlier attempt has succeeded meanwhile."""
+        index = task.client.index
+        earlier = self._replies.pop((task.round, index), None)
+        if earlier is not None and not earlier.failure:
+            self._record(task, earlier, task.round)
             return
-        parcel = Parcel("train", self.roster.run, task.round, task.client.index, self.codec, facts=self.orders)
-        node = self.roster.node_of(task.client.index)
+        node = self.registry.node_of(index)
         if node is None:
-            self._put_off(task, parcel)
+            self._postpone(task)
             return
-        self._absent.discard(task.client.index)
-        self._unsent.pop(task.client.index, None)
-        parcel = Parcel(**{**vars(parcel), "body": encode(shrink(task.download, self.codec))})
+        self._absent.discard(index)
+        self._unsent.pop(index, None)
+        body = encode(shrink(task.download, self.codec))
+        request = Message("train", self.registry.run, task.round, index, self.codec, "", self.run_metadata, body)
         try:
-            self._waiting[self.post.send(node, parcel, keep_seconds=KEEP_SECONDS)] = task
+            self._pending[self.transport.send(node, request, ttl_seconds=TTL_SECONDS)] = task
         except FedGuildError as error:
-            self._arrived[key] = _Arrived(parcel.answer(), None, error.message)
+            self._replies[(task.round, index)] = _Reply(failure=error.message)
 
-    def _put_off(self, task: Task, parcel: Parcel) -> None:
-        """Leaves a task unsent for a while; in the end its client is absent."""
+    def _postpone(self, task: Task) -> None:
+        """Leaves a task unsent until `reconnect_seconds` have passed; then its client counts as absent."""
         index, now = task.client.index, time.monotonic()
-        _, due = self._unsent.setdefault(index, (task, now + self.reconnect_seconds))
-        if now >= due or index in self._absent:
+        _, deadline = self._unsent.setdefault(index, (task, now + self.reconnect_seconds))
+        if now >= deadline or index in self._absent:
             del self._unsent[index]
             self._absent.add(index)
-            self._arrived[(task.round, index)] = _Arrived(parcel, None, NOT_CONNECTED)
+            self._replies[(task.round, index)] = _Reply(failure=NOT_CONNECTED)
 
-    def _collect(self, round: int) -> None:
-        """Sends what could not be sent, and takes in the answers that are there."""
+    def _receive(self, round: int) -> None:
+        """Sends postponed tasks and records the replies that have arrived."""
         for task, _ in list(self._unsent.values()):
-            self._send_out(task)
-        confessed = [client for client, ticket in self._probes.items() if self.post.collect(ticket) is not None]
-        for ticket, task in list(self._waiting.items()):
-            answer = self.post.collect(ticket)
-            if answer is not None:
-                del self._waiting[ticket]
-                self._take_in(task, self._opened(task, answer), round)
+            self._send(task)
+        restarted = [client for client, probe in self._probes.items() if self.transport.poll(probe) is not None]
+        for message_id, task in list(self._pending.items()):
+            reply = self.transport.poll(message_id)
+            if reply is not None:
+                del self._pending[message_id]
+                self._record(task, self._store(task, reply), round)
             elif task.round < round - LATE_ROUNDS:
-                del self._waiting[ticket]
-            elif task.round == round and task.client.index in confessed:
-                del self._waiting[ticket]
-                lost = Parcel("train", self.roster.run, task.round, task.client.index)
-                self._take_in(task, _Arrived(lost, None, "it lost its task: it was restarted while it worked"), round)
-        for client in confessed:
+                del self._pending[message_id]
+            elif task.round == round and task.client.index in restarted:
+                del self._pending[message_id]
+                lost = _Reply(failure="it lost its task: it was restarted while it worked")
+                self._record(task, lost, round)
+        for client in restarted:
             del self._probes[client]
 
-    def _take_in(self, task: Task, arrived: _Arrived, round: int) -> None:
+    def _record(self, task: Task, reply: _Reply, round: int) -> None:
+        """Keeps a reply for its delivery; one of an earlier round is late, and only its upload counts."""
         key = (task.round, task.client.index)
         if task.round == round:
-            before = self._arrived.get(key)
-            if before is None or before.failure:
-                self._arrived[key] = arrived
-            if not arrived.failure:
+            earlier = self._replies.get(key)
+            if earlier is None or earlier.failure:
+                self._replies[key] = reply
+            if not reply.failure:
                 self._succeeded.add(task.client.index)
-        elif arrived.upload is not None:
-            self._late.append((task, arrived))
+        elif reply.upload is not None:
+            self._late.append((task, reply))
 
-    def _opened(self, task: Task, answer: Parcel | Lost) -> _Arrived:
-        """Returns an answer as it waits for its turn; an upload goes to disk without being decoded."""
-        if isinstance(answer, Lost):
-            return _Arrived(Parcel("train", self.roster.run, task.round, task.client.index), None, answer.reason)
-        header = Parcel(**{**vars(answer), "body": b""})
-        if answer.failure:
-            return _Arrived(header, None, answer.failure)
-        envelope = Envelope(answer.run, answer.round, answer.client, len(answer.body))
+    def _store(self, task: Task, reply: Message | NoReply) -> _Reply:
+        """Writes a reply's upload to disk, without decoding it, if its envelope fits the task."""
+        if isinstance(reply, NoReply):
+            return _Reply(failure=reply.reason)
+        if reply.failure:
+            return _Reply(failure=reply.failure)
+        envelope = Envelope(reply.run, reply.round, reply.client, len(reply.body))
         try:
             check_envelope(
                 envelope,
-                run=self.roster.run,
+                run=self.registry.run,
                 asked=[(task.round, task.client.index)],
                 limit_bytes=self.limit_bytes,
             )
         except UploadError as error:
-            return _Arrived(header, None, error.message)
-        return _Arrived(header, self._spool.put(task.round, task.client.index, answer.body), "")
+            return _Reply(failure=error.message)
+        return _Reply(self._uploads.put(task.round, task.client.index, reply.body), reply.metadata)
 
-    def _settled(self, task: Task, terms: Terms, due: float | None) -> bool:
-        """Whether nothing more is to be waited for before a task's delivery."""
-        if (task.round, task.client.index) in self._arrived:
+    def _is_settled(self, task: Task, terms: Terms, deadline: float | None) -> bool:
+        """Whether a task's delivery need not wait any longer."""
+        if (task.round, task.client.index) in self._replies:
             return True
         if terms.enough is not None and len(self._succeeded) >= terms.enough:
             return True
-        return due is not None and time.monotonic() >= due
+        return deadline is not None and time.monotonic() >= deadline
 
-    def _probe(self, tasks: Sequence[Task]) -> None:
-        """Asks the silent clients who they are: who answers that first no longer has its task."""
-        open_clients = {task.client.index for task in self._waiting.values()}
+    def _probe_silent_clients(self, tasks: Sequence[Task]) -> None:
+        """Asks the clients that owe a reply who they are: one that answers this first no longer has its task."""
+        owing = {task.client.index for task in self._pending.values()}
         for task in tasks:
             client = task.client.index
-            if client not in open_clients or client in self._probes:
+            if client not in owing or client in self._probes:
                 continue
-            node = self.roster.node_of(client)
+            node = self.registry.node_of(client)
             if node is not None:
-                parcel = Parcel("hello", self.roster.run, task.round, client, facts=self.orders)
-                self._probes[client] = self.post.send(node, parcel, keep_seconds=KEEP_SECONDS)
+                request = Message("hello", self.registry.run, task.round, client, metadata=self.run_metadata)
+                self._probes[client] = self.transport.send(node, request, ttl_seconds=TTL_SECONDS)
 
     def _delivery(self, method: Method, model: ModelInfo, task: Task, terms: Terms) -> Delivery:
+        reply = self._replies.pop((task.round, task.client.index), None)
+        if reply is not None:
+            return self._decoded(method, model, task, reply)
         plan = method.plan(model, task.client.budget)
-        arrived = self._arrived.pop((task.round, task.client.index), None)
-        if arrived is not None:
-            return self._read(method, model, task, arrived)
         if terms.enough is not None and len(self._succeeded) >= terms.enough:
             return not_needed(task, plan, len(self._succeeded))
         return too_late(task, plan, terms.deadline_seconds or 0.0)
 
     def _late_deliveries(self, method: Method, model: ModelInfo, round: int) -> Iterator[Delivery]:
         late, self._late = self._late, []
-        for task, arrived in late:
-            yield self._read(method, model, task, arrived)
-        self._arrived = {key: arrived for key, arrived in self._arrived.items() if key[0] == round}
+        for task, reply in late:
+            yield self._decoded(method, model, task, reply)
+        self._replies = {key: reply for key, reply in self._replies.items() if key[0] == round}
 
-    def _read(self, method: Method, model: ModelInfo, task: Task, arrived: _Arrived) -> Delivery:
-        """Returns the delivery of an answer; its upload is decoded here."""
+    def _decoded(self, method: Method, model: ModelInfo, task: Task, reply: _Reply) -> Delivery:
+        """Returns a reply's delivery, with its upload decoded."""
         plan = method.plan(model, task.client.budget)
-        if arrived.upload is None:
-            return Delivery(task, None, plan, failure=arrived.failure)
+        if reply.upload is None:
+            return Delivery(task, None, plan, failure=reply.failure)
         try:
-            upload = expand(decode(self._spool.take(arrived.upload), task.client.name))
-            report, frequency, peak = read_facts(arrived.answer.facts)
+            upload = read_payload(self._uploads.take(reply.upload), task.client.name)
+            report = ClientReport.from_json(reply.metadata)
         except UploadError as error:
             return Delivery(task, None, plan, failure=error.message)
-        return Delivery(task, upload, plan, report, frequency, peak)
+        return Delivery(task, upload, plan, report.training, report.frequency, report.peak_memory_bytes)
 
 
-def training_facts(delivery: Delivery) -> dict[str, Any]:
-    """Returns what a client says of its training, beside the upload, as JSON values."""
-    report = delivery.report
-    return {
-        "steps": report.steps,
-        "tokens": report.tokens,
-        "examples": report.examples,
-        "loss": report.loss,
-        "seconds": report.seconds,
-        "frequency": None if delivery.frequency is None else delivery.frequency.tolist(),
-        "peak_memory_bytes": delivery.peak_memory_bytes,
-    }
+def read_payload(body: bytes, source: str) -> Payload:
+    """Returns the payload of a message's body, expanded from its codec.
 
-
-def read_facts(facts: Mapping[str, Any]) -> tuple[LocalReport, torch.Tensor | None, int | None]:
-    """Returns the report, the activation frequency [L, M] and the peak memory that `training_facts` wrote.
+    Args:
+        body: The body.
+        source: Whose payload it is, as the error message names it.
 
     Raises:
-        UploadError: they are not of that form; they come from a peer.
-    """
-    try:
-        counts = {name: int(facts[name]) for name in ("steps", "tokens", "examples")}
-        report = LocalReport(**counts, loss=float(facts["loss"]), seconds=float(facts["seconds"]))
-        frequency = None if facts["frequency"] is None else torch.tensor(facts["frequency"], dtype=torch.float32)
-        peak = None if facts["peak_memory_bytes"] is None else int(facts["peak_memory_bytes"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise UploadError(f"An answer lacks a readable report of its training ({error}).") from error
-    return report, frequency, peak
-
-
-def read_upload(body: bytes, source: str) -> Payload:
-    """Returns the payload of a parcel's body, its codec undone.
-
-    Raises:
-        UploadError: the bytes are no payload.
+        UploadError: the bytes are not a payload.
     """
     return expand(decode(body, source))

@@ -237,7 +237,8 @@ class FedAMoLE(Method):
         pool, mean, token = Pool.of(state), WeightedMean(), dict[int, dict[str, Tensor]]()
         for upload in uploads:
             mean.add(uploaded_tensors(upload.payload), 1.0)  # Eq. 10, 12
-            token[upload.client.index] = upload.payload.part(TOKEN)
+            embeddings = upload.payload.part(TOKEN)
+            token[upload.client.index] = {module: embedding.clone() for module, embedding in embeddings.items()}
         pool = pool.after_round(mean.result(pool.one_by_one()), token)  # line 7
         return replace(pool, assigned=self.next_assignment(pool)).state()
 

@@ -1,4 +1,4 @@
-"""Which (token, expert) pairs a layer computes, sorted once by expert · S + slot.
+"""Dispatch of a layer's (token, expert) pairs, sorted once by expert · S + slot.
 
 Only real pairs are dispatched: padding tokens and the experts beyond a slot's active ones are
 dropped before the first product, so a client with fewer active experts computes less.

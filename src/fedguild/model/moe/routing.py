@@ -1,4 +1,4 @@
-"""How a family turns router logits into active experts and their weights.
+"""Routing rules: a family's way from router logits to active experts and their weights.
 
 Transformers gives each family a router class of its own; what differs between them fits in the
 six facts of a `RoutingRule`. A test holds `route` equal to every family's own router.

@@ -1,4 +1,4 @@
-"""How well the embedded checkpoint does, without the later stages that evaluate real runs."""
+"""Scores of the embedded checkpoint, without the later stages that evaluate real runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The embedded corpus: small instruction tasks in ten families, thousands of questions in each.
 
-No download and no licence: everything is drawn from a seed. One prompt in eight is held out by a
+Everything is drawn from a seed, so nothing is downloaded or licensed. One prompt in eight is held out by a
 hash of its text, whatever the seed, so that a test question was never in any training set, that
 of the embedded checkpoint included.
 """
@@ -68,7 +68,7 @@ def draw(name: str, rng: Generator, *, held_out: bool = False) -> Iterator[Examp
 
     Args:
         name: The family's name.
-        rng: Where the questions come from.
+        rng: Generator that the questions are drawn with.
         held_out: Whether to yield test questions or training questions.
     """
     family = FAMILIES[name]
@@ -92,17 +92,17 @@ def _is_held_out(prompt: str) -> bool:
 
 def _distinct(name: str, examples: Iterator[Example], count: int) -> list[Example]:
     """Returns the first `count` examples of a family with different prompts."""
-    found: dict[str, Example] = {}
+    by_prompt: dict[str, Example] = {}
     repeats = 0
-    while len(found) < count:
+    while len(by_prompt) < count:
         example = next(examples)
-        repeats = repeats + 1 if example.prompt in found else 0
+        repeats = repeats + 1 if example.prompt in by_prompt else 0
         if repeats > _PATIENCE:
             raise DataError(
-                f"Task family '{name}' has no more than {len(found)} distinct questions, {count} asked for."
+                f"Task family '{name}' has no more than {len(by_prompt)} distinct questions, {count} asked for."
             )
-        found.setdefault(example.prompt, example)
-    return list(found.values())
+        by_prompt.setdefault(example.prompt, example)
+    return list(by_prompt.values())
 
 
 def _shuffled(examples: list[Example], seed: int) -> tuple[Example, ...]:

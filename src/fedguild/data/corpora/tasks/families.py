@@ -1,4 +1,4 @@
-"""The ten task families: how one question of each is drawn.
+"""The ten task families, each with the function that draws one of its questions.
 
 Five are known to the embedded checkpoint and five are new to it, yet close enough in skill that
 a short fine-tuning teaches them. Either half holds classified, generated and multiple-choice ones.
@@ -19,7 +19,7 @@ Kind = Literal["classified", "generated", "multiple_choice"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a family asks once: the input under its instruction, the answer, and the candidates if any."""
+    """One question of a family: the input under its instruction, the answer, and the candidates if any."""
 
     text: str
     answer: str

@@ -1,4 +1,4 @@
-"""The words that the task families are made of: short, common, and few."""
+"""Word lists of the task families: short, common and few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run folder, read: its config, environment, partition and metrics, and the questions asked of it."""
+"""Reader of run folders: config, environment, partition and metrics, and queries on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from fedguild.errors import CheckpointError
-from fedguild.server.record import (
+from fedguild.server.run_log import (
     ClientRecord,
     EvaluationRecord,
     ObservationRecord,
@@ -27,7 +27,7 @@ Scope = Literal["budget", "client", "received", "pooled", "summary"]
 ClientScope = Literal["client", "received", "pooled"]
 """A client's own model, the one that it would receive next, and its own on all clients' data."""
 MEANS: Mapping[ClientScope, str] = {"client": "mtal", "received": "received", "pooled": "pooled"}
-"""What the mean over clients of each is called."""
+"""Scope -> name of its mean over clients."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class BudgetFacts:
 
     Attributes:
         name: The tier's name.
-        active_experts: Active experts per token in the evaluation; None where nothing says it or
+        active_experts: Active experts per token in the evaluation; None where it is not recorded or
             the model is dense.
         rank: LoRA rank that the tier can train.
         inference_flops_per_token: Forward FLOPs for a token, adapters merged.
@@ -50,18 +50,18 @@ class BudgetFacts:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a run folder says.
+    """The content of a run folder.
 
     Attributes:
         folder: Where it was read from.
         config: The resolved config, as plain YAML values.
         environment: Versions and machine, as plain JSON values.
-        partition: How the data lies over the clients, where it was recorded.
+        partition: The distribution of the data over the clients, where it was recorded.
         rounds: Complete rounds, in order.
         clients: Local trainings, in order of writing.
         evaluations: Scores, in order of writing.
         routing: Expert activations, in order of writing.
-        observations: What the method itself reported, in order of writing.
+        observations: Figures that the method itself reported, in order of writing.
     """
 
     folder: Path
@@ -181,7 +181,7 @@ def load_run(folder: Path) -> Run:
     """Reads a run folder.
 
     Raises:
-        CheckpointError: the folder is none of a run, a file of it is damaged, or it has no score yet.
+        CheckpointError: the folder is not that of a run, a file of it is damaged, or it has no score yet.
     """
     config_file = folder / "config.yaml"
     if not config_file.is_file():
@@ -228,4 +228,4 @@ def _read_partition(path: Path) -> PartitionRecord | None:
     try:
         return PartitionRecord.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise CheckpointError(f"{path} is no partition of a run: {error.errors()[0]['msg']}.") from error
+        raise CheckpointError(f"{path} is not a partition of a run: {error.errors()[0]['msg']}.") from error

@@ -1,4 +1,4 @@
-"""What a site holds of a run's merges: the changes of its backbone, version by version, on disk.
+"""A site's ledger of a run's merges: the changes of its backbone, version by version, on disk.
 
 A download carries the versions that its client lacks, in the part `merge`
 (`merge/3/{module}.lora_A`), and two scalars: the newest version, and a digest of all of them. The

@@ -1,4 +1,4 @@
-"""What a run writes down: typed records, one JSON object per line of `metrics.jsonl`.
+"""The log of a run: typed records, one JSON object per line of `metrics.jsonl`.
 
 A record belongs to a round (0 is before training), so that a resumed run can cut the file back to
 its last complete round and continue with the same lines as an uninterrupted one.
@@ -314,7 +314,7 @@ class RunLog:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise CheckpointError(
-                f"{self.path}, line {number} is no record of a run: {f'{where}: ' if where else ''}{first['msg']}.",
+                f"{self.path}, line {number} is not a record of a run: {f'{where}: ' if where else ''}{first['msg']}.",
                 "The file was damaged or edited; restore it, or remove that line.",
             ) from error
 

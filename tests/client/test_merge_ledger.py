@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedguild.client.memory import ClientMemory
-from fedguild.client.merges import DIGEST, MERGE, VERSION, MergeLedger, digest, merge_version
+from fedguild.client.merge_ledger import DIGEST, MERGE, VERSION, MergeLedger, digest, merge_version
 from fedguild.errors import CheckpointError
 from fedguild.packing import pack
 from fedguild.payload import Payload, with_part

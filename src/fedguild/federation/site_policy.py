@@ -1,4 +1,4 @@
-"""What a site lets the server ask for: its prior agreement, checked before anything is trained or sent."""
+"""The limits that a site sets the server, checked before anything is trained or sent."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from fnmatch import fnmatchcase
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """The limits of a site; the settings of `accept:` in its file.
+class SitePolicy:
+    """A site's limits: the settings of `accept:` in its `site.yaml`.
 
     Attributes:
         methods: Names of the methods that may run; None for any.
         max_steps: Most optimizer steps in a round; None for no limit.
-        leave: Patterns of the names of tensors that may leave.
-        min_clients: Fewest clients that the run aggregates at once.
+        leave: Patterns of the names of tensors that may leave the site.
+        min_clients: Fewest clients whose uploads the run may aggregate.
         max_upload_bytes: Largest encoded upload; None for no limit.
     """
 
@@ -25,13 +25,13 @@ class Agreement:
     min_clients: int = 2
     max_upload_bytes: int | None = None
 
-    def refuses_run(self, method: str, steps: int, aggregated: int) -> str:
-        """Returns why a run is refused; empty where it is not.
+    def run_refusal(self, method: str, steps: int, aggregated: int) -> str:
+        """Returns why a run is refused; empty if it is not.
 
         Args:
-            method: Its method.
-            steps: The optimizer steps that it asks of this site in a round.
-            aggregated: The fewest clients whose uploads it aggregates.
+            method: Name of its method.
+            steps: Optimizer steps of a round on this site.
+            aggregated: Fewest clients whose uploads it aggregates.
         """
         if self.methods is not None and method not in self.methods:
             return f"the method '{method}' is not among accept.methods ({', '.join(self.methods) or 'none'})"
@@ -44,16 +44,16 @@ class Agreement:
             )
         return ""
 
-    def refuses_names(self, names: Iterable[str]) -> str:
-        """Returns why tensors of these names may not leave; empty where they may."""
-        kept = sorted(name for name in names if not any(fnmatchcase(name, pattern) for pattern in self.leave))
-        if not kept:
+    def names_refusal(self, names: Iterable[str]) -> str:
+        """Returns why tensors of these names may not leave; empty if they may."""
+        refused = sorted(name for name in names if not any(fnmatchcase(name, pattern) for pattern in self.leave))
+        if not refused:
             return ""
-        more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
-        return f"the tensor '{kept[0]}'{more} may not leave: accept.leave is {', '.join(self.leave) or 'empty'}"
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        return f"the tensor '{refused[0]}'{more} may not leave: accept.leave is {', '.join(self.leave) or 'empty'}"
 
-    def refuses_size(self, size_bytes: int) -> str:
-        """Returns why an upload of this size may not leave; empty where it may."""
+    def size_refusal(self, size_bytes: int) -> str:
+        """Returns why an upload of this size may not leave; empty if it may."""
         if self.max_upload_bytes is not None and size_bytes > self.max_upload_bytes:
             return f"the upload has {size_bytes} bytes, beyond accept.max_upload_bytes of {self.max_upload_bytes}"
         return ""

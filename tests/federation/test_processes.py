@@ -1,4 +1,4 @@
-"""Processes that are started together, watched, and ended together."""
+"""Child processes: started, watched, restarted and terminated."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ def test_an_end_takes_the_childs_children_along(tmp_path: Path) -> None:
     started = child(BEGETS + SLEEPS, tmp_path)
     started.start()
     due = time.monotonic() + 20
-    while "up" not in started.last_words() and time.monotonic() < due:
+    while "up" not in started.log_tail() and time.monotonic() < due:
         time.sleep(0.02)
     family = psutil.Process(started.pid).children(recursive=True)
     assert len(family) == 1
-    started.end()
+    started.terminate()
     psutil.wait_procs(family, timeout=5)
-    assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family)
-    assert started.ended() is not None
+    assert not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in family)
+    assert started.exit_status() is not None
 
 
 def test_what_is_killed_is_started_again_and_ctrl_c_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "WATCH_SECONDS", 0.02)
-    started, told, pids = child(SLEEPS, tmp_path), [], []
+    started, lines, pids = child(SLEEPS, tmp_path), [], []
     started.start()
     pids.append(started.pid)
     os.kill(started.pid, signal.SIGKILL)
     thread = interrupt_when(lambda: started.pid != pids[0])
-    watch([started], told.append, restart=True)
+    watch([started], lines.append, restart=True)
     thread.join()
     assert started.pid != pids[0]
-    assert started.ended() is not None
-    assert "The helper ended with status -9; it is started again in 1 s." in told[0]
+    assert started.exit_status() is not None
+    assert "The helper ended with status -9; it is started again in 1 s." in lines[0]
 
 
 def test_pauses_double_until_a_life_was_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,15 +72,15 @@ def test_pauses_double_until_a_life_was_long(tmp_path: Path, monkeypatch: pytest
     started = child("pass", tmp_path)
 
     def start() -> None:
-        started._due, started._started = None, now[0]
+        started._restart_at, started._started = None, now[0]
 
     monkeypatch.setattr(started, "start", start)
     pauses = []
     for life in (0, 0, 0, 0, 0, 0, 0, 61):
         now[0] += life
-        pauses.append(started.start_again())
+        pauses.append(started.restart())
         now[0] += 100.0 if pauses[-1] is None else pauses[-1]
-        assert started.start_again() is None
+        assert started.restart() is None
     assert pauses == [1, 2, 4, 8, 10, 10, 10, 1]
 
 
@@ -88,8 +88,8 @@ def test_pauses_double_until_a_life_was_long(tmp_path: Path, monkeypatch: pytest
 def test_an_end_that_restarting_does_not_mend_is_an_error(status: int, restart: bool, tmp_path: Path) -> None:
     started = child(f"import sys; print('the reason'); sys.exit({status})", tmp_path)
     other = child(SLEEPS, tmp_path, "other")
-    for one in (started, other):
-        one.start()
+    for process in (started, other):
+        process.start()
     with pytest.raises(FedGuildError, match=f"The helper ended with status {status}.\n  the reason"):
         watch([started, other], lambda line: None, restart=restart)
-    assert other.ended() is not None
+    assert other.exit_status() is not None

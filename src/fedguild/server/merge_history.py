@@ -3,7 +3,7 @@
 Every round that changes the backbone appends a version, a pair of factors for each module with the
 scale folded in: W_t = W_0 + sum_{v <= t} B_v A_v. The state keeps all of them, because a client may
 join at any time. One whose upload led to the newest version holds those before it, and gets this one
-alone; everybody else gets the whole history (`fedguild.client.merges` is the other half).
+alone; everybody else gets the whole history (`fedguild.client.merge_ledger` is the other half).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
-from fedguild.client.merges import DIGEST, MERGE, VERSION, by_version, digest, merge_version
+from fedguild.client.merge_ledger import DIGEST, MERGE, VERSION, by_version, digest, merge_version
 from fedguild.packing import pack
 from fedguild.payload import Payload, Scalar, with_part
 from fedguild.server.low_rank import Factors, named

@@ -11,9 +11,9 @@ from torch import Tensor
 from fedguild.errors import ModelError
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
-from fedguild.model.merging import weight_modules
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
+from fedguild.model.weight_changes import weight_modules
 from tests.backbones import DENSE_FAMILIES, MOE_FAMILIES, SEQ2SEQ_FAMILIES, random_adapter, tiny_backbone
 from tests.oracles.merges import changed_weights
 

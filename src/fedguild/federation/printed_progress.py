@@ -1,4 +1,4 @@
-"""A run's progress as plain lines, which Flower carries to whoever follows the run."""
+"""A run's progress as plain lines on stdout, which Flower streams to whoever follows the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class PrintedProgress:
     """A `fedguild.progress.Progress` that prints."""
 
     def stage(self, text: str) -> None:
-        """Prints what the run is busy with."""
+        """Prints the stage."""
         self.message(f"{text}.")
 
     def round_started(self, number: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""A federation of small clients in this process, or on disk for real processes."""
+"""A federation of small clients in this process, over the loopback Grid."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fedguild import setup
 from fedguild.config import Config
 from fedguild.config.site import ServerSettings, SiteSettings
-from fedguild.engines.flower.adapter import GridPost
+from fedguild.engines.flower.adapter import GridTransport
 from fedguild.experiment import RunResult
-from fedguild.federation.desk import Desk
 from fedguild.federation.serving import serve
+from fedguild.federation.trainer_service import TrainerService
 from fedguild.files import write_text
-from fedguild.model.backbone import Backbone
 from fedguild.progress import Silent
 from tests.engines.flower.loopback import LoopbackGrid, LoopbackNode
 from tests.experiment.runs import small_config
@@ -23,7 +23,7 @@ QUICK = ("federation.clients=3", "federation.rounds=2", "federation.cohort_size=
 
 
 class Lines(Silent):
-    """Keeps what the server says."""
+    """Keeps the lines that the server prints."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -37,28 +37,27 @@ class Lines(Silent):
 
 
 def site_of(config: Config, client: int, **changes: Any) -> SiteSettings:
-    """Returns the site of one client, which holds its share of the run's data."""
+    """Returns the settings of one client's site, which holds its share of the run's data."""
     data = {**config.data.model_dump(), "seed": config.seed, "shares": config.federation.clients, "share": client}
     del data["max_tokens"]
     settings = {"client": client, "server": "127.0.0.1:1", "model": config.model.model_dump(), "data": data}
     return SiteSettings.model_validate({**settings, **changes})
 
 
-def desks_of(
-    config: Config, folder: Path, backbone: Backbone | None = None, changes: Sequence[dict[str, Any]] = ()
-) -> list[Desk]:
-    """Returns a trainer for each client; they may share one backbone to be quick."""
-    loading = {} if backbone is None else {"load": lambda _: backbone}
-    extra = list(changes) or [{}] * config.federation.clients
+def trainers_of(config: Config, folder: Path, changes: Sequence[dict[str, Any]] = ()) -> list[TrainerService]:
+    """Returns a trainer service for each client, with changes of its site's settings."""
+    sites = [
+        site_of(config, index, **change) for index, change in enumerate(changes or [{}] * config.federation.clients)
+    ]
     return [
-        Desk(site_of(config, index, **extra[index]), folder / f"client-{index:03d}", **loading)
-        for index in range(config.federation.clients)
+        TrainerService(site, folder / f"client-{site.client:03d}", load=lambda config: setup.load_model(config))
+        for site in sites
     ]
 
 
-def grid_of(desks: Sequence[Desk]) -> LoopbackGrid:
+def grid_of(trainers: Sequence[TrainerService]) -> LoopbackGrid:
     """Returns a Grid whose nodes are these trainers."""
-    return LoopbackGrid(LoopbackNode(100 + desk.site.client, desk.answer) for desk in desks)
+    return LoopbackGrid(LoopbackNode(100 + trainer.site.client, trainer.handle) for trainer in trainers)
 
 
 def serve_on(
@@ -69,7 +68,7 @@ def serve_on(
     settings = ServerSettings.model_validate(
         {"reads_data": True, "wait_seconds": 5, "reconnect_seconds": 0, "deliver": False, **server}
     )
-    return serve(GridPost(grid), settings, folder, progress=progress, poll_seconds=0.0)
+    return serve(GridTransport(grid), settings, folder, progress=progress, poll_seconds=0.0)
 
 
-__all__ = ["CLIENTS", "QUICK", "Lines", "desks_of", "grid_of", "serve_on", "site_of", "small_config"]
+__all__ = ["CLIENTS", "QUICK", "Lines", "grid_of", "serve_on", "site_of", "small_config", "trainers_of"]

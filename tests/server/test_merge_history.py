@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.client.merges import MERGE, VERSION, MergeLedger, by_version
+from fedguild.client.merge_ledger import MERGE, VERSION, MergeLedger, by_version
 from fedguild.payload import Payload
 from fedguild.server.low_rank import Factors
-from fedguild.server.merges import HELD, HOLDERS, appended, delivery, echo, merges, no_merges
+from fedguild.server.merge_history import HELD, HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Upload
 
 CLIENTS = [ClientInfo(index, Budget("all", 1, 1), 4) for index in range(4)]

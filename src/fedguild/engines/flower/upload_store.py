@@ -1,4 +1,4 @@
-"""Uploads that arrived before their turn, on disk, so that the server holds one at a time."""
+"""Uploads on disk until their turn comes, so that the server holds one in memory at a time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from fedguild.files import write_bytes
 
 
-class Spool:
-    """A folder of uploads on their way into the aggregation; emptied when it is opened.
+class UploadStore:
+    """A folder of uploads that wait to be aggregated; emptied when it is opened.
 
     Args:
-        folder: Where; made if absent.
+        folder: Where; created if absent.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -21,13 +21,13 @@ class Spool:
             leftover.unlink()
 
     def put(self, round: int, client: int, content: bytes) -> Path:
-        """Keeps an upload; one of the same round and client is replaced."""
+        """Writes an upload and returns its path; one of the same round and client is replaced."""
         path = self._folder / f"round-{round:05d}-client-{client:05d}.upload"
         write_bytes(path, content)
         return path
 
     def take(self, path: Path) -> bytes:
-        """Returns an upload and forgets it."""
+        """Reads an upload and deletes its file."""
         content = path.read_bytes()
         path.unlink()
         return content

@@ -1,0 +1,56 @@
+"""Reports of clients about their training, as JSON values, for every engine whose clients are other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedguild.client.cohort import LocalReport
+from fedguild.errors import UploadError
+
+
+@dataclass(frozen=True)
+class ClientReport:
+    """The figures of one client's training that accompany its upload.
+
+    Attributes:
+        training: Steps, tokens, examples, loss and time.
+        frequency: [L, M] share of its tokens that activated each expert, fp32; None for a dense model.
+        peak_memory_bytes: Peak memory of its cohort; None where it was not measured.
+    """
+
+    training: LocalReport
+    frequency: Tensor | None
+    peak_memory_bytes: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as JSON values, from which `from_json` restores it exactly."""
+        return {
+            "steps": self.training.steps,
+            "tokens": self.training.tokens,
+            "examples": self.training.examples,
+            "loss": self.training.loss,
+            "seconds": self.training.seconds,
+            "frequency": None if self.frequency is None else self.frequency.tolist(),
+            "peak_memory_bytes": self.peak_memory_bytes,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ClientReport:
+        """Returns the report that `to_json` wrote; other keys are ignored.
+
+        Raises:
+            UploadError: the values are not of that form; they may come from a peer.
+        """
+        try:
+            counts = {name: int(values[name]) for name in ("steps", "tokens", "examples")}
+            training = LocalReport(**counts, loss=float(values["loss"]), seconds=float(values["seconds"]))
+            frequency = None if values["frequency"] is None else torch.tensor(values["frequency"], dtype=torch.float32)
+            peak = None if values["peak_memory_bytes"] is None else int(values["peak_memory_bytes"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UploadError(f"An answer lacks a readable report of its training ({error}).") from error
+        return cls(training, frequency, peak)

@@ -1,0 +1,112 @@
+"""Replies of a client's trainer service."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedguild.client.budget import ClientInfo
+from fedguild.client.memory import ClientMemory
+from fedguild.config import Config
+from fedguild.engines.client_report import ClientReport
+from fedguild.engines.flower.engine import read_payload
+from fedguild.engines.flower.message import Message
+from fedguild.federation.trainer_service import TrainerService, model_digest, run_metadata
+from fedguild.methods import build_method
+from fedguild.seeding import torch_rng
+from fedguild.setup import fit_method, load_model
+from fedguild.wire.codec import encode
+from tests.engines.flower.loopback_federation import QUICK, small_config, trainers_of
+from tests.experiment.runs import save_model
+
+RUN = "ab" * 16
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return small_config(save_model(tmp_path_factory.mktemp("model")), *QUICK)
+
+
+@pytest.fixture
+def trainer(config: Config, tmp_path: Path) -> TrainerService:
+    return trainers_of(config, tmp_path)[1]
+
+
+def train_request(config: Config, round: int = 1, client: int = 1) -> Message:
+    """Returns the server's request of a round's training."""
+    backbone = load_model(config)
+    method, tiers = fit_method(build_method(config.method.name, config.method.options), config, backbone.info)
+    budgets = list(tiers.values())
+    state = method.start(backbone.info, budgets, torch_rng(config.seed, "start", config.method.name))
+    download = method.download(state, backbone.info, ClientInfo(client, budgets[client % 2], 10))
+    return Message("train", RUN, round, client, metadata=run_metadata(config), body=encode(download))
+
+
+def test_run_metadata_holds_nothing_of_the_servers_folders(config: Config) -> None:
+    metadata = run_metadata(config.model_copy(update={"output": "/secret/output"}))
+    assert "/secret" not in str(metadata)
+    assert config.model.path not in str(metadata)
+
+
+def test_the_backbone_is_loaded_once_over_many_rounds(config: Config, trainer: TrainerService) -> None:
+    for round in range(1, 4):
+        reply = trainer.handle(train_request(config, round))
+        assert not reply.failure
+        assert reply.metadata["backbone_loads"] == 1
+    assert trainer.loads == 1
+
+
+def test_a_trained_round_comes_with_its_report(config: Config, trainer: TrainerService) -> None:
+    reply = trainer.handle(train_request(config))
+    report = ClientReport.from_json(reply.metadata)
+    assert (reply.run, reply.round, reply.client) == (RUN, 1, 1)
+    assert report.training.steps == 2
+    assert report.frequency is not None
+    assert report.frequency.shape == (2, 8)
+    assert (report.peak_memory_bytes or 0) > 0
+    assert read_payload(reply.body, "test").tensors
+
+
+def test_the_memory_of_two_runs_is_apart(config: Config, trainer: TrainerService) -> None:
+    trainer.handle(train_request(config))
+    trainer.handle(replace(train_request(config), run="cd" * 16))
+    folders = sorted(path.name for path in (trainer.work / "runs").iterdir())
+    assert folders == [RUN, "cd" * 16]
+    first, second = (ClientMemory(trainer.work / "runs" / name / "clients").load("client-001", 2) for name in folders)
+    assert first.tensors.keys() == second.tensors.keys() != set()
+
+
+def test_a_message_for_another_client_is_not_worked_on(config: Config, trainer: TrainerService) -> None:
+    assert trainer.handle(train_request(config, client=0)).failure == "a message for client 0 reached client 1"
+    assert trainer.loads == 0
+
+
+def test_a_config_of_another_version_is_a_failure(config: Config, trainer: TrainerService) -> None:
+    strange = replace(train_request(config), metadata={"config": {"method": "fedit", "novelty": 1}})
+    assert "the same version of fedguild" in trainer.handle(strange).failure
+
+
+def test_an_unknown_method_lists_the_known(config: Config, trainer: TrainerService) -> None:
+    request = train_request(config)
+    request.metadata["config"]["method"] = {"name": "fedwhat"}
+    assert "fedwhat" in trainer.handle(request).failure
+
+
+def test_damaged_bytes_are_a_failure(config: Config, trainer: TrainerService) -> None:
+    assert "cannot be decoded" in trainer.handle(replace(train_request(config), body=b"\1" * 64)).failure
+
+
+def test_a_hello_gets_a_description_of_the_client(config: Config, trainer: TrainerService) -> None:
+    reply = trainer.handle(Message("hello", RUN, metadata=run_metadata(config)))
+    assert reply.client == 1
+    assert reply.metadata["model"] == model_digest(load_model(config).info)
+    assert reply.metadata["budget"] == "small"
+    assert reply.metadata["sizes"]["train"] > 0
+
+
+def test_a_budget_that_the_run_does_not_have(config: Config, tmp_path: Path) -> None:
+    trainer = trainers_of(config, tmp_path, [{}, {"budget": "smal"}, {}])[1]
+    failure = trainer.handle(Message("hello", RUN, metadata=run_metadata(config))).failure
+    assert failure == "its site says budget 'smal', which the run does not have"
