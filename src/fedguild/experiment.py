@@ -32,7 +32,7 @@ from fedguild.server.run_log import (
     RunLog,
     StrayUpload,
 )
-from fedguild.setup import Experiment, PreparedData, Split, make_engine, method_record, prepare, prepare_data
+from fedguild.setup import Experiment, PreparedData, Split, make_engine, method_of, method_record, prepare, prepare_data
 
 __all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
 
@@ -237,7 +237,7 @@ def _write_facts(experiment: Experiment) -> None:
         labels=list(table.labels), counts=[list(row) for row in table.counts], split=experiment.data.sizes()
     )
     write_json(folder / "partition.json", partition_record.model_dump(mode="json"))
-    write_json(folder / METHOD, method_record(experiment.config, experiment.method))
+    write_json(folder / METHOD, method_record(method_of(experiment.config), experiment.method))
     write_text(folder / "config.yaml", experiment.config.resolved_yaml())
 
 

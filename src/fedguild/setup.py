@@ -178,22 +178,26 @@ def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method
     return method, budgets
 
 
-def method_record(config: Config, method: Method) -> dict[str, Any]:
+def method_record(given: Method, method: Method) -> dict[str, Any]:
     """Returns what the record of a run holds of its method.
+
+    Args:
+        given: The method with the config's options.
+        method: The method as it runs.
 
     Returns:
         `name`; `options`, every option as the method runs; `fitted`, the options that are not what the config or
         their default says, each with that value.
     """
-    given = method_of(config).settings.model_dump(mode="json")
     options = method.settings.model_dump(mode="json")
-    fitted = {name: value for name, value in given.items() if value != options[name]}
+    before = given.settings.model_dump(mode="json")
+    fitted = {name: value for name, value in before.items() if value != options[name]}
     return {"name": method.name, "options": options, "fitted": fitted}
 
 
-def tell_fitted(config: Config, method: Method, tell: Callable[[str], None]) -> None:
+def tell_fitted(given: Method, method: Method, tell: Callable[[str], None]) -> None:
     """Says which options run otherwise than the config or their defaults say."""
-    record = method_record(config, method)
+    record = method_record(given, method)
     for name, value in record["fitted"].items():
         used = json.dumps(record["options"][name])
         tell(f"method.{name} is {used} here, not {json.dumps(value)}, to fit the model and the federation.")
@@ -205,10 +209,10 @@ def prepare(config: Config, output: Path, progress: Progress | None = None) -> E
     What the config and the model's `config.json` decide is decided before the data is read and a weight is loaded.
     """
     progress = progress or Silent()
-    method = method_of(config)
+    given = method_of(config)
     load_metrics(config.evaluation.metrics)
-    method, tiers = fit_method(method, config, model_of(config))
-    tell_fitted(config, method, progress.message)
+    method, tiers = fit_method(given, config, model_of(config))
+    tell_fitted(given, method, progress.message)
     progress.stage("Reading the data")
     data = prepare_data(config)
     progress.stage(f"Loading the model {config.model.path}")

@@ -156,7 +156,7 @@ def test_a_table_of_one_column_and_settings_on_top(invoke: Invoke, experiment: F
     [
         (["fedamole/table-1-tiny", "--rows", "flame"], "has no row 'flame'"),
         (["fedamole/table-1-tiny", "--columns", "snli"], "has no column 'snli'"),
-        (["fedamole/table-1-tiny", "--reference", "flame"], "none of the compared rows"),
+        (["fedamole/table-1-tiny", "--reference", "flame"], "not one of the compared rows"),
         (["fedamole/table-1-tiny", "flame/tiny-tasks"], "it is compared alone"),
         (["flame/table-2-tiny", "method.dropout=0.1"], "method.dropout: flame has no such option"),
         (["fedit/tiny-tasks", "flame/tiny-tasks", "method.dropout=0.1"], "method.dropout: flame has no such option"),

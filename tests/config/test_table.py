@@ -169,7 +169,7 @@ def test_bad_tables_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown key 'row'"):
         ShippedTable("mine", "", path).load()
     path.write_text("preset: a\nreference: x\nrows: {a: {}}\n")
-    with pytest.raises(ConfigError, match="none of the rows a"):
+    with pytest.raises(ConfigError, match="not one of the rows a"):
         ShippedTable("mine", "", path).load()
 
 

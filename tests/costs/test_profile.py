@@ -8,7 +8,8 @@ from fedguild.costs.flops import cost
 from fedguild.costs.profile import Profile, profile
 from fedguild.costs.rows import as_rows
 from fedguild.costs.tiers import Workload
-from fedguild.methods import build_method
+from fedguild.methods import METHODS, build_method
+from fedguild.server.method import Method
 from tests.backbones import tiny_backbone
 
 LARGE, SMALL = Budget("large", 4, 3), Budget("small", 1, 1)
@@ -31,6 +32,14 @@ def test_a_round_is_its_steps_and_a_step_its_passes() -> None:
     assert large.flops_round == 6 * large.flops_training_step
     assert large.flops_round_forward == 12 * large.flops_forward
     assert small.flops_round < large.flops_round
+
+
+def test_a_method_that_states_no_costs_is_profiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    stated = profiled("fedit", rank=2)
+    monkeypatch.setattr(METHODS.load("fedit"), "costs", Method.costs)
+    silent = profiled("fedit", rank=2)
+    assert silent.tiers == stated.tiers
+    assert (silent.server.entry.memory, silent.server.entry.time) == ("not stated", "not stated")
 
 
 def test_checkpointing_adds_a_forward_pass_and_takes_memory() -> None:

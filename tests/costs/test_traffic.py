@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,14 @@ import pytest
 import torch
 
 from fedguild.client.budget import Budget, ClientInfo
+from fedguild.config.training import TrainingSettings
 from fedguild.costs.flops import cost
+from fedguild.costs.profile import profile
 from fedguild.costs.shapes_only import LIMIT, ShapesOnly
+from fedguild.costs.tiers import Workload
 from fedguild.costs.traffic import Exchange, Exchanges, exchanges
 from fedguild.methods import METHODS, build_method
+from fedguild.model.plan import adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.wire.accounting import HEADER, bytes_by_part
@@ -118,6 +123,23 @@ def test_a_client_that_missed_a_round_downloads_the_pseudo_gradient(tmp_path: Pa
     assert not only.absent
 
 
+def test_where_uploads_take_turns_the_profile_has_their_mean(tmp_path: Path) -> None:
+    """RoLoRA sends B in odd rounds and A in even ones, of experts, whose A is larger."""
+    model, method = fresh("rolora", tmp_path).model, build_method("rolora", {"rank": 2, "targets": ["experts"]})
+    counted = exchanges(method, model, CLIENTS)
+    shapes = adapter_shapes(model, method.plan(model, CLIENTS[0].budget))
+    sizes = {kind: 4 * sum(math.prod(shapes[name]) for name in shapes if name.endswith(kind)) for kind in "AB"}
+    assert sizes["A"] != sizes["B"]
+    assert [one[0].upload["adapter"] for one in counted.rounds] == [sizes["B"], sizes["A"], sizes["B"]]
+    assert counted.later == counted.rounds[1:]
+    workload = Workload(examples=4, tokens=16, context_tokens=8, training=TrainingSettings())
+    profiled = profile(method, model, CLIENTS, workload, participants=len(CLIENTS))
+    assert {tier.upload.parts["adapter"] for tier in profiled.tiers} == {(sizes["A"] + sizes["B"]) // 2}
+    assert {tier.first_upload.parts["adapter"] for tier in profiled.tiers} == {sizes["B"]}
+    totals = [sum(sum(one.upload.values()) for one in exchanged) for exchanged in counted.later]
+    assert profiled.server.received_bytes == sum(totals) // 2
+
+
 @pytest.mark.parametrize("label", cases())
 def test_trainable_counts_are_the_models(label: str, tmp_path: Path) -> None:
     federation = fresh(label, tmp_path)
@@ -132,17 +154,17 @@ def test_trainable_counts_are_the_models(label: str, tmp_path: Path) -> None:
     "label", [label for label in cases() if METHODS.load(label.partition(" ")[0]).costs.varies == "no"]
 )
 def test_payloads_keep_their_form_from_the_round_that_the_entry_names(label: str, tmp_path: Path) -> None:
-    """But for the digits of versions in names and headers."""
+    """Or repeat it after as many rounds as the entry says; but for the digits of versions in names and headers."""
 
     def sizes(exchanged: Exchange) -> list[dict[str, int]]:
         return [{**parts, HEADER: 0} for parts in (exchanged.download, exchanged.upload)]
 
     name = label.partition(" ")[0]
     method = build_method(name, CASES[label].options)
-    found = exchanges(method, fresh(label, tmp_path).model, CLIENTS, rounds=5, absences=False).rounds
-    settled = METHODS.load(name).costs.rounds - 1
-    for later in found[settled:]:
-        assert list(map(sizes, later)) == list(map(sizes, found[settled]))
+    counted = exchanges(method, fresh(label, tmp_path).model, CLIENTS, rounds=5, absences=False)
+    settled, period = method.costs.rounds - 1, method.costs.period
+    for number, later in enumerate(counted.rounds[settled:]):
+        assert list(map(sizes, later)) == list(map(sizes, counted.rounds[settled + number % period]))
 
 
 # The mode

@@ -71,10 +71,9 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 @pytest.mark.usefixtures("nothing_is_read")
 def test_an_assignment_that_cannot_be_is_told_before_the_data_is_read(
-    complaint: Complaint, monkeypatch: pytest.MonkeyPatch, override: str, told: list[str]
+    complaint: Complaint, override: str, told: list[str]
 ) -> None:
     """Data and model of a real preset are a download; here neither may even be asked for."""
-    monkeypatch.setattr("fedguild.setup.model_of", lambda config: pytest.fail("the model's config was read"))
     says(complaint("run", "fedamole/tiny-tasks", override, "--output", "out"), *told)
 
 

@@ -82,6 +82,7 @@ CASES = {
     "fedprompt": Case({"tokens": 3}, "llama"),
     "fedptuning": Case({"tokens": 3, "width": 8}, "llama"),
     "fedex-lora": Case({"rank": 2, "targets": _EVERYTHING}),
+    "fedsa-lora": Case({"rank": 2, "targets": _EVERYTHING}),
     "ffa-lora": Case({"rank": 2, "targets": _EVERYTHING}),
     "ffa-lora on a dense model": Case(
         {"rank": 2, "targets": ["q_proj"], "dropout": 0.3, "weights": "uniform"}, "llama"
@@ -92,6 +93,7 @@ CASES = {
     "flexlora on a dense model": Case({"rank": 4, "targets": ["attention", "mlp"], "dropout": 0.2}, "llama"),
     "hetlora": Case({"rank": 3, "targets": _EVERYTHING, "penalty_weight": 0.1}),
     "hetlora that prunes hard": Case({"rank": 3, "penalty_weight": 10.0, "gamma": 0.7, "norm_scope": "module"}),
+    "rolora": Case({"rank": 2, "targets": _EVERYTHING}),
     "smoe-llb": Case({"rank": 2, "balance_weight": 0.5, "z_weight": 0.1}),
     "trivial": Case({"targets": _EVERYTHING}),
     "trivial on a dense model": Case({"targets": ["q_proj", "mlp"], "dropout": 0.2}, "llama"),

@@ -84,7 +84,13 @@ def command(
         raise ConfigError(f"--wire-dtype is '{wire_dtype}'.", f"Known: {', '.join(WIRE_DTYPES)}.")
     dtype: WireDtype = "bf16" if wire_dtype == "bf16" else "fp32"
     costs = profile_config(
-        settings, examples=examples, tokens=tokens, context=context, wire_dtype=dtype, checkpointing=checkpointing
+        settings,
+        examples=examples,
+        tokens=tokens,
+        context=context,
+        wire_dtype=dtype,
+        checkpointing=checkpointing,
+        tell=note,
     )
     if as_json:
         show_json(as_rows(costs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from fedguild.costs.tiers import Workload
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import DTYPES, describe_config
 from fedguild.server.sampling import wanted_count
-from fedguild.setup import fit_method
+from fedguild.setup import fit_method, tell_fitted
 
 EXAMPLES = 1000
 """Training examples of a client where the config does not say how many it has."""
@@ -29,6 +30,7 @@ def profile_config(
     context: int | None = None,
     wire_dtype: WireDtype = "fp32",
     checkpointing: bool | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Profile:
     """Returns the costs of a config's federation, for each tier of clients in one round.
 
@@ -39,6 +41,7 @@ def profile_config(
         context: Length of a sequence; None for `data.max_tokens`, the longest there may be.
         wire_dtype: The dtype that a number on the wire is counted as: the wire carries fp32, papers count bf16.
         checkpointing: Whether activations are recomputed; None as the config says.
+        tell: Is told which options run otherwise than the config or their defaults say.
 
     Raises:
         ConfigError: the method's options do not fit the model or the clients.
@@ -48,7 +51,10 @@ def profile_config(
         config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
     )
     options = {**config.method.options, **METHODS.load(config.method.name).costs.bound}
-    method, budgets = fit_method(build_method(config.method.name, options), config, model)
+    given = build_method(config.method.name, options)
+    method, budgets = fit_method(given, config, model)
+    if tell is not None:
+        tell_fitted(given, method, tell)
     context_tokens = context or config.data.max_tokens
     work = Workload(
         examples=examples or known_examples(config) or EXAMPLES,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import chain
 from statistics import fmean
 from typing import Any, Literal
 
@@ -196,10 +197,8 @@ def _traffic(setup: Setup, build: Build) -> tuple[float, float]:
     counted = exchanges(
         method, setup.info(), setup.clients(), rounds=setup.rounds, absences=False, wire_dtype=setup.wire
     )
-    last_round = counted.rounds[-1]
-    return fmean(sum(one.upload.values()) for one in last_round), fmean(
-        sum(one.download.values()) for one in last_round
-    )
+    later = list(chain(*counted.later))
+    return fmean(sum(one.upload.values()) for one in later), fmean(sum(one.download.values()) for one in later)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
@@ -22,7 +23,7 @@ class ServerProfile:
         state_bytes: Size of the state between rounds.
         memory_bytes: Approximate memory of the aggregation: the state before and after, and the uploads held at
             once.
-        received_bytes: All uploads of a round.
+        received_bytes: All uploads of a round, the mean over the rounds where these differ.
         running_sum_seconds: Time of a running mean over all uploads, at the speed measured on this machine; what
             the method computes beyond that is not included.
     """
@@ -37,15 +38,16 @@ class ServerProfile:
 
 def server_profile(entry: ServerCosts, traffic: Exchanges, participants: int) -> ServerProfile:
     """Returns the costs of a round of the counted exchanges for the server of a method with this entry."""
-    sizes = [sum(exchange.upload.values()) for exchange in traffic.rounds[-1]]
-    uploads_bytes = sum(sizes) if entry.holds == "all" else max(sizes)
+    sizes = [[sum(exchange.upload.values()) for exchange in exchanged] for exchanged in traffic.later]
+    received_bytes = round(fmean(map(sum, sizes)))
+    uploads_bytes = max(map(sum if entry.holds == "all" else max, sizes))
     return ServerProfile(
         entry,
         participants,
         state_bytes=traffic.state_bytes,
         memory_bytes=2 * traffic.state_bytes + uploads_bytes,
-        received_bytes=sum(sizes),
-        running_sum_seconds=sum(sizes) * seconds_per_byte(),
+        received_bytes=received_bytes,
+        running_sum_seconds=received_bytes * seconds_per_byte(),
     )
 
 

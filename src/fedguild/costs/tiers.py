@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean
 
 import torch
@@ -52,7 +53,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Direction:
-    """Bytes in one direction for a client of a tier, the mean over the tier's clients.
+    """Bytes in one direction for a client of a tier, the mean over its clients, and over the rounds where these differ.
 
     Attributes:
         bytes: Total, with the header.
@@ -127,7 +128,7 @@ def tier_profile(
     steps = steps_in_round(workload.examples, training)
     passes = steps * training.accumulation
     costs = [cost(model, each) for each in trained]
-    later, first = _of(budget, traffic.rounds[-1]), _of(budget, traffic.rounds[0])
+    later, first = _of(budget, list(chain(*traffic.later))), _of(budget, traffic.rounds[0])
     absent = _of(budget, traffic.absent)
     rows = [
         MemoryRow(name, checkpointing, _memory(model, plan, workload, checkpointing, four_bit))

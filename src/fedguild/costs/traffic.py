@@ -50,11 +50,18 @@ class Exchanges:
         absent: The exchanges, in the last of these rounds, of clients that missed the one before; empty where
             no other client would have taken part in that.
         state_bytes: What the server keeps between two rounds, before the last of these.
+        period: After how many rounds the form of the payloads repeats.
     """
 
     rounds: Sequence[Sequence[Exchange]]
     absent: Sequence[Exchange]
     state_bytes: int
+    period: int = 1
+
+    @property
+    def later(self) -> Sequence[Sequence[Exchange]]:
+        """The last rounds, as many as it takes for every form that payloads have from then on."""
+        return self.rounds[-self.period :]
 
 
 def exchanges(
@@ -78,7 +85,7 @@ def exchanges(
         clients: All clients of the federation.
         budgets: Its tiers, also those that no client has; empty for those of the clients.
         participants: How many of the clients, the first, take part in each round; None for all.
-        rounds: How many rounds; None for as many as the method's `costs` say.
+        rounds: How many rounds; None for as many as the method's `costs` say show every form of its payloads.
         absences: Whether to count also the exchanges after an absence.
         wire_dtype: The dtype that floating-point tensors are counted as; the wire itself carries them as they are.
         limit: Values up to which a tensor is real (`fedguild.costs.shapes_only`).
@@ -87,7 +94,8 @@ def exchanges(
     Raises:
         ConfigError: the method's settings do not fit the model or the clients.
     """
-    asked, rounds = clients[:participants], rounds or method.costs.rounds
+    asked, period = clients[:participants], method.costs.period
+    rounds = rounds or method.costs.rounds + period - 1
     with ShapesOnly(limit):
         state = method.start(model, list(budgets) or list(_last_of_budgets(clients)), torch_rng(seed, "start"))
         states = [method.enroll(state, model, clients)]
@@ -99,7 +107,7 @@ def exchanges(
             for absent, state in _after_absences(method, states, model, clients, asked):
                 missed += [_exchange(method, state, model, client, wire_dtype) for client in absent]
     missed.sort(key=lambda exchange: exchange.client.index)
-    return Exchanges(per_round, missed, sum(tensor_bytes(tensor) for tensor in states[-1].tensors.values()))
+    return Exchanges(per_round, missed, sum(tensor_bytes(tensor) for tensor in states[-1].tensors.values()), period)
 
 
 def _after_absences(

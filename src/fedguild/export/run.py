@@ -207,7 +207,7 @@ def _deployed(experiment: Experiment, state: Payload, number: int, subject: Subj
     if subject.client:
         client = _client(experiment, subject)
         budget, memory = client.budget, experiment.memory.load(client.name, number + 1)
-        deployment = method.personalize(state, model, client, memory)
+        deployment = method.personalize(method.excerpt(state, model, client), model, client, memory)
     else:
         budget = next(known for known in experiment.budgets if known.name == subject.budget)
         deployment = method.deploy(state, model, budget)

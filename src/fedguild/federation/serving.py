@@ -208,10 +208,10 @@ def prepare_remote(
             "evaluation.pooled scores every client's model on all clients' examples, but these do not leave them.",
             "Set evaluation.pooled=false.",
         )
-    method = method_of(config)
+    given = method_of(config)
     load_metrics(config.evaluation.metrics)
-    method, tiers = fit_method(method, config, model_of(config))
-    tell_fitted(config, method, progress.message)
+    method, tiers = fit_method(given, config, model_of(config))
+    tell_fitted(given, method, progress.message)
     data = prepare_data(config) if settings.reads_data else None
     progress.stage(f"Loading the model {config.model.path}")
     backbone = load_model(config)

@@ -11,6 +11,7 @@ from typing import Literal
 from fedguild.data.batches import Seq2Seq
 from fedguild.errors import ConfigError, ModelError
 
+Routing = Literal["softmax", "sigmoid", "groups"]
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -35,6 +36,8 @@ class MoeInfo:
         hidden: Width of the layer's input and output.
         width: Inner width of one expert.
         projections: An expert's matrices: those of its input, then the one of its output.
+        routing: `softmax` over all experts, `sigmoid` of each, or `groups`: a softmax of which limited groups of
+            experts are chosen.
     """
 
     name: str
@@ -45,6 +48,7 @@ class MoeInfo:
     hidden: int
     width: int
     projections: tuple[str, ...] = EXPERT_PROJECTIONS
+    routing: Routing = "softmax"
 
     @property
     def expert_parameters(self) -> int:
@@ -90,6 +94,25 @@ class ModelInfo:
                 f"{who} needs a mixture-of-experts model, but {self.name} ({self.family}) has no experts.",
                 "Choose a model of a family with experts (`fedguild doctor` lists them), or a method for dense models, "
                 "for example fedit.",
+            )
+
+    def require_softmax(self, who: str) -> None:
+        """Raises ModelError where a router is not a softmax over all experts, or there is none, but `who` needs one."""
+        self.require_experts(who)
+        other = next((moe.routing for moe in self.moe if moe.routing != "softmax"), None)
+        if other is not None:
+            raise ModelError(
+                f"{who} needs a router that is a softmax over all experts; that of {self.name} "
+                f"({self.family}) {'scores by sigmoid' if other == 'sigmoid' else 'limits expert groups'}.",
+                "Choose OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE or a DeepSeek-V2 without groups.",
+            )
+
+    def require_causal(self, who: str) -> None:
+        """Raises ModelError where the model is an encoder-decoder model but `who` needs a causal one."""
+        if self.seq2seq is not None:
+            raise ModelError(
+                f"{who} needs a causal model, but {self.name} is an encoder-decoder model.",
+                "Choose a causal language model, or a method with LoRA, for example fedit.",
             )
 
     def require_active_experts(self, count: int, who: str) -> int:

@@ -84,6 +84,7 @@ class ServerCosts:
         bound: Options under which the most there may be is reached.
         leave_out: Whether the profile aggregates uploads without what may be left out.
         rounds: The round in which payloads have the form that they have from then on.
+        period: After how many rounds that form repeats, where payloads take turns; the profile gives their mean.
         trains: Whether a client trains its own budget's adapter, or one for every budget.
     """
 
@@ -95,6 +96,7 @@ class ServerCosts:
     bound: Mapping[str, Any] = field(default_factory=dict)
     leave_out: bool = False
     rounds: int = 2
+    period: int = 1
     trains: Literal["own", "every budget"] = "own"
 
 

@@ -274,7 +274,7 @@ def test_a_run_below_its_quorum_stops_and_goes_on_when_the_clients_are_back(
     assert_same(replace(ended(tmp_path / "state" / "run"), memory={}), local)
 
 
-@pytest.mark.parametrize("moment", ["fedguild.server.checkpoint.save", "fedguild.server.record.RunLog.append"])
+@pytest.mark.parametrize("moment", ["fedguild.server.checkpoint.save", "fedguild.server.run_log.RunLog.append"])
 def test_a_server_that_is_killed_goes_on_to_the_same_bits(
     moment: str, config: Config, local: Ended, tmp_path: Path
 ) -> None:

@@ -15,8 +15,7 @@ from torch.nn.functional import embedding
 
 from fedguild.errors import ConfigError
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
-from fedguild.model.info import MoeInfo
-from fedguild.model.moe.routing import require_softmax
+from fedguild.model.info import ModelInfo, MoeInfo
 
 
 @dataclass(frozen=True)
@@ -29,16 +28,21 @@ class HeldExperts(AdapterPart):
 
     held: tuple[tuple[int, ...], ...] = ()
 
+    def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
+        """Returns nothing, as nothing is trained.
+
+        Raises:
+            ModelError: the model is dense, or a router is not a softmax over all experts.
+        """
+        model.require_softmax("A sub-MoE")
+        return {}
+
     def attach(self, host: AdapterHost, parts: Sequence[HeldExperts]) -> None:
         """Masks every router, and leaves a `Holding` in `host.attached`.
 
         Raises:
             ConfigError: a layer has fewer held experts than active ones, or an expert does not exist.
-            ModelError: the model is dense, or its router is not a softmax over all experts.
         """
-        host.backbone.info.require_experts("A sub-MoE")
-        for layer in host.backbone.moe:
-            require_softmax("A sub-MoE", layer.rule, host.backbone.info)
         holding = host.attached[HeldExperts] = Holding(host)
         for slot, part in enumerate(parts):
             if part.held:

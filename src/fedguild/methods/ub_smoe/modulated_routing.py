@@ -18,7 +18,7 @@ from fedguild.errors import ConfigError
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.adapters.storage import Layout
 from fedguild.model.info import ModelInfo
-from fedguild.model.moe.routing import RoutingRule, require_softmax
+from fedguild.model.moe.routing import RoutingRule
 
 Modulation = Literal["candidate", "preserve", "none"]
 Gating = Literal["renormalised", "native"]
@@ -48,9 +48,11 @@ class ModulatedRouting(AdapterPart):
 
         Raises:
             ConfigError: there are more candidates than experts.
-            ModelError: the model is dense.
+            ModelError: the model is dense, or a router is not a softmax over all experts.
         """
         model.require_experts("Modulated routing")
+        if (self.modulation, self.gating) != ("none", "native"):
+            model.require_softmax("Modulated routing")
         fewest = min(moe.num_experts for moe in model.moe)
         if not 0 <= self.candidates <= fewest:
             raise ConfigError(
@@ -70,14 +72,12 @@ class ModulatedRouting(AdapterPart):
 
         Raises:
             ConfigError: the slots' parts differ.
-            ModelError: the family's router is not a softmax over all experts.
         """
         if any(part != self for part in parts):
             raise ConfigError("The clients of a cohort must share how their routing is modulated.")
         if self.modulation == "none" and self.gating == "native":
             return
         for layer in host.backbone.moe:
-            require_softmax("Modulated routing", layer.rule, host.backbone.info)
             name = f"{layer.info.name}.phi"
             phi = host.running(name) if name in host.loaded else None
             layer.chooser = ModulatedChooser(self, phi if self.learned or phi is None else phi.detach(), layer.rule)

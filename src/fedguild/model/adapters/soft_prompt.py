@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
 from fedguild.data.batches import SlotBatch, encode_prompt
-from fedguild.errors import ConfigError, ModelError
+from fedguild.errors import ConfigError
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.info import ModelInfo
 
@@ -49,7 +49,12 @@ class SoftPrompt(AdapterPart):
     text: str = ""
 
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
-        """Returns `soft_prompt` -> (n, d); leave it out of what is loaded, and `attach` has the text's embeddings."""
+        """Returns `soft_prompt` -> (n, d); leave it out of what is loaded, and `attach` has the text's embeddings.
+
+        Raises:
+            ModelError: the model is an encoder-decoder model.
+        """
+        model.require_causal("A soft prompt")
         return {PROMPT: (self.tokens, model.hidden)}
 
     def attach(self, host: AdapterHost, parts: Sequence[SoftPrompt]) -> None:
@@ -57,7 +62,6 @@ class SoftPrompt(AdapterPart):
 
         Raises:
             ConfigError: the slots' prompts differ in length, or the text has no token.
-            ModelError: the model is an encoder-decoder model.
         """
         trainable = host.loaded[PROMPT]
         for slot, part in enumerate(parts):
@@ -88,7 +92,9 @@ class EncodedPrompt(AdapterPart):
 
         Raises:
             ConfigError: the model has another hidden size.
+            ModelError: it is an encoder-decoder model.
         """
+        model.require_causal("A soft prompt")
         if model.hidden != self.hidden:
             raise ConfigError(
                 f"The prompt encoder is made for hidden size {self.hidden}; {model.name} has {model.hidden}."
@@ -110,7 +116,6 @@ class EncodedPrompt(AdapterPart):
 
         Raises:
             ConfigError: the slots' prompts differ in length or width.
-            ModelError: the model is an encoder-decoder model.
         """
         if len({part.width for part in parts}) > 1:
             raise ConfigError("The clients of a cohort must share the width of the prompt encoder.")
@@ -156,11 +161,6 @@ def _prepend(
     host: AdapterHost, parts: Sequence[SoftPrompt] | Sequence[EncodedPrompt], prompt: Callable[[], Tensor]
 ) -> None:
     """Widens every batch, and fills the new positions' embeddings with `prompt()` [S, n, d]."""
-    if host.backbone.info.seq2seq is not None:
-        raise ModelError(
-            f"A soft prompt needs a causal model, but {host.backbone.info.name} is an encoder-decoder model.",
-            "Choose a causal language model, or a method with LoRA, for example fedit.",
-        )
     count = parts[0].tokens
     if any(part.tokens != count for part in parts):
         raise ConfigError("The clients of a cohort must have soft prompts of the same number of tokens.")

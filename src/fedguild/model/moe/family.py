@@ -8,6 +8,7 @@ router's result is rewritten by a forward hook. No class of the library is patch
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -137,6 +138,7 @@ def moe_layers(model: nn.Module, family: Family, runtime: Runtime) -> list[MoeLa
                 "This release of transformers may be too new or too old.",
             ) from error
         frozen = partial(family.frozen, block.experts)
+        info = replace(info, routing=rule.kind)
         layers.append(MoeLayer(len(layers), info, router, block.experts, frozen, rule, runtime, capacity))
     return layers
 

@@ -12,8 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fedguild.errors import ModelError
-from fedguild.model.info import ModelInfo
+from fedguild.model.info import Routing
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,13 @@ class RoutingRule:
     groups: int = 1
     groups_kept: int = 1
     group_score: Literal["max", "top2"] = "max"
+
+    @property
+    def kind(self) -> Routing:
+        """What the rule is, as `MoeInfo.routing` has it."""
+        if self.score == "sigmoid":
+            return "sigmoid"
+        return "groups" if self.groups > 1 else "softmax"
 
 
 def route(
@@ -71,25 +77,6 @@ def route(
     if rule.renormalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + (1e-20 if rule.score == "sigmoid" else 0.0))
     return weights * rule.scaling, indices
-
-
-def require_softmax(purpose: str, rule: RoutingRule, model: ModelInfo) -> None:
-    """Checks that a router is a softmax over all experts.
-
-    Args:
-        purpose: What needs it, for the message.
-        rule: The router's.
-        model: Whose router it is.
-
-    Raises:
-        ModelError: it scores by sigmoid, or limits the expert groups.
-    """
-    if rule.score != "softmax" or rule.groups > 1:
-        raise ModelError(
-            f"{purpose} needs a router that is a softmax over all experts; that of {model.name} "
-            f"({model.family}) {'scores by sigmoid' if rule.score != 'softmax' else 'limits expert groups'}.",
-            "Choose OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE or a DeepSeek-V2 without groups.",
-        )
 
 
 def within_capacity(weights: Tensor, indices: Tensor, capacity: int, experts: int, rows: int) -> tuple[Tensor, Tensor]:

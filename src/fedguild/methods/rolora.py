@@ -1,0 +1,118 @@
+"""RoLoRA: federated LoRA that trains and averages B and A in turn.
+
+S. Chen, Y. Guo, Y. Ju, H. Dalal, Z. Zhu, A. Khisti, "Robust Federated Finetuning of LLMs via Alternating
+Optimization of LoRA", NeurIPS 2025, arXiv 2502.01755.
+
+The algorithm, in our words (Algorithm 1):
+    1  server: start LoRA (A random, B = 0)
+    2  each odd round t, for the sampled clients c:
+    3      client: load the global A, B; minimise the mean loss over its response tokens in B_c alone
+    4      server: B = sum_c w_c B_c / sum_c w_c
+    5  each even round t, for the sampled clients c:
+    6      client: load the global A, B; minimise the mean loss over its response tokens in A_c alone
+    7      server: A = sum_c w_c A_c / sum_c w_c
+
+What does not train is the same everywhere, so the average of the factor that does is the average of the
+updates: sum_c w_c (B_c A) = (sum_c w_c B_c) A, and sum_c w_c (B A_c) = B (sum_c w_c A_c). B comes first,
+as the gradient of A is zero at B = 0.
+
+Symbols: t `round`, w_c `weights` (|D_c| or 1), r `rank`, alpha `alpha`, s = alpha / r, A `lora_A`, B `lora_B`.
+
+Readings and deviations (docs/methods/rolora.md):
+    - Only the factor that trained goes up; both go down in every round, so that a client that was absent
+      needs nothing else.
+    - The factor that does not train has neither gradient nor optimizer state. The plan is of both, as it does
+      not depend on the round; a client trains in slots of its own for the round (`Cohort.afresh`).
+    - t counts the rounds of the state and travels in the download. An upload that comes a round late is of
+      the other factor, trained against one that has changed since, and counts for nothing.
+    - The paper averages uniformly (`weights=uniform`); by default clients weigh by size, as elsewhere.
+    - Clients run with their budget's active experts; the rank is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.cohort import Cohort
+from fedguild.client.training import load_received, train
+from fedguild.model.adapters.lora import DOWN, UP, Lora
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.model.targets import leaf
+from fedguild.payload import ADAPTER, Payload
+from fedguild.server.aggregation import WeightedMean
+from fedguild.server.limits import active_experts_of
+from fedguild.server.method import RUNNING_MEAN, Method, Upload, in_part
+from fedguild.server.settings import Dropout, LoraSettings, Weights
+from fedguild.server.uploads import weight_of
+
+ROUND = "round"
+"""The scalar t of a state and of every download: the number of the round that comes next, from 1."""
+
+
+class RoLoRASettings(LoraSettings):
+    """The options of RoLoRA; the LoRA rank is the same for every client."""
+
+    dropout: Dropout = 0.0
+    weights: Weights = "size"
+
+
+class RoLoRA(Method):
+    """Federated LoRA by alternating optimization; see the module's docstring."""
+
+    Settings = RoLoRASettings
+    settings: RoLoRASettings
+    costs = replace(
+        RUNNING_MEAN,
+        period=2,
+        note="Parameters, FLOPs and memory are those of training A and B together: an upper bound, as they take turns.",
+    )
+
+    def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
+        """Returns LoRA of the same rank for every budget, with the budget's active experts; of both factors."""
+        settings = self.settings
+        lora = Lora(settings.rank, settings.scale, settings.targets, settings.dropout)
+        return AdapterPlan((lora,), active_experts_of(model, budget))
+
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+        """Line 1."""
+        plans = [self.plan(model, budget) for budget in budgets]
+        return Payload.of({ADAPTER: initial_adapter(model, plans[0], rng)}, {ROUND: 1})
+
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
+        """Lines 3 and 6: the global A and B, and t."""
+        return state
+
+    def local_update(self, cohort: Cohort) -> list[Payload]:
+        """Line 3 or line 6."""
+        pairs = zip(cohort.model.plans, cohort.work, strict=True)
+        with cohort.afresh([plan_of_round(plan, work.download) for plan, work in pairs]) as clients:
+            load_received(clients)
+            return train(clients)
+
+    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+        """Returns the names and shapes of the factor that trains in the download's round."""
+        plan = plan_of_round(self.plan(model, client.budget), download)
+        return in_part(ADAPTER, trainable_shapes(model, plan))
+
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+        """Line 4 or line 7; of a late upload nothing is taken, as it has the other factor."""
+        trained, mean = trained_factor(state), WeightedMean()
+        for upload in uploads:
+            tensors = {name: value for name, value in upload.payload.part(ADAPTER).items() if leaf(name) == trained}
+            mean.add(tensors, weight_of(upload, self.settings.weights))
+        return Payload.of({ADAPTER: mean.result(state.part(ADAPTER))}, {ROUND: int(state.scalars[ROUND]) + 1})
+
+
+def trained_factor(payload: Payload) -> str:
+    """Returns what trains in the round of a state or download: `lora_B` in odd rounds, `lora_A` in even ones."""
+    return UP if int(payload.scalars[ROUND]) % 2 else DOWN
+
+
+def plan_of_round(plan: AdapterPlan, download: Payload) -> AdapterPlan:
+    """Returns the plan with the other factor frozen."""
+    return plan.with_lora(frozen=(DOWN if trained_factor(download) == UP else UP,))

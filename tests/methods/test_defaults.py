@@ -1,0 +1,159 @@
+"""Every method with its default options on every supported family: what fits, what is fitted, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fedguild.client.budget import Budget
+from fedguild.config import load_config, presets
+from fedguild.errors import ConfigError, ModelError
+from fedguild.methods import METHODS, build_method
+from fedguild.model.backbone import describe_config
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import adapter_shapes
+from fedguild.model.targets import fitting_targets
+from fedguild.server.method import Method
+from fedguild.setup import fit_method, method_of, method_record
+from tests.backbones import tiny_backbone
+
+KNOWN = (
+    "olmoe-1b-7b",
+    "mixtral-8x7b",
+    "qwen1.5-moe-a2.7b",
+    "qwen3-30b-a3b",
+    "deepseek-v2-lite",
+    "switch-base-16",
+    "llama-3.2-1b",
+    "qwen2.5-0.5b",
+    "olmo-1b",
+)
+DENSE = {"llama-3.2-1b", "qwen2.5-0.5b", "olmo-1b"}
+OTHER_NAMES = {"deepseek-v2-lite", "deepseek-v3", "switch-base-16"}
+"""Models whose attention has no q_proj or no v_proj."""
+SIGMOID = {("fedmoe", "deepseek-v3"), ("ub-smoe", "deepseek-v3")}
+CAUSAL_ONLY = {("fedprompt", "switch-base-16"), ("fedptuning", "switch-base-16")}
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, ModelInfo]:
+    """Every family at its real size, from its config alone; DeepSeek-V3 small."""
+    return {name: describe_config(name) for name in KNOWN} | {"deepseek-v3": tiny_backbone("deepseek_v3").info}
+
+
+def options_of(name: str, model: str) -> dict[str, Any]:
+    """Fed-SB's rank is for matrices larger than those of the small DeepSeek-V3."""
+    return {"rank": 4} if (name, model) == ("fed-sb", "deepseek-v3") else {}
+
+
+def planned(method: Method, model: ModelInfo, clients: int = 8) -> Method:
+    """Returns the method as it runs, after its plan was held against the model."""
+    if method.needs_experts:
+        model.require_experts(method.title)
+    method = method.fitted(model, clients, exact=True)
+    assert adapter_shapes(model, method.plan(model, Budget("all", model.top_k, 8)))
+    return method
+
+
+@pytest.mark.parametrize("label", [*KNOWN, "deepseek-v3"])
+@pytest.mark.parametrize("name", METHODS)
+def test_defaults_fit_every_family_that_a_method_supports(name: str, label: str, models: dict[str, ModelInfo]) -> None:
+    method, model = build_method(name, options_of(name, label)), models[label]
+    if (name, label) in SIGMOID | CAUSAL_ONLY or (method.needs_experts and label in DENSE):
+        with pytest.raises(ModelError, match="needs a"):
+            planned(method, model)
+        return
+    given, runs = method.settings.model_dump(), planned(method, model).settings.model_dump()
+    changed = {option: value for option, value in runs.items() if value != given[option]}
+    if name in ("fedavg", "fedprox"):
+        fitted = {"gate": "none", "experts": "none", "targets": ("attention",)} if label in DENSE else {}
+    elif {"q_proj", "v_proj"} & set(given.get("targets", ())):
+        fitted = {"targets": ("attention",)} if label in OTHER_NAMES else {}
+    else:
+        names_experts = {"router", "experts"} & set(given.get("targets", ()))
+        fitted = {"targets": ("attention",)} if label in DENSE and names_experts else {}
+    assert changed == fitted
+
+
+@pytest.mark.parametrize(
+    ("defaults", "model", "expected"),
+    [
+        (("attention", "router", "experts"), "olmoe-1b-7b", ("attention", "router", "experts")),
+        (("attention", "router", "experts"), "llama-3.2-1b", ("attention",)),
+        (("q_proj", "experts"), "llama-3.2-1b", ("q_proj",)),
+        (("router", "experts"), "llama-3.2-1b", ("attention",)),
+        (("q_proj", "v_proj", "experts"), "deepseek-v2-lite", ("attention", "experts")),
+        (("q_proj", "mlp"), "llama-3.2-1b", ("q_proj", "mlp")),
+        ((), "llama-3.2-1b", ()),
+    ],
+)
+def test_targets_that_a_model_lacks(
+    defaults: tuple[str, ...], model: str, expected: tuple[str, ...], models: dict[str, ModelInfo]
+) -> None:
+    assert fitting_targets(models[model], defaults) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("fedit", {"targets": ["attention", "experts"]}, r"target\(s\) experts name no layer"),
+        ("fedamole", {"targets": ["q"]}, r"target\(s\) q name no layer"),
+        ("fedavg", {"gate": "full"}, "method.gate and method.experts train what"),
+        ("fedprox", {"targets": ["attention"], "experts": "lora"}, "method.gate and method.experts train what"),
+    ],
+)
+def test_what_the_user_writes_is_refused_not_changed(
+    name: str, options: dict[str, object], told: str, models: dict[str, ModelInfo]
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        planned(build_method(name, options), models["llama-3.2-1b"])
+
+
+def test_what_the_user_writes_beside_a_default_is_kept(models: dict[str, ModelInfo]) -> None:
+    settings = planned(build_method("fedavg", {"targets": ["mlp"], "rank": 3}), models["llama-3.2-1b"]).settings
+    assert (settings.gate, settings.experts, settings.targets, settings.rank) == ("none", "none", ("mlp",), 3)
+
+
+@pytest.mark.parametrize(
+    ("clients", "options", "experts", "clients_per_expert"),
+    [
+        (10, {}, 30, 2),  # the paper's
+        (8, {}, 30, 2),
+        (6, {}, 24, 2),  # 30 x 2 > 6 x 8
+        (40, {}, 40, 2),  # 30 x 2 < 40 x 2
+        (1, {}, 8, 1),
+        (6, {"experts_per_client": 4}, 12, 2),
+        (6, {"experts": 20}, 20, 2),
+        (40, {"scale_clients_per_expert": True}, 30, 2),
+        (4, {"clients_per_expert": 4}, 8, 4),
+    ],
+)
+def test_the_number_of_experts_fits_the_clients(
+    clients: int, options: dict[str, object], experts: int, clients_per_expert: int, models: dict[str, ModelInfo]
+) -> None:
+    method = planned(build_method("fedamole", options), models["llama-3.2-1b"], clients)
+    assert (method.settings.experts, method.settings.clients_per_expert) == (experts, clients_per_expert)
+    assert planned(method, models["llama-3.2-1b"], clients) is method
+
+
+@pytest.mark.parametrize(
+    ("clients", "options"), [(6, {"experts": 30}), (40, {"experts": 30}), (1, {"clients_per_expert": 2})]
+)
+def test_numbers_that_the_user_writes_are_refused(
+    clients: int, options: dict[str, object], models: dict[str, ModelInfo]
+) -> None:
+    with pytest.raises(ConfigError, match="method"):
+        planned(build_method("fedamole", options), models["llama-3.2-1b"], clients)
+
+
+def test_no_shipped_preset_needs_fitting() -> None:
+    models: dict[str, ModelInfo] = {}
+    for preset in presets():
+        config = load_config(preset.name)
+        path = config.model.path
+        if path not in models:
+            models[path] = describe_config(path)
+        given = method_of(config)
+        method, _ = fit_method(given, config, models[path])
+        assert method_record(given, method)["fitted"] == {}, preset.name

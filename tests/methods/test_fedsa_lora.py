@@ -1,0 +1,229 @@
+"""FedSA-LoRA: A is everybody's, B its client's alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedguild.config.training import TrainingSettings
+from fedguild.errors import ConfigError
+from fedguild.methods import build_method
+from fedguild.methods.fedsa_lora import FedSALoRA, factors
+from fedguild.model.backbone import Backbone
+from fedguild.model.plan import initial_adapter
+from fedguild.payload import ADAPTER, Payload
+from fedguild.seeding import torch_rng
+from fedguild.server.method import Upload
+from fedguild.server.validation import check_upload
+from fedguild.wire.accounting import bytes_by_part
+from tests.backbones import tiny_model
+from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
+from tests.methods.test_matrix import train
+from tests.oracles.fedsa_lora import Loss, rounds
+from tests.oracles.lora import MergedModel
+
+TARGETS = ["attention", "router", "experts"]
+WHOLE_BATCH = TrainingSettings(optimizer="sgd", learning_rate=0.5, batch_size=64, steps=1, clip_norm=None)
+"""One step on all examples of a client."""
+
+
+def fedsa(**options: object) -> FedSALoRA:
+    method = build_method("fedsa-lora", {"rank": 2, "targets": TARGETS, **options})
+    assert isinstance(method, FedSALoRA)
+    return method
+
+
+def trained(federation: Federation, state: Payload, round: int, who: Sequence[int]) -> list[Upload]:
+    """The uploads of some clients, which take one step on all of their examples."""
+    everybody = federation.clients
+    federation.clients = [known for known in everybody if known.index in who]
+    try:
+        return train(federation, state, round, WHOLE_BATCH)
+    finally:
+        federation.clients = everybody
+
+
+def own_models(federation: Federation, state: Payload, round: int) -> list[dict[str, Tensor]]:
+    """Every client's own model after a round."""
+    return [
+        dict(
+            federation.method.personalize(
+                federation.method.excerpt(state, federation.model, who),
+                federation.model,
+                who,
+                federation.memory.load(who.name, round + 1),
+            ).tensors
+        )
+        for who in federation.clients
+    ]
+
+
+# By hand, and against the equations
+
+
+@pytest.mark.parametrize(("weights", "expected"), [("size", 5.0), ("uniform", 4.0)])
+def test_two_clients_by_hand(weights: str, expected: float) -> None:
+    """|D_1| = 10, |D_2| = 30, A_1 = 2, A_2 = 6: (10 · 2 + 30 · 6) / 40 = 5, and (2 + 6) / 2 = 4."""
+    name = "model.layers.0.self_attn.q_proj.lora_A"
+    sent = [
+        upload(client(i, LARGE, n), adapter={name: torch.tensor([[a]])}) for i, n, a in ((0, 10, 2.0), (1, 30, 6.0))
+    ]
+    state = Payload.of({ADAPTER: {name: torch.zeros(1, 1)}})
+    assert fedsa(weights=weights).aggregate(state, iter(sent)).part(ADAPTER)[name].item() == expected
+
+
+def test_three_rounds_follow_the_equations(llama_backbone: Backbone, tmp_path: Path) -> None:
+    """Two, then one, then three clients of other sizes, against gradient descent on each client's merged weights."""
+    clients = [client(0, LARGE, 3), client(1, LARGE, 5), client(2, LARGE, 2)]
+    federation = Federation(llama_backbone, fedsa(targets=["q_proj", "mlp"]), clients, tmp_path)
+    model, plan = federation.model, federation.method.plan(federation.model, LARGE)
+    plain = tiny_model("llama")
+
+    def loss_of(index: int) -> Loss:
+        rows = federation.examples[index]
+
+        def loss(adapter: dict[str, Tensor]) -> Tensor:
+            merged = MergedModel(plain, model, plan, adapter)
+            return torch.cat([merged.losses(row.input_ids, row.prompt_length) for row in rows]).mean()
+
+        return loss  # type: ignore[return-value]
+
+    state = federation.start()
+    zeros = {name: torch.zeros_like(v) for name, v in random_tensors(model, plan, 0).items() if name.endswith("lora_B")}
+    present = ((0, 1), (2,), (0, 1, 2))
+    expected = rounds(state.part(ADAPTER), zeros, [loss_of(i) for i in range(3)], [3, 5, 2], present, rate=0.5)
+    for round, (who, (shared, ups)) in enumerate(zip(present, expected, strict=True), start=1):
+        state = federation.method.aggregate(state, iter(trained(federation, state, round, who)))
+        for own, up in zip(own_models(federation, state, round), ups, strict=True):
+            assert own.keys() == {*shared, *up}
+            for name, value in {**shared, **up}.items():
+                torch.testing.assert_close(own[name], value, rtol=1e-4, atol=1e-6)
+
+
+# A known method
+
+
+def test_one_client_is_fedit(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    """Bit by bit over three rounds: its own B is the B that FedIT would send it."""
+    fedit = build_method("fedit", {"rank": 2, "alpha": 16.0, "targets": TARGETS, "active_experts": "budget"})
+    ours = Federation(olmoe_backbone, fedsa(), [client(0, MIDDLE)], tmp_path / "ours")
+    theirs = Federation(olmoe_backbone, fedit, [client(0, MIDDLE)], tmp_path / "theirs")
+    state, expected = ours.start(), theirs.start()
+    for round in (1, 2, 3):
+        state = ours.method.aggregate(state, iter(ours.train(state, round)))
+        expected = fedit.aggregate(expected, iter(theirs.train(expected, round)))
+        (own,) = own_models(ours, state, round)
+        assert own.keys() == expected.part(ADAPTER).keys()
+        assert all(torch.equal(own[name], value) for name, value in expected.part(ADAPTER).items())
+
+
+# What travels
+
+
+def test_a_alone_travels(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    federation = Federation(olmoe_backbone, fedsa(), [client(0, LARGE), client(1, SMALL)], tmp_path)
+    method, model, state = federation.method, federation.model, federation.start()
+    for round in (1, 2):
+        for sent in federation.train(state, round):
+            download = method.download(state, model, sent.client)
+            check_upload(sent.payload, method.expected_upload(model, sent.client, download), client="c")
+            assert sent.payload.tensors.keys() == download.tensors.keys() == state.tensors.keys()
+            assert all(name.endswith("lora_A") for name in sent.payload.tensors)
+            kept = federation.memory.load(sent.client.name, round + 1).tensors
+            assert kept
+            assert all(name.endswith("lora_B") for name in kept)
+        state = method.aggregate(state, iter(federation.train(state, round)))
+
+
+def test_the_upload_is_fedits_without_b(olmoe_backbone: Backbone) -> None:
+    method, fedit = fedsa(), build_method("fedit", {"rank": 2, "targets": TARGETS})
+    sizes = []
+    for one, ending in ((method, "lora_A"), (fedit, "lora_A")):
+        shapes = one.expected_upload(olmoe_backbone.info, client(0, LARGE), Payload())
+        sent = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if name.endswith(ending)}
+        sizes.append(bytes_by_part(Payload(sent))["adapter"])
+    assert sizes[0] == sizes[1]
+    assert len(method.expected_upload(olmoe_backbone.info, client(0, LARGE), Payload())) * 2 == len(
+        fedit.expected_upload(olmoe_backbone.info, client(0, LARGE), Payload())
+    )
+
+
+def test_it_starts_with_the_a_of_fedit(olmoe_backbone: Backbone) -> None:
+    """And with the model as it was published, for everybody."""
+    method, model = fedsa(), olmoe_backbone.info
+    state = method.start(model, [LARGE], torch_rng(0, "start"))
+    whole = initial_adapter(model, method.plan(model, LARGE), torch_rng(0, "start"))
+    assert state.part(ADAPTER).keys() == factors(whole, "lora_A").keys()
+    assert all(torch.equal(value, whole[name]) for name, value in state.part(ADAPTER).items())
+    own = method.personalize(state, model, client(0, LARGE), Payload()).tensors
+    assert all(bool(value.any()) == name.endswith("lora_A") for name, value in own.items())
+
+
+def test_there_is_no_global_model(olmoe_backbone: Backbone) -> None:
+    method, model = fedsa(), olmoe_backbone.info
+    assert method.deploy(method.start(model, [LARGE], torch_rng(0, "start")), model, LARGE) is None
+
+
+# Edges
+
+
+def test_an_absent_client_keeps_its_b_and_gets_the_new_a(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    """Client 1 sits round 2 out; client 2 never takes part and has B = 0."""
+    clients = [client(0, LARGE), client(1, SMALL), client(2, MIDDLE)]
+    federation = Federation(olmoe_backbone, fedsa(), clients, tmp_path)
+    state = federation.method.aggregate(federation.start(), iter(federation.train(federation.start(), 1, (0, 1))))
+    before = own_models(federation, state, 1)
+    after_two = federation.method.aggregate(state, iter(federation.train(state, 2, (0,))))
+    after = own_models(federation, after_two, 2)
+    for name, value in after_two.part(ADAPTER).items():
+        assert all(torch.equal(own[name], value) for own in after)
+        assert not torch.equal(value, before[0][name]) or not bool(value.any())
+    ups = factors(before[1], "lora_B")
+    assert any(bool(value.any()) for value in ups.values())
+    assert all(torch.equal(after[1][name], value) for name, value in ups.items())
+    assert any(not torch.equal(after[0][name], before[0][name]) for name in ups)
+    assert not any(bool(after[2][name].any()) for name in ups)
+
+
+def test_a_client_that_lost_its_b_starts_again_from_zero(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    """As it would if it took part for the first time."""
+    lost, new = (Federation(olmoe_backbone, fedsa(), [client(0, LARGE)], tmp_path / name) for name in ("a", "b"))
+    state = lost.method.aggregate(lost.start(), iter(lost.train(lost.start())))
+    for file in (lost.memory.folder / "client-000").iterdir():
+        file.unlink()
+    (found,), (expected,) = lost.train(state, 2), new.train(state, 2)
+    assert all(torch.equal(found.payload.tensors[name], value) for name, value in expected.payload.tensors.items())
+
+
+def test_a_late_upload_counts_with_the_others(olmoe_backbone: Backbone) -> None:
+    """A = (1 · 1 + 3 · 5) / 4 of an upload of this round and one of the round before."""
+    method, model = fedsa(), olmoe_backbone.info
+    state = method.start(model, [LARGE], torch_rng(0, "start"))
+    sent = [
+        upload(client(i, LARGE, n), adapter={name: torch.full_like(a, x) for name, a in state.part(ADAPTER).items()})
+        for i, n, x in ((0, 1, 1.0), (1, 3, 5.0))
+    ]
+    after = method.aggregate(state, iter([replace(sent[0], round=2), sent[1]]))
+    assert all(bool((value == 4.0).all()) for value in after.part(ADAPTER).values())
+
+
+def test_nobody_and_a_client_without_examples_change_nothing(olmoe_backbone: Backbone) -> None:
+    method, model = fedsa(), olmoe_backbone.info
+    state = method.start(model, [LARGE], torch_rng(0, "start"))
+    empty = upload(client(0, LARGE, 0), adapter={n: torch.ones_like(a) for n, a in state.part(ADAPTER).items()})
+    for sent in ([], [empty]):
+        after = method.aggregate(state, iter(sent))
+        assert all(torch.equal(after.part(ADAPTER)[name], value) for name, value in state.part(ADAPTER).items())
+
+
+def test_clients_run_their_budgets_experts(olmoe_backbone: Backbone, llama_backbone: Backbone) -> None:
+    plans = [fedsa().plan(olmoe_backbone.info, budget) for budget in (LARGE, MIDDLE, SMALL)]
+    assert [(plan.active_experts, plan.rank) for plan in plans] == [(4, 2), (2, 2), (1, 2)]
+    assert fedsa(targets=["attention"]).plan(llama_backbone.info, LARGE).active_experts is None
+    with pytest.raises(ConfigError, match="has active_experts 9"):
+        fedsa().plan(olmoe_backbone.info, type(LARGE)("big", 9, 2))
