@@ -24,11 +24,10 @@ from fedguild.model.known import find_known, known_models
 from fedguild.model.merging import merged
 from fedguild.model.moe.switch import stack_experts
 from fedguild.model.moe.view import MoeLayer, attach, find_moe_layers
+from fedguild.model.packaged import EMBEDDED, packaged
 from fedguild.model.plan import LinearInfo, ModelInfo
 from fedguild.model.runtime import Runtime
-from fedguild.model.tiny import CHECKPOINT
 
-EMBEDDED = "embedded"
 _ATTENTION = {"self_attn", "attn", "SelfAttention", "EncDecAttention"}
 """Names that attention has in a module path."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -110,12 +109,12 @@ def load_backbone(
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
 ) -> Backbone:
-    """Loads a backbone from a hub id, a folder, or `embedded` (the checkpoint in this package).
+    """Loads a backbone from a hub id, a folder, or by the name of a checkpoint in this package (`embedded`, `english`).
 
     On a CPU the process keeps the pages that it frees from then on (heap.py).
 
     Args:
-        path: Hub id, folder, or `embedded`.
+        path: Hub id, folder, `embedded` or `english`.
         revision: Branch, tag or commit on the hub.
         dtype: `auto` (bf16 on a GPU, fp32 on a CPU), float32, bfloat16 or float16.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
@@ -133,7 +132,7 @@ def load_backbone(
     kind = pick_dtype(dtype, where)
     if where.type == "cpu":
         keep_freed_pages()
-    source = str(CHECKPOINT) if path == EMBEDDED else path
+    source = str(packaged(path) or path)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if load_in_4bit:
         options |= four_bit_options(kind, where)
@@ -147,7 +146,7 @@ def load_backbone(
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"Cannot load the model '{path}': {str(error).splitlines()[0]}",
-            "model.path takes a hub id, a folder with config.json and safetensors weights, or 'embedded'.",
+            "model.path takes a hub id, a folder with config.json and safetensors weights, 'embedded' or 'english'.",
         ) from error
     placed: Any = model
     if not load_in_4bit:
@@ -229,7 +228,7 @@ def describe_config(path: str, *, revision: str | None = None, trust_remote_code
     """Returns what a model looks like from its config alone, without weights.
 
     Args:
-        path: `embedded`, a folder, a `config.json`, a known model's hub id or short name (which needs no
+        path: `embedded`, `english`, a folder, a `config.json`, a known model's hub id or short name (which needs no
             download), or any other hub id.
         revision: Branch, tag or commit on the hub, which is then asked for known models too.
         trust_remote_code: Whether the hub's own model code may run.
@@ -238,7 +237,7 @@ def describe_config(path: str, *, revision: str | None = None, trust_remote_code
         ModelError: there is no such config, or its experts are not supported.
     """
     known = find_known(path) if revision is None and not Path(path).exists() else None
-    source = str(CHECKPOINT) if path == EMBEDDED else path
+    source = str(packaged(path) or path)
     try:
         if known is not None:
             config = AutoConfig.for_model(**known.config)
@@ -247,7 +246,7 @@ def describe_config(path: str, *, revision: str | None = None, trust_remote_code
     except (OSError, ValueError) as error:
         raise ModelError(
             f"Cannot read the config of '{path}': {str(error).splitlines()[0]}",
-            "Give a hub id, a folder with config.json, that file itself, 'embedded', or offline one of: "
+            "Give a hub id, a folder with config.json, that file itself, 'embedded', 'english', or offline one of: "
             f"{', '.join(model.name for model in known_models())}.",
         ) from error
     return _described(config, known.hub_id if known else path, trust_remote_code)

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ from fedguild.seeding import numpy_rng
 
 DOCUMENT_CHARACTERS = 8_000
 HELD_OUT_EVERY = 200
-"""One document in so many is never trained on."""
+"""One document in so many is held out and never trained on."""
 _ENCODED_AT_ONCE = 1_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Corpus:
     """A tokenised corpus.
 
@@ -57,6 +57,9 @@ class Corpus:
 
         A row depends on nothing but its number and the seed. Every pass puts the documents and then the
         rows into a new order; the last token of a row is predicted but not read.
+
+        Raises:
+            FedGuildError: the corpus is shorter than a row.
         """
         per_pass = (len(self.train) - 1) // length
         if per_pass == 0:
@@ -66,20 +69,19 @@ class Corpus:
             )
         chosen = []
         for number in range(first, first + count):
-            stream, order = self._pass(number // per_pass, length, seed)
+            stream, order = _pass(self, number // per_pass, length, seed)
             start = int(order[number % per_pass]) * length
             chosen.append(stream[start : start + length + 1])
         return np.stack(chosen).astype(np.int64)
 
-    @cache  # noqa: B019
-    def _pass(self, number: int, length: int, seed: int) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
-        """Returns one pass's stream of tokens and the order of its rows."""
-        rng = numpy_rng(seed, "english", "pass", number)
-        documents = rng.permutation(len(self.starts) - 1)
-        stream = np.concatenate([self.train[self.starts[i] : self.starts[i + 1]] for i in documents])
-        return stream, rng.permutation((len(stream) - 1) // length)
 
-    __hash__ = object.__hash__
+@lru_cache(maxsize=2)
+def _pass(corpus: Corpus, number: int, length: int, seed: int) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
+    """Returns the stream of tokens of pass `number`, and the order of its rows."""
+    rng = numpy_rng(seed, "english", "pass", number)
+    documents = rng.permutation(len(corpus.starts) - 1)
+    stream = np.concatenate([corpus.train[corpus.starts[i] : corpus.starts[i + 1]] for i in documents])
+    return stream, rng.permutation((len(stream) - 1) // length)
 
 
 def read_documents(folder: Path) -> list[str]:
@@ -89,20 +91,20 @@ def read_documents(folder: Path) -> list[str]:
         FedGuildError: the folder holds no text, or a file is not UTF-8.
     """
     files = sorted(path for path in folder.rglob("*") if path.name.endswith((".txt", ".txt.gz")) and path.is_file())
-    found: list[str] = []
+    documents: list[str] = []
     for path in files:
         try:
             content = path.read_bytes()
             text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise FedGuildError(f"Cannot read {path}: {error}.", "The corpus takes UTF-8 text, plain or gzip.") from error
-        found.extend(_documents(text))
-    if len(found) < 2:
+        except (OSError, EOFError, UnicodeDecodeError) as error:
+            raise FedGuildError(f"Cannot read {path}: {error}.", "A corpus is UTF-8 text, plain or gzip.") from error
+        documents.extend(_documents(text))
+    if len(documents) < 2:
         raise FedGuildError(
-            f"{folder} holds {len(found)} documents of text.",
+            f"{folder} holds {len(documents)} documents of text.",
             "Give a folder with .txt or .txt.gz files, in which blank lines separate documents.",
         )
-    return found
+    return documents
 
 
 def load_corpus(folder: Path, cache_folder: Path, vocabulary: int) -> Corpus:

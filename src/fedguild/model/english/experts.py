@@ -28,7 +28,7 @@ def use_trainable_experts(model: OlmoeForCausalLM) -> None:
 def _experts_forward(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The registered implementation: hidden [N, H], routing [N, k] -> [N, H]."""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
-    output: Tensor = _Experts.apply(
+    output: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
         hidden.to(dtype),
         module.gate_up_proj.to(dtype),
         module.down_proj.to(dtype),
@@ -83,7 +83,7 @@ class _Experts(torch.autograd.Function):
     """y = Σ_k w_k D_k (silu(G_k x) ⊙ U_k x) over each token's k experts."""
 
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(
         ctx: Any, hidden: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, top_k_index: Tensor
     ) -> Tensor:
         dispatch = _dispatch(top_k_index, len(gate_up))
@@ -102,7 +102,7 @@ class _Experts(torch.autograd.Function):
         return torch.bmm(weights.unsqueeze(1), chosen).squeeze(1)
 
     @staticmethod
-    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:  # type: ignore[override]  # noqa: D102
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         gate_up, down, weights, rows, inner, active, chosen = ctx.saved_tensors
         dispatch: _Dispatch = ctx.dispatch
         d_weights = torch.bmm(chosen, d_output.unsqueeze(2)).squeeze(2)

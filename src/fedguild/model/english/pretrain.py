@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -153,6 +152,13 @@ class Pretraining:
                 self.step += 1
                 nats, balance = torch.stack([losses for _, losses in results]).mean(0).tolist()
                 yield Losses(nats, balance)
+
+    def exported(self) -> OlmoeForCausalLM:
+        """Returns a copy of the model in bf16, computed by transformers' own code."""
+        model = new_model(self.corpus.tokenizer, self.recipe.sizes, self.recipe.seed)
+        model.load_state_dict(self.model.state_dict())
+        model.bfloat16().eval()
+        return model
 
     def save(self, path: Path) -> None:
         """Writes the state of model and optimizer and the position in the data, atomically."""
