@@ -35,7 +35,7 @@ def model_card(model: OlmoeForCausalLM, training: Pretraining, measured: Measure
     unigram = measured.unigram_nats
     losses.append(f"| token frequencies alone | {unigram:.3f} | {unigram * measured.tokens_per_character:.3f} |")
     layers = [(layer.use_entropy, layer.gini, layer.token_entropy, layer.top_mass) for layer in measured.routing]
-    rows = {str(number): figures for number, figures in enumerate(layers)}
+    rows: dict[str, tuple[float, ...]] = {str(number): figures for number, figures in enumerate(layers)}
     rows["mean"] = tuple(fmean(column) for column in zip(*layers, strict=True))
     return _CARD.format(
         config=model.config,
