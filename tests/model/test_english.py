@@ -289,7 +289,10 @@ def test_the_checkpoint_loads_as_any_other_and_its_card_says_how_it_was_made(fol
     assert len(tokenizer) == model.config.vocab_size == SIZES.vocabulary
     assert load_backbone(str(path)).info.moe[0].num_experts == SIZES.experts
     card = (path / "README.md").read_text()
-    assert "python -m fedguild.model.english.build --corpus DIR --seed 0" in card
+    assert (
+        f"python -m fedguild.model.english.build --corpus DIR --tokens {4 * STEP} --decay-tokens {STEP} --seed 0"
+        in card
+    )
     assert "- `prose`: sentences by **nobody**,\n  under CC0.\n\n| file |" in card
     assert "Not for the card" not in card
     assert "Nor this" not in card

@@ -28,6 +28,7 @@ def model_card(model: OlmoeForCausalLM, training: Pretraining, measured: Measure
         sources: Lists and tables of the text's licences and attributions; may be empty.
     """
     recipe, corpus = training.recipe, training.corpus
+    decay_tokens = (training.step - (training.decay_from or 0)) * recipe.step_tokens
     losses = [
         f"| {count} | {nats:.3f} | {nats * measured.tokens_per_character:.3f} |"
         for count, nats in measured.nats.items()
@@ -41,8 +42,8 @@ def model_card(model: OlmoeForCausalLM, training: Pretraining, measured: Measure
         config=model.config,
         recipe=recipe,
         parameters=sum(parameter.numel() for parameter in model.parameters()) / 1e6,
-        tokens=training.tokens / 1e6,
-        decay=(training.step - (training.decay_from or 0)) * recipe.step_tokens / 1e6,
+        tokens=training.tokens,
+        decay=decay_tokens,
         corpus_tokens=len(corpus.train) / 1e6,
         documents=len(corpus.starts) - 1,
         passes=training.tokens / len(corpus.train),
@@ -98,17 +99,18 @@ It is far too small to be right about facts.
 ## How it was made
 
 ```
-python -m fedguild.model.english.build --corpus DIR --seed {recipe.seed}
+python -m fedguild.model.english.build --corpus DIR --tokens {tokens} --decay-tokens {decay} --seed {recipe.seed}
 ```
 
-on {date}, with Python {python}, torch {torch} and transformers {transformers}: {tokens:.2f} M tokens, which is
-{passes:.2f} passes over the {corpus_tokens:.2f} M tokens of {documents:,} documents.
+on {date}, with Python {python}, torch {torch} and transformers {transformers}: {tokens:,} tokens, which is
+{passes:.2f} passes over the {corpus_tokens:.2f} M tokens of {documents:,} documents. On one machine the command gives the same bytes
+again, in one sitting or many; between machines rounding differs, and with it the weights in detail.
 
 | | |
 | --- | --- |
 | step | {recipe.batch_rows} rows of {recipe.row_tokens} tokens |
 | optimizer | AdamW (0.9, 0.95), weight decay {recipe.weight_decay:g}, gradients clipped to norm 1 |
-| learning rate | {recipe.learning_rate:g} after {recipe.warm_up_steps} steps; then to zero in {decay:.2f} M tokens |
+| learning rate | {recipe.learning_rate:g} after {recipe.warm_up_steps} steps; then to zero in {decay:,} tokens |
 | routing losses | OLMoE's: load balancing ({recipe.balance:g}), router z ({recipe.router_z:g}) |
 | precision | products in bf16, weights and optimizer in fp32 |
 
