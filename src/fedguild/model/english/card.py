@@ -103,8 +103,8 @@ python -m fedguild.model.english.build --corpus DIR --tokens {tokens} --decay-to
 ```
 
 on {date}, with Python {python}, torch {torch} and transformers {transformers}: {tokens:,} tokens, which is
-{passes:.2f} passes over the {corpus_tokens:.2f} M tokens of {documents:,} documents. On one machine the command gives the same bytes
-again, in one sitting or many; between machines rounding differs, and with it the weights in detail.
+{passes:.2f} passes over the {corpus_tokens:.2f} M tokens of {documents:,} documents. On one machine the command
+gives the same bytes again, in one sitting or many; between machines rounding differs, and with it the weights a little.
 
 | | |
 | --- | --- |
