@@ -11,7 +11,7 @@ from fedguild.config import load_config, presets
 from fedguild.config.loading import PRESETS_FOLDER
 from fedguild.experiment import CHECKPOINTS
 from fedguild.methods import METHODS
-from fedguild.model.pretrained import EMBEDDED
+from fedguild.model.packaged import EMBEDDED
 from fedguild.server import checkpoint
 from fedguild.server.run_log import ClientRecord, EvaluationRecord, RoundRecord, RunLog
 from tests.data.writing import write_csv, write_json, write_jsonl
