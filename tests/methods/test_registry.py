@@ -21,7 +21,7 @@ SECTIONS = (
     "## Symbols",
     "## Options",
     "## Deviations",
-    "## Claims and",
+    "## Claims and our figures",
 )
 
 
