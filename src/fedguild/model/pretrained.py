@@ -18,13 +18,8 @@ _PATHS = "model.path takes a hub id, a folder with config.json, a tokenizer and 
 
 
 def source_of(path: str) -> str:
-<<<<<<< HEAD
-    """Returns what transformers takes for a `model.path`: the hub id or the folder."""
-    return str(packaged(path) or path)
-=======
     """Returns the path for transformers of a `model.path`: the hub id or the folder."""
-    return str(CHECKPOINT) if path == EMBEDDED else path
->>>>>>> prose
+    return str(packaged(path) or path)
 
 
 def read_config(path: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
