@@ -52,6 +52,8 @@ on purpose, for example `{"state/pool/": "state/experts/"}`. A state's `adapter/
 EXPECTED: dict[str, str] = {
     "fed[ap]*: */record/client-*/rank": "without LoRA the rank is 0; 0.1.0 wrote the rank of a plan that had none",
     "*: */evaluation/metrics": "a new setting",
+    "presets: 0/preset/fedsa-lora:*": "a new method",
+    "presets: 0/preset/rolora:*": "a new method",
 }
 """Pattern of `case: round/what/who/name` (as a shell's) -> why this differs on purpose."""
 
@@ -332,7 +334,7 @@ CASES: dict[str, Case] = {
         },
     ),
 }
-"""A method's name, and after it the particulars -> the run."""
+"""A method's name, and after it the particulars -> the run. A method without a case runs as its preset says."""
 
 
 def method_of(label: str) -> str:
@@ -342,7 +344,7 @@ def method_of(label: str) -> str:
 
 def config_settings(label: str, models: Path) -> dict[str, Any]:
     """Returns a case's settings, as its YAML file holds them."""
-    case = CASES[label]
+    case = CASES.get(label, Case())
     ranks = RANKS.get(case.model, SMALL_RANKS)
     budgets = [
         {"name": f"b{number}", "active_experts": active, "rank": rank}
@@ -541,7 +543,10 @@ WITHOUT_RUN: dict[str, Callable[[], Facts]] = {"defaults": defaults, "presets": 
 
 def record(output: Path, only: Sequence[str], jobs: int) -> None:
     """Records the cases of some methods, or those with these labels (all by default), in so many processes."""
-    labels = [label for label in [*WITHOUT_RUN, *CASES] if not only or {label, method_of(label)} & set(only)]
+    from fedguild.methods import METHODS
+
+    known = dict.fromkeys([*WITHOUT_RUN, *CASES, *METHODS])
+    labels = [label for label in known if not only or {label, method_of(label)} & set(only)]
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     started = time.perf_counter()
     cases: dict[str, Any] = {}
