@@ -11,21 +11,10 @@ from fedguild.client.budget import ClientInfo
 from fedguild.config import Config, load_config, presets
 from fedguild.config.loading import PRESETS_FOLDER
 from fedguild.experiment import CHECKPOINTS
-<<<<<<< HEAD
-=======
-<<<<<<< HEAD
->>>>>>> two
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
 from fedguild.model.packaged import EMBEDDED
 from fedguild.seeding import torch_rng
-<<<<<<< HEAD
-=======
-=======
-from fedguild.methods import METHODS
-from fedguild.model.packaged import EMBEDDED
->>>>>>> main
->>>>>>> two
 from fedguild.server import checkpoint
 from fedguild.server.run_log import ClientRecord, EvaluationRecord, RoundRecord, RunLog
 from fedguild.setup import fit_method
