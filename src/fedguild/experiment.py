@@ -1,4 +1,4 @@
-"""A run from config to report, in one function that reads like the stages."""
+"""A run from config to report, in functions that follow the order of the stages."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ Preparation = Callable[[Config, Path, Progress | None], Experiment]
 
 CHECKPOINTS = "checkpoints"
 METHOD = "method.json"
-"""Where a run keeps every option of its method, as it runs."""
+"""The file in a run's folder with every option of its method, as it runs."""
 ACCEPTED = "accepted"
-"""Key of the clients whose uploads of the round are in a checkpoint's state."""
+"""Key of the clients whose uploads of the round are included in a checkpoint's state."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class RunResult:
     """A finished run.
 
     Attributes:
-        folder: Its folder.
-        rounds: Rounds it ran.
+        folder: The run's folder.
+        rounds: Number of rounds that were run.
         scores: Budget -> score of the global model after the last round, from 0 to 1.
-        mean: Mean over the budgets; over the clients where every client has a model of its own.
-        report: The page.
-        own: Client -> score of its own model on its own data; empty where that was not evaluated.
-        received: Client -> score of the model that it would receive next; empty alike.
-        pooled: Client -> score of its own model on all clients' data; empty alike.
+        mean: Mean over the budgets, or over the clients if every client has its own model.
+        report: The report's page.
+        own: Client -> score of its own model on its own data; empty if not evaluated.
+        received: Client -> score of the model that it would receive next; empty if not evaluated.
+        pooled: Client -> score of its own model on all clients' data; empty if not evaluated.
         summaries: `mean`, `mtal`, `received` and `pooled`, those that were evaluated.
-        deviations: Those over clients -> the sample deviation, where there are two clients or more.
+        deviations: Summaries over clients -> the sample standard deviation, if there are at least two clients.
     """
 
     folder: Path
@@ -80,8 +80,8 @@ def run(
     """Runs a config in a new folder.
 
     Args:
-        config: The run.
-        output: The folder.
+        config: The run's config.
+        output: The folder to create.
         progress: Receiver of progress reports.
         preparation: Builds the experiment; None for simulated clients on this machine alone.
 
@@ -98,7 +98,7 @@ def run(
 
 
 def resume(output: Path, *, progress: Progress | None = None, preparation: Preparation | None = None) -> RunResult:
-    """Goes on with a run from its last complete round.
+    """Continues a run from its last complete round.
 
     Raises:
         CheckpointError: the folder holds no run, or its newest checkpoint is damaged.
@@ -119,7 +119,7 @@ def resume(output: Path, *, progress: Progress | None = None, preparation: Prepa
 
 
 def evaluate(output: Path, *, round: int | None = None, split: Split = "test") -> RunResult:
-    """Scores the global model of a run's round again.
+    """Scores the global model of one of a run's rounds again.
 
     Raises:
         CheckpointError: there is no such run, or no checkpoint of that round.
@@ -132,7 +132,7 @@ def evaluate(output: Path, *, round: int | None = None, split: Split = "test") -
 def restore(
     output: Path, round: int | None = None, *, progress: Progress | None = None
 ) -> tuple[Experiment, Payload, int]:
-    """Returns a run as it was after a round (by default its last), with that round's state.
+    """Returns a run with its state after a round (by default the last), and the round's number.
 
     Raises:
         CheckpointError: there is no such run, or no checkpoint of that round.
@@ -146,7 +146,7 @@ def restore(
 
 
 def _begin(experiment: Experiment) -> Payload:
-    """Writes and scores the start of a run; returns the state before the first round."""
+    """Records and scores the initial state of a run and returns it."""
     config = experiment.config
     state = experiment.method.start(
         experiment.backbone.info, experiment.budgets, torch_rng(config.seed, "start", config.method.name)
@@ -207,7 +207,7 @@ def _round_record(outcome: Outcome, seconds: float) -> RoundRecord:
 
 
 def _tell(progress: Progress, outcome: Outcome) -> None:
-    """Reports rejected and stray uploads of a round, which its records also hold."""
+    """Reports a round's rejected and stray uploads, which are also in its records."""
     for client, reason in outcome.rejected.items():
         progress.message(f"Round {outcome.round}: the upload of client {client} was rejected: {reason}")
     for stray in outcome.strays:
@@ -230,7 +230,7 @@ def _save(experiment: Experiment, number: int, state: Payload, accepted: Collect
 
 
 def _write_facts(experiment: Experiment) -> None:
-    """Writes the facts known before the first round; the config last, as it marks the folder as a run's."""
+    """Writes the facts known before the first round, the config last because it marks the folder as a run's."""
     folder, table, backbone = experiment.folder, experiment.data.partition_table, experiment.backbone
     write_json(folder / "environment.json", describe_environment(backbone.device, backbone.dtype))
     partition_record = PartitionRecord(

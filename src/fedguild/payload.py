@@ -10,17 +10,17 @@ from torch import Tensor
 from fedguild.packing import Scalar as Scalar
 
 ADAPTER = "adapter"
-"""The part with the trainables that are sent and aggregated, of a state as of downloads and uploads."""
+"""The part of states, downloads and uploads with the trainables that are sent and aggregated."""
 ROUTING = "routing"
-"""The part with the share of its tokens that activated a client's experts: [M] for each layer's experts."""
+"""The part with a client's activation frequencies: its share of tokens that activated each expert, [M] per layer."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """Named tensors and scalars, nothing else; stored and sent as they are.
+    """Named tensors and scalars and nothing else, stored and sent as they are.
 
-    It is what a server keeps between two rounds (the state), what it sends to a client and gets back,
-    and what a client keeps. Two clients in one round may send other names, ranks and expert sets.
+    One type serves as the server's state between two rounds, as download and upload, and as client memory. Two clients
+    in one round may send different names, ranks and expert sets.
 
     Attributes:
         tensors: Name -> tensor. A name is `part/rest`, where the part (for example `adapter`)

@@ -1,14 +1,14 @@
-"""Discovery of methods, corpora, metrics and model families, those that ship and those of other packages.
+"""Discovery of the methods, corpora, metrics and model families that ship with FedGuild or come from other packages.
 
-A plug-in is used because it is there. One that ships is a module (or a sub-package) in the package of
-its kind, named after its file. One of another package is an entry point in the group of its kind:
+No list names the plug-ins. One that ships is a module (or a sub-package) in the package of its kind, named after its
+file. One of another package is an entry point in the group of its kind:
 
     [project.entry-points."fedguild.corpora"]
     poems = "verses.poems"
 
 An entry point names a module, which then defines the attribute of its kind (`SPEC` of a corpus), or the
-object itself (`verses.poems:SPEC`). Nothing is imported to list names, titles and origins: titles are
-read off the source. A plug-in that cannot be used is reported by itself and leaves the others alone.
+object itself (`verses.poems:SPEC`). Listing names, titles and origins imports nothing: titles are read from the source.
+A plug-in that cannot be used is reported by itself and does not affect the others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TARGET = re.compile(r"(?P<module>\w+(\.\w+)*)(:(?P<attribute>\w+(\.\w+)*))?")
 
 @dataclass(frozen=True)
 class Found:
-    """A plug-in as far as it is known without importing it.
+    """The description of a plug-in, read without importing it.
 
     Attributes:
         name: The name that configs use.
@@ -45,7 +45,7 @@ class Found:
             of its distribution.
         origin: `fedguild`, or the name and version of the distribution that it comes from.
         target: The entry point, `module` or `module:attribute`.
-        fault: Why it cannot be used; empty where nothing is known against it.
+        fault: The reason why it cannot be used; empty if none is known.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Found:
     fault: str = ""
 
     def load(self) -> Any:
-        """Imports and returns the target. Whatever the import raises is passed on."""
+        """Imports and returns the target, and passes on any exception of the import."""
         return EntryPoint(self.name, self.target, "").load()
 
     @property
@@ -68,15 +68,15 @@ class Found:
 class Plugins(Generic[T]):
     """The plug-ins of one kind.
 
-    Iteration, `in` and `found` answer without importing a plug-in; `load` imports one, `checked` imports all.
+    Iteration, `in` and `found` import no plug-in; `load` imports one, `checked` imports all.
 
     Attributes:
         noun: The kind in messages, for example `corpus`.
         package: The package whose modules are the plug-ins that ship.
         group: The entry-point group of other packages' plug-ins.
         accept: Called with a plug-in's name and the loaded object; returns the plug-in, or raises an exception whose
-            message says why the object is none.
-        attribute: The attribute of a plug-in's module that is handed to `accept`. Modules of `package` that do not
+            message gives the reason why the object is not one.
+        attribute: The attribute of a plug-in's module that is passed to `accept`. Modules of `package` that do not
             define it at top level are not plug-ins. If empty, every module whose name does not begin with `_` is one,
             and `accept` gets the module.
         dashes: Whether `_` in a file name becomes `-` in the plug-in's name.
@@ -94,7 +94,7 @@ class Plugins(Generic[T]):
         return discover(self.package, self.group, attribute=self.attribute, dashes=self.dashes)
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the names that can be loaded as far as that is known, in alphabetical order."""
+        """Yields the names of plug-ins without a known fault, in alphabetical order."""
         return iter(sorted(plugin.name for plugin in self.found() if not plugin.fault))
 
     def __contains__(self, name: object) -> bool:
@@ -121,7 +121,7 @@ class Plugins(Generic[T]):
             raise ConfigError(f"The {self.noun} {broken.warning}", hint) from error
 
     def checked(self) -> Iterator[Found]:
-        """Yields every plug-in after an attempt to load it, `fault` saying why that failed."""
+        """Yields every plug-in after an attempt to load it, with the reason for a failure in `fault`."""
         for plugin in self.found():
             fault = plugin.fault
             if not fault:
@@ -141,8 +141,8 @@ class Plugins(Generic[T]):
 def discover(package: str, group: str, *, attribute: str = "", dashes: bool = False) -> tuple[Found, ...]:
     """Returns the plug-ins of one kind, those that ship first, then by name, without importing any.
 
-    A name that ships is kept by the plug-in that ships; of two other packages with one name, neither is used. Both
-    cases show in `fault`. The search is done once per `sys.path`: what is installed later is seen by the next process.
+    A plug-in that ships keeps its name; if two other packages use the same name, neither is used. Both cases are
+    recorded in `fault`. The search runs once per `sys.path`: packages installed later are found by the next process.
 
     Args:
         package: The package whose modules are the plug-ins that ship.
@@ -208,7 +208,7 @@ def _of_entry(entry: EntryPoint, distribution: Distribution, origin: str) -> Fou
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """Returns where a module would be imported from, found without importing its parents."""
+    """Returns the spec from which a module would be imported, without importing its parents."""
     name, *rest = module.split(".")
     try:
         spec = find_spec(name)
@@ -221,7 +221,7 @@ def _spec(module: str) -> ModuleSpec | None:
 
 
 def _parsed(module: str) -> ast.Module | None:
-    """Returns a module's syntax tree; None where there is no source that can be parsed."""
+    """Returns a module's syntax tree; None if there is no source that can be parsed."""
     spec = _spec(module)
     if spec is None or not isinstance(spec.loader, InspectLoader):
         return None

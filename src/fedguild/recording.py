@@ -81,9 +81,9 @@ def evaluation_record(
 def summary_record(
     name: Literal["mean", "mtal", "received", "pooled"], records: Sequence[EvaluationRecord]
 ) -> EvaluationRecord:
-    """Returns the mean over budgets (`mean`), or over the clients that have examples (`mtal` and the others).
+    """Returns the record of a mean over budgets (`mean`), or over the clients with examples (`mtal` and the others).
 
-    For two clients or more the metric `deviation` is the sample standard deviation of their scores.
+    With at least two clients the metric `deviation` is the sample standard deviation of their scores.
     """
     counted = [record for record in records if record.examples]
     deviates = name != "mean" and len(counted) > 1

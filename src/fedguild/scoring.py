@@ -1,4 +1,4 @@
-"""Scoring of a run's models: the global one as every budget runs it, and each client's own."""
+"""Scoring of a run's models: the global model at every budget, and each client's own model."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from fedguild.server.run_log import EvaluationRecord, Record
 from fedguild.setup import Experiment, Split
 
 Model = tuple[str, Budget, Deployment]
-"""A model's name (its budget's or its client's), the budget that it runs at, and what it is."""
+"""A model's name (that of its budget or client), the budget that it runs at, and its deployment."""
 MODELS_AT_ONCE = 8
-"""Number of models that share a forward pass where the cohort size is `auto`."""
+"""Number of models that share a forward pass if the cohort size is `auto`."""
 
 
 def evaluate_state(experiment: Experiment, state: Payload, number: int, split: Split | None = None) -> list[Record]:
-    """Scores the global model as every budget runs it and, where asked, every client's own model."""
+    """Scores the global model at every budget and, if the config asks for it, every client's own model."""
     settings, method, model = experiment.config.evaluation, experiment.method, experiment.backbone.info
     split = split or settings.split
     pooled = experiment.data.pooled(split, settings.max_examples, experiment.config.seed)
@@ -65,7 +65,7 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
 def _client_scores(
     experiment: Experiment, scope: Literal["client", "received"], state: Payload, number: int, split: Split
 ) -> list[EvaluationRecord]:
-    """Returns every client's score on its own held-out examples, from where the examples are."""
+    """Returns every client's score on its own held-out examples, computed where the examples are stored."""
     if experiment.remote is not None:
         return experiment.remote.score(scope, state, number, split)
     return score_clients(experiment, scope, _excerpts(experiment, state), number, split)
@@ -81,11 +81,11 @@ def score_clients(
     """Scores an experiment's clients on their own held-out examples.
 
     Args:
-        experiment: The run; where the clients are real, that of one of them.
-        scope: A client's own model, or the one that it would receive next.
-        excerpt_of: Gives a client's excerpt of the state.
+        experiment: The run; with real clients, the run of one of them.
+        scope: `client` for a client's own model, `received` for the model that it would receive next.
+        excerpt_of: Returns a client's excerpt of the state.
         number: The round that led to the state.
-        split: The examples.
+        split: The split with the examples.
     """
     models = _own_models(experiment, excerpt_of, number) if scope == "client" else _next_models(experiment, excerpt_of)
     limit = experiment.config.evaluation.max_examples
@@ -99,7 +99,7 @@ def _scored(
     examples: Sequence[Sequence[Example]],
     where: Where,
 ) -> list[EvaluationRecord]:
-    """Scores several models, those on the same changed backbone together, as many at once as a cohort holds."""
+    """Scores several models; those with the same merged backbone are scored together, in groups of a cohort's size."""
     at_once = experiment.config.federation.cohort_size
     width = MODELS_AT_ONCE if at_once == "auto" else at_once
     records: list[EvaluationRecord] = []
@@ -167,7 +167,7 @@ def _excerpts(experiment: Experiment, state: Payload) -> Callable[[ClientInfo], 
 
 
 def _own_models(experiment: Experiment, excerpt_of: Callable[[ClientInfo], Payload], number: int) -> list[Model]:
-    """Returns each client's model as it uses it after the round."""
+    """Returns the model that each client uses after the round."""
     kept = [experiment.memory.load(client.name, number + 1) for client in experiment.clients]
     return [
         _personal(experiment, excerpt_of(client), client, memory)

@@ -48,7 +48,7 @@ IDENTITY = "run-id"
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The data of a run, before any model is loaded.
+    """The data of a run, prepared before any model is loaded.
 
     Attributes:
         corpus: The corpus.
@@ -75,17 +75,17 @@ class PreparedData:
 
 
 class Remote(Protocol):
-    """Clients on machines of their own: they train there, and score their own models there."""
+    """Clients on their own machines, where they train and score their own models."""
 
     @property
     def engine(self) -> Engine:
-        """Trains them."""
+        """The engine that trains these clients."""
         ...
 
     def score(
         self, scope: Literal["client", "received"], state: Payload, number: int, split: Split
     ) -> list[EvaluationRecord]:
-        """Returns the scores of every client's own model, or of the one that it would receive next."""
+        """Returns the scores of every client's own model, or of the model that it would receive next."""
         ...
 
 
@@ -93,7 +93,7 @@ class Remote(Protocol):
 class Experiment:
     """The objects of a run.
 
-    `remote` is None where the clients are simulated, by the engine that the config names.
+    `remote` is None if the clients are simulated, by the engine that the config names.
     """
 
     config: Config
@@ -109,7 +109,7 @@ class Experiment:
 
 
 def prepare_data(config: Config) -> PreparedData:
-    """Loads the corpus, deals it to the clients and splits every client's share.
+    """Loads the corpus, partitions it over the clients and splits every client's share.
 
     Raises:
         DataError: the data is missing, has other columns, or leaves a client empty.
@@ -134,7 +134,7 @@ def prepare_data(config: Config) -> PreparedData:
 
 
 def method_of(config: Config) -> Method:
-    """Returns the config's method, its options as the config gives them.
+    """Returns the config's method with the options that the config gives.
 
     Raises:
         ConfigError: the method or an option is unknown, or out of range.
@@ -143,9 +143,10 @@ def method_of(config: Config) -> Method:
 
 
 def check_config(config: Config) -> None:
-    """Raises what can be told of a config without the network, before anything else is done with it.
+    """Raises any fault of a config that can be found without the network, before anything else is done with it.
 
-    The model takes part where its config is at hand: the embedded one, a folder here, or one that FedGuild knows.
+    The check covers the model if its config is on this machine: the embedded one, a local folder, or one that ships
+    with FedGuild.
 
     Raises:
         ModelError, ConfigError: as `fit_method`.
@@ -157,12 +158,12 @@ def check_config(config: Config) -> None:
 
 
 def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method, dict[str, Budget]]:
-    """Returns a method as it runs on this model in the config's federation, and the config's budgets by name.
+    """Returns the method fitted to the model and the config's federation, and the config's budgets by name.
 
     Raises:
         ModelError: the method needs experts, and the model has none.
         ConfigError: an option does not fit the model or the federation, a budget asks for more active experts than
-            the model has, or a plan does not fit the model, for example as a target names no layer of it.
+            the model has, or a plan does not fit the model, for example because a target names no layer of it.
     """
     federation = config.federation
     if method.needs_experts:
@@ -179,15 +180,15 @@ def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method
 
 
 def method_record(given: Method, method: Method) -> dict[str, Any]:
-    """Returns what the record of a run holds of its method.
+    """Returns a run's record of its method.
 
     Args:
         given: The method with the config's options.
         method: The method as it runs.
 
     Returns:
-        `name`; `options`, every option as the method runs; `fitted`, the options that are not what the config or
-        their default says, each with that value.
+        `name`; `options`, every option as the method runs; `fitted`, the options that differ from the config or their
+        default, each with the original value.
     """
     options = method.settings.model_dump(mode="json")
     before = given.settings.model_dump(mode="json")
@@ -196,7 +197,7 @@ def method_record(given: Method, method: Method) -> dict[str, Any]:
 
 
 def tell_fitted(given: Method, method: Method, tell: Callable[[str], None]) -> None:
-    """Says which options run otherwise than the config or their defaults say."""
+    """Reports the options that differ from the config or their defaults."""
     record = method_record(given, method)
     for name, value in record["fitted"].items():
         used = json.dumps(record["options"][name])
@@ -204,9 +205,10 @@ def tell_fitted(given: Method, method: Method, tell: Callable[[str], None]) -> N
 
 
 def prepare(config: Config, output: Path, progress: Progress | None = None) -> Experiment:
-    """Builds the method, the data and the backbone of a run, those first that fail fastest.
+    """Builds the method, the data and the backbone of a run, the steps that fail fastest first.
 
-    What the config and the model's `config.json` decide is decided before the data is read and a weight is loaded.
+    Everything that follows from the config and the model's `config.json` is checked before data is read or a weight is
+    loaded.
     """
     progress = progress or Silent()
     given = method_of(config)
@@ -231,7 +233,7 @@ def load_model(config: Config) -> Backbone:
 
 
 def model_of(config: Config) -> ModelInfo:
-    """Returns what the config's model looks like, its folder checked, without reading a weight.
+    """Returns the description of the config's model and checks its folder, without reading a weight.
 
     Raises:
         ModelError: there is no such model, or it cannot be loaded.
@@ -295,7 +297,7 @@ def _ray_engine(experiment: Experiment) -> Engine:
 
 def _flower_engine(experiment: Experiment) -> Engine:
     raise ConfigError(
-        "federation.engine.name is flower, but a run with real clients is not begun from here.",
+        "federation.engine.name is flower, but a run with real clients cannot be started from here.",
         "`fedguild federation init` writes a federation, `fedguild federation run` runs it; to simulate the clients "
         "on this machine, set federation.engine.name=local.",
     )
@@ -318,10 +320,10 @@ def _encoded(experiment: Experiment) -> dict[int, list[Encoded]]:
 
 
 def run_identity(folder: Path) -> str:
-    """Returns the identity of a run, 32 hexadecimal digits: drawn when first asked for, the same ever after.
+    """Returns the identity of a run, 32 hexadecimal digits, drawn on the first call and constant from then on.
 
-    Two runs of one config are two runs. Messages between machines carry it, so that the tasks,
-    uploads and memory of one run are never taken for those of another.
+    Two runs of the same config have different identities. Messages between machines carry the identity, so the tasks,
+    uploads and memory of one run are never confused with those of another.
     """
     path = folder / IDENTITY
     if not path.is_file():

@@ -79,8 +79,8 @@ def test_two_clients_by_hand(weights: str, expected: float) -> None:
 def test_three_rounds_follow_the_equations(tmp_path: Path) -> None:
     """Two, then one, then three clients of other sizes, against gradient descent on each client's merged weights."""
     clients = [client(0, LARGE, 3), client(1, LARGE, 5), client(2, LARGE, 2)]
-    backbone = tiny_backbone("llama", dtype=torch.float64)
-    federation = Federation(backbone, fedsa(targets=["q_proj", "mlp"]), clients, tmp_path)
+    backbone, method = tiny_backbone("llama", dtype=torch.float64), fedsa(targets=["q_proj", "mlp"])
+    federation = Federation(backbone, method, clients, tmp_path)
     model, plan = federation.model, federation.method.plan(federation.model, LARGE)
     plain = tiny_model("llama", dtype=torch.float64)
 

@@ -90,8 +90,8 @@ def test_two_clients_by_hand(round: int, trains: str, weights: str, expected: fl
 def test_four_rounds_follow_the_equations(tmp_path: Path) -> None:
     """Clients of other sizes, some absent, against gradient descent on each client's merged weights."""
     clients = [client(0, LARGE, 3), client(1, LARGE, 5), client(2, LARGE, 2)]
-    backbone = tiny_backbone("llama", dtype=torch.float64)
-    federation = Federation(backbone, rolora(targets=["q_proj", "mlp"]), clients, tmp_path)
+    backbone, method = tiny_backbone("llama", dtype=torch.float64), rolora(targets=["q_proj", "mlp"])
+    federation = Federation(backbone, method, clients, tmp_path)
     model, plan = federation.model, federation.method.plan(federation.model, LARGE)
     plain = tiny_model("llama", dtype=torch.float64)
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Budget:
-    """A tier of compute that some clients share (FLAME's beta_1 … beta_4).
+    """A tier of compute shared by several clients (FLAME's beta_1 … beta_4).
 
     Attributes:
         name: The tier's name, as in the tables of a report.
         active_experts: Active experts per token that a client of this tier can run; 0 for a
-            dense model, where it says nothing.
+            dense model.
         rank: LoRA rank that a client of this tier can train under rank-based methods.
     """
 

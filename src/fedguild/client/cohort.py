@@ -31,13 +31,13 @@ from fedguild.seeding import derive, numpy_rng
 
 @dataclass(frozen=True)
 class LocalWork:
-    """What one client brings to a round.
+    """One client's input to a round.
 
     Attributes:
-        client: Who it is.
+        client: The client.
         examples: Its training examples, encoded.
-        download: What the server sent it.
-        memory: What it kept from its last participation; empty if there is nothing.
+        download: The server's message to it.
+        memory: The client's memory from its last participation; empty if there is none.
     """
 
     client: ClientInfo
@@ -48,7 +48,7 @@ class LocalWork:
 
 @dataclass
 class LocalReport:
-    """What a client's training did.
+    """Figures of a client's training.
 
     Attributes:
         steps: Optimizer steps.
@@ -67,7 +67,7 @@ class LocalReport:
     _loss_sum: float = field(default=0.0, repr=False)
 
     def add(self, other: LocalReport) -> None:
-        """Counts another training of the same client in; the loss becomes the mean over the tokens of both."""
+        """Adds another training of the same client; the loss becomes the mean over the tokens of both."""
         self.steps += other.steps
         self.tokens += other.tokens
         self.examples += other.examples
@@ -82,12 +82,12 @@ class Cohort:
 
     Args:
         model: A SlotModel with one slot for each client.
-        work: Each client's part, in slot order.
-        settings: How they train.
+        work: Each client's input, in slot order.
+        settings: The training settings.
         round_index: The round, from 1.
         seed: The run's seed.
         pad_id: Token id of padding.
-        on_step: Called after each optimizer step with (steps done, steps in all, mean loss).
+        on_step: Called after each optimizer step with (steps done, total steps, mean loss).
     """
 
     def __init__(
@@ -128,19 +128,19 @@ class Cohort:
         return self.model.read(slot)
 
     def keep(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
-        """Puts tensors into the client's memory, for its next participation."""
+        """Stores tensors in the client's memory, for its next participation."""
         self.kept[slot].update(tensors)
 
     def hold_out(self, slot: int, fraction: float, limit: int) -> Sequence[Encoded]:
-        """Takes examples out of a client's training, the same ones in every round.
+        """Holds examples out of a client's training, the same ones in every round.
 
         Args:
-            slot: Whose.
-            fraction: Part of its examples, rounded; at least one is taken and at least one is left.
-            limit: Most examples to take.
+            slot: The client's slot.
+            fraction: Fraction of its examples, rounded; at least one is held out and at least one is left.
+            limit: Largest number of examples to hold out.
 
         Returns:
-            The examples taken; all of them, and none taken out, where the client has only one.
+            The examples held out. If the client has only one example, it is returned and also stays in training.
         """
         part = self.work[slot]
         count = min(limit, max(1, round(fraction * len(part.examples))))
@@ -172,13 +172,13 @@ class Cohort:
 
     @contextmanager
     def afresh(self, plans: Sequence[AdapterPlan]) -> Iterator[Cohort]:
-        """Yields the same clients in slots of other plans, for a training of its own within the round.
+        """Yields the same clients in slots of other plans, for a separate training within the round.
 
-        Examples, batches and randomness are this cohort's; the optimizer is new. This cohort's own slots are
-        closed for good. What the training did is counted in `reports` and `routing`.
+        Examples, batches and randomness are this cohort's; the optimizer is new. This cohort's own slots are closed for
+        good. The training is counted in `reports` and `routing`.
 
         Args:
-            plans: Each client's, in slot order.
+            plans: Each client's plan, in slot order.
         """
         self.model.close()
         with SlotModel(self.model.backbone, plans) as model:
@@ -200,14 +200,14 @@ class Cohort:
             self.routing.add(again.routing)
 
     def another(self, settings: TrainingSettings, purpose: str) -> Cohort:
-        """Returns the same clients in the same slots, for a training of its own within the round.
+        """Returns the same clients in the same slots, for a separate training within the round.
 
-        Its optimizer is new, and so are its reports, which `add_cost` counts in. What it holds out, its batches and
-        its dropout are drawn anew.
+        Its optimizer and its reports are new; `add_cost` adds the reports. Its held-out examples, batches and dropout
+        are drawn anew.
 
         Args:
-            settings: How the clients train in it.
-            purpose: Tells its randomness from this cohort's.
+            settings: The settings of this training.
+            purpose: Separates its randomness from this cohort's.
         """
         return Cohort(
             self.model,
@@ -222,8 +222,8 @@ class Cohort:
         """Adds the tokens and examples of another training to the reports, and its time; steps and loss stay.
 
         Args:
-            another: What `another` returned, after its training.
-            seconds: How long it took; a client's share is that of its tokens.
+            another: The cohort that `another` returned, after its training.
+            seconds: Its duration, shared among the clients in proportion to their tokens.
         """
         total = sum(report.tokens for report in another.reports)
         for report, more in zip(self.reports, another.reports, strict=True):
@@ -237,12 +237,12 @@ class Cohort:
         return self.model.trainables
 
     def steps(self, most: Sequence[int] | None = None) -> Iterator[Step]:
-        """Yields the forward passes of the round; `Step.apply` moves on after each.
+        """Yields the forward passes of the round; call `Step.apply` after each.
 
-        Statistics of the routing are counted meanwhile, in `routing`.
+        Routing statistics are counted in `routing` during the iteration.
 
         Args:
-            most: Each client's most optimizer steps, where the round is to be cut short.
+            most: Each client's largest number of optimizer steps, to shorten the round.
         """
         plans = [
             plan_steps(
@@ -355,7 +355,7 @@ class Step:
         return torch.tensor(parts, device=self.cohort.model.device)
 
     def activations(self) -> tuple[Tensor, Tensor]:
-        """Returns what the MoE layers saw since the optimizer step began, padding excluded.
+        """Returns the tokens that the MoE layers processed since the optimizer step began, padding excluded.
 
         Returns:
             [L, S, M] tokens that activated each expert, and [L, S] tokens of each layer.
@@ -369,7 +369,7 @@ class Step:
         """Clips and updates, unless gradients still accumulate.
 
         Args:
-            updated: What of a trainable to update, where not all of it; see `SlotOptimizer.step`.
+            updated: The entries to update of trainables that are not updated as a whole; see `SlotOptimizer.step`.
         """
         if not self.is_update:
             return

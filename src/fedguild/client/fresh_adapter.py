@@ -14,10 +14,10 @@ ADAPTER_SEED = "adapter_seed"
 
 
 def fresh_seed(seed: int, count: int, client: ClientInfo) -> int:
-    """Returns the seed of a client's fresh adapter; `count` tells the rounds apart."""
+    """Returns the seed of a client's fresh adapter; `count` distinguishes the rounds."""
     return derive(seed, "fresh adapter", count, client.index)
 
 
 def fresh_adapter(model: ModelInfo, plan: AdapterPlan, seed: int) -> dict[str, Tensor]:
-    """Returns the start that a client draws by itself: LoRA's A random, B zero."""
+    """Returns the initial adapter that a client draws by itself: LoRA's A random, B zero."""
     return initial_adapter(model, plan, torch_rng(seed, "adapter"))

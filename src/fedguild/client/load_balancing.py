@@ -1,9 +1,8 @@
-"""Losses that make a client's own router spread its tokens over the experts and keep its logits small.
+"""Load-balancing losses of each client's router, which spread its tokens over the experts and keep its logits small.
 
-Sources: the load-balancing loss of Fedus et al., "Switch Transformers", JMLR 2022, Eq. 4-6, for more
-than one active expert as in Zoph et al., "ST-MoE", 2022, and ST-MoE's router z-loss, Eq. 5. Both are
-of one layer and one client, over its real tokens; nothing of another client's enters, however many
-train in a pass.
+Sources: the load-balancing loss of Fedus et al., "Switch Transformers", JMLR 2022, Eq. 4-6, for more than one active
+expert as in Zoph et al., "ST-MoE", 2022, and ST-MoE's router z-loss, Eq. 5. Both are computed for one layer and one
+client over its real tokens, independently of the other clients in a pass.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ def balance_loss(logits: Tensor, indices: Tensor, slot: Tensor, keep: Tensor | N
     """Returns [S], M sum_i f_i P_i of each slot in one layer; 0 for a slot without tokens.
 
     f_i is expert i's share of the slot's active (token, expert) pairs, which has no gradient, and P_i
-    the mean of its probability, the softmax over all experts. The least is 1, at f = P = 1 / M, for any
-    number of active experts: the sum over a token's K experts, of which some implementations take no
-    share, is K times as large.
+    the mean of its probability, the softmax over all experts. Its minimum is 1, at f = P = 1 / M, for any number of
+    active experts. Some implementations use counts instead of shares, a sum over a token's K experts that is K times as
+    large.
 
     Args:
         logits: [N, M] the router's, adapters included.
@@ -47,8 +46,8 @@ def z_loss(logits: Tensor, slot: Tensor, keep: Tensor | None, slots: int) -> Ten
 class LoadBalancing:
     """Both losses of every client of a cohort, collected while the model runs.
 
-    The observer only takes note of logits and indices; the losses are computed outside the layers, so
-    that they stay out of what gradient checkpointing runs again.
+    The observer only stores logits and indices; the losses are computed outside the layers, so gradient checkpointing
+    does not recompute them.
 
     Args:
         slots: S, the clients of the cohort.
@@ -59,7 +58,7 @@ class LoadBalancing:
         self._seen: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
 
     def observe(self, routing: Routing) -> None:
-        """Takes note of one layer's routing, without holding on to its input."""
+        """Stores one layer's routing without its input."""
         self._seen.append((routing.logits, routing.indices, routing.slot, routing.keep))
 
     def losses(self) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Client memory, kept on disk between rounds: atomic, keyed by client and round, never traffic.
 
-A private gate, a personal adapter, a learned output scale; named tensors and scalars, as in a
-payload, but they never leave the client's machine. A round reads only what earlier rounds
-wrote, so that a round that was killed half-way starts again from the same memory.
+Examples are a private gate, a personal adapter or a learned output scale. A memory consists of named tensors and
+scalars like any payload, but never leaves the client's machine. A round reads only the memory of earlier rounds, so a
+round that was interrupted starts again from the same memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ClientMemory:
     """The memories of a federation's clients: `FOLDER/CLIENT/round-00003.memory`.
 
     Args:
-        folder: Where the files are; it need not exist. A deployed client has one of its own.
+        folder: Folder of the files; it need not exist. A real client has its own.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,22 +47,22 @@ class ClientMemory:
             raise CheckpointError(f"{path} is not a client's memory: {error.message}.") from error
 
     def save(self, client: str, round: int, kept: Payload) -> None:
-        """Keeps tensors and scalars as what the client leaves behind in `round`.
+        """Saves tensors and scalars as the client's memory of `round`.
 
         Raises:
-            FedGuildError: the file cannot be written; what was kept before stays.
+            FedGuildError: the file cannot be written; earlier memories are unchanged.
         """
         write_sealed(self._path(client, round), pack(kept.tensors, kept.scalars))
         if self._crowded is not None:
             self._crowded.add(client)
 
     def forget(self, older_than_round: int) -> None:
-        """Removes what no resume from `older_than_round` or later reads.
+        """Removes the memories that no resume from `older_than_round` or later needs.
 
-        Of each client stay its newest memory not newer than `older_than_round`, and all newer
-        ones. Call it with the oldest round of which a checkpoint is kept, while nobody saves. The
-        first call looks at all clients, the next ones only at those that may have more than one
-        memory, so that a round costs the same however many clients there are.
+        For each client, the newest memory up to `older_than_round` and all newer ones are kept. Call it with the oldest
+        round of which a checkpoint is kept, and not while a client saves. The first call examines all clients, later
+        ones only those that may have more than one memory, so the cost of a round does not depend on the number of
+        clients.
         """
         crowded = set()
         for client in sorted(self._clients() if self._crowded is None else self._crowded):

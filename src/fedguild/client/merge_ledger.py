@@ -1,14 +1,12 @@
-"""A site's ledger of a run's merges: the changes of its backbone, version by version, on disk.
+"""Client half of merging: a site's ledger of the changes to its backbone, version by version, on disk.
 
 A download carries the versions that its client lacks, in the part `merge`
-(`merge/3/{module}.lora_A`), and two scalars: the newest version, and a digest of all of them. The
-ledger keeps what arrives and returns the changes of every version up to that one, so that the
-backbone can be brought to the state that the server means (`Backbone.merged`). One ledger serves all
-clients of a site, since they share its backbone.
+(`merge/3/{module}.lora_A`), and two scalars: the newest version, and a digest of all of them. The ledger stores the
+received versions and returns the changes of all versions up to the newest, so that the backbone can be brought to the
+server's version (`Backbone.merged`). One ledger serves all clients of a site, since they share its backbone.
 
-A version that arrives again takes the place of the old one, and versions above the one that is asked
-for are left alone: a round that is run again, or a run that is resumed from an older checkpoint, sees
-what it saw the first time.
+A version that arrives again replaces the old one, and versions newer than the requested one are ignored. A round that
+is repeated, or a run that is resumed from an older checkpoint, therefore sees the same changes as the first time.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ FOLDER = "merges"
 
 
 def merge_version(payload: Payload) -> int:
-    """Returns the version of the backbone that a payload is about; 0 is the backbone as published."""
+    """Returns the version of the backbone that a payload refers to; 0 is the published backbone."""
     return int(payload.scalars.get(VERSION, 0))
 
 
@@ -64,21 +62,21 @@ class MergeLedger:
 
     @classmethod
     def beside(cls, memory: ClientMemory) -> MergeLedger:
-        """Returns the ledger of a site, in a folder beside what its clients keep."""
+        """Returns the ledger of a site, in a folder beside its clients' memories."""
         return cls(memory.folder.parent / FOLDER)
 
     def receive(self, *downloads: Payload) -> dict[str, Tensor]:
-        """Keeps what the downloads carry; returns the changes of every version up to theirs.
+        """Stores the versions in the downloads; returns the changes of all versions up to theirs.
 
         Args:
-            downloads: Of the site's clients in one round, all of the same version.
+            downloads: Downloads of the site's clients in one round, all of the same version.
 
         Returns:
-            `{version}/{module}.lora_A` and `.lora_B`, as `Backbone.merged` takes them; nothing where the
-            backbone is to be as published.
+            `{version}/{module}.lora_A` and `.lora_B`, as `Backbone.merged` takes them; empty for the published
+            backbone.
 
         Raises:
-            CheckpointError: a version was never received, is damaged, or is not the one that the server has.
+            CheckpointError: a version was never received, is damaged, or differs from the server's.
             FedGuildError: a version cannot be written.
             ValueError: the downloads are of several versions.
         """
@@ -108,7 +106,7 @@ class MergeLedger:
         return found
 
     def refill(self, merges: Mapping[str, Tensor]) -> None:
-        """Keeps the versions that are missing here; `merges` are all of a run, as `receive` returns them.
+        """Stores the versions that are missing here; `merges` are all merges of a run, as `receive` returns them.
 
         Raises:
             FedGuildError: a version cannot be written.
@@ -118,7 +116,7 @@ class MergeLedger:
                 self._keep(version, pack(factors, {}))
 
     def _keep(self, version: int, content: bytes) -> None:
-        """Writes a version unless it is there already, whole and the same."""
+        """Writes a version unless the same version is already stored undamaged."""
         path = self._path(version)
         with suppress(CheckpointError):
             if path.exists() and read_sealed(path) == content:

@@ -10,7 +10,7 @@ from fedguild.model.moe.view import MoeLayer, Routing
 
 @contextmanager
 def observing(layers: Sequence[MoeLayer], observer: Callable[[Routing], None]) -> Iterator[None]:
-    """Shows an observer the routings of every pass inside the block."""
+    """Calls an observer with the routings of every pass inside the block."""
     for layer in layers:
         layer.observers.append(observer)
     try:

@@ -21,7 +21,7 @@ from fedguild.model.adapters.storage import SlotTensor
 
 
 class SlotOptimizer:
-    """Optimizer state of all slots' trainables; starts from nothing (re-created every round) at the first step.
+    """Optimizer state of all slots' trainables, created at the first step and anew in every round.
 
     Args:
         trainables: Name -> trainable of all slots.
@@ -37,7 +37,7 @@ class SlotOptimizer:
         self.second: list[Tensor] = []
 
     def zero_grad(self) -> None:
-        """Forgets the gradients."""
+        """Discards the gradients."""
         for trainable in self.trainables:
             trainable.stored.grad = None
 
@@ -60,7 +60,7 @@ class SlotOptimizer:
 
     @torch.no_grad()
     def step(self, rates: Sequence[float | None], updated: Mapping[str, Tensor] | None = None) -> None:
-        """Updates the slots with a rate.
+        """Updates the slots that have a learning rate.
 
         Args:
             rates: Each slot's learning rate; None for a slot that does not step.
@@ -87,7 +87,7 @@ class SlotOptimizer:
                     self._update(chosen, slots, rate, count, decay, updated or {})
 
     def _allocate(self) -> None:
-        """Creates the moments, which a pass for the gradients alone does without."""
+        """Creates the moments, which passes that only compute gradients do not need."""
         if self.settings.optimizer != "sgd" or self.settings.momentum:
             self.first = [torch.zeros_like(t.stored, requires_grad=False) for t in self.trainables]
         if self.settings.optimizer != "sgd":

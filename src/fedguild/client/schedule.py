@@ -13,7 +13,7 @@ from fedguild.errors import DataError
 
 
 def steps_in_round(examples: int, settings: TrainingSettings) -> int:
-    """Returns how many optimizer steps a client with so many examples makes in a round."""
+    """Returns the number of optimizer steps in a round of a client with this number of examples."""
     if settings.steps is not None:
         return settings.steps
     per_epoch = math.ceil(math.ceil(examples / settings.batch_size) / settings.accumulation)
@@ -25,7 +25,7 @@ def plan_steps(examples: int, settings: TrainingSettings, rng: np.random.Generat
 
     Args:
         examples: Number of the client's training examples.
-        settings: How it trains.
+        settings: The training settings.
         rng: Shuffles each epoch.
 
     Raises:

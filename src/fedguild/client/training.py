@@ -1,4 +1,4 @@
-"""Plain local training: load what was received, minimise the loss, send what was trained."""
+"""Plain local training: load the received adapter, minimise the loss, upload the trained adapter."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def train(cohort: Cohort, penalty: Callable[[], Tensor] | None = None, *, keep: 
 
     Args:
         cohort: The clients, their trainables loaded.
-        penalty: Gives [S], what is added to each client's loss once for an optimizer step, with gradients.
-        keep: Whether the clients keep what they trained in their memory.
+        penalty: Returns [S], a term added to each client's loss once per optimizer step, with gradients.
+        keep: Whether the clients keep their trained adapters in their memory.
     """
     for step in cohort.steps():
         loss = step.forward()
@@ -43,12 +43,12 @@ def trained_adapters(cohort: Cohort) -> list[Payload]:
 
 
 def activation_frequency(cohort: Cohort, slot: int, unit: str = "token") -> dict[str, Tensor]:
-    """Returns how often a client activated each expert in this round's training: experts' path -> [M] fp32.
+    """Returns a client's activation frequencies in this round's training: experts' path -> [M] fp32.
 
     Args:
         cohort: The clients, after their training.
-        slot: Whose.
-        unit: What is counted; see `RoutingStatistics.frequency`.
+        slot: The client's slot.
+        unit: The unit of counting; see `RoutingStatistics.frequency`.
     """
     assert cohort.routing is not None
     shares = cohort.routing.frequency(unit)[:, slot].float().cpu()

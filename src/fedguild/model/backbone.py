@@ -31,7 +31,7 @@ from fedguild.model.weight_changes import merged
 from fedguild.model.weight_files import LoadingReport, check_weights
 
 _ATTENTION = {"self_attn", "attn", "SelfAttention", "EncDecAttention"}
-"""Names that attention has in a module path."""
+"""Names of attention in a module path."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -42,12 +42,12 @@ class Backbone:
     Attributes:
         model: The transformers model, without gradients.
         tokenizer: Its tokenizer, padding token set.
-        info: What the model looks like.
+        info: The model's description.
         moe: Its mixture-of-experts layers; empty for a dense model.
-        runtime: What the hooks share.
-        device: Where it lies.
+        runtime: The state that the hooks share.
+        device: The model's device.
         dtype: The dtype of its products.
-        is_merged: Whether its weights hold changes at the moment; see `merged`.
+        is_merged: Whether its weights currently include merged changes; see `merged`.
     """
 
     model: Any
@@ -60,7 +60,7 @@ class Backbone:
     is_merged: bool = False
 
     def fingerprint(self) -> str:
-        """Returns a digest of every weight, to prove that nothing changed one."""
+        """Returns a digest of all weights, to verify that none has changed."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(name.encode())
@@ -69,11 +69,11 @@ class Backbone:
 
     @contextmanager
     def merged(self, merges: Mapping[str, Tensor]) -> Iterator[None]:
-        """Adds low-rank changes to the weights inside the block; afterwards they are bit by bit as before.
+        """Adds low-rank changes to the weights inside the block and restores the weights bit for bit afterwards.
 
         Args:
             merges: `{version}/{module}.lora_A` [.., R, in] and `.lora_B` [.., out, R], the scale folded in;
-                none leave everything as it is, at no cost.
+                if empty, the weights stay unchanged at no cost.
 
         Raises:
             ModelError: changes are merged already, the weights are in 4 bit, or a change fits no weight.
@@ -89,7 +89,7 @@ class Backbone:
 
     @contextmanager
     def caching(self) -> Iterator[None]:
-        """Lets the layers keep what they computed for past tokens; a layer that checkpoints drops it."""
+        """Enables the cache of past tokens inside the block; a layer with checkpointing would drop it."""
         checkpointed = [layer for layer in _checkpointed_layers(self.model) if layer.training]
         try:
             for layer in checkpointed:
@@ -113,7 +113,7 @@ def load_backbone(
 ) -> Backbone:
     """Loads a backbone from a hub id, a folder, or by the name of a checkpoint in this package (`embedded`, `english`).
 
-    On a CPU the process keeps the pages that it frees from then on (heap.py).
+    On a CPU the process keeps the memory pages that it frees from then on (heap.py).
 
     Args:
         path: Hub id, folder, `embedded` or `english`.
@@ -128,7 +128,7 @@ def load_backbone(
 
     Raises:
         ModelError: the model cannot be found or loaded, or its experts are not supported.
-        ConfigError: the device or dtype is not there.
+        ConfigError: the device or dtype is not available.
     """
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
@@ -160,10 +160,10 @@ def load_backbone(
 
 
 def inspect_model(path: str = EMBEDDED, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelInfo:
-    """Returns what a model that is about to be loaded looks like, from its config, without reading a weight.
+    """Returns the description of a model that is about to be loaded from its config, without reading a weight.
 
-    A folder is checked for what loading it needs: its tokenizer, whole weight files, and in them the names and
-    shapes that the config asks for. Of a model on the hub nothing but the config is fetched.
+    A folder is checked for everything that loading needs: its tokenizer, complete weight files, and the names and
+        shapes that the config requires. For a model on the hub, only the config is downloaded.
 
     Args:
         path: Hub id, folder, or `embedded`.
@@ -171,8 +171,8 @@ def inspect_model(path: str = EMBEDDED, *, revision: str | None = None, trust_re
         trust_remote_code: Whether the hub's own model code may run.
 
     Raises:
-        ModelError: there is no such model, its folder is not complete, its weights are not those of its config,
-            or its experts are not supported.
+        ModelError: there is no such model, its folder is incomplete, its weights do not match its config, or its
+            experts are not supported.
     """
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config, folder = read_config(path, **options), Path(source_of(path))
@@ -190,8 +190,8 @@ def make_backbone(model: Any, tokenizer: Any, *, name: str, gradient_checkpointi
     Args:
         model: A causal or encoder-decoder language model of transformers, on its device. Its family may
             change it in place, for example stack its experts.
-        tokenizer: Its tokenizer; may be None where no text is encoded.
-        name: What to call it in records and messages.
+        tokenizer: Its tokenizer; may be None if no text is encoded.
+        name: The model's name in records and messages.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
 
     Raises:
@@ -221,7 +221,7 @@ def _checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 def _checkpoint_layers(model: Any, name: str) -> None:
-    """Switches checkpointing on: only the layers are told that they train, so no dropout of the model's own acts."""
+    """Enables checkpointing: only the layers are set to training mode, so the model's own dropout stays off."""
     layers = _checkpointed_layers(model)
     if not layers:
         raise ModelError(f"{name} cannot recompute activations.", "Set model.gradient_checkpointing=false.")
@@ -231,7 +231,7 @@ def _checkpoint_layers(model: Any, name: str) -> None:
 
 
 def describe(model: Any, name: str, layers: list[MoeLayer]) -> ModelInfo:
-    """Returns what a model looks like; works on meta tensors too."""
+    """Returns a model's description; works on meta tensors too."""
     config = model.config.get_text_config()
     seq2seq = _seq2seq(config)
     head = model.get_output_embeddings()
@@ -255,7 +255,7 @@ def describe(model: Any, name: str, layers: list[MoeLayer]) -> ModelInfo:
 
 
 def describe_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelInfo:
-    """Returns what a model looks like from its config alone, without weights.
+    """Returns a model's description from its config alone, without weights.
 
     Args:
         path: `embedded`, `english`, a folder, a `config.json`, a known model's hub id or short name (which needs no
@@ -287,7 +287,7 @@ def is_at_hand(path: str, revision: str | None = None) -> bool:
 
 
 def describe_architecture(config: Mapping[str, Any], name: str) -> ModelInfo:
-    """Returns what a model of these keys of a `config.json`, `model_type` among them, looks like.
+    """Returns the description of a model from the keys of a `config.json`, including `model_type`.
 
     Raises:
         ModelError: its experts are not supported.

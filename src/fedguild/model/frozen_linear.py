@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 WORTHWHILE = 2_000_000
-"""Multiplications from which oneDNN's greater cost per call pays."""
+"""Number of multiplications from which oneDNN's higher cost per call pays off."""
 
 
 @cache
@@ -31,13 +31,13 @@ def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def frozen_product(rows: Tensor, weight: Tensor) -> Tensor:
-    """Returns rows [n, in] times the transposed weight [out, in], by oneDNN where that pays; not for autograd."""
+    """Returns rows [n, in] times the transposed weight [out, in], by oneDNN if that is faster; not for autograd."""
     fast = rows.dtype is weight.dtype is torch.float32 and not rows.is_cuda and rows.numel() * len(weight) >= WORTHWHILE
     return onednn_linear(rows, weight) if fast and has_onednn() else nn.functional.linear(rows, weight)
 
 
 def speed_up_frozen_linears(model: nn.Module) -> None:
-    """Lets the frozen fp32 linear layers of a model on a CPU run through oneDNN where that pays."""
+    """Runs the frozen fp32 linear layers of a model on a CPU through oneDNN if that is faster."""
     if not has_onednn():
         return
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""A backbone's layers as plain facts without weights: what plans, validation and cost accounting need.
+"""Description of a backbone's layers without weights, as plans, validation and cost accounting need it.
 
 `describe_config` and `Backbone.info` give a `ModelInfo`.
 """
@@ -31,11 +31,11 @@ class MoeInfo:
 
     Attributes:
         name: Module path of the block; `router` and `experts` are the paths of its two parts.
-        num_experts: M, experts that a router chooses from.
+        num_experts: M, the number of experts that the router chooses from.
         top_k: Active experts per token in the model as published.
         hidden: Width of the layer's input and output.
         width: Inner width of one expert.
-        projections: An expert's matrices: those of its input, then the one of its output.
+        projections: An expert's matrices: its input projections, then its output projection.
         routing: `softmax` over all experts, `sigmoid` of each, or `groups`: a softmax of which limited groups of
             experts are chosen.
     """
@@ -52,13 +52,13 @@ class MoeInfo:
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of one expert: its gate, where it has one, up and down projection."""
+        """Parameters of one expert: its gate (if it has one), up and down projections."""
         return len(self.projections) * self.hidden * self.width
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a backbone looks like: enough to plan, to validate and to count.
+    """The description of a backbone that planning, validation and cost accounting need.
 
     Attributes:
         name: Hub id or path, as in the config.
@@ -69,7 +69,7 @@ class ModelInfo:
         parameters: All parameters of the backbone.
         linears: Every linear layer that an adapter may target, in module order.
         moe: Every mixture-of-experts layer, in module order; empty for a dense model.
-        seq2seq: How an encoder-decoder model takes a text; None for a causal model.
+        seq2seq: The input form of an encoder-decoder model; None for a causal model.
     """
 
     name: str
@@ -88,7 +88,7 @@ class ModelInfo:
         return self.moe[0].top_k if self.moe else 0
 
     def require_experts(self, who: str) -> None:
-        """Raises ModelError where the model is dense but `who` needs experts."""
+        """Raises ModelError if the model is dense but `who` needs experts."""
         if not self.moe:
             raise ModelError(
                 f"{who} needs a mixture-of-experts model, but {self.name} ({self.family}) has no experts.",
@@ -97,7 +97,7 @@ class ModelInfo:
             )
 
     def require_softmax(self, who: str) -> None:
-        """Raises ModelError where a router is not a softmax over all experts, or there is none, but `who` needs one."""
+        """Raises ModelError if a router is not a softmax over all experts, or there is none, but `who` needs one."""
         self.require_experts(who)
         other = next((moe.routing for moe in self.moe if moe.routing != "softmax"), None)
         if other is not None:
@@ -108,7 +108,7 @@ class ModelInfo:
             )
 
     def require_causal(self, who: str) -> None:
-        """Raises ModelError where the model is an encoder-decoder model but `who` needs a causal one."""
+        """Raises ModelError if the model is an encoder-decoder model but `who` needs a causal one."""
         if self.seq2seq is not None:
             raise ModelError(
                 f"{who} needs a causal model, but {self.name} is an encoder-decoder model.",
@@ -120,7 +120,7 @@ class ModelInfo:
 
         Args:
             count: The number.
-            who: Who asks for it, for the message.
+            who: The name of the caller for the message.
 
         Raises:
             ModelError: the model is dense.

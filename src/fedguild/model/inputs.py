@@ -1,4 +1,4 @@
-"""A batch as its model takes it: causal, causal with an attention of the batch's own, or encoder-decoder."""
+"""Model inputs of a batch: causal, causal with the batch's own attention, or encoder-decoder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def model_inputs(backbone: Backbone, batch: SlotBatch) -> dict[str, Tensor | Non
     """Returns the arguments of a forward pass; causal attention needs no mask for padding on the right.
 
     Raises:
-        ModelError: the batch is for another kind of model, or its attention for another implementation.
+        ModelError: the batch is for another kind of model, or its attention needs another implementation.
     """
     causal = backbone.info.seq2seq is None
     if causal != (batch.decoder_ids is None):
@@ -30,7 +30,7 @@ def model_inputs(backbone: Backbone, batch: SlotBatch) -> dict[str, Tensor | Non
 
 
 def _attention(backbone: Backbone, allowed: Tensor) -> Tensor:
-    """Returns a batch's own attention as the model takes it; eager attention adds it to its scores."""
+    """Returns a batch's own attention in the form that the model takes; eager attention adds it to its scores."""
     kind = backbone.model.config._attn_implementation
     if kind == "sdpa":
         return allowed

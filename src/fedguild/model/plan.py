@@ -1,8 +1,8 @@
-"""Adapter plans: what a client trains and how it runs, as plain facts without weights.
+"""Adapter plans: the trainables and the active experts of a client, described without weights.
 
-Every name and shape of an adapter follows from (`ModelInfo`, `AdapterPlan`): `adapter_shapes` is what
-a client loads, `trainable_shapes` what it trains of that. The adapters build from the first, the
-server validates uploads against the second, and the cost model counts with both.
+Every name and shape of an adapter follows from (`ModelInfo`, `AdapterPlan`): `adapter_shapes` lists the tensors that a
+client loads, `trainable_shapes` those that it trains. Adapters are built from the first, the server validates uploads
+against the second, and the cost model uses both.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Part = TypeVar("Part", bound=AdapterPart)
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """What one client trains and how it runs, decided by a method from the client's budget.
+    """The trainables and active experts of one client, which a method derives from the client's budget.
 
     Attributes:
-        parts: What the adapter consists of, at most one part of a kind. They attach in this order, and their
-            tensors are listed and drawn in it.
+        parts: The parts of the adapter, at most one of a kind. They attach in this order, and their tensors are listed
+            and drawn in this order.
         active_experts: Active experts per token, k_i; None keeps the model's own.
     """
 
@@ -39,7 +39,7 @@ class AdapterPlan:
             raise ConfigError(f"active_experts must be at least 1, but is {self.active_experts}.")
 
     def part(self, kind: type[Part]) -> Part | None:
-        """Returns the part of a kind; None where there is none."""
+        """Returns the part of a kind; None if there is none."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @property
@@ -56,12 +56,12 @@ class AdapterPlan:
 
     @property
     def rank(self) -> int:
-        """The highest rank of its low-rank parts; 0 where it has none."""
+        """The highest rank of its low-rank parts; 0 if it has none."""
         return max((getattr(part, "rank", 0) for part in self.parts), default=0)
 
     @property
     def cohort_key(self) -> object:
-        """What the plans of one cohort have in common."""
+        """The key that all plans of one cohort share."""
         return tuple(part.cohort_key for part in self.parts)
 
     def with_lora(self, **changes: Any) -> AdapterPlan:
@@ -78,7 +78,7 @@ def adapter_shapes(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[int, 
     """Returns name -> shape of everything that a client of the plan loads, without the slot axis.
 
     Raises:
-        ConfigError: a part does not fit the model, for example as a target names no layer of it.
+        ConfigError: a part does not fit the model, for example because a target names no layer of it.
     """
     return {name: shape for part in plan.parts for name, shape in part.shapes(model).items()}
 
@@ -89,7 +89,7 @@ def trainable_shapes(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[int
 
 
 def initial_adapter(model: ModelInfo, plan: AdapterPlan, rng: torch.Generator) -> dict[str, Tensor]:
-    """Returns the start of everything that a plan loads, drawn in the order of its parts: for LoRA BA = 0."""
+    """Returns the initial values of everything that a plan loads, drawn in the order of its parts: for LoRA BA = 0."""
     return {name: part.initial(name, shape, rng) for part in plan.parts for name, shape in part.shapes(model).items()}
 
 

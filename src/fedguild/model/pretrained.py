@@ -1,4 +1,4 @@
-"""Models of transformers on disk or on the hub: the config, the tokenizer, and errors in plain words."""
+"""Models of transformers on disk or on the hub: their config and tokenizer, and readable error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATHS = "model.path takes a hub id, a folder with config.json, a tokenizer and 
 
 
 def source_of(path: str) -> str:
-    """Returns what transformers takes for a `model.path`: the hub id or the folder."""
+    """Returns the path for transformers of a `model.path`: the hub id or the folder."""
     return str(packaged(path) or path)
 
 
@@ -70,7 +70,7 @@ def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code:
         )
     folder, files = Path(source_of(path)), set(tokenizer.vocab_files_names.values())
     if folder.is_dir() and files and not any((folder / file).is_file() for file in files):
-        # transformers makes an empty one of a folder without these files
+        # transformers creates an empty one for a folder without these files
         raise ModelError(
             f"{folder} has no tokenizer: none of {', '.join(sorted(files))} is there.",
             "Put the tokenizer's files beside config.json: `tokenizer.save_pretrained` writes them.",

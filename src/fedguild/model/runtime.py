@@ -1,9 +1,8 @@
 """State of the running forward pass, for the hooks on a backbone.
 
-The layers of a transformers model see a hidden state and nothing else. The `Runtime` of a
-backbone tells the hooks which rows belong to which slot, which tokens are padding, how many
-experts are active, and who counts. It outlives the forward pass, because gradient checkpointing
-runs the layers again during the backward pass.
+The layers of a transformers model receive only a hidden state. The `Runtime` of a backbone tells the hooks which rows
+belong to which slot, which tokens are padding, how many experts are active, and where activations are counted. It
+outlives the forward pass, because gradient checkpointing runs the layers again during the backward pass.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Pass:
         active_experts: [S] active experts of each slot, on the device; None for the model's own.
         most_active: The largest of them.
         select: [P] positions in [R·T] at which logits are wanted; None for all.
-        decoder_mask: [R, U] of the decoder, U ≠ T, so that a layer's tokens tell whose they are.
+        decoder_mask: [R, U] of the decoder, U ≠ T, so that the number of a layer's tokens identifies its side.
     """
 
     rows_per_slot: tuple[int, ...]
@@ -39,7 +38,7 @@ class Pass:
     _slots: dict[int, Tensor] = field(default_factory=dict)
 
     def slot_of_token(self, tokens: int, device: torch.device) -> Tensor:
-        """Returns [tokens] the slot of each token of the flattened rows."""
+        """Returns [tokens], the slot of each token of the flattened rows."""
         if tokens not in self._slots:
             rows = torch.tensor(self.rows_per_slot)
             per_row = tokens // int(rows.sum())
@@ -48,7 +47,7 @@ class Pass:
         return self._slots[tokens]
 
     def keep(self, tokens: int) -> Tensor | None:
-        """Returns [tokens] bool, False for padding; None where all are real."""
+        """Returns [tokens] bool, False for padding; None if all are real."""
         for mask in (self.mask, self.decoder_mask):
             if mask is not None and mask.numel() == tokens:
                 return mask.reshape(-1)
@@ -60,8 +59,8 @@ class Runtime:
     """The state that a backbone's hooks share.
 
     Attributes:
-        current: The pass that runs, or ran last; None means plain use of the backbone.
-        statistics: Where activations are counted; None means nobody asked.
+        current: The current or last pass; None means plain use of the backbone.
+        statistics: The statistics that activations are counted in; None to count nothing.
         counting: Whether this is the forward pass itself, not its recomputation.
     """
 

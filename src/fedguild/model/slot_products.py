@@ -1,7 +1,7 @@
-"""Products of every slot's own rows with its own matrix.
+"""Products of each slot's rows with that slot's matrix.
 
-On a CPU, fp32 products that are large enough go to oneDNN, slot by slot (docs/decisions/0004); else
-the slots are one batched product where their rows are equal, and a product each where they are not.
+On a CPU, large enough fp32 products run in oneDNN, slot by slot (docs/decisions/0004). Otherwise slots with equal
+numbers of rows share one batched product, and slots with unequal numbers get a product each.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _product(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor
 
 
 def _suits_onednn(rows: Tensor, multiplications: int) -> bool:
-    """Whether oneDNN's greater cost per call pays."""
+    """Whether oneDNN's higher cost per call pays off."""
     return multiplications >= WORTHWHILE and rows.dtype is torch.float32 and rows.device.type == "cpu" and has_onednn()
 
 

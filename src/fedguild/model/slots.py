@@ -1,4 +1,4 @@
-"""S slots on one frozen backbone: each with its own adapter, all in one forward pass."""
+"""S slots on one frozen backbone, each with its own adapter, all in one forward pass."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from fedguild.model.runtime import Pass
 class SlotModel:
     """The adapters of S slots, attached to a backbone until `close`.
 
-    Slots may differ in active experts and where their parts say so, for example in rank and scale of LoRA.
-    Use as a context manager; one at a time on a backbone. It is what parts attach to
-    (`fedguild.model.adapters.part.AdapterHost`); `trainables` is `loaded` without what is frozen.
+    Slots may differ in active experts and in whatever their parts allow, for example LoRA's rank and scale. Use it as a
+    context manager, one at a time on a backbone. Parts attach to it as an `AdapterHost`
+    (`fedguild.model.adapters.part`); `trainables` is `loaded` without the frozen tensors.
 
     Args:
         backbone: The frozen model.
         plans: Each slot's plan.
 
     Raises:
-        ConfigError: the plans do not fit together, a target names no layer, or more experts
-            are to be active than the model's top-k.
-        ModelError: another SlotModel is still attached, or active experts are asked of a dense model.
+        ConfigError: the plans do not fit together, a target names no layer, or a plan has more active experts than the
+            model's top-k.
+        ModelError: another SlotModel is still attached, or a plan sets active experts for a dense model.
     """
 
     def __init__(self, backbone: Backbone, plans: Sequence[AdapterPlan]) -> None:
@@ -73,7 +73,7 @@ class SlotModel:
         self.close()
 
     def close(self) -> None:
-        """Detaches the adapters; the backbone is as it was."""
+        """Detaches the adapters and leaves the backbone unchanged."""
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -83,7 +83,7 @@ class SlotModel:
         self.backbone.runtime.statistics = None
 
     def on_close(self, undo: Callable[[], None]) -> None:
-        """Registers what takes an adapter off the backbone again."""
+        """Registers a function that detaches an adapter from the backbone."""
         self._undo.append(undo)
 
     def load(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
@@ -104,7 +104,7 @@ class SlotModel:
             target.write(slot, value)
 
     def read(self, slot: int) -> dict[str, Tensor]:
-        """Returns copies of a slot's trainables, nothing frozen, in fp32 on the CPU, at its own shapes."""
+        """Returns copies of a slot's trainables (not its frozen tensors), in fp32 on the CPU, at its own shapes."""
         return {
             name: tensor.own(slot).to("cpu", self.dtype, copy=True).contiguous()
             for name, tensor in self.trainables.items()
@@ -113,7 +113,7 @@ class SlotModel:
 
     @property
     def seq2seq(self) -> Seq2Seq | None:
-        """How the model takes a text if it is an encoder-decoder model, else None."""
+        """The input form of an encoder-decoder model; None for a causal model."""
         return self.backbone.info.seq2seq
 
     def running(self, name: str) -> Tensor:
@@ -121,10 +121,10 @@ class SlotModel:
         return self._running.get(name, self.loaded[name].stored)
 
     def run_twice(self, second: str) -> None:
-        """Gives every slot a second LoRA, its tensors called `{second}{name}`; neither of the two is trained.
+        """Gives every slot a second LoRA with tensors named `{second}{name}`; neither of the two is trained.
 
-        For a part, which has declared these names and doubles every batch: a pass runs its rows under the
-        slots' LoRA, and behind them all rows again under the second.
+        For a part that has declared these names and doubles every batch: a pass runs all rows under the slots' LoRA,
+            followed by all rows again under the second.
         """
         self.copies = 2
         for name in [name for name in self.loaded if f"{second}{name}" in self.loaded]:

@@ -50,10 +50,10 @@ def targeted_shapes(model: ModelInfo, targets: tuple[str, ...]) -> dict[str, tup
 
 
 def fitting_targets(model: ModelInfo, defaults: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns a method's default targets as far as this model has them.
+    """Returns those of a method's default targets that this model has.
 
-    A dense model goes without `router` and `experts`. Where linear layers have other names than those by default,
-    all of attention takes their place.
+    For a dense model, `router` and `experts` are left out. If its linear layers have other names than the default
+    targets, all of attention is used instead.
     """
     known = {"attention", *(name for linear in model.linears for name in (linear.group, leaf(linear.name)))}
     linear = tuple(target for target in defaults if target not in MOE_TARGETS)

@@ -1,11 +1,10 @@
-"""Low-rank changes in a backbone's own weights: W = W_0 + sum_v B_v A_v, for as long as a `with` lasts.
+"""Low-rank changes of a backbone's own weights, W = W_0 + sum_v B_v A_v, for the duration of a `with` block.
 
-Some methods do not carry their result in an adapter but add it to the frozen weights, round after
-round (FLoRA, FLoRIST, FedEx-LoRA). The sum over all rounds is taken in fp32 and always begins at the
-original W_0, so that a bf16 backbone is rounded once, not once a round. What is added are factors
-that are never trained: they cost nothing in a forward pass.
+Some methods add their result to the frozen weights in every round instead of keeping it in an adapter (FLoRA, FLoRIST,
+FedEx-LoRA). The sum over all rounds is computed in fp32 and always starts from the original W_0, so a bf16 backbone is
+rounded once, not once per round. The added factors are never trained and cost nothing in a forward pass.
 
-This module also knows of which modules every weight of a backbone consists, for whoever changes one.
+This module also maps each weight of a backbone to the modules that it consists of.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ Factors = tuple[Tensor, Tensor]
 
 
 def weight_modules(model: ModelInfo) -> dict[str, tuple[str, ...]]:
-    """Returns the name of every weight that an adapter may change with the modules that it consists of.
+    """Returns weight name -> the modules that it consists of, for every weight that an adapter may change.
 
-    Several modules share a weight where transformers fuses them: the rows of an expert's gate
-    lie above those of its up projection in `gate_up_proj` [M, 2I, H].
+    Several modules share a weight if transformers fuses them: in `gate_up_proj` [M, 2I, H] the rows of an expert's gate
+        come before those of its up projection.
     """
     weights: dict[str, tuple[str, ...]] = {f"{linear.name}.weight": (linear.name,) for linear in model.linears}
     for moe in model.moe:
@@ -39,7 +38,7 @@ def weight_modules(model: ModelInfo) -> dict[str, tuple[str, ...]]:
 
 
 def require_unquantised(model: nn.Module, name: str, hint: str) -> None:
-    """Raises ModelError, with the hint, where a model's weights are in 4 bit: nothing can be added to them."""
+    """Raises ModelError with the hint if a model's weights are in 4 bit, as nothing can be added to those."""
     if getattr(model, "hf_quantizer", None) is not None:
         raise ModelError(f"{name} was loaded in 4 bit, and changes cannot be merged into 4-bit weights.", hint)
 
@@ -51,7 +50,7 @@ def changes(merges: Mapping[str, Tensor]) -> dict[str, list[Factors]]:
         merges: `{version}/{module}.lora_A` [.., R, in] and `{version}/{module}.lora_B` [.., out, R].
 
     Raises:
-        ModelError: a name is of another form, or a factor lacks the other.
+        ModelError: a name has another form, or one of two factors is missing.
     """
     found: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in merges.items():
@@ -72,10 +71,10 @@ def changes(merges: Mapping[str, Tensor]) -> dict[str, list[Factors]]:
 
 
 def with_changes(weight: Tensor, modules: Sequence[str], found: Mapping[str, Sequence[Factors]]) -> Tensor:
-    """Returns W + sum_v B_v A_v as a new tensor, in fp32 or in the weight's dtype where that is wider.
+    """Returns W + sum_v B_v A_v as a new tensor, in fp32 or in the weight's dtype if that is wider.
 
     Args:
-        weight: W [.., n·out, in] of n modules, one output above the other.
+        weight: W [.., n·out, in] of n modules with concatenated outputs.
         modules: The n modules.
         found: Module -> its changes, as `changes` returns them; a module may have none.
 
@@ -96,15 +95,15 @@ def with_changes(weight: Tensor, modules: Sequence[str], found: Mapping[str, Seq
 
 @contextmanager
 def merged(model: nn.Module, info: ModelInfo, merges: Mapping[str, Tensor]) -> Iterator[None]:
-    """Adds changes to a model's weights; takes them off again, bit by bit, however the block ends.
+    """Adds changes to a model's weights and restores the weights bit for bit, however the block ends.
 
-    The original weights wait in the host's memory meanwhile. Weights that no change is for, and what
-    is tied to them, are not touched.
+    The original weights are kept in host memory meanwhile. Weights without a change, and weights tied to them, are not
+    touched.
 
     Args:
         model: The model of transformers.
-        info: What it looks like.
-        merges: As `changes` takes them; nothing is done, at no cost, where there are none.
+        info: Its description.
+        merges: The changes, in the form that `changes` takes; if empty, nothing is done.
 
     Raises:
         ModelError: the weights are in 4 bit, or a change fits no weight.

@@ -1,7 +1,7 @@
-"""Checks of a model folder's weight files against its config, from the files' headers: no weight is read.
+"""Checks of a model folder's weight files against its config, from the files' headers without reading a weight.
 
-transformers refuses weights of other shapes only after it has read them, and fills in weights that are missing with
-random numbers. Here its own loading runs first on tensors of the meta device, which have shapes but no values.
+transformers refuses weights of wrong shapes only after reading them, and initialises missing weights at random. Here
+its own loading code runs first on tensors of the meta device, which have shapes but no values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedguild.errors import ModelError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""What transformers loads where there are no safetensors; it has no header to check."""
+"""The file that transformers loads if there are no safetensors; it has no header to check."""
 _LENGTH_BYTES = 8
 _LONGEST_HEADER_BYTES = 100_000_000
 """Limit of the safetensors format."""
@@ -28,14 +28,14 @@ _SHOWN = 3
 
 
 def check_weights(folder: Path, model: Any) -> None:
-    """Holds the weight files of a folder against the model that its config describes.
+    """Checks the weight files of a folder against the model that its config describes.
 
     Args:
         folder: The model's folder.
         model: The model of transformers that its config describes, on the meta device; its weights are replaced.
 
     Raises:
-        ModelError: there are no weights, a file is missing or truncated, or names or shapes are not the config's.
+        ModelError: there are no weights, a file is missing or truncated, or names or shapes do not match the config.
     """
     if (folder / WEIGHTS).is_file():
         source, files = folder / WEIGHTS, [folder / WEIGHTS]
@@ -86,13 +86,13 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class LoadingReport:
-    """How the weights of a checkpoint and the model of its config differ, in the model's names.
+    """The differences between a checkpoint's weights and the model of its config, in the model's names.
 
     Attributes:
-        missing: Names that the config asks for and the checkpoint lacks.
-        unexpected: Names that the checkpoint has and the config does not ask for.
+        missing: Names that the config requires and the checkpoint lacks.
+        unexpected: Names that the checkpoint has and the config does not require.
         mismatched: Name, shape in the checkpoint, and shape by the config.
-        expected: All names that the config asks for.
+        expected: All names that the config requires.
     """
 
     missing: Collection[str]
@@ -101,13 +101,13 @@ class LoadingReport:
     expected: Collection[str]
 
     def require_agreement(self, source: str) -> None:
-        """Raises where they differ.
+        """Raises if they differ.
 
-        Weights of a kind that the config does not have, for example of another head, do not count, as for
-        transformers; those of a layer or an expert beyond the config's number do.
+        Weights of a kind that the config does not have, for example of another head, are ignored, as by transformers;
+        weights of a layer or an expert beyond the config's number are not.
 
         Args:
-            source: What holds the weights, for the message.
+            source: The name of the weights' source for the message.
 
         Raises:
             ModelError: they differ; the message names the first few.
@@ -155,8 +155,9 @@ def _shards(folder: Path) -> list[Path]:
 def _loaded_without_values(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> LoadingReport | None:
     """Returns what transformers reports after loading tensors of these shapes on the meta device.
 
-    It maps a checkpoint's names to the model's: fused experts, prefixes, tied weights. This part of transformers is
-    not public: None where another version has it otherwise. `load_backbone` looks at the report of the real loading.
+    transformers maps a checkpoint's names to the model's: fused experts, prefixes, tied weights. This part of its API
+    is not public, so the result is None if another version changed it. `load_backbone` checks the report of the real
+    loading.
     """
     meta, expected = torch.device("meta"), list(model.state_dict())
     tensors = {name: torch.empty(shape, device=meta) for name, shape in shapes.items()}
@@ -176,6 +177,6 @@ def _loaded_without_values(model: Any, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def _first(items: Iterable[str]) -> str:
-    """Returns the first few of some names."""
+    """Returns a list of the first few names."""
     ordered = sorted(items)
     return ", ".join(ordered[:_SHOWN]) + (", …" if len(ordered) > _SHOWN else "")

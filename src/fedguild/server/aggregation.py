@@ -30,7 +30,7 @@ class WeightedMean:
         self._totals: dict[str, Tensor] = {}
 
     def add(self, tensors: Mapping[str, Tensor], weight: Weight | Mapping[str, Weight]) -> None:
-        """Adds one client's tensors; the names may differ from other clients'.
+        """Adds one client's tensors, whose names may differ from those of other clients.
 
         Args:
             tensors: Name -> x of any floating dtype.
@@ -40,20 +40,20 @@ class WeightedMean:
 
         Raises:
             UploadError: a weight is negative, NaN or infinite.
-            ValueError: a weight does not fit its tensor, or a tensor those of earlier clients.
+            ValueError: a weight does not fit its tensor, or a tensor differs in shape from earlier clients'.
         """
         for name, tensor in tensors.items():
             self._add(name, tensor, weight[name] if isinstance(weight, Mapping) else weight)
 
     def result(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the fp32 mean of every name in `fallback`, and `fallback` where no weight fell.
+        """Returns the fp32 mean of every name in `fallback`, or its fallback where the total weight is zero.
 
         Args:
-            fallback: Name -> tensor for every name added; the values that stay where the total
-                weight is zero, element by element of the weights' shape.
+            fallback: Name -> tensor for every name added; its values are kept where the total weight is zero, element
+                by element of the weights' shape.
 
         Raises:
-            ValueError: a name was added that `fallback` lacks, or in another shape.
+            ValueError: a name was added that `fallback` lacks or has in another shape.
         """
         unknown = sorted(self._means.keys() - fallback.keys())
         if unknown:
@@ -88,7 +88,7 @@ def rank_axis(name: str) -> int | None:
 def truncate_rank(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
     """Returns views of the first `rank` rows of every lora_A and columns of every lora_B.
 
-    Tensors without a rank pass unchanged (HetLoRA's download, METHODS B9).
+    Tensors without a rank pass unchanged (HetLoRA's download).
 
     Raises:
         ValueError: a tensor has a lower rank already.
@@ -103,11 +103,10 @@ def truncate_rank(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]
 
 
 def pad_rank(tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns a client's tensors zero-padded to `rank`, and which of their rank rows it holds.
+    """Returns a client's tensors zero-padded to `rank`, and masks of the rank rows that it holds.
 
-    The second mapping goes into the weights of `WeightedMean.add`, so that each rank row is
-    averaged over its holders only: `{name: examples * held[name] for name in padded}`. Weighing
-    without it averages the zeros in.
+    The second mapping goes into the weights of `WeightedMean.add`, so that each rank row is averaged over its holders
+    only: `{name: examples * held[name] for name in padded}`. Without it the zeros would enter the average.
 
     Args:
         tensors: Name -> lora_A [.., r_c, in], lora_B [.., out, r_c], or a tensor without a rank.
@@ -157,7 +156,7 @@ def weights_by_name(names: Iterable[str], experts: Mapping[str, Tensor], otherwi
     Args:
         names: Trainables, for example `….experts.up_proj.lora_A` and `….q_proj.lora_A`.
         experts: Path of a layer's experts (`….experts`) -> [M] weight of each.
-        otherwise: Weight of all that is not in these experts.
+        otherwise: Weight of all other trainables.
     """
     return {name: experts.get(name.rsplit(".", 2)[0], otherwise) for name in names}
 

@@ -1,7 +1,7 @@
-"""The server's state after each complete round, on disk: `FOLDER/round-00003.checkpoint`.
+"""Checkpoints: the server's state after each complete round, on disk as `FOLDER/round-00003.checkpoint`.
 
-A checkpoint is whole or absent, knows whose run it belongs to, and notices damage. A process
-that is killed at any moment resumes from the newest one.
+A checkpoint is written atomically, names the run that it belongs to and detects damage. A process that is killed at any
+moment resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedguild.sealed import read_sealed, remove_leftovers, write_sealed
 
 _SUFFIX = ".checkpoint"
 FORMAT = 2
-"""Layout of a checkpoint; 0.1.0 wrote the first, without a number, in which states named their tensors otherwise."""
+"""Layout of a checkpoint; 0.1.0 wrote the first, without a number and with other tensor names in the state."""
 _FILE_NAME = re.compile(r"round-(\d+)" + re.escape(_SUFFIX))
 
 
@@ -31,7 +31,7 @@ class Checkpoint:
     Attributes:
         round: The round that is complete.
         state: The method's state after it.
-        extra: What the round loop keeps beside it, as JSON.
+        extra: The round loop's own data, as JSON.
     """
 
     round: int
@@ -50,18 +50,18 @@ def save(
 ) -> None:
     """Writes the checkpoint of a complete round and removes all but the last `keep`.
 
-    Checkpoints of later rounds, left by a run that was resumed from an earlier one, go too.
+    Checkpoints of later rounds, left by a run that was resumed from an earlier one, are removed too.
 
     Args:
-        folder: Where the run's checkpoints are; made if absent.
+        folder: Folder of the run's checkpoints; created if absent.
         round: The round that is complete.
         state: The method's state after it.
         fingerprint: Identifies the run, for example a hash of its config.
-        extra: Anything else to resume from, as JSON values.
-        keep: How many checkpoints stay, at least 1.
+        extra: Any further data needed to resume, as JSON values.
+        keep: Number of checkpoints to keep, at least 1.
 
     Raises:
-        FedGuildError: the file cannot be written; the earlier checkpoints stay.
+        FedGuildError: the file cannot be written; the earlier checkpoints are kept.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, but is {keep}.")
@@ -81,13 +81,13 @@ def save(
 
 
 def rounds(folder: Path) -> list[int]:
-    """Returns the rounds of which `folder` holds a checkpoint, oldest first."""
+    """Returns the rounds whose checkpoints are in `folder`, oldest first."""
     matches = (_FILE_NAME.fullmatch(path.name) for path in folder.glob(f"*{_SUFFIX}"))
     return sorted(int(match[1]) for match in matches if match)
 
 
 def latest(folder: Path) -> int | None:
-    """Returns the newest round of which `folder` holds a checkpoint; None if there is none."""
+    """Returns the newest round whose checkpoint is in `folder`; None if there is none."""
     return max(rounds(folder), default=None)
 
 
@@ -95,8 +95,8 @@ def load(folder: Path, round: int, *, fingerprint: str) -> Checkpoint:
     """Returns the checkpoint of a complete round.
 
     Raises:
-        CheckpointError: there is none, it is damaged (the hint names the round before it that is
-            whole), it was written by another version, or it belongs to a run with another fingerprint.
+        CheckpointError: there is none, it is damaged (the hint names the last undamaged round before it), it was
+            written by another version, or it belongs to a run with another fingerprint.
     """
     path = _path(folder, round)
     if not path.exists():

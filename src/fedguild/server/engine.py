@@ -1,7 +1,6 @@
 """The protocol of engines, which carry tasks to the clients and deliveries back.
 
-Whatever can go wrong with them is decided by the round (`fedguild.server.rounds`), which is the same
-on every engine.
+Failures are handled by the round loop (`fedguild.server.rounds`), which is the same on every engine.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from fedguild.server.method import Method
 
 @dataclass(frozen=True)
 class Task:
-    """What a client is asked to do in a round."""
+    """A request to a client to train in a round."""
 
     round: int
     client: ClientInfo
@@ -31,11 +30,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Terms:
-    """How long an engine waits for the clients of one `train`.
+    """The limits to an engine's wait for the clients of one `train`.
 
     Attributes:
-        deadline_seconds: It stops waiting so long after it began; None to wait for all.
-        enough: It stops waiting as soon as so many clients delivered; None to wait for all.
+        deadline_seconds: The engine stops waiting after this time; None to wait for all.
+        enough: The engine stops waiting once this many clients have delivered; None to wait for all.
     """
 
     deadline_seconds: float | None = None
@@ -47,18 +46,18 @@ WAIT_FOR_ALL = Terms()
 
 @dataclass(frozen=True)
 class Delivery:
-    """What came back from a client.
+    """A client's answer to a task.
 
     Attributes:
-        task: What it was asked.
-        upload: Its payload; None where it failed.
-        plan: What it trained.
-        report: What its training did.
+        task: The task that it answers.
+        upload: The client's payload; None if the client failed.
+        plan: The adapter plan that the client trained.
+        report: The report of its training.
         frequency: [L, M] share of its tokens that activated each expert; None for a dense model.
-        peak_memory_bytes: Peak memory of its cohort, where the engine measures it.
-        failure: Why there is no upload.
-        needed: False where the engine stopped waiting for it because enough others delivered;
-            the round holds that against nobody.
+        peak_memory_bytes: Peak memory of the client's cohort, if the engine measures it.
+        failure: The reason for a missing upload.
+        needed: False if the engine stopped waiting because enough other clients had delivered; the round does not count
+            this as a failure.
     """
 
     task: Task
@@ -77,36 +76,33 @@ def too_late(task: Task, plan: AdapterPlan, deadline_seconds: float) -> Delivery
 
 
 def not_needed(task: Task, plan: AdapterPlan, faster: int) -> Delivery:
-    """Returns the delivery of a client that an engine stopped waiting for as `faster` others had delivered."""
+    """Returns the delivery of a client that an engine stopped waiting for because `faster` others had delivered."""
     return Delivery(task, None, plan, failure=f"not needed: {faster} others were faster", needed=False)
 
 
 class Engine(Protocol):
-    """Runs the clients of a round somewhere; methods never see it."""
+    """Runs the clients of a round; methods never see the engine."""
 
     def train(
         self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
         """Yields a delivery for every task, in client order (the order of `tasks`).
 
-        A round may call it more than once, with the tasks of the clients that failed: a client
-        that is asked again for the same round starts again from the same download and the memory
-        of its earlier rounds.
+        A round may call it again with the tasks of the clients that failed. A client that is asked again for the same
+        round starts again from the same download and the memory of its earlier rounds.
 
-        - A client that failed gets a delivery with `failure`, a clause that says why.
-        - Past `terms.deadline_seconds` nobody is waited for: who is missing gets `too_late(...)`.
-        - Once `terms.enough` clients delivered, nobody is waited for: who is missing gets
-          `not_needed(...)`.
-        - What arrives after its round was left goes in front of the deliveries of a later `train`,
-          with the task that it answers (`delivery.task.round` tells), once. An engine need not
-          keep it; the round decides what becomes of it.
+        - A client that failed gets a delivery with `failure`, a clause that states the reason.
+        - After `terms.deadline_seconds` the engine stops waiting: missing clients get `too_late(...)`.
+        - Once `terms.enough` clients have delivered, the engine stops waiting: missing clients get `not_needed(...)`.
+        - An upload that arrives after its round has ended is yielded once, before the deliveries of a later `train`,
+          with the task that it answers (see `delivery.task.round`). An engine need not keep it; the round decides
+          whether to use it.
 
-        Whether an upload is valid, a duplicate, or of a round that is over, is for the round to
-        find out; an engine only refuses what it cannot read or must not read (see
-        `fedguild.server.validation.check_envelope`).
+        The round determines whether an upload is valid, a duplicate, or of an earlier round. An engine only refuses
+        uploads that it cannot read or must not read (see `fedguild.server.validation.check_envelope`).
         """
         ...
 
     def close(self) -> None:
-        """Lets go of processes and connections; called once, after the last round."""
+        """Releases processes and connections; called once, after the last round."""
         ...

@@ -1,4 +1,4 @@
-"""A budget held against the model and the global adapter: active experts within top-k, ranks within the rank."""
+"""Checks of a budget against the model and the global adapter: active experts up to top-k, ranks up to its rank."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Low-rank products as pairs of factors: weighted sums, singular values and norms, never [out, in].
+"""Low-rank products as pairs of factors: weighted sums, singular values and norms without forming [out, in].
 
-A client's update of a linear layer is `up @ down` of rank r. A weighted sum of such updates is again
-a pair of factors, their ranks side by side; its singular value decomposition is that of a small
-matrix between two orthonormal bases (QR of either factor). Every function works on any leading
-dimensions, so that a layer's M experts go through in one call. Arithmetic is fp32, or fp64 where an
-input is.
+A client's update of a linear layer is `up @ down` of rank r. A weighted sum of such updates is again a pair of factors,
+with the ranks concatenated; its singular value decomposition is that of a small matrix between two orthonormal bases
+(QR of each factor). Every function accepts any leading dimensions, so one call handles all M experts of a layer.
+Arithmetic is fp32, or fp64 if an input is fp64.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ class Svd:
 def stack(parts: Iterable[tuple[Factors, float]]) -> Factors:
     """Returns the factors of sum_c w_c up_c @ down_c, of rank sum_c R_c.
 
-    FLoRA's stacking (METHODS B11): the rows of every `down` lie below each other, the columns of
-    every `up` beside each other, and a weight multiplies `down` only.
+    FLoRA's stacking: the rows of all `down` and the columns of all `up` are concatenated, and a weight multiplies
+    `down` only.
 
     Args:
-        parts: (factors, w); the ranks may differ, the other sizes not.
+        parts: (factors, w); only the ranks may differ.
 
     Raises:
-        ValueError: there is no part, or two have other widths or leading dimensions.
+        ValueError: there is no part, or two differ in width or leading dimensions.
     """
     downs: list[Tensor] = []
     ups: list[Tensor] = []
@@ -90,7 +89,7 @@ def weighted_product(clients: Sequence[tuple[Mapping[str, Tensor], float]]) -> I
             weight holds the client's share and its LoRA scale.
 
     Raises:
-        ValueError: there is no client, a module lacks a factor, or the clients have other modules.
+        ValueError: there is no client, a module lacks a factor, or the clients' modules differ.
     """
     modules = [by_module(tensors) for tensors, _ in clients]
     weights = [weight for _, weight in clients]
@@ -105,10 +104,9 @@ def weighted_product(clients: Sequence[tuple[Mapping[str, Tensor], float]]) -> I
 def decompose(factors: Factors) -> Svd:
     """Returns the singular value decomposition of `up @ down` without forming it.
 
-    up = Q_u T_u and downᵀ = Q_d T_d (QR), so up @ down = Q_u (T_u T_dᵀ) Q_dᵀ, and the matrix in the
-    middle has at most R rows and columns; it is formed and decomposed in fp64, which costs little and
-    gives fp32 products of five times the accuracy. Singular vectors of a zero singular value are
-    orthonormal too.
+    up = Q_u T_u and downᵀ = Q_d T_d (QR), so up @ down = Q_u (T_u T_dᵀ) Q_dᵀ, and the matrix in the middle has at most
+    R rows and columns. It is formed and decomposed in fp64, which costs little and makes fp32 products five times as
+    accurate. Singular vectors of a zero singular value are orthonormal too.
     """
     down, up = _accurate(factors)
     left, left_triangle = torch.linalg.qr(up)
@@ -121,8 +119,8 @@ def decompose(factors: Factors) -> Svd:
 def truncate(svd: Svd, rank: int) -> Factors:
     """Returns the best approximation of rank min(rank, k): `up` = u diag(s), `down` = vh.
 
-    The factors come in the order of the singular values, so that the first ranks of a truncation
-    are the truncation to a lower rank.
+    The ranks are in the order of the singular values, so the first ranks of a truncation are the truncation to a lower
+    rank.
 
     Raises:
         ValueError: the rank is below 1.
@@ -144,7 +142,7 @@ def by_module(tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
     Tensors of other names are left out.
 
     Raises:
-        ValueError: a module has one of the two only, or they make no product.
+        ValueError: a module has only one of the two, or their shapes do not match.
     """
     modules: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -158,7 +156,7 @@ def by_module(tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
 
 
 def named(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
-    """Returns `{module}.lora_A` and `{module}.lora_B` of every module: the way back from `by_module`."""
+    """Returns `{module}.lora_A` and `{module}.lora_B` of every module, the inverse of `by_module`."""
     return {
         f"{module}.{leaf}": value
         for module, pair in factors.items()
@@ -167,13 +165,13 @@ def named(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
 
 
 def _accurate(factors: Factors) -> tuple[Tensor, Tensor]:
-    """Returns `down` and `up` in fp32, or both in fp64 where one is."""
+    """Returns `down` and `up` in fp32, or both in fp64 if one of them is."""
     dtype = torch.promote_types(torch.promote_types(factors.down.dtype, factors.up.dtype), torch.float32)
     return factors.down.detach().to(dtype), factors.up.detach().to(dtype)
 
 
 def _with_fixed_signs(u: Tensor, s: Tensor, vh: Tensor) -> Svd:
-    """Turns each pair of singular vectors so that the largest entry of `u` in magnitude is positive."""
+    """Flips the sign of each pair of singular vectors so that the largest entry of `u` in magnitude is positive."""
     largest = u.gather(-2, u.abs().argmax(-2, keepdim=True))
     signs = torch.where(largest < 0, -1.0, 1.0).to(u.dtype)
     return Svd(u * signs, s, vh * signs.mT)

@@ -1,9 +1,9 @@
-"""The server's half of merging: the history of a run's changes to its backbone, as a part of the state.
+"""Server half of merging: the history of a run's changes to its backbone, as a part of the state.
 
 Every round that changes the backbone appends a version, a pair of factors for each module with the
-scale folded in: W_t = W_0 + sum_{v <= t} B_v A_v. The state keeps all of them, because a client may
-join at any time. One whose upload led to the newest version holds those before it, and gets this one
-alone; everybody else gets the whole history (`fedguild.client.merge_ledger` is the other half).
+scale folded in: W_t = W_0 + sum_{v <= t} B_v A_v. The state keeps all of them, because a client may join at any time. A
+    client whose upload contributed to the newest version holds all earlier ones and receives only the newest; all
+    others receive the whole history (`fedguild.client.merge_ledger` is the client half).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HISTORY_COST = "the state keeps every round's merge, which a client that missed 
 
 
 def no_merges() -> Payload:
-    """Returns the part of a state that says that the backbone is as published."""
+    """Returns the part of a state for an unchanged backbone."""
     return Payload({HOLDERS: torch.zeros(0, dtype=torch.int64)}, {VERSION: 0, HELD: 0, DIGEST: ""})
 
 
@@ -37,13 +37,13 @@ def merges(state: Payload) -> dict[str, Tensor]:
 
 
 def part_of(state: Payload) -> Payload:
-    """Returns what a state holds of merges, without the rest."""
+    """Returns a state's tensors and scalars about merges only."""
     tensors = {name: value for name, value in state.tensors.items() if name.startswith(f"{MERGE}/") or name == HOLDERS}
     return Payload(tensors, {name: state.scalars[name] for name in (VERSION, HELD, DIGEST)})
 
 
 def delivery(state: Payload, client: ClientInfo) -> Payload:
-    """Returns what a download holds of merges: the versions that the client lacks, and which is the newest."""
+    """Returns a download's part about merges: the versions that the client lacks, and the newest version's number."""
     held = int(state.scalars[HELD]) if client.index in state.tensors[HOLDERS].tolist() else 0
     lacking = {
         f"{version}/{name}": value
@@ -55,7 +55,7 @@ def delivery(state: Payload, client: ClientInfo) -> Payload:
 
 
 def echo(download: Payload) -> dict[str, Scalar]:
-    """Returns the scalars of an upload that say which version the client trained on, and thus holds."""
+    """Returns the scalars of an upload with the version that the client trained on and therefore holds."""
     return {VERSION: merge_version(download)}
 
 
@@ -65,8 +65,8 @@ def appended(state: Payload, change: Mapping[str, Factors], uploads: Iterable[Up
     Args:
         state: The state before.
         change: Module -> factors, the scale folded in; without ranks (R = 0) or modules there is no new version.
-        uploads: Those that led to it. A client that trained on an older version than the state's, as one
-            that was late did, does not hold the state's.
+        uploads: The uploads that contributed to the change. A late client trained on an older version than the state's,
+            and does not hold the state's.
     """
     before = part_of(state)
     version = int(before.scalars[VERSION])
@@ -80,7 +80,7 @@ def appended(state: Payload, change: Mapping[str, Factors], uploads: Iterable[Up
 
 
 def _content(factors: Mapping[str, Tensor]) -> bytes:
-    """Returns a version as bytes; their names alone where tensors have shapes but no values, as in a profile."""
+    """Returns a version as bytes, or only its names if tensors have shapes but no values, as in a profile."""
     if any(value.is_meta for value in factors.values()):
         return "".join(sorted(factors)).encode()
     return pack(factors, {})

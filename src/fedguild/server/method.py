@@ -35,13 +35,13 @@ class Upload:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model ready to run: what adapter to build and the tensors to load into it.
+    """A model ready to run: the plan of its adapter and the tensors to load into it.
 
     Attributes:
         plan: The adapter's parts and the active experts.
         tensors: Name -> tensor for every name of `adapter_shapes(model, plan)`.
-        merged: What is added to the backbone's weights beneath the adapter, as `Backbone.merged` takes it.
-            The models of one state hold the same tensors here, not copies, and so are scored together.
+        merged: The changes added to the backbone's weights, in the form that `Backbone.merged` takes. The models of one
+            state share these tensors rather than copies, so that they are scored together.
     """
 
     plan: AdapterPlan
@@ -51,10 +51,10 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Observation:
-    """A figure that a method reports of a round, drawn in the report.
+    """A figure that a method reports after a round, drawn in the report.
 
     Attributes:
-        name: What it is, the same in every round, for example `utilisation entropy`.
+        name: The figure's name, the same in every round, for example `utilisation entropy`.
         values: [rows] or [rows, columns].
         rows: A label for each row, for example `layer 0`.
         columns: A label for each column; empty where `values` has one dimension.
@@ -70,20 +70,20 @@ class Observation:
 
 @dataclass(frozen=True)
 class ServerCosts:
-    """The order of a method's server work, which `fedguild profile` prints beside what it counts.
+    """The order of a method's server work, which `fedguild profile` prints beside the figures that it counts.
 
     n is the size of an upload, C the number of clients that take part in a round.
 
     Attributes:
-        memory: Order of the server's memory while it aggregates.
-        time: Order of its time in a round.
-        holds: Whether it holds one upload at a time, or all of a round's.
-        varies: `no`: payloads are as counted; `at most`: they depend on the data, and the most there may
-            be is counted; `mean`: they differ between clients as the data decides, their mean does not.
-        note: What else there is to know about the figures.
-        bound: Options under which the most there may be is reached.
-        leave_out: Whether the profile aggregates uploads without what may be left out.
-        rounds: The round in which payloads have the form that they have from then on.
+        memory: Order of the server's memory during aggregation.
+        time: Order of the server's time per round.
+        holds: Whether the server holds one upload at a time, or all uploads of a round.
+        varies: `no`: payloads are as counted; `at most`: they depend on the data, and the upper bound is counted;
+            `mean`: they differ between clients depending on the data, but their mean does not.
+        note: A further remark on the figures.
+        bound: Options under which the upper bound is reached.
+        leave_out: Whether the profile aggregates uploads without the tensors that may be omitted.
+        rounds: The first round in which payloads have their final form.
         period: After how many rounds that form repeats, where payloads take turns; the profile gives their mean.
         trains: Whether a client trains its own budget's adapter, or one for every budget.
     """
@@ -104,16 +104,16 @@ RUNNING_MEAN = ServerCosts("O(n), whatever C is: a running mean", "O(C n)")
 
 
 class Method(ABC):
-    """A federated method: `plan`, `start`, `local_update` and `aggregate`, and the rest where a paper differs.
+    """A federated method: `plan`, `start`, `local_update` and `aggregate`, and overrides where a paper differs.
 
-    Where the clients train elsewhere, a method is built again from its `name` and its `settings`.
+    If clients train on other machines, the method is rebuilt there from its `name` and its `settings`.
 
     Attributes:
         name: The name in configs; by default that of the module, `-` for `_`.
-        title: One line about it; by default the first of the module's docstring.
+        title: A one-line description; by default the first line of the module's docstring.
         Settings: The options, each declared once with help and range.
         needs_experts: Whether it runs on mixture-of-experts models only.
-        costs: The order of its server's work.
+        costs: The order of the server's work.
         settings: The options of this instance.
     """
 
@@ -139,15 +139,15 @@ class Method(ABC):
 
     @abstractmethod
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
-        """Returns what a client of this budget trains and how it runs.
+        """Returns the plan of a client of this budget: the parts that it trains and its active experts.
 
         Raises:
-            ConfigError: the budget or an option asks for what the model does not have.
+            ConfigError: the budget or an option asks for something that the model does not have.
         """
 
     @abstractmethod
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Returns the state before the first round; what is sent and aggregated lies in the part `adapter`."""
+        """Returns the state before the first round; the part `adapter` holds the tensors sent and aggregated."""
 
     @abstractmethod
     def local_update(self, cohort: Cohort) -> list[Payload]:
@@ -157,20 +157,20 @@ class Method(ABC):
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Consumes the round's valid uploads and returns the next state.
 
-        They come in client order, then those of clients that were asked again, then late ones of the round
-        before (`upload.round` tells), whose clients had the download of that round.
+        They come in client order, followed by those of clients that were asked again, and by late uploads of the round
+        before (see `upload.round`), whose clients had the download of that round.
         """
 
     # What crosses a client's boundary
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns what the server sends to this client at the start of a round; by default the state's adapter."""
+        """Returns the server's message to this client at the start of a round; by default the state's adapter."""
         return Payload.of({ADAPTER: state.part(ADAPTER)})
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
         """Returns name -> shape of the tensors that an upload must have from a client that got this download.
 
-        By default what the client's plan trains, in the part `adapter`.
+        By default these are the trainables of the client's plan, in the part `adapter`.
         """
         return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
 
@@ -179,9 +179,9 @@ class Method(ABC):
         return {}
 
     def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns what this client may see of the state: enough for `personalize`; by default all of it.
+        """Returns the part of the state that this client may see, enough for `personalize`; by default all of it.
 
-        A method whose state holds what is about single clients, or meant for some of them, leaves that out.
+        A method whose state holds data about individual clients, or meant for some of them, leaves that data out.
         """
         return state
 
@@ -195,14 +195,14 @@ class Method(ABC):
         return Deployment(self.plan(model, budget), state.part(ADAPTER))
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the model that this client itself uses after the round; by default the global one.
+        """Returns the model that this client uses after the round; by default the global model.
 
         Args:
             excerpt: The client's excerpt of the state after the round.
             model: The backbone's description.
-            client: Whose model it is.
-            memory: What the client kept from its last participation; empty if it never took part, and
-                where the model is wanted that the client would receive next.
+            client: The client whose model it is.
+            memory: What the client kept from its last participation; empty if it never took part, and if the model that
+                the client would receive next is asked for.
         """
         deployment = self.deploy(excerpt, model, client.budget)
         assert deployment is not None, f"{self.name} has no global model, so it has to say what a client's own is"
@@ -211,15 +211,15 @@ class Method(ABC):
     # The federation
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
-        """Returns the method as it runs on this model in a federation; asked before data or weights are read.
+        """Returns the method as it runs on this model in a federation; called before data or weights are read.
 
-        An option that the config sets (`settings.model_fields_set`) is kept, or refused; one that is left to its
-        default may become what fits. By default so do targets that the model does not have.
+        An option that the config sets (`settings.model_fields_set`) is kept or refused; one left at its default may be
+        replaced by a value that fits. By default this is done for targets that the model does not have.
 
         Args:
             model: The backbone's description.
-            clients: How many there are.
-            exact: Whether what is received is what was sent, bit for bit (`federation.codec` fp32).
+            clients: The number of clients.
+            exact: Whether payloads arrive as they were sent, bit for bit (`federation.codec` fp32).
 
         Raises:
             ConfigError: the method's options do not fit.
@@ -227,20 +227,20 @@ class Method(ABC):
         return self.with_options(**fitting_defaults(self.settings, model))
 
     def with_options(self, **changes: Any) -> Self:
-        """Returns the method with other values of some options; without changes itself."""
+        """Returns the method with other values for some options, or the method itself if there are none."""
         return type(self)(self.settings.model_copy(update=changes)) if changes else self
 
     def with_secret(self, secret: int) -> Method:
         """Returns the method for one training on a client's own machine; by default itself.
 
         Args:
-            secret: What noise that protects the client's data is to be drawn from, another number for every training.
-                The server does not know it, while it knows the run's seed and could draw that noise again.
+            secret: The seed of any noise that protects the client's data, another number for every training. The server
+                does not know it; from the run's seed, which it knows, it could reproduce the noise.
         """
         return self
 
     def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
-        """Returns the state before the first round, given what `start` returned and who the clients are.
+        """Returns the state before the first round, given the state from `start` and the clients.
 
         Raises:
             ConfigError: the method's options do not fit these clients.

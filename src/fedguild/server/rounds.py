@@ -1,7 +1,7 @@
-"""One round, the same on every engine and for every method: who is asked, what is accepted.
+"""The round loop's body, the same on every engine and for every method.
 
-Every fault of a client or of the way to it ends here: what is missing is asked for again or goes
-without, what is wrong or out of turn is left out and recorded, and too little of it is an error.
+All failures of clients and of the network are handled here: a missing upload is requested again or skipped, an invalid
+    or unexpected one is left out and recorded, and too few valid uploads are an error.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ NOTHING = "nothing was delivered"
 
 @dataclass(frozen=True)
 class Stray:
-    """An upload that arrived outside of its turn: of an earlier round, a second time, or unasked.
+    """An unexpected upload: of an earlier round, a second time, or unrequested.
 
     Attributes:
         round: The round that it belongs to.
-        client: The index of the client that it is from.
+        client: The index of its client.
         upload_bytes: Its size.
-        dropped: Why it was not aggregated; empty where it was.
+        dropped: The reason why it was not aggregated; empty if it was.
     """
 
     round: int
@@ -47,19 +47,19 @@ class Stray:
 
 @dataclass
 class Outcome:
-    """A round that is over.
+    """A completed round.
 
     Attributes:
         round: Its number, from 1.
         state: The method's state after it.
         asked: The clients that were asked.
-        deliveries: What came back last from each of them, uploads dropped, in client order.
-        traffic: Bytes of each asked client, over all its attempts.
-        rejected: Client index -> why its upload was not aggregated.
+        deliveries: The last delivery of each of them, without its upload, in client order.
+        traffic: Bytes of each asked client over all its attempts.
+        rejected: Client index -> the reason why its upload was not aggregated.
         accepted: Indices of the clients whose upload of this round was aggregated.
-        unneeded: Indices of the clients that were not waited for, as enough others delivered.
+        unneeded: Indices of the clients that the engine did not wait for because enough others had delivered.
         retried: Indices of the clients that were asked more than once.
-        strays: What arrived outside of its turn.
+        strays: Unexpected uploads.
         phase_seconds: Wall time by phase.
     """
 
@@ -98,23 +98,23 @@ def run_round(
     """Runs one round.
 
     Uploads are validated as they arrive and aggregated as running sums, so that the server holds
-    one upload at a time (and those of late clients). First come those of the first attempt, in
-    client order, then those of each retry, then the late ones. An upload that fails validation is
-    left out and recorded; no upload is aggregated twice.
+    one upload at a time (and those of late clients). The order is: uploads of the first attempt in client order, those
+    of each retry, then late ones. An upload that fails validation is left out and recorded; no upload is aggregated
+    twice.
 
     Args:
         round_index: The round, from 1.
         method: The method.
-        state: Its state before the round.
+        state: The state before the round.
         model: The backbone's description.
-        clients: Everybody who could take part.
-        engine: Where they train.
-        rules: Who is asked, what must arrive, and what an upload may be.
+        clients: All clients that could take part.
+        engine: The engine that trains them.
+        rules: The rules of sampling, quorum and valid uploads.
         accepted_before: `Outcome.accepted` of the round before, whose uploads `state` holds.
         seed: The run's seed, for the sampling.
 
     Raises:
-        QuorumError: too few valid uploads; the state from before is untouched.
+        QuorumError: there were too few valid uploads; the earlier state is unchanged.
     """
     # sample
     asked = sample(round_index, clients, rules.participation, seed, over_selection=rules.over_selection)
@@ -135,7 +135,7 @@ def run_round(
 
 
 class _Intake:
-    """Asks the clients of one round and sorts what arrives into an outcome."""
+    """Asks the clients of one round and sorts their deliveries into an outcome."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class _Intake:
         self.late: dict[int, Delivery] = {}
 
     def uploads(self) -> Generator[Upload, None, None]:
-        """Trains the clients, as often as the rules allow; yields what is to be aggregated, and records all."""
+        """Trains the clients, with the retries that the rules allow; yields the uploads to aggregate, records all."""
         for attempt in range(1 + self.rules.retries):
             tasks = [task for index, task in self.tasks.items() if index not in self.accepted]
             missing = self.wanted - len(self.accepted)
@@ -180,7 +180,7 @@ class _Intake:
         yield from self._late_uploads()
 
     def close(self) -> None:
-        """Completes the outcome: everybody who was asked is accepted, rejected or not needed."""
+        """Completes the outcome: every client that was asked is accepted, rejected or not needed."""
         outcome = self.outcome
         for index, task in self.tasks.items():
             if index not in self.arrived:
@@ -192,7 +192,7 @@ class _Intake:
         outcome.deliveries = [self.arrived[index] for index in self.tasks if index in self.arrived]
 
     def _sorted_in(self, delivery: Delivery) -> Upload | None:
-        """Records a delivery; returns its upload where it is to be aggregated now."""
+        """Records a delivery; returns its upload if it is to be aggregated now."""
         outcome, index = self.outcome, delivery.task.client.index
         if delivery.task.round != outcome.round or index not in self.tasks:
             self._set_aside(delivery)
@@ -215,7 +215,7 @@ class _Intake:
         return Upload(outcome.round, delivery.task.client, delivery.upload)
 
     def _set_aside(self, delivery: Delivery) -> None:
-        """Keeps an upload of the round before where the rules say so; drops all others."""
+        """Keeps an upload of the round before if the rules allow it; drops all others."""
         if delivery.upload is None:
             return
         index, age = delivery.task.client.index, self.outcome.round - delivery.task.round
@@ -231,7 +231,7 @@ class _Intake:
             self.late[index] = delivery
 
     def _late_uploads(self) -> Iterator[Upload]:
-        """Yields the uploads of the round before that nothing newer stands in for, in client order."""
+        """Yields the uploads of the round before whose clients delivered no newer one, in client order."""
         for index, delivery in sorted(self.late.items()):
             if index in self.accepted:
                 self._stray(delivery, f"the client's upload of round {self.outcome.round} was aggregated instead")
@@ -243,7 +243,7 @@ class _Intake:
                 yield Upload(delivery.task.round, delivery.task.client, delivery.upload)
 
     def _rejection(self, task: Task, upload: Payload | None) -> str:
-        """Returns what is wrong with a task's upload; empty where nothing is."""
+        """Returns the fault of a task's upload; empty if it has none."""
         if upload is None:
             return NOTHING
         client = task.client.name

@@ -1,7 +1,7 @@
 """The log of a run: typed records, one JSON object per line of `metrics.jsonl`.
 
-A record belongs to a round (0 is before training), so that a resumed run can cut the file back to
-its last complete round and continue with the same lines as an uninterrupted one.
+Each record belongs to a round (0 is before training), so a resumed run can truncate the file after its last complete
+round and continue with the same lines as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fedguild.errors import CheckpointError, FedGuildError
 from fedguild.files import write_bytes
 
 MEASURED_FIELDS = frozenset({"seconds", "phase_seconds", "peak_memory_bytes"})
-"""The fields that depend on the machine and the moment; all others are the same in every repetition."""
+"""The fields that depend on the machine and on timing; all others are the same in every repetition."""
 
 
 class _Row(BaseModel):
-    """A JSON object without surplus fields; not-a-number and infinity travel as strings."""
+    """A JSON object without additional fields; NaN and infinity are written as strings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", protected_namespaces=())
 
@@ -32,7 +32,7 @@ class Rejection(_Row):
 
     Attributes:
         client: Index of the client that sent it.
-        reason: What was wrong with it, in one sentence.
+        reason: The reason in one sentence.
     """
 
     client: int
@@ -40,13 +40,13 @@ class Rejection(_Row):
 
 
 class StrayUpload(_Row):
-    """An upload that arrived outside of its turn.
+    """An unexpected upload.
 
     Attributes:
         round: The round that it belongs to.
         client: Index of the client that sent it.
         upload_bytes: Size of the encoded upload.
-        dropped: Why it was not aggregated; empty where it was, in the round of this record.
+        dropped: The reason why it was not aggregated; empty if it was, in the round of this record.
     """
 
     round: int
@@ -64,9 +64,9 @@ class RoundRecord(_Row):
         phase_seconds: Wall time by phase, for example `train`, `evaluate`, `aggregate`.
         participants: Indices of the clients that were asked.
         rejected: Clients that failed, and uploads that were not aggregated.
-        unneeded: Indices of the clients that were not waited for, as enough others had delivered.
+        unneeded: Indices of the clients that the engine did not wait for because enough others had delivered.
         retried: Indices of the clients that were asked more than once.
-        strays: Uploads that arrived late, twice or unasked.
+        strays: Uploads that arrived late, twice or unrequested.
     """
 
     kind: Literal["round"] = "round"
@@ -154,11 +154,11 @@ class EvaluationRecord(_Row):
 
 
 class ObservationRecord(_Row):
-    """A figure that the method itself reports of a round.
+    """A figure that the method itself reports after a round.
 
     Attributes:
         round: Number of the round, from 1.
-        name: What it is.
+        name: The figure's name.
         rows: A label for each row of `values`.
         columns: A label for each column; empty where a row has one value.
         values: One list for each row.
@@ -175,7 +175,7 @@ class ObservationRecord(_Row):
 
 
 class RoutingRecord(_Row):
-    """Which experts the clients' tokens reached in a round.
+    """The experts that the clients' tokens activated in a round.
 
     Attributes:
         round: Number of the round, from 1.
@@ -201,7 +201,7 @@ class RoutingRecord(_Row):
 
     @model_validator(mode="after")
     def _shapes_agree(self) -> Self:
-        """Raises ValueError where an array has not the shape that `clients`, `layers`, `experts` say."""
+        """Raises ValueError if an array's shape contradicts `clients`, `layers` or `experts`."""
         if len(self.frequency) != len(self.clients):
             raise ValueError(f"frequency has {len(self.frequency)} rows for {len(self.clients)} clients")
         for client in self.frequency:
@@ -213,10 +213,10 @@ class RoutingRecord(_Row):
 
 
 class PartitionRecord(_Row):
-    """How the data lies over the clients; the content of `partition.json`.
+    """The distribution of the data over the clients; the content of `partition.json`.
 
     Attributes:
-        labels: What the partition drew over: classes, categories or tasks.
+        labels: The labels that the partition is drawn over: classes, categories or tasks.
         counts: [clients, labels] examples of a label that a client holds.
         split: Split name -> [clients] examples of that split.
     """
@@ -227,7 +227,7 @@ class PartitionRecord(_Row):
 
     @model_validator(mode="after")
     def _shapes_agree(self) -> Self:
-        """Raises ValueError where a client's row has not one count per label."""
+        """Raises ValueError if a client's row does not have one count per label."""
         for client, row in enumerate(self.counts):
             if len(row) != len(self.labels):
                 raise ValueError(f"client {client} has {len(row)} counts for {len(self.labels)} labels")
@@ -239,9 +239,9 @@ _ANY_RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discrimin
 
 
 def comparable(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Returns the records as plain objects without what the clock and the memory meter say.
+    """Returns the records as plain objects, without times and memory figures.
 
-    Two runs of one config and seed, interrupted or not, agree in it.
+    The result is equal for any two runs of one config and seed, interrupted or not.
     """
     return [record.model_dump(mode="json", exclude=set(MEASURED_FIELDS)) for record in records]
 
@@ -252,7 +252,7 @@ class RunLog:
     A line that a killed process left incomplete is never read, and is dropped by the next append.
 
     Args:
-        folder: The run folder; made by the first append.
+        folder: The run folder; created by the first append.
     """
 
     FILE: ClassVar[str] = "metrics.jsonl"
@@ -264,7 +264,7 @@ class RunLog:
         """Writes the records and waits until they are on the disk.
 
         Raises:
-            FedGuildError: they cannot be written (disk full, no permission); the lines before stay.
+            FedGuildError: they cannot be written (disk full, no permission); the earlier lines are kept.
         """
         content = "".join(record.model_dump_json() + "\n" for record in records).encode()
         try:
@@ -285,7 +285,7 @@ class RunLog:
             ) from error
 
     def read(self) -> list[Record]:
-        """Returns every complete record, in the order of writing; none where there is no file.
+        """Returns every complete record in the order of writing; none if there is no file.
 
         Raises:
             CheckpointError: a complete line is damaged.
@@ -297,7 +297,7 @@ class RunLog:
 
         Raises:
             CheckpointError: a complete line is damaged.
-            FedGuildError: the file cannot be written; it keeps what it held.
+            FedGuildError: the file cannot be written; its content is unchanged.
         """
         if self.path.exists():
             write_bytes(self.path, b"".join(line for record, line in self._lines() if record.round <= round))
@@ -320,7 +320,7 @@ class RunLog:
 
 
 def _drop_incomplete_line(stream: IO[bytes]) -> int:
-    """Cuts off what follows the last newline; returns the length of what stays."""
+    """Removes everything after the last newline; returns the remaining length."""
     end = stream.seek(0, os.SEEK_END)
     if end > 0:
         stream.seek(end - 1)

@@ -10,11 +10,11 @@ from fedguild.errors import ConfigError, QuorumError
 from fedguild.seeding import numpy_rng
 
 ROUNDING_SLACK = 1e-9
-"""What a share times a count may lie above a whole number without being rounded up."""
+"""The excess over a whole number up to which a share times a count is not rounded up."""
 
 
 def wanted_count(clients: int, participation: float, minimum: int = 1) -> int:
-    """Returns how many uploads a round wants: participation * clients, a half rounded up, at least `minimum`.
+    """Returns the number of uploads that a round wants: participation * clients, a half rounded up, at least `minimum`.
 
     Raises:
         ConfigError: participation is out of range.
@@ -35,16 +35,15 @@ def sample(
 ) -> list[ClientInfo]:
     """Returns the clients that a round asks, drawn uniformly without replacement, sorted by index.
 
-    Their number is `wanted_count`, and with over-selection that many times (1 + over_selection),
-    rounded up, at most all. The draw depends on (seed, round) and the set of clients, not on their
-    order.
+    Their number is `wanted_count` times (1 + over_selection), rounded up, at most all. The draw depends on (seed,
+    round) and the set of clients, not on their order.
 
     Args:
         round: The round.
-        clients: Everybody who could take part.
+        clients: All clients that could take part.
         participation: Share of the clients that takes part, above 0 and at most 1.
         seed: The run's seed.
-        minimum: The fewest clients that a round wants.
+        minimum: The smallest number of clients that a round wants.
         over_selection: Clients asked beyond the wanted, as a share of the wanted, at least 0.
 
     Raises:
@@ -66,7 +65,7 @@ def sample(
 
 
 def quorum_count(asked: int, quorum: float | int) -> int:
-    """Returns how many of the `asked` clients must deliver, at least 1.
+    """Returns the number of the `asked` clients that must deliver, at least 1.
 
     Args:
         asked: Clients that the round asked.
@@ -86,10 +85,10 @@ def require_quorum(valid: int, asked: int, quorum: float | int, reasons: Mapping
     """Raises unless enough clients delivered a valid upload.
 
     Args:
-        valid: Clients that did.
+        valid: Clients that delivered a valid upload.
         asked: Clients that the round asked.
         quorum: As in `quorum_count`.
-        reasons: Client name -> why its upload is missing or was rejected.
+        reasons: Client name -> the reason for its missing or rejected upload.
 
     Raises:
         QuorumError: fewer than the quorum did; the message lists the reasons.
@@ -105,11 +104,11 @@ def require_quorum(valid: int, asked: int, quorum: float | int, reasons: Mapping
 
 
 def fastest(clients: Sequence[ClientInfo], enough: int | None, seed: int, round: int) -> frozenset[int]:
-    """Returns the indices of the clients that a simulation takes for the fastest: `enough` of them, drawn at random.
+    """Returns the indices of the `enough` clients that a simulation treats as the fastest, drawn at random.
 
-    An engine that trains clients one after the other has no fast and slow ones. It draws who would
-    have been faster, from (seed, round) and the set of clients, so that over-selection favours
-    nobody and every simulating engine agrees. None for `enough` means all.
+    An engine that trains clients one after the other has no fast and slow clients. The draw depends on (seed, round)
+    and the set of clients, so over-selection favours no client and all simulating engines agree. None for `enough`
+    means all.
     """
     ordered = sorted(client.index for client in clients)
     if enough is None or enough >= len(ordered):

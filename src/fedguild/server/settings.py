@@ -29,7 +29,7 @@ Weights = Annotated[
 
 
 class MethodSettings(BaseModel):
-    """A method's options: no unknown keys, never changed after they are checked."""
+    """A method's options: unknown keys are refused, and values never change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,9 +48,9 @@ class LoraSettings(MethodSettings):
 
 
 def fitting_defaults(settings: BaseModel, model: ModelInfo) -> dict[str, Any]:
-    """Returns option -> value of what is left to its default and has to be another for this model: the targets.
+    """Returns option -> value of the options left at a default that does not fit this model: the targets.
 
-    What a config sets stays as it is.
+    Values that a config sets are kept.
     """
     defaults: tuple[str, ...] = getattr(settings, "targets", ())
     targets = defaults if "targets" in settings.model_fields_set else fitting_targets(model, defaults)
@@ -77,7 +77,7 @@ class AveragingSettings(MethodSettings):
 
 
 def fitting_averaging_defaults(settings: AveragingSettings, model: ModelInfo) -> dict[str, Any]:
-    """Returns option -> value of what is left to its default and has to be another on a dense model.
+    """Returns option -> value of the options left at a default that does not fit a dense model.
 
     There LoRA on attention takes the place of gates and experts, unless `targets` says otherwise.
     """
@@ -88,7 +88,7 @@ def fitting_averaging_defaults(settings: AveragingSettings, model: ModelInfo) ->
 
 
 def averaging_plan(model: ModelInfo, settings: AveragingSettings) -> AdapterPlan:
-    """Returns what the settings say that trains; every budget trains the same.
+    """Returns the plan that the settings describe, the same for every budget.
 
     Raises:
         ConfigError: nothing would train, gate or experts are named twice, or the model has neither.

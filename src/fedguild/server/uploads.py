@@ -1,4 +1,4 @@
-"""A round's uploads put together: averages of their adapters, and lists of them for sums that need all at once."""
+"""Combination of a round's uploads: averages of their adapters, and lists for sums that need all of them at once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fedguild.server.method import Upload
 def mean_adapter(
     state: Payload, uploads: Iterable[Upload], weights: Literal["size", "uniform"] = "size"
 ) -> dict[str, Tensor]:
-    """Returns the mean of the uploaded adapters, sum_c w_c theta_c / sum_c w_c; without uploads the state's.
+    """Returns the mean of the uploaded adapters, sum_c w_c theta_c / sum_c w_c, or the state's without uploads.
 
     Args:
-        state: With the adapter before the round.
-        uploads: With the trained ones.
+        state: The state with the adapter before the round.
+        uploads: The uploads with the trained adapters.
         weights: w_c, a client's number of examples or 1.
     """
     mean = WeightedMean()
@@ -36,13 +36,13 @@ def weight_of(upload: Upload, weights: Literal["size", "uniform"]) -> float:
 
 
 def collected(uploads: Iterable[Upload]) -> list[Upload]:
-    """Returns copies of all uploads, in the order of their clients: for a sum that needs them all at once."""
+    """Returns copies of all uploads in client order, for a sum that needs them all at once."""
     copies = [replace(upload, payload=_copy(upload.payload)) for upload in uploads]
     return sorted(copies, key=lambda upload: (upload.client.index, upload.round))
 
 
 def size_shares(uploads: Sequence[Upload]) -> list[float]:
-    """Returns p_c = n_c / sum n of each upload; nothing where no client has an example."""
+    """Returns p_c = n_c / sum n of each upload; empty if no client has an example."""
     examples = sum(upload.client.examples for upload in uploads)
     return [upload.client.examples / examples for upload in uploads] if examples else []
 
@@ -57,7 +57,7 @@ def scaled_products(
         scale_of: The scale s_c on the product B A of a budget's clients.
 
     Returns:
-        A pair for each upload; none where no client has an example.
+        A pair for each upload; empty if no client has an example.
     """
     shares = size_shares(uploads)
     weighed = zip(uploads, shares, strict=True) if shares else ()

@@ -1,7 +1,7 @@
-"""The gates that every upload passes before it can touch the server's state.
+"""Validation of every upload before it can affect the server's state.
 
-`check_envelope` looks at the outside of what came over a network, before anything is decoded;
-`check_upload` at every value of what was decoded.
+`check_envelope` examines the metadata of an upload that came over a network, before anything is decoded;
+`check_upload` examines every value of a decoded upload.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class Envelope:
-    """What an upload says about itself before it is opened.
+    """The metadata of an upload that has not been decoded.
 
     Attributes:
-        run: The identity of the run that it is for, as the task told it (`fedguild.setup.run_identity`).
+        run: The identity of its run, copied from the task (`fedguild.setup.run_identity`).
         round: The round of the task that it answers, from 1.
-        client: The index of the client that it is from.
+        client: The index of its client.
         size_bytes: Length of the encoded payload.
     """
 
@@ -38,7 +38,7 @@ class Envelope:
 
 
 class Omissible(tuple[int, ...]):
-    """The shape of a tensor that an upload may leave out, for example of an expert that was never activated."""
+    """The shape of a tensor that an upload may omit, for example that of an expert that was never activated."""
 
     __slots__ = ()
 
@@ -46,13 +46,13 @@ class Omissible(tuple[int, ...]):
 def check_envelope(
     envelope: Envelope, *, run: str, asked: Collection[tuple[int, int]], limit_bytes: int | None = None
 ) -> None:
-    """Raises unless an upload answers something that was asked; nothing is decoded.
+    """Raises unless an upload answers a task that was sent; nothing is decoded.
 
     Args:
-        envelope: What it says about itself.
-        run: The identity of the run that goes on here.
-        asked: (round, client index) of every task that was sent out and may still be answered, of
-            the current round and, where late uploads are looked at, of earlier ones.
+        envelope: The upload's metadata.
+        run: The identity of the current run.
+        asked: (round, client index) of every task that was sent and may still be answered, of the current round and, if
+            late uploads are used, of earlier ones.
         limit_bytes: Largest encoded upload; None for no limit.
 
     Raises:
@@ -87,12 +87,11 @@ def check_size(size_bytes: int, limit_bytes: int | None, *, client: str) -> None
 def check_upload(
     payload: Payload, expected: Mapping[str, tuple[int, ...]], *, client: str, norm_limit: float | None = None
 ) -> None:
-    """Raises unless an upload is what its client was asked for; reads every value once.
+    """Raises unless an upload has the expected form and finite values; reads every value once.
 
     Args:
         payload: The upload.
-        expected: Name -> shape of the tensors that it must have, no more and no fewer; it may lack
-            those whose shape is `Omissible`.
+        expected: Name -> shape of exactly the tensors that it must have; it may lack those whose shape is `Omissible`.
         client: The client's name, for the message.
         norm_limit: Upper limit of the L2 norm over all its tensors together; None for no limit.
 

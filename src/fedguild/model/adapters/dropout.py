@@ -1,8 +1,7 @@
-"""Dropout on the input of LoRA's product that does not depend on a client's company.
+"""Dropout on the input of LoRA's product, independent of the other clients in a cohort.
 
-Each slot draws for its own real tokens, in order, from a generator of its own step and layer;
-so a client in a cohort gets the masks that it gets alone, and a recomputed layer gets the same
-masks again.
+Each slot draws masks for its own real tokens, in order, from a generator for its step and layer. A client in a cohort
+therefore gets the same masks as alone, and a recomputed layer gets the same masks again.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from fedguild.seeding import derive
 
 
 class Dropout:
-    """Per-slot dropout; does nothing until `seed` is called, and nothing at rate 0."""
+    """Per-slot dropout, inactive until `seed` is called and at rate 0."""
 
     def __init__(self) -> None:
         self._seeds: tuple[int, ...] | None = None

@@ -1,7 +1,7 @@
-"""Experts trained in full: every matrix W of every expert (gate, up, down) gets a change D of its shape.
+"""Experts trained in full: every matrix W of every expert (gate, up, down) gets a change D of the same shape.
 
-A slot's experts are W + D. What is trained, sent and averaged is D, which starts at zero; the
-backbone stays as it is, and the products of W are shared by all slots (model/moe/full.py).
+A slot's experts are W + D. D starts at zero and is trained, sent and averaged; the backbone is unchanged, and all slots
+share the products of W (model/moe/full.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FullExperts(AdapterPart):
         return Layout(shape, axis=1)
 
     def attach(self, host: AdapterHost, parts: Sequence[FullExperts]) -> None:
-        """Gives every layer its changes; the layer drops them when the slots close."""
+        """Adds the changes to every layer; they are removed when the slots close."""
         for layer in host.backbone.moe:
             layer.expert_delta = tuple(
                 host.running(f"{layer.info.experts}.{projection}.delta") for projection in layer.info.projections

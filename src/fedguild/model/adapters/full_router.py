@@ -1,7 +1,7 @@
-"""A router trained in full: a dense change of its weight for every slot, zero at the start.
+"""A router trained in full: a dense change of its weight for every slot, initially zero.
 
-The router's logits become (W + D_c) h for the rows of client c. W is the frozen weight, D_c the
-client's own; a method may keep it to the client (FedAlign-MoE's private gate) or average it.
+The router's logits become (W + D_c) h for the rows of client c. W is the frozen weight, D_c the client's change, which
+a method may keep private (FedAlign-MoE's gate) or average.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class FullRouter(AdapterPart):
     folds_into_weights = True
 
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
-        """Returns `{router}.delta` -> (M, H) for every MoE layer; zero at the start."""
+        """Returns `{router}.delta` -> (M, H) for every MoE layer."""
         return {delta_name(moe.router): (moe.num_experts, moe.hidden) for moe in model.moe}
 
     def attach(self, host: AdapterHost, parts: Sequence[FullRouter]) -> None:
-        """Adds D_c h to every router's logits; the layers drop the term when the model closes."""
+        """Adds D_c h to every router's logits; the term is removed when the slots close."""
         for layer in host.backbone.moe:
             layer.logit_terms.append(_term(host, host.running(delta_name(layer.info.router))))
 

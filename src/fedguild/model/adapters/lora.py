@@ -1,4 +1,4 @@
-"""LoRA of several slots: s · B_c A_c x, each row with its own client's factors.
+"""LoRA of several slots: s · B_c A_c x, where each row uses the factors of its own client.
 
 Source: Hu et al., LoRA, 2021, Section 4.1. With a factor R between A and B it is s · B_c R_c A_c x.
 """
@@ -27,7 +27,7 @@ RANK_AXES = {DOWN: (-2,), UP: (-1,), MIDDLE: (-2, -1)}
 class Lora(AdapterPart):
     """Trains `{module}.lora_A` [r, in] and `{module}.lora_B` [out, r] of every targeted layer.
 
-    Of experts they are `{experts}.{gate,up,down}_proj.lora_A` [M, r, in] and `.lora_B` [M, out, r].
+    For experts the names are `{experts}.{gate,up,down}_proj.lora_A` [M, r, in] and `.lora_B` [M, out, r].
 
     Attributes:
         rank: r. A cohort's slots may differ in it.
@@ -35,8 +35,9 @@ class Lora(AdapterPart):
         targets: Leaf names of linear layers (`q_proj`), the groups `attention` and `mlp` (dense
             MLPs and shared experts), `router`, and `experts` (every projection of every expert).
         dropout: Dropout rate on the input of the low-rank product of linear layers, in training.
-        middle: Whether `{module}.lora_R` [r, r] (of experts [M, r, r]) stands between A and B, which are then frozen.
-        frozen: Leaf names (`lora_A`) of what is loaded but not trained.
+        middle: Whether there is a factor `{module}.lora_R` [r, r] (for experts [M, r, r]) between A and B, which are
+            then frozen.
+        frozen: Leaf names (`lora_A`) of factors that are loaded but not trained.
     """
 
     folds_into_weights = True
@@ -58,7 +59,7 @@ class Lora(AdapterPart):
 
     @property
     def cohort_key(self) -> object:
-        """Targets, factors and what of them is frozen; slots may differ in rank, scale and dropout."""
+        """Targets, factors and the frozen ones among them; slots may differ in rank, scale and dropout."""
         return Lora, self.targets, self.middle, self.frozen
 
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
@@ -80,13 +81,14 @@ class Lora(AdapterPart):
         return leaf(name) not in self.frozen
 
     def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
-        """Returns A random, B and R zero, so that the product is zero."""
+        """Returns random values for A and zeros for B and R, so that the product is zero."""
         return kaiming_uniform(shape, rng) if leaf(name) == DOWN else torch.zeros(shape)
 
     def layout(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-        """Linear layers [S, ..]; experts [M, S, ..] with B transposed, so that (expert, slot) groups lie side by side.
+        """Returns [S, ..] for linear layers; [M, S, ..] with B transposed for experts.
 
-        Ranks are padded to rows of 16 bytes, which grouped products need.
+        The (expert, slot) groups of experts are adjacent. Ranks are padded to rows of 16 bytes, as grouped products
+        need.
         """
         sizes = list(shape)
         for axis in RANK_AXES[leaf(name)]:
@@ -100,7 +102,7 @@ class Lora(AdapterPart):
 
 
 class LoraHooks:
-    """The low-rank products of all slots on their way into a backbone.
+    """Hooks that add the low-rank products of all slots to a backbone.
 
     Args:
         host: The slots.
@@ -132,7 +134,7 @@ class LoraHooks:
                 host.on_close(linear.register_forward_hook(self._linear_hook(module)).remove)
 
     def _factors(self, module: str) -> tuple[Tensor, ...]:
-        """Returns the storage of A and B, and of R where there is one."""
+        """Returns the storage of A and B, and of R if there is one."""
         return tuple(self._host.running(f"{module}.{kind}") for kind in self._kinds)
 
     def _term(self, module: str) -> Callable[[Tensor], Tensor]:
@@ -168,7 +170,7 @@ def slot_product(
         up: B, [S, out, r].
         scale: [S] LoRA's scale.
         rows: Rows of each slot (in any unit that `hidden`'s leading size is a multiple of).
-        middle: R, [S, r, r]; None where there is none.
+        middle: R, [S, r, r]; None if there is none.
     """
     shape = hidden.shape
     flat = hidden.reshape(-1, shape[-1])
@@ -193,6 +195,6 @@ def _through(rows: Tensor, factors: Sequence[Tensor]) -> Tensor:
 
 
 def kaiming_uniform(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
-    """Returns A's start: uniform in ±1/√in, which is peft's Kaiming initialisation with a = √5."""
+    """Returns A's initial values: uniform in ±1/√in, which is peft's Kaiming initialisation with a = √5."""
     bound = 1 / math.sqrt(shape[-1])
     return (torch.rand(shape, generator=rng) * 2 - 1) * bound

@@ -1,4 +1,4 @@
-"""Output scale: a factor s_i of every slot on the routed output of the MoE layers.
+"""Output scale: a factor s_i per slot on the routed output of the MoE layers.
 
 Source: FLAME's rescaler, Section 4.2 (Table 5 compares the kinds).
 """
@@ -25,7 +25,7 @@ class OutputScale(AdapterPart):
 
     Attributes:
         kind: Trained per layer, trained and shared by all layers, or held at `start`.
-        start: Where s_i starts (or stays).
+        start: The initial (or fixed) value of s_i.
     """
 
     folds_into_weights = True
@@ -35,11 +35,11 @@ class OutputScale(AdapterPart):
 
     @property
     def cohort_key(self) -> object:
-        """The kind; slots may start elsewhere."""
+        """The kind; slots may differ in their initial values."""
         return OutputScale, self.kind
 
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
-        """Returns the scalars' names; none where the scale is fixed."""
+        """Returns the scalars' names; none if the scale is fixed."""
         if self.kind == "fixed":
             return {}
         return {self.name_in(moe): () for moe in model.moe}
@@ -49,15 +49,15 @@ class OutputScale(AdapterPart):
         return torch.full(shape, self.start)
 
     def layout(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-        """Ones, [S]; weight decay would pull a factor to 0."""
+        """Returns ones [S], without weight decay, which would pull the factors to 0."""
         return Layout(shape, decays=False, fill=1.0)
 
     def attach(self, host: AdapterHost, parts: Sequence[OutputScale]) -> None:
-        """Gives every MoE layer its slots' factors [S]; the layers drop them when the model closes."""
+        """Sets the slots' factors [S] on every MoE layer; they are removed when the slots close."""
         fixed = torch.tensor([part.start for part in parts], device=host.device, dtype=host.dtype)
         for layer in host.backbone.moe:
             layer.output_scale = fixed if self.kind == "fixed" else host.running(self.name_in(layer.info))
 
     def name_in(self, moe: MoeInfo) -> str:
-        """Returns the name of a layer's factor where it is trained."""
+        """Returns the name of a layer's trained factor."""
         return SHARED if self.kind == "shared" else f"{moe.name}.{SHARED}"

@@ -1,8 +1,8 @@
-"""Adapter parts: the kinds of trainables that an adapter is made of, and what they see of the model.
+"""Adapter parts: the kinds of trainables in an adapter, and their interface to the model.
 
-LoRA, an output scale, a router trained in full and a mixture of LoRA experts are parts alike. A part
-knows its tensors from the model's description alone, and hooks them into a backbone through
-`AdapterHost`, never through the class that runs it.
+LoRA, an output scale, a router trained in full and a mixture of LoRA experts are all parts. A part derives its tensors
+from the model's description alone and hooks them into a backbone through `AdapterHost`, never through the class that
+runs it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class AdapterHost(Protocol):
     Attributes:
         backbone: The frozen model.
         slots: S.
-        device: Where the backbone is.
+        device: The backbone's device.
         dtype: The dtype of the adapters' tensors.
         loaded: Name -> storage of everything that the adapters load, allocated before any part attaches.
-        attached: What a part's `attach` leaves for its method, by the part's type.
+        attached: Objects that a part's `attach` leaves for its method, by the part's type.
         dropout: Dropout with a generator for each slot.
-        widen: What a part does to every batch before the backbone runs it.
-        copies: How often a pass runs every row, each time under a LoRA of its own.
+        widen: A part's change of every batch before the backbone runs it.
+        copies: Number of times that a pass runs every row, each time under another LoRA.
     """
 
     backbone: Backbone
@@ -50,29 +50,29 @@ class AdapterHost(Protocol):
         ...
 
     def run_twice(self, second: str) -> None:
-        """Gives every slot a second adapter, its tensors called `{second}{name}`; neither of the two is trained."""
+        """Gives every slot a second adapter with tensors named `{second}{name}`; neither of the two is trained."""
         ...
 
     def on_close(self, undo: Callable[[], None]) -> None:
-        """Registers what takes an adapter off the backbone again."""
+        """Registers a function that detaches an adapter from the backbone."""
         ...
 
 
 class AdapterPart:
-    """A kind of trainable: a frozen dataclass that overrides what it does otherwise.
+    """A kind of trainable: a frozen dataclass that overrides the defaults where it differs.
 
-    The parts of one cohort's slots are of the same `cohort_key` in the same order; their numbers may
-    differ where the part says so. They attach in the order of the plan.
+    The parts of one cohort's slots have the same `cohort_key`s in the same order; their values may differ where the
+    part allows it. They attach in the order of the plan.
 
     Attributes:
-        folds_into_weights: Whether the backbone's own weights can hold what the part trains.
+        folds_into_weights: Whether the part's trainables can be merged into the backbone's own weights.
     """
 
     folds_into_weights: ClassVar[bool] = False
 
     @property
     def cohort_key(self) -> object:
-        """What the parts of one cohort have in common."""
+        """The key that the parts of one cohort share."""
         return type(self)
 
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
@@ -88,24 +88,24 @@ class AdapterPart:
         return True
 
     def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
-        """Returns the start of one of its tensors; by default zeros."""
+        """Returns the initial value of one of its tensors; by default zeros."""
         return torch.zeros(shape)
 
     def layout(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-        """Returns how one of its tensors is stored for all slots; by default the slot axis comes first.
+        """Returns the storage of one of its tensors for all slots; by default the slot axis comes first.
 
         Args:
             name: The tensor's name.
-            shape: The largest shape that a slot has of it.
+            shape: The tensor's largest shape over the slots.
             dtype: The dtype of the backbone's products.
         """
         return Layout(shape)
 
     def attach(self, host: AdapterHost, parts: Sequence[Any]) -> None:
-        """Hooks the tensors into the backbone; undone by what it gives to `host.on_close`.
+        """Hooks the tensors into the backbone; undone by the functions registered with `host.on_close`.
 
         Args:
             host: The slots, their storage allocated.
-            parts: Each slot's own part, in slot order; `self` is the first.
+            parts: Each slot's part, in slot order; `self` is the first.
         """
         raise NotImplementedError

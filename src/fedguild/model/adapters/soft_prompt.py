@@ -1,11 +1,11 @@
-"""Soft prompts: n trained vectors in front of every row, in the place of n tokens' embeddings.
+"""Soft prompts: n trained vectors in front of every row, in place of the embeddings of n tokens.
 
 B. Lester, R. Al-Rfou, N. Constant, "The Power of Scale for Parameter-Efficient Prompt Tuning",
 EMNLP 2021 (`SoftPrompt`); X. Liu et al., "P-Tuning", ACL 2022 (`EncodedPrompt`, with the MLP of
 peft's PromptEncoder).
 
-The rows get n positions in front (`widened`), which a hook on the input embedding fills. To the
-layers, routers and counts these are tokens as any other; nothing is ever predicted there.
+The rows get n positions in front (`widened`), which a hook on the input embedding fills. Layers, routers and counts
+treat these as ordinary tokens; nothing is predicted at these positions.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.info import ModelInfo
 
 PROMPT = "soft_prompt"
-"""Name of the prompt [n, d], which the backbone reads as it is."""
+"""Name of the prompt [n, d], which the backbone reads directly."""
 EMBEDDING = "prompt_encoder.embedding"
-"""Name of what the encoder makes the prompt of, [n, d]."""
+"""Name of the encoder's input, [n, d]."""
 LAYERS = 3
 
 
@@ -39,17 +39,16 @@ class SoftPrompt(AdapterPart):
 
     Attributes:
         tokens: n.
-        text: What the prompt starts from: the embeddings of its tokens, cut or repeated to n as peft
-            does it. They are read off the backbone when the part attaches, so that everybody who has
-            the backbone has the start, and neither a tokenizer nor a download is needed for it. Empty
-            where the prompt is loaded anyway; it is zero until then.
+        text: The text whose token embeddings are the prompt's initial value, cut or repeated to n as in peft. They are
+            read from the backbone when the part attaches, so any machine with the backbone has the initial prompt,
+            without a download. Empty if the prompt is loaded anyway; it is zero until then.
     """
 
     tokens: int
     text: str = ""
 
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
-        """Returns `soft_prompt` -> (n, d); leave it out of what is loaded, and `attach` has the text's embeddings.
+        """Returns `soft_prompt` -> (n, d); if it is not loaded, it keeps the text's embeddings from `attach`.
 
         Raises:
             ModelError: the model is an encoder-decoder model.
@@ -58,7 +57,7 @@ class SoftPrompt(AdapterPart):
         return {PROMPT: (self.tokens, model.hidden)}
 
     def attach(self, host: AdapterHost, parts: Sequence[SoftPrompt]) -> None:
-        """Puts the prompt in front of every row, started from the text.
+        """Puts the prompt in front of every row, initialised from the text.
 
         Raises:
             ConfigError: the slots' prompts differ in length, or the text has no token.
@@ -72,7 +71,7 @@ class SoftPrompt(AdapterPart):
 
 @dataclass(frozen=True)
 class EncodedPrompt(AdapterPart):
-    """Trains an embedding [n, d] and the MLP that makes the prompt of it: d -> w -> w -> d with ReLU.
+    """Trains an embedding [n, d] and the MLP that maps it to the prompt: d -> w -> w -> d with ReLU.
 
     The trainables are `prompt_encoder.embedding` and, for layer k = 0, 1, 2,
     `prompt_encoder.layers.k.weight` [out, in] and `.bias` [out].
@@ -105,14 +104,14 @@ class EncodedPrompt(AdapterPart):
         return shapes
 
     def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
-        """Returns torch's start: a normal embedding, weights and biases uniform in ±1/√in."""
+        """Returns torch's initialisation: a normal embedding, weights and biases uniform in ±1/√in."""
         if name == EMBEDDING:
             return torch.randn(shape, generator=rng)
         inputs, _ = self._sizes()[int(name.split(".")[2])]
         return (torch.rand(shape, generator=rng) * 2 - 1) / math.sqrt(inputs)
 
     def attach(self, host: AdapterHost, parts: Sequence[EncodedPrompt]) -> None:
-        """Puts the encoded prompt in front of every row, encoded anew in every pass.
+        """Puts the encoded prompt in front of every row and encodes it anew in every pass.
 
         Raises:
             ConfigError: the slots' prompts differ in length or width.
@@ -128,15 +127,15 @@ class EncodedPrompt(AdapterPart):
 
 
 def encoded_prompt(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Returns the prompt [n, d] that the trainables of one slot's `EncodedPrompt` stand for."""
+    """Returns the prompt [n, d] encoded by the trainables of one slot's `EncodedPrompt`."""
     return _encoded({name: tensor[None] for name, tensor in tensors.items()})[0]
 
 
 def widened(batch: SlotBatch, count: int) -> SlotBatch:
-    """Returns a batch with `count` positions in front of every row, each real and none a target.
+    """Returns a batch with `count` additional positions in front of every row, all real and none a target.
 
-    Positions are numbered on from there, every token attends to the new ones, and these to those
-    before them. The token ids there are 0, which a hook on the embedding overrides.
+    Position numbers start at the first of them. Every token attends to the new positions, and these attend to those
+    before them. Their token ids are 0, which a hook on the embedding overrides.
     """
     rows, width = batch.input_ids.shape
     row = batch.predict_at.div(width, rounding_mode="floor")
@@ -166,7 +165,7 @@ def _prepend(
         raise ConfigError("The clients of a cohort must have soft prompts of the same number of tokens.")
 
     def fill(_: nn.Module, args: Any, output: Tensor) -> Tensor:
-        if output.shape[1] <= count:  # one token at a time, in a generation under way
+        if output.shape[1] <= count:  # one token at a time, during generation
             return output
         current = host.backbone.runtime.current
         assert current is not None

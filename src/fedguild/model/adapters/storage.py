@@ -1,4 +1,4 @@
-"""A tensor of an adapter with a slot axis, and each slot's slice of it as the world outside sees it."""
+"""Storage of an adapter's tensors with a slot axis, and views of each slot's slice at its own shape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Layout:
         axis: Position of the slot axis in the storage.
         swapped: Whether a slot's slice is stored with its last two axes exchanged.
         decays: Whether weight decay applies.
-        fill: What the storage holds before anything is loaded.
+        fill: Initial value of the storage.
     """
 
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class Layout:
     fill: float = 0.0
 
     def allocate(self, slots: int, dtype: torch.dtype, device: torch.device, *, trains: bool) -> Tensor:
-        """Returns the storage for so many slots, which requires a gradient where it `trains`."""
+        """Returns the storage for this number of slots, which requires a gradient if it `trains`."""
         full = list(self.shape)
         if self.swapped:
             full[-1], full[-2] = full[-2], full[-1]
@@ -39,9 +39,8 @@ class Layout:
 class SlotTensor:
     """One tensor of all slots' adapters, trained or frozen.
 
-    A slot with a lower rank than the storage uses its first ranks; the rest stays zero, because
-    a zero column of B gives the row of A no gradient and a zero row of A gives the column of B
-    none.
+    A slot with a lower rank than the storage uses the first ranks. The rest stays zero, because a zero column of B
+    gives the corresponding row of A no gradient, and vice versa.
 
     Attributes:
         name: Its name, as `adapter_shapes` gives it.

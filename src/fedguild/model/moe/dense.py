@@ -1,9 +1,8 @@
-"""Every expert of one slot on every token: a few large products instead of one small one for each expert.
+"""Every expert of one slot on every token: a few large products instead of a small one for each expert.
 
-Where a layer has few tokens and at least half of its experts are active for each of them, sorting the
-pairs and calling a product for each expert costs more than the products that nobody routed
-(docs/decisions/0008). An expert that a token was not routed to has the share 0 in its output, and leaves
-exactly no gradient.
+If a layer has few tokens and at least half of its experts are active for each token, sorting the pairs and calling a
+product for each expert costs more than the unnecessary products (docs/decisions/0008). An expert that a token was not
+routed to has weight 0 in its output and gets exactly no gradient from it.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from fedguild.model.frozen_linear import frozen_product
 from fedguild.model.moe.experts import Factors, FrozenExperts
 
 LEAST_ACTIVE = 0.5
-"""Least part of the experts that must be active for a token."""
+"""Smallest share of the experts that must be active for a token."""
 SMALL = 2_200_000
-"""Multiplications of an expert's routed rows with one of its projections, up to which it is calls that cost."""
+"""Multiplications of an expert's routed rows with one projection up to which the cost of the calls dominates."""
 
 
 def prefers_dense(hidden: Tensor, top_k: int, experts: int, size: int, slots: int) -> bool:
@@ -28,9 +27,9 @@ def prefers_dense(hidden: Tensor, top_k: int, experts: int, size: int, slots: in
 
     Args:
         hidden: [N, H] the layer's input.
-        top_k: k, most active experts of a token.
+        top_k: k, the largest number of active experts of a token.
         experts: M.
-        size: Numbers in one projection of an expert, H·I.
+        size: Number of entries in one projection of an expert, H·I.
         slots: S; the factors of several slots differ, so there must be one.
     """
     full_precision = hidden.dtype in (torch.float32, torch.float64) and hidden.device.type == "cpu"
@@ -52,7 +51,7 @@ def run_every_expert(
 
     Args:
         tokens: [N, H] the layer's input.
-        weights: [N, k] routing weights (times the output scale, where there is one).
+        weights: [N, k] routing weights (times the output scale, if there is one).
         indices: [N, k] expert of each weight; M for one that is not active.
         keep: [N] bool, False for padding; None where every token is real.
         experts: M.
@@ -68,7 +67,7 @@ def run_every_expert(
 
 
 class _EveryExpert(torch.autograd.Function):
-    """Layouts: [N, M·a] in memory, the experts' a values side by side; `_by_expert` looks at them as [M, N, a]."""
+    """Layout: [N, M·a] in memory, with each expert's a values adjacent; `_by_expert` views it as [M, N, a]."""
 
     @staticmethod
     def forward(

@@ -3,8 +3,8 @@
 Only real pairs are dispatched: padding tokens and the experts beyond a slot's active ones are
 dropped before the first product, so a client with fewer active experts computes less.
 
-Where it costs few rows, each (expert, slot) group is filled up to whole blocks of equal height, so
-that the low-rank products of all groups are one batched product (docs/decisions/0003).
+If it costs few extra rows, each (expert, slot) group is padded to whole blocks of equal height, so that the low-rank
+products of all groups are one batched product (docs/decisions/0003).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 BLOCK_HEIGHTS = (32, 16, 8)
-"""Rows of a block, the best first."""
+"""Numbers of rows in a block, best first."""
 FILLER_LIMIT = 0.12
-"""Most filler rows, as a fraction of the pairs, that blocks may cost."""
+"""Largest number of filler rows that blocks may cost, as a fraction of the pairs."""
 
 
 @dataclass(frozen=True)
 class Dispatch:
     """The sorted pairs of one layer.
 
-    n is the number of rows: the pairs, sorted, and filler where there are blocks. N is the number
+    n is the number of rows: the sorted pairs, and filler rows if there are blocks. N is the number
     of tokens, k of columns of the routing, M of experts, S of slots. A filler row repeats token 0
     and pair 0; `row_of_pair` never names it.
 
@@ -111,7 +111,7 @@ def dispatch(
 
 
 def _block_height(count: Tensor, pairs: int) -> int:
-    """Returns the rows of a block for groups of these sizes [G]; 0 where blocks cost too much filler."""
+    """Returns the rows of a block for groups of these sizes [G]; 0 if blocks need too much filler."""
     for height in BLOCK_HEIGHTS:
         if int((-count % height).sum()) <= FILLER_LIMIT * pairs:
             return height if pairs else 0

@@ -1,9 +1,9 @@
-"""The experts of one layer with what several slots train of them, without ever forming W + BA.
+"""The experts of one layer with the trainables of several slots, without ever forming W + BA.
 
-One autograd function computes a whole layer. The frozen weights get no gradient; what is trained
-is added to the frozen products, grouped by (expert, slot): LoRA (low_rank.py), also with a factor in
-its middle (middle.py), dense changes (full.py), or both. The backward pass uses <dy, W h> = <Wᵀ dy, h>,
-W with all that is added to it, so the unweighted outputs of the experts are never kept.
+One autograd function computes a whole layer. The frozen weights get no gradient. The trained parts are added to the
+frozen products, grouped by (expert, slot): LoRA (low_rank.py), optionally with a middle factor (middle.py), dense
+changes (full.py), or both. The backward pass uses <dy, W h> = <Wᵀ dy, h>, where W includes the trained parts, so the
+unweighted outputs of the experts are never kept.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fedguild.model.moe.products import grouped_rows
 
 T = TypeVar("T")
 Factors = tuple[Tensor, ...]
-"""A [M, S, r, in] and B [M, S, r, out] of a projection, and R [M, S, r, r] where there is one."""
+"""A [M, S, r, in] and B [M, S, r, out] of a projection, and R [M, S, r, r] if there is one."""
 
 
 class Addition(Protocol):
-    """What is trained beside a frozen product, of p projections with a common input: gate and up, or down alone.
+    """The trained part beside a frozen product, for p projections with a common input: gate and up, or down alone.
 
     Attributes:
-        tensors_per_projection: How many tensors it has for each projection.
+        tensors_per_projection: Number of its tensors for each projection.
     """
 
     tensors_per_projection: ClassVar[int]
@@ -50,17 +50,17 @@ class Addition(Protocol):
         weight: Tensor | None,
         needed: Sequence[bool],
     ) -> list[Tensor | None]:
-        """Adds its share to the gradient of the rows; returns the gradients of what is trained.
+        """Adds its share to the gradient of the rows; returns the gradients of the trained tensors.
 
         Args:
-            d_rows: [n, in]; None where nothing before the layer is trained.
+            d_rows: [n, in]; None if nothing before the layer is trained.
             d_total: [n, p·out].
             rows: [n, in] what `add` got.
             trained: What `add` got.
             kept: What `add` returned.
-            weight: [n, 1] routing weights, where `d_total` does not have them in it; the gradients
-                returned have them in any case, `d_rows` stays without.
-            needed: Of which of `trained` a gradient is wanted; None is returned for the others.
+            weight: [n, 1] routing weights, if `d_total` does not include them; the returned gradients always include
+                them, `d_rows` does not.
+            needed: Whether a gradient of each tensor of `trained` is needed; None is returned for the others.
         """
         ...
 
@@ -69,7 +69,7 @@ class Addition(Protocol):
 class FrozenExperts:
     """A layer's frozen weights: gate_up [M, p·I, H], down [M, H, I], and h = gate(z) of z [n, p·I].
 
-    p is 2, or 1 where an expert has no gate beside its up projection (SwitchTransformers).
+    p is 2, or 1 if an expert has no gate beside its up projection (SwitchTransformers).
     """
 
     gate_up: Tensor
@@ -95,13 +95,13 @@ def run_experts(
 
     Args:
         tokens: [N, H] the layer's input.
-        weights: [N, k] routing weights (times the output scale, where there is one).
+        weights: [N, k] routing weights (times the output scale, if there is one).
         plan: The layer's dispatch.
-        frozen: Returns the layer's frozen weights. Either pass asks for them and lets them go, so
-            weights that are kept in 4 bit are in full one layer at a time.
+        frozen: Returns the layer's frozen weights. Each pass requests and releases them, so weights kept in 4 bit are
+            unpacked for one layer at a time.
         lora: The factors of every projection, down last; None without LoRA.
         scale: [S, r] LoRA's scale of each slot's ranks.
-        delta: [M, S, out, in] of every projection, what each slot adds to W; None where it adds none.
+        delta: [M, S, out, in] of every projection, each slot's change of W; None if there is none.
     """
     additions: list[Addition] = []
     trained: list[Tensor] = []
@@ -178,7 +178,7 @@ class _Experts(torch.autograd.Function):
 def _split(
     additions: Sequence[Addition], each_tensors: Sequence[T], input_projections: int
 ) -> list[tuple[Addition, tuple[T, ...], tuple[T, ...]]]:
-    """Returns each addition with what there is of its tensors of gate and up, and of its tensors of down."""
+    """Returns each addition with its tensors of gate and up, and its tensors of down."""
     left = iter(each_tensors)
     return [
         (addition, tuple(islice(left, input_projections * each)), tuple(islice(left, each)))

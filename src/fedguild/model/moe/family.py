@@ -1,8 +1,8 @@
-"""The mixture-of-experts layers of an architecture: where they are, how they route, how the view is attached.
+"""Model families: location and routing of an architecture's mixture-of-experts layers, and attachment of the view.
 
-`Family` fits the architectures whose experts transformers fuses into stacked parameters. Transformers' own
-extension points are used: the experts run through an implementation registered in `ALL_EXPERTS_FUNCTIONS`, the
-router's result is rewritten by a forward hook. No class of the library is patched.
+`Family` fits the architectures whose experts transformers fuses into stacked parameters. It uses the extension points
+of transformers: the experts run through an implementation registered in `ALL_EXPERTS_FUNCTIONS`, and a forward hook
+replaces the router's result. No class of the library is patched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IMPLEMENTATION = "fedguild_slots"
 
 
 class Family:
-    """An architecture, by its `model_type` in transformers.
+    """An architecture, identified by its `model_type` in transformers.
 
     The defaults fit a block of M experts with
     - `experts`, a module decorated with transformers' `use_experts_implementation`, with the parameters
@@ -35,7 +35,7 @@ class Family:
       weights of the active experts may be made to sum to one, `norm_topk_prob`. Its parameter is `weight` [M, H]; a
       buffer `e_score_correction_bias` [M] is added to the scores for the choice alone.
 
-    An architecture that differs overrides what differs.
+    Subclasses override whatever differs.
 
     Attributes:
         router: Name of the router in a block.
@@ -47,9 +47,9 @@ class Family:
     linear = False
 
     def prepare(self, model: nn.Module) -> None:
-        """Changes a loaded model, or one of meta tensors, before its experts are looked for; does nothing by default.
+        """Changes a loaded model, or one of meta tensors, before its experts are located; does nothing by default.
 
-        An architecture that keeps its experts one by one stacks them here.
+        An architecture that stores its experts as separate modules stacks them here.
 
         Raises:
             ModelError: the model cannot be changed.
@@ -74,15 +74,15 @@ class Family:
         )
 
     def rule(self, router: Any) -> RoutingRule:
-        """Returns how logits become active experts and weights; by default softmax over all and the best k."""
+        """Returns the rule from logits to active experts and weights; by default softmax over all and the best k."""
         return RoutingRule(renormalise=bool(getattr(router, "norm_topk_prob", False)))
 
     def capacity(self, router: Any) -> int | None:
-        """Returns the most tokens of a row that an expert takes; None, the default, without a limit."""
+        """Returns the largest number of tokens of a row that an expert takes; None, the default, means no limit."""
         return None
 
     def frozen(self, experts: Any) -> FrozenExperts:
-        """Returns the experts' weights. Called in every pass, so that weights in 4 bit are whole for one layer only."""
+        """Returns the experts' weights. Called in every pass, so that 4-bit weights are unpacked for one layer only."""
         return FrozenExperts(experts.gate_up_proj, experts.down_proj, experts._apply_gate)
 
     def attach(self, model: Any, layers: Sequence[MoeLayer]) -> None:
@@ -102,14 +102,14 @@ class Family:
             layer.router.register_forward_hook(_router_hook(layer))
 
     def published(self, weight: str, experts: int) -> list[str]:
-        """Returns the linear layers of transformers' own model that `prepare` stacked into a weight, expert by expert.
+        """Returns the linear layers of transformers' own model that `prepare` stacked into a weight, one per expert.
 
         Args:
             weight: Name of a parameter of the experts module.
             experts: M.
 
         Returns:
-            M paths of modules; none, the default, for a weight that transformers holds as it is.
+            M module paths; none, the default, for a weight that was not stacked.
         """
         return []
 
@@ -125,7 +125,7 @@ def moe_layers(model: nn.Module, family: Family, runtime: Runtime) -> list[MoeLa
     """Returns the mixture-of-experts layers of a prepared model, in module order.
 
     Raises:
-        ModelError: a block is not built as the family says.
+        ModelError: a block is not built as the family expects.
     """
     layers: list[MoeLayer] = []
     for name, block in moe_blocks(model):

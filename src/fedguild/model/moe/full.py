@@ -1,7 +1,7 @@
-"""The products of experts that are trained in full: every (expert, slot) group has a dense change of its own.
+"""Products of experts that are trained in full: every (expert, slot) group has its own dense change.
 
-The experts of slot s are W + D_s. W multiplies all rows of an expert at once; what D_s adds is a
-product grouped by (expert, slot), so the sum W + D_s is never formed.
+The experts of slot s are W + D_s. W multiplies all rows of an expert at once, and D_s is applied in a product grouped
+by (expert, slot), so the sum W + D_s is never formed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedguild.model.moe.products import grouped_outer, grouped_rows
 
 @dataclass(frozen=True)
 class FullChange:
-    """How a layer's dense changes D [M, S, out, in] are added to its frozen products.
+    """The grouped products of a layer's dense changes D [M, S, out, in], added to its frozen products.
 
     n is the number of rows of the dispatch, G = M·S of groups, p of projections with a common input.
 
@@ -47,12 +47,12 @@ class FullChange:
         """Adds Dᵀ dy to the gradient of the rows; returns the gradient Σ w dy xᵀ [G, out, in] of every D.
 
         Args:
-            d_rows: [n, in]; None where it is not wanted.
+            d_rows: [n, in]; None if it is not needed.
             d_total: dy, [n, p·out].
             rows: x, [n, in].
             trained: The p changes.
             kept: What `add` returned.
-            weight: w, [n, 1], where dy does not have the routing weight in it yet.
+            weight: w, [n, 1], if dy does not include the routing weight yet.
             needed: Which of the changes are trained; the others' gradients are not computed.
         """
         weighted = rows if weight is None else rows * weight

@@ -31,7 +31,7 @@ def prefers_blocks(rows: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class LowRank:
-    """How a layer's low-rank products are grouped.
+    """The grouping of a layer's low-rank products.
 
     n is the number of rows of the dispatch, G = M·S of groups, r the rank.
 
@@ -69,7 +69,7 @@ class LowRank:
         """Adds scale · B A x of every row x [n, in] to the frozen product [n, p·out] of p projections.
 
         Args:
-            total: [n, p·out], one projection beside the other.
+            total: [n, p·out], the projections side by side.
             rows: [n, in].
             trained: A [M, S, r, in] and B [M, S, r, out] of the first projection, of the second, …
 
@@ -95,12 +95,12 @@ class LowRank:
         """Adds scale · Aᵀ Bᵀ dy to the gradient of the rows; returns the gradients of every A and B.
 
         Args:
-            d_rows: [n, in]; None where it is not wanted.
+            d_rows: [n, in]; None if it is not needed.
             d_total: dy, [n, p·out].
             rows: x, [n, in].
             trained: The factors, as `add` takes them.
             kept: What `add` returned.
-            weight: [n, 1], where dy does not have the routing weight in it yet.
+            weight: [n, 1], if dy does not include the routing weight yet.
             needed: Which of the factors are trained; the others' gradients are not computed.
         """
         assert kept is not None

@@ -1,7 +1,6 @@
-"""The low-rank products of one layer's experts with a trained factor between frozen ones: s · B R A x.
+"""Low-rank products of one layer's experts with a trained factor between frozen ones: s · B R A x.
 
-Only R is trained, so no gradient of the widths of A and B is formed: what the backward pass needs
-are r values of each row.
+Only R is trained, so no gradients of A and B are formed: the backward pass needs just r values of each row.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from fedguild.model.moe.low_rank import LowRank, stacked
 
 @dataclass(frozen=True)
 class MiddleRank:
-    """How a layer's products s · B R A x are grouped.
+    """The grouping of a layer's products s · B R A x.
 
     Attributes:
-        low_rank: The grouping, the same as of s · B A x.
+        low_rank: The grouping, the same as for s · B A x.
     """
 
     tensors_per_projection: ClassVar[int] = 3
@@ -31,7 +30,7 @@ class MiddleRank:
         """Adds scale · B R A x of every row x [n, in] to the frozen product [n, p·out] of p projections.
 
         Args:
-            total: [n, p·out], one projection beside the other.
+            total: [n, p·out], the projections side by side.
             rows: [n, in].
             trained: A [M, S, r, in], B [M, S, r, out] and R [M, S, r, r] of the first projection, of the second, …
 
@@ -58,13 +57,13 @@ class MiddleRank:
         """Adds scale · Aᵀ Rᵀ Bᵀ dy to the gradient of the rows; returns the gradients Σ w Bᵀ dy (s A x)ᵀ of every R.
 
         Args:
-            d_rows: [n, in]; None where it is not wanted.
+            d_rows: [n, in]; None if it is not needed.
             d_total: dy, [n, p·out].
             rows: x, [n, in].
             trained: The factors, as `add` takes them.
             kept: What `add` returned.
-            weight: w, [n, 1], where dy does not have the routing weight in it yet.
-            needed: Of which factors a gradient is wanted: of every R alone.
+            weight: w, [n, 1], if dy does not include the routing weight yet.
+            needed: The factors whose gradients are needed: every R and nothing else.
         """
         assert kept is not None
         assert not any((*needed[0::3], *needed[1::3])), "A and B around a middle factor are frozen"

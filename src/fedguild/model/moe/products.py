@@ -1,8 +1,8 @@
 """Grouped matrix products: rows sorted by group, one matrix for each group.
 
-torch's `grouped_mm` does them in one call. On a CPU it multiplies group by group with the BLAS that
-torch was built with; where a group is large enough, oneDNN's kernels are up to twice as fast on
-fp32 (docs/decisions/0004, benchmarks/grouped_products.py), so those take such groups.
+torch's `grouped_mm` computes them in one call. On a CPU it multiplies group by group with the BLAS that torch was built
+with. For large groups oneDNN's kernels are up to twice as fast in fp32 (docs/decisions/0004,
+benchmarks/grouped_products.py), so they are used for those.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from fedguild.model.frozen_linear import WORTHWHILE, has_onednn, onednn_linear
 
 _GROUP_LIMIT_CUDA = 1023
-"""Most groups that a CUDA kernel of `grouped_mm` takes."""
+"""Largest number of groups in a CUDA kernel of `grouped_mm`."""
 
 
 def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -58,8 +58,8 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 def _onednn(rows: Tensor, start: int, end: int, weight: Tensor) -> Tensor:
     """Returns rows[start:end] times the transposed weight [out, in] by oneDNN.
 
-    oneDNN compiles a kernel for every number of rows that it meets, so some of the neighbours' rows
-    are multiplied too and thrown away: sixteen sizes between a power of two and the next.
+    oneDNN compiles a kernel for every number of rows, so the number is rounded up to one of sixteen sizes between
+    consecutive powers of two; the extra products of neighbouring rows are discarded.
     """
     count = end - start
     step = max(8, 1 << max(0, count.bit_length() - 5))
@@ -70,7 +70,7 @@ def _onednn(rows: Tensor, start: int, end: int, weight: Tensor) -> Tensor:
 
 
 def _in_chunks(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """One product; in several calls where there are more groups than a CUDA kernel takes."""
+    """Returns the product, in several calls if there are more groups than a CUDA kernel takes."""
     groups = matrices.shape[0]
     if groups <= _GROUP_LIMIT_CUDA:
         return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)

@@ -1,7 +1,7 @@
-"""Routing rules: a family's way from router logits to active experts and their weights.
+"""Routing rules: each family's function from router logits to active experts and their weights.
 
-Transformers gives each family a router class of its own; what differs between them fits in the
-six facts of a `RoutingRule`. A test holds `route` equal to every family's own router.
+Transformers has a router class for each family; the six fields of a `RoutingRule` describe how they differ. A test
+checks that `route` equals every family's own router.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RoutingRule:
 
     Attributes:
         score: `softmax` over all experts, or `sigmoid` of each (DeepSeek-V3).
-        renormalise: Whether the active experts' weights are made to sum to one.
+        renormalise: Whether the active experts' weights are scaled to sum to one.
         scaling: Factor on the weights (DeepSeek).
         groups: Number of expert groups, of which a token may use `groups_kept`; 1 means no limit.
         groups_kept: Groups that a token may use.
@@ -37,7 +37,7 @@ class RoutingRule:
 
     @property
     def kind(self) -> Routing:
-        """What the rule is, as `MoeInfo.routing` has it."""
+        """The rule's kind, as in `MoeInfo.routing`."""
         if self.score == "sigmoid":
             return "sigmoid"
         return "groups" if self.groups > 1 else "softmax"
@@ -55,9 +55,9 @@ def route(
     Args:
         logits: [N, M] router logits.
         rule: The family's rule.
-        top_k: The most active experts that any token has.
+        top_k: The largest number of active experts of any token.
         active_experts: [N] active experts of each token, at most `top_k`; None means `top_k`.
-        selection_bias: [M] added to the scores for choosing, not for weighing (DeepSeek-V3).
+        selection_bias: [M] added to the scores for the selection but not for the weights (DeepSeek-V3).
 
     Returns:
         Weights [N, top_k], in fp32, and expert indices [N, top_k]; beyond a token's active
@@ -80,14 +80,14 @@ def route(
 
 
 def within_capacity(weights: Tensor, indices: Tensor, capacity: int, experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Drops what is beyond an expert's capacity in each row, the earlier tokens of a row first.
+    """Drops the pairs beyond an expert's capacity in each row; earlier tokens of a row take precedence.
 
     Source: Fedus et al., Switch Transformers, 2022, Section 2.2; padding must lie on the right.
 
     Args:
         weights: [N, k].
         indices: [N, k] experts; M for a pair that is not active.
-        capacity: Most pairs of an expert in one row.
+        capacity: Largest number of pairs of an expert in one row.
         experts: M.
         rows: R; every N / R tokens are one row.
 

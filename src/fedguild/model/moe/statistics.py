@@ -1,4 +1,4 @@
-"""Counting which experts were activated, per layer and slot, padding excluded."""
+"""Counts of activated experts per layer and slot, padding excluded."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass
 class RoutingStatistics:
-    """How often each expert was activated.
+    """Activation counts of each expert.
 
     Attributes:
         counts: [L, S, M] tokens of slot s that activated expert m in MoE layer l.
-        layer_tokens: [L, S] tokens that each layer saw; the layers of encoder and decoder see others.
+        layer_tokens: [L, S] tokens that each layer processed; they differ between encoder and decoder layers.
         step_hits: [L, S, M] optimizer steps in which expert m was activated at least once.
         steps: [S] optimizer steps in which the slot had tokens.
     """
@@ -26,7 +26,7 @@ class RoutingStatistics:
 
     @classmethod
     def empty(cls, layers: int, slots: int, experts: int, device: torch.device) -> RoutingStatistics:
-        """Returns statistics of nothing yet."""
+        """Returns empty statistics."""
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
@@ -35,11 +35,11 @@ class RoutingStatistics:
 
     @property
     def tokens(self) -> Tensor:
-        """[S], the tokens that the first layer saw; 0 in a model without one."""
+        """[S], the tokens that the first layer processed; 0 in a model without MoE layers."""
         return self.layer_tokens[:1].sum(dim=0)
 
     def frequency(self, unit: str = "token") -> Tensor:
-        """Returns [L, S, M] activation frequencies in [0, 1]; 0 for a slot that saw nothing.
+        """Returns [L, S, M] activation frequencies in [0, 1]; 0 for a slot without tokens.
 
         Args:
             unit: `token`, the fraction of tokens that activated the expert, or `step`, the
@@ -49,7 +49,7 @@ class RoutingStatistics:
         return hits.double() / total.clamp(min=1)[..., None].double()
 
     def add(self, other: RoutingStatistics) -> None:
-        """Counts in what others saw, of the same layers and slots."""
+        """Adds the counts of other statistics of the same layers and slots."""
         self.counts += other.counts
         self.layer_tokens += other.layer_tokens
         self.step_hits += other.step_hits

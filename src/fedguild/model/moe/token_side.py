@@ -1,10 +1,10 @@
-"""The experts' LoRA with its wide products done for every token instead of for every (token, expert) pair.
+"""The experts' LoRA with its wide products computed for every token instead of every (token, expert) pair.
 
 Of the four low-rank products of an expert, two are as wide as the model: A of gate and up reads the
-tokens, and B of down adds to the output of the tokens. Where most experts are active, one product of
-each slot's tokens with the factors of all experts, side by side, is larger and faster than a small
-product for each (expert, slot) group, and no row is gathered for it (docs/decisions/0009). The two narrow
-ones, B of gate and up and A of down, stay with the pairs.
+tokens, and B of down adds to the output of the tokens. If most experts are active, one large product of each slot's
+tokens with the concatenated factors of all experts is faster than a small product for each (expert, slot) group, and it
+needs no gathered rows (docs/decisions/0009). The two narrow ones, B of gate and up and A of down, are still computed
+for the pairs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedguild.model.moe.products import grouped_rows
 from fedguild.model.slot_products import add_slot_rows, slot_rows
 
 LEAST_ROUTED = 0.5
-"""Least part of all (token, expert) pairs that must be routed."""
+"""Smallest share of all (token, expert) pairs that must be routed."""
 
 
 def prefers_token_side(hidden: Tensor, plan: Dispatch) -> bool:
@@ -44,7 +44,7 @@ def run_token_side(
 
     Args:
         tokens: [N, H] the layer's input, slot-major.
-        weights: [N, k] routing weights (times the output scale, where there is one).
+        weights: [N, k] routing weights (times the output scale, if there is one).
         plan: The layer's dispatch.
         rows_per_slot: Each slot's share of the tokens, in a unit that N is a multiple of their sum of.
         frozen: Returns the layer's frozen weights.
@@ -62,7 +62,7 @@ def run_token_side(
 
 
 class _TokenSide(torch.autograd.Function):
-    """What lies between the two wide products: `low` [N, M·p·r] comes in, w · s A h [N, M·r] goes out."""
+    """The computation between the two wide products, from `low` [N, M·p·r] to w · s A h [N, M·r]."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""One view of the mixture-of-experts layers of every family; `family.py` attaches it to a model."""
+"""A common view of the mixture-of-experts layers of all families; `family.py` attaches it to a model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fedguild.model.runtime import Runtime
 
 @dataclass(frozen=True)
 class Routing:
-    """One layer's routing in one pass, gradients attached.
+    """One layer's routing in one pass, with gradients.
 
     Attributes:
         layer: Index among the model's MoE layers.
         hidden: [N, H] the layer's input.
         logits: [N, M] the router's logits, adapters included.
         weights: [N, k] the active experts' weights, before the output scale.
-        indices: [N, k] the active experts; M where nothing is active.
+        indices: [N, k] the active experts; M for places without one.
         slot: [N] slot of each token.
         keep: [N] bool, False for padding; None where every token is real.
     """
@@ -51,7 +51,7 @@ class Chooser(Protocol):
         Args:
             logits: [N, M], adapters included.
             slot: [N] slot of each token.
-            most_active: The most active experts that any token has.
+            most_active: The largest number of active experts of any token.
             active: [N] active experts of each token; None where all have `most_active`.
         """
         ...
@@ -59,7 +59,7 @@ class Chooser(Protocol):
 
 @dataclass
 class MoeLayer:
-    """One mixture-of-experts layer and what is attached to it at run time.
+    """One mixture-of-experts layer and everything attached to it at run time.
 
     Attributes:
         index: Position among the model's MoE layers.
@@ -68,14 +68,14 @@ class MoeLayer:
         frozen: Returns the experts' frozen weights.
         rule: The family's routing.
         runtime: The backbone's runtime.
-        capacity: Most tokens of a row that an expert takes, or None without a limit.
+        capacity: Largest number of tokens of a row that an expert takes, or None without a limit.
         expert_lora: The factors of gate, up and down, stored as `run_experts` takes them, or None.
         expert_scale: [S, r] LoRA's scale of each slot's ranks, or None.
-        expert_delta: [M, S, out, in] of every projection, what each slot adds to the frozen weights, or None.
+        expert_delta: [M, S, out, in] of every projection, each slot's change of the frozen weights, or None.
         output_scale: [S] factor on the routed output, or None.
         logit_terms: Functions of the layer's input [N, H] whose results [N, M] are added to the logits.
         chooser: Chooses the experts in place of the family's rule, or None.
-        observers: Called with every routing of a pass that counts.
+        observers: Called with the routing of every pass, but not of recomputations.
     """
 
     index: int
@@ -95,14 +95,14 @@ class MoeLayer:
     observers: list[Callable[[Routing], None]] = field(default_factory=list)
 
     def detach(self) -> None:
-        """Takes away everything that was attached."""
+        """Removes everything that was attached."""
         self.expert_lora = self.expert_scale = self.output_scale = self.chooser = None
         self.expert_delta = None
         self.logit_terms.clear()
         self.observers.clear()
 
     def routed(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the router's (logits, weights [N, k], indices [N, k]) for the pass that runs."""
+        """Returns the router's (logits, weights [N, k], indices [N, k]) for the current pass."""
         current = self.runtime.current
         assert current is not None
         slot = current.slot_of_token(logits.shape[0], logits.device)
