@@ -17,7 +17,11 @@ PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/
 
 # Three workers on two cores: one of them has the tests that wait for processes of Flower (tests/conftest.py).
 test: $(VENV)/.developer
-	$(PYTEST) -n 3 $(PYTEST_ARGS)
+	$(PYTEST) -n 3 -m "not long" --cov --cov-report= --cov-fail-under=97 $(PYTEST_ARGS)
+
+# Proofs that take minutes: many kills, other families over TLS. Before a release.
+test-long: $(VENV)/.developer
+	$(PYTEST) -n 2 -m long $(PYTEST_ARGS)
 
 lint: $(VENV)/.developer
 	$(BIN)/ruff check .

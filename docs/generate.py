@@ -104,7 +104,12 @@ PARTS: dict[str, Callable[[Path], str]] = {
 
 def main() -> int:
     """Writes what is not up to date and says what it wrote."""
-    for page, text in outdated().items():
+    try:
+        pages = outdated()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for page, text in pages.items():
         page.write_text(text, "utf-8")
         print(f"wrote {page.relative_to(ROOT)}")
     return 0

@@ -34,7 +34,7 @@ TWO = "federation.rounds=2"
         ("federaton.rounds=3", ["unknown key 'federaton'", "Did you mean 'federation'?"]),
         ("federation.rounds=many", ["federation.rounds: must be a whole number, got 'many'"]),
         ("federation.budgets=[{name: a, rank: 0}]", ["federation.budgets[0].rank: must be at least 1, got 0"]),
-        ("method=flam", ["Unknown method 'flam'", "Did you mean 'flame'?", f"Known: {', '.join(sorted(METHODS))}"]),
+        ("method=flam", ["There is no method 'flam'", "Did you mean 'flame'?", f"Known: {', '.join(sorted(METHODS))}"]),
         ("method.rnak=8", ["method.rnak: flame has no such option", "Did you mean 'rank'?"]),
         ("method.rank=0", ["method.rank", "greater than or equal to 1", "got 0", "LoRA rank r"]),
         ("method.rescaler=learned", ["method.rescaler", "'per_layer', 'shared', 'static' or 'none'", "got 'learned'"]),

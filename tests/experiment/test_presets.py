@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 
 from fedguild import experiment
-from fedguild.config import load_config, presets
+from fedguild.client.budget import ClientInfo
+from fedguild.config import Config, load_config, presets
 from fedguild.config.loading import PRESETS_FOLDER
 from fedguild.experiment import CHECKPOINTS
-from fedguild.methods import METHODS
-from fedguild.model.pretrained import EMBEDDED
+from fedguild.methods import METHODS, build_method
+from fedguild.model.backbone import describe_config
+from fedguild.model.packaged import EMBEDDED
+from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
 from fedguild.server.run_log import ClientRecord, EvaluationRecord, RoundRecord, RunLog
+from fedguild.setup import fit_method
 from tests.data.writing import write_csv, write_json, write_jsonl
 from tests.experiment.runs import save_model
 
@@ -44,12 +48,8 @@ STAND_INS = {
 """Hub id -> architecture."""
 CHEAPER = {"fedalign-moe": ["method.statistics_tokens=64"], "fed-sb": ["method.rank=4", "method.sketch_rank=4"]}
 """Method -> what makes its step cheaper."""
-ONCE_PER_BUDGET = ("trivial",)
-"""Methods under which a client trains an adapter for every budget, one after the other."""
 AS_IT_IS = {name.split("/")[0]: name for name in NAMES if "/tiny-" not in name}.values()
 """One preset of each method on a real model, in its own dtype; for bfloat16 a CPU compiles a kernel for every shape."""
-PERSONAL = ("fedamole",)
-"""Methods under which every client has a model of its own, and nobody a global one."""
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +149,16 @@ def test_every_file_of_the_folder_is_a_preset() -> None:
     assert {name.split("/")[0] for name in NAMES} == set(METHODS)
 
 
+def has_no_global_model(config: Config) -> bool:
+    """Whether every client of a config has a model of its own, and nobody a global one."""
+    model = describe_config(config.model.path)
+    method, budgets = fit_method(build_method(config.method.name, config.method.options), config, model)
+    tiers = list(budgets.values())
+    clients = [ClientInfo(index, tiers[index % len(tiers)], 10) for index in range(config.federation.clients)]
+    state = method.enroll(method.start(model, tiers, torch_rng(0, "start")), model, clients)
+    return method.deploy(state, model, tiers[0]) is None
+
+
 @pytest.mark.parametrize("preset", NAMES)
 def test_a_preset_runs_a_step(preset: str, data: dict[str, list[str]], models: dict[str, Path], tmp_path: Path) -> None:
     shipped = load_config(preset)
@@ -161,7 +171,7 @@ def test_a_preset_runs_a_step(preset: str, data: dict[str, list[str]], models: d
     cheaper = CHEAPER.get(shipped.method.name, [])
     config = load_config(preset, [*data[shipped.data.corpus], *stand_in, *ONE_STEP, *cheaper])
     result = experiment.run(config, tmp_path)
-    personal = config.method.name in PERSONAL
+    personal = has_no_global_model(config)
     assert result.scores.keys() == {budget.name for budget in config.federation.budgets if not personal}
     assert checkpoint.latest(tmp_path / CHECKPOINTS) == 1
     records = RunLog(tmp_path).read()
@@ -171,7 +181,8 @@ def test_a_preset_runs_a_step(preset: str, data: dict[str, list[str]], models: d
     assert len(whole.participants) == asked
     assert whole.rejected == []
     assert [record.client for record in trained] == whole.participants
-    trainings = len(config.federation.budgets) if config.method.name in ONCE_PER_BUDGET else 1
+    for_every_budget = METHODS.load(config.method.name).costs.trains == "every budget"
+    trainings = len(config.federation.budgets) if for_every_budget else 1
     assert {record.steps for record in trained} == {trainings}
     assert all(record.train_loss > 0 for record in trained)
     if personal:

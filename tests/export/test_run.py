@@ -98,7 +98,7 @@ def test_the_embedded_base_goes_along(runs: dict[str, Path], tmp_path: Path, mon
     embedded = restored.config.model.model_copy(update={"path": "embedded"})
     restored.config = restored.config.model_copy(update={"model": embedded})
     monkeypatch.setattr(run, "restore", lambda *_: (restored, state, number))
-    monkeypatch.setattr(run, "CHECKPOINT", base)
+    monkeypatch.setitem(run.PACKAGED, "embedded", base)
     export_adapter(folder, Subject("large"), tmp_path / "there")
     written = json.loads((tmp_path / "there" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(tmp_path / "there" / "base")

@@ -16,7 +16,7 @@ from fedguild.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.methods.fedprompt import FedPrompt, FedPromptSettings
 from fedguild.model.backbone import Backbone
-from fedguild.model.pretrained import EMBEDDED
+from fedguild.model.packaged import EMBEDDED
 from fedguild.model.slots import SlotModel
 from fedguild.model.tiny import CHECKPOINT
 from fedguild.payload import Payload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,15 +20,14 @@ from fedguild.payload import ADAPTER, Payload
 from fedguild.seeding import torch_rng
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
-from fedguild.wire.accounting import bytes_by_part
-from tests.backbones import tiny_model
+from tests.backbones import tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.methods.test_matrix import train
 from tests.oracles.fedsa_lora import Loss, rounds
 from tests.oracles.lora import MergedModel
 
 TARGETS = ["attention", "router", "experts"]
-WHOLE_BATCH = TrainingSettings(optimizer="sgd", learning_rate=0.5, batch_size=64, steps=1, clip_norm=None)
+WHOLE_BATCH = TrainingSettings(optimizer="sgd", learning_rate=0.1, batch_size=64, steps=1, clip_norm=None)
 """One step on all examples of a client."""
 
 
@@ -77,32 +76,34 @@ def test_two_clients_by_hand(weights: str, expected: float) -> None:
     assert fedsa(weights=weights).aggregate(state, iter(sent)).part(ADAPTER)[name].item() == expected
 
 
-def test_three_rounds_follow_the_equations(llama_backbone: Backbone, tmp_path: Path) -> None:
+def test_three_rounds_follow_the_equations(tmp_path: Path) -> None:
     """Two, then one, then three clients of other sizes, against gradient descent on each client's merged weights."""
     clients = [client(0, LARGE, 3), client(1, LARGE, 5), client(2, LARGE, 2)]
-    federation = Federation(llama_backbone, fedsa(targets=["q_proj", "mlp"]), clients, tmp_path)
+    backbone, method = tiny_backbone("llama", dtype=torch.float64), fedsa(targets=["q_proj", "mlp"])
+    federation = Federation(backbone, method, clients, tmp_path)
     model, plan = federation.model, federation.method.plan(federation.model, LARGE)
-    plain = tiny_model("llama")
+    plain = tiny_model("llama", dtype=torch.float64)
 
     def loss_of(index: int) -> Loss:
         rows = federation.examples[index]
 
-        def loss(adapter: dict[str, Tensor]) -> Tensor:
+        def loss(adapter: Mapping[str, Tensor]) -> Tensor:
             merged = MergedModel(plain, model, plan, adapter)
             return torch.cat([merged.losses(row.input_ids, row.prompt_length) for row in rows]).mean()
 
-        return loss  # type: ignore[return-value]
+        return loss
 
     state = federation.start()
-    zeros = {name: torch.zeros_like(v) for name, v in random_tensors(model, plan, 0).items() if name.endswith("lora_B")}
+    down = {name: value.double() for name, value in state.part(ADAPTER).items()}
+    up = {name: torch.zeros_like(value).double() for name, value in random_tensors(model, plan, 0).items()}
     present = ((0, 1), (2,), (0, 1, 2))
-    expected = rounds(state.part(ADAPTER), zeros, [loss_of(i) for i in range(3)], [3, 5, 2], present, rate=0.5)
+    expected = rounds(down, factors(up, "lora_B"), [loss_of(i) for i in range(3)], [3, 5, 2], present, rate=0.1)
     for round, (who, (shared, ups)) in enumerate(zip(present, expected, strict=True), start=1):
         state = federation.method.aggregate(state, iter(trained(federation, state, round, who)))
-        for own, up in zip(own_models(federation, state, round), ups, strict=True):
-            assert own.keys() == {*shared, *up}
-            for name, value in {**shared, **up}.items():
-                torch.testing.assert_close(own[name], value, rtol=1e-4, atol=1e-6)
+        for own, expected_up in zip(own_models(federation, state, round), ups, strict=True):
+            assert own.keys() == {*shared, *expected_up}
+            for name, value in {**shared, **expected_up}.items():
+                torch.testing.assert_close(own[name].double(), value, rtol=1e-5, atol=1e-7)
 
 
 # A known method
@@ -141,16 +142,12 @@ def test_a_alone_travels(olmoe_backbone: Backbone, tmp_path: Path) -> None:
 
 
 def test_the_upload_is_fedits_without_b(olmoe_backbone: Backbone) -> None:
-    method, fedit = fedsa(), build_method("fedit", {"rank": 2, "targets": TARGETS})
-    sizes = []
-    for one, ending in ((method, "lora_A"), (fedit, "lora_A")):
-        shapes = one.expected_upload(olmoe_backbone.info, client(0, LARGE), Payload())
-        sent = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if name.endswith(ending)}
-        sizes.append(bytes_by_part(Payload(sent))["adapter"])
-    assert sizes[0] == sizes[1]
-    assert len(method.expected_upload(olmoe_backbone.info, client(0, LARGE), Payload())) * 2 == len(
-        fedit.expected_upload(olmoe_backbone.info, client(0, LARGE), Payload())
+    ours, theirs = (
+        method.expected_upload(olmoe_backbone.info, client(0, LARGE), Payload())
+        for method in (fedsa(), build_method("fedit", {"rank": 2, "targets": TARGETS}))
     )
+    assert ours == {name: shape for name, shape in theirs.items() if name.endswith("lora_A")}
+    assert 2 * len(ours) == len(theirs)
 
 
 def test_it_starts_with_the_a_of_fedit(olmoe_backbone: Backbone) -> None:
@@ -182,7 +179,7 @@ def test_an_absent_client_keeps_its_b_and_gets_the_new_a(olmoe_backbone: Backbon
     after = own_models(federation, after_two, 2)
     for name, value in after_two.part(ADAPTER).items():
         assert all(torch.equal(own[name], value) for own in after)
-        assert not torch.equal(value, before[0][name]) or not bool(value.any())
+    assert any(not torch.equal(after[1][name], before[1][name]) for name in after_two.part(ADAPTER))
     ups = factors(before[1], "lora_B")
     assert any(bool(value.any()) for value in ups.values())
     assert all(torch.equal(after[1][name], value) for name, value in ups.items())

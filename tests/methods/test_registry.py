@@ -21,7 +21,7 @@ SECTIONS = (
     "## Symbols",
     "## Options",
     "## Deviations",
-    "## Claims and",
+    "## Claims and our figures",
 )
 
 
@@ -79,7 +79,7 @@ def test_the_presets_of_a_method_are_its_own(name: str) -> None:
 
 
 def test_an_unknown_method_gets_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"Unknown method 'flam'\.\nDid you mean 'flame'\? Known: .*fedit.*flame"):
+    with pytest.raises(ConfigError, match=r"There is no method 'flam'\.\nDid you mean 'flame'\? Known: .*fedit.*flame"):
         build_method("flam")
 
 

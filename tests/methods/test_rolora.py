@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,14 +22,14 @@ from fedguild.server.engine import Task
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
-from tests.backbones import tiny_model
+from tests.backbones import tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.methods.test_matrix import train
 from tests.oracles.lora import MergedModel
 from tests.oracles.rolora import Loss, mean_product, rounds
 
 TARGETS = ["attention", "router", "experts"]
-WHOLE_BATCH = TrainingSettings(optimizer="sgd", learning_rate=0.5, batch_size=64, steps=1, clip_norm=None)
+WHOLE_BATCH = TrainingSettings(optimizer="sgd", learning_rate=0.1, batch_size=64, steps=1, clip_norm=None)
 """One step on all examples of a client."""
 A, B = "lora_A", "lora_B"
 
@@ -88,31 +87,32 @@ def test_two_clients_by_hand(round: int, trains: str, weights: str, expected: fl
     assert after.scalars == {"round": round + 1}
 
 
-def test_four_rounds_follow_the_equations(llama_backbone: Backbone, tmp_path: Path) -> None:
+def test_four_rounds_follow_the_equations(tmp_path: Path) -> None:
     """Clients of other sizes, some absent, against gradient descent on each client's merged weights."""
     clients = [client(0, LARGE, 3), client(1, LARGE, 5), client(2, LARGE, 2)]
-    federation = Federation(llama_backbone, rolora(targets=["q_proj", "mlp"]), clients, tmp_path)
+    backbone, method = tiny_backbone("llama", dtype=torch.float64), rolora(targets=["q_proj", "mlp"])
+    federation = Federation(backbone, method, clients, tmp_path)
     model, plan = federation.model, federation.method.plan(federation.model, LARGE)
-    plain = tiny_model("llama")
+    plain = tiny_model("llama", dtype=torch.float64)
 
     def loss_of(index: int) -> Loss:
         rows = federation.examples[index]
 
-        def loss(adapter: dict[str, Tensor]) -> Tensor:
+        def loss(adapter: Mapping[str, Tensor]) -> Tensor:
             merged = MergedModel(plain, model, plan, adapter)
             return torch.cat([merged.losses(row.input_ids, row.prompt_length) for row in rows]).mean()
 
-        return loss  # type: ignore[return-value]
+        return loss
 
     state = federation.start()
-    down, up = ending(state.part(ADAPTER), A), ending(state.part(ADAPTER), B)
+    down, up = ({n: v.double() for n, v in ending(state.part(ADAPTER), kind).items()} for kind in (A, B))
     present = ((0, 1), (1, 2), (2,), (0, 1, 2))
-    expected = rounds(down, up, [loss_of(i) for i in range(3)], [3, 5, 2], present, rate=0.5)
+    expected = rounds(down, up, [loss_of(i) for i in range(3)], [3, 5, 2], present, rate=0.1)
     for round, (who, (next_down, next_up)) in enumerate(zip(present, expected, strict=True), start=1):
         before = state.part(ADAPTER)
         state = federation.method.aggregate(state, iter(trained(federation, state, round, who)))
         for name, value in {**next_down, **next_up}.items():
-            torch.testing.assert_close(state.part(ADAPTER)[name], value, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(state.part(ADAPTER)[name].double(), value, rtol=1e-5, atol=1e-7)
         assert_equal(ending(state.part(ADAPTER), (B, A)[round % 2]), ending(before, (B, A)[round % 2]))
 
 
@@ -262,16 +262,6 @@ def test_nobody_and_a_client_without_examples_change_nothing_but_the_round(
         after = method.aggregate(state, iter(sent))
         assert after.scalars == {"round": round + 1}
         assert_equal(dict(after.tensors), dict(state.tensors))
-
-
-def test_an_upload_that_is_late_keeps_the_round_it_is_of(olmoe_backbone: Backbone) -> None:
-    """What counts is the factor, not the number: the server's and the clients' rounds need not agree."""
-    method, model = rolora(), olmoe_backbone.info
-    state, other = at_round(2, method, model), at_round(2, method, model, 1)
-    sent = upload(client(0, LARGE, 3), adapter=ending(other.part(ADAPTER), A))
-    for one in (sent, replace(sent, round=2)):
-        after = method.aggregate(state, iter([one]))
-        assert_equal(ending(after.part(ADAPTER), A), ending(other.part(ADAPTER), A))
 
 
 def test_the_deployed_model_has_both_factors(olmoe_backbone: Backbone) -> None:

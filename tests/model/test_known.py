@@ -12,7 +12,7 @@ from fedguild.config import load_config, presets
 from fedguild.errors import ModelError
 from fedguild.model.backbone import describe_architecture, describe_config
 from fedguild.model.known import find_known, known_models
-from fedguild.model.pretrained import EMBEDDED
+from fedguild.model.packaged import EMBEDDED
 
 PARAMETERS = {
     "deepseek-v2-lite": 15_706_484_224,

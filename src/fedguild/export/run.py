@@ -17,9 +17,8 @@ from fedguild.export.folder import new_folder, require_new
 from fedguild.export.merged import require_mergeable, write_merged
 from fedguild.export.weights import beyond_weights, in_one_adapter
 from fedguild.files import write_text
+from fedguild.model.packaged import PACKAGED, packaged
 from fedguild.model.plan import AdapterPlan
-from fedguild.model.pretrained import EMBEDDED
-from fedguild.model.tiny import CHECKPOINT
 from fedguild.payload import Payload
 from fedguild.scoring import evaluated_plan
 from fedguild.server.method import Deployment
@@ -127,8 +126,9 @@ def _write(experiment: Experiment, deployment: Deployment, origin: Origin, outpu
     deployment = in_one_adapter(deployment)
     with new_folder(output) as folder:
         base = settings.path
-        if base == EMBEDDED:
-            shutil.copytree(CHECKPOINT, folder / BASE)
+        in_the_box = packaged(base)
+        if in_the_box:
+            shutil.copytree(in_the_box, folder / BASE)
             base = str(output.resolve() / BASE)
         write_adapter(folder, model, deployment, base=base, revision=settings.revision)
         write_text(folder / FILE, adapter_card(origin, model, deployment))
@@ -186,7 +186,7 @@ def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subjec
     budget, deployment = _deployed(experiment, state, number, subject)
     _require_writable(experiment, deployment.plan)
     path = experiment.config.model.path
-    is_hub_id = path != EMBEDDED and not Path(path).exists()
+    is_hub_id = path not in PACKAGED and not Path(path).exists()
     origin = Origin(
         run=experiment.config.name,
         method=experiment.method.title,
@@ -194,7 +194,7 @@ def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subjec
         budget=budget.name,
         client=subject.client,
         base=path,
-        base_code=f'folder + "/{BASE}"' if path == EMBEDDED else f'"{path}"',
+        base_code=f'folder + "/{BASE}"' if path in PACKAGED else f'"{path}"',
         hub_id=path if is_hub_id else "",
     )
     return deployment, origin

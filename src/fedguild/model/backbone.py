@@ -24,7 +24,8 @@ from fedguild.model.info import LinearInfo, ModelInfo
 from fedguild.model.known import find_known, known_models
 from fedguild.model.moe.family import Family, moe_blocks, moe_layers
 from fedguild.model.moe.view import MoeLayer
-from fedguild.model.pretrained import EMBEDDED, auto_class, load_tokenizer, loading, read_config, source_of
+from fedguild.model.packaged import EMBEDDED
+from fedguild.model.pretrained import auto_class, load_tokenizer, loading, read_config, source_of
 from fedguild.model.runtime import Runtime
 from fedguild.model.weight_changes import merged
 from fedguild.model.weight_files import LoadingReport, check_weights
@@ -110,12 +111,12 @@ def load_backbone(
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
 ) -> Backbone:
-    """Loads a backbone from a hub id, a folder, or `embedded` (the checkpoint in this package).
+    """Loads a backbone from a hub id, a folder, or by the name of a checkpoint in this package (`embedded`, `english`).
 
     On a CPU the process keeps the memory pages that it frees from then on (heap.py).
 
     Args:
-        path: Hub id, folder, or `embedded`.
+        path: Hub id, folder, `embedded` or `english`.
         revision: Branch, tag or commit on the hub.
         dtype: `auto` (bf16 on a GPU, fp32 on a CPU), float32, bfloat16 or float16.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
@@ -257,7 +258,7 @@ def describe_config(path: str, *, revision: str | None = None, trust_remote_code
     """Returns a model's description from its config alone, without weights.
 
     Args:
-        path: `embedded`, a folder, a `config.json`, a known model's hub id or short name (which needs no
+        path: `embedded`, `english`, a folder, a `config.json`, a known model's hub id or short name (which needs no
             download), or any other hub id.
         revision: Branch, tag or commit on the hub, which is then asked for known models too.
         trust_remote_code: Whether the hub's own model code may run.
@@ -274,7 +275,7 @@ def describe_config(path: str, *, revision: str | None = None, trust_remote_code
     except (OSError, ValueError) as error:
         raise ModelError(
             f"Cannot read the config of '{path}': {str(error).splitlines()[0]}",
-            "Give a hub id, a folder with config.json, that file itself, 'embedded', or offline one of: "
+            "Give a hub id, a folder with config.json, that file itself, 'embedded', 'english', or offline one of: "
             f"{', '.join(model.name for model in known_models())}.",
         ) from error
     return _described(config, known.hub_id if known else path, trust_remote_code)

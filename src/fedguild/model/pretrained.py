@@ -12,15 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import logging as transformers_logging
 
 from fedguild.errors import ModelError
-from fedguild.model.tiny import CHECKPOINT
+from fedguild.model.packaged import packaged
 
-EMBEDDED = "embedded"
 _PATHS = "model.path takes a hub id, a folder with config.json, a tokenizer and safetensors weights, or 'embedded'."
 
 
 def source_of(path: str) -> str:
     """Returns the path for transformers of a `model.path`: the hub id or the folder."""
-    return str(CHECKPOINT) if path == EMBEDDED else path
+    return str(packaged(path) or path)
 
 
 def read_config(path: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:

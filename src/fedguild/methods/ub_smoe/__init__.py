@@ -296,7 +296,7 @@ class UbSmoe(Method):
         return state.without(f"{SERVER}/{HOLDERS}")
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> UbSmoe:
-        """Returns itself, or a method that sends G~ to all clients if Theta is rounded, which would hide small moves."""
+        """Returns itself, or a method that sends G~ to all clients if Theta is rounded, which hides small moves."""
         return self if exact else self.with_options(send_pseudo_gradient="always")
 
     def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:

@@ -22,7 +22,7 @@ def exact_match(model: OlmoeForCausalLM, tokenizer: Any, examples: Sequence[Exam
     likely one after the true tokens before it, so one forward pass decides.
     """
     batch = collate([[encode(example, tokenizer, MAX_TOKENS)] for example in examples], tokenizer.pad_token_id)
-    with _active_experts(model, active_experts):
+    with using_experts(model, active_experts):
         logits = model(input_ids=batch.input_ids, attention_mask=batch.mask.long()).logits
     wrong = logits.flatten(0, 1)[batch.predict_at].argmax(-1) != batch.targets
     wrong_tokens = torch.zeros(len(examples)).index_add_(0, batch.group, wrong.float())
@@ -30,7 +30,7 @@ def exact_match(model: OlmoeForCausalLM, tokenizer: Any, examples: Sequence[Exam
 
 
 @contextlib.contextmanager
-def _active_experts(model: OlmoeForCausalLM, count: int) -> Iterator[None]:
+def using_experts(model: OlmoeForCausalLM, count: int) -> Iterator[None]:
     """Runs the model with so many active experts per token, and restores its own number."""
     routers = [layer.mlp.gate for layer in model.model.layers]
     before = [router.top_k for router in routers]

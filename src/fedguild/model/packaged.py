@@ -1,0 +1,28 @@
+"""The models in the box: the names by which `model.path` finds them, and their folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedguild.errors import ModelError
+from fedguild.model import english, tiny
+
+EMBEDDED = "embedded"
+PACKAGED = {EMBEDDED: tiny.CHECKPOINT, "english": english.CHECKPOINT}
+"""Name -> folder in the layout of the Hugging Face hub."""
+
+
+def packaged(name: str) -> Path | None:
+    """Returns the folder of the packaged model of this name; None where there is no such name.
+
+    Raises:
+        ModelError: the package was built without that model's weights.
+    """
+    folder = PACKAGED.get(name)
+    if folder is not None and not (folder / "model.safetensors").exists():
+        raise ModelError(
+            f"This package holds no weights of the model '{name}': {folder} has no model.safetensors.",
+            f"Train them with `python -m fedguild.model.{name}.build --corpus DIR` and copy the checkpoint that it "
+            "writes to that folder, or give the checkpoint's own folder as model.path.",
+        )
+    return folder
