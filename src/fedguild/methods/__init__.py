@@ -1,4 +1,4 @@
-"""The methods: a file or a folder per paper, each found because it is there. After the server stage.
+"""The methods: a file or a folder per paper, discovered without a list. After the server stage.
 
 Methods of other packages come under the entry-point group `fedguild.methods`.
 """
@@ -22,7 +22,7 @@ def _method_of(name: str, target: Any) -> type[Method]:
     """Returns the method class that a module defines, or the class itself.
 
     Raises:
-        TypeError: there is none, or more than one, or it goes by another name.
+        TypeError: there is none, or more than one, or it has another name.
     """
     from fedguild.server.method import Method  # not before a method is loaded: it imports torch
 

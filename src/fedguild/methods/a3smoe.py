@@ -20,7 +20,7 @@ Readings and deviations (docs/methods/a3smoe.md):
     - The description gives the ingredients, not the formula: "an activation-aware aggregation strategy
       that weights global updates based on client-specific expert utilization frequencies". Line 6 is
       the plainest reading. It is FLAME without a rescaler at temperature 1, bit by bit.
-    - Where no client activated an expert, it keeps its global value.
+    - An expert that no client activated keeps its global value.
 """
 
 from __future__ import annotations

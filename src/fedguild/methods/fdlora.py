@@ -27,7 +27,7 @@ Readings and deviations (docs/methods/fdlora.md):
       that it has received; its model applies w to the theta_s that the round led to, as lines 8 and 9
       say. After stage 1 there is no fused model yet and w is (0, 1).
     - The few-shot examples are held out of training and the same in every evaluation.
-    - The factors are fused apart: (w1 B_s + w2 B_p)(w1 A_s + w2 A_p) has cross terms. The released
+    - The factors are fused separately: (w1 B_s + w2 B_p)(w1 A_s + w2 A_p) has cross terms. The released
       comparison does the same.
 """
 
@@ -58,7 +58,7 @@ from fedguild.server.uploads import mean_adapter
 VELOCITY = "velocity"
 PERSONAL = "personal"
 WEIGHTS = "fusion/weights"
-"""Where a client's memory has (w1, w2), [2]."""
+"""Name of (w1, w2), [2], in a client's memory."""
 BOUND = 1.5
 
 
@@ -154,8 +154,7 @@ class FDLoRA(Method):
     ) -> list[Tensor]:
         """Line 8 for all clients of the cohort at once: returns each one's (w1, w2), [2].
 
-        A client's search is its own: it draws from the client's own seed, and only its own slot's
-        losses reach it.
+        Each client's search is independent: it draws from the client's own seed and uses only its own slot's losses.
         """
         shared = [work.download.part(ADAPTER) for work in cohort.work]
         searches = [self._optimizer(cohort, client) for client in cohort.clients]
@@ -212,7 +211,7 @@ def mean_losses(cohort: Cohort, examples: Sequence[Sequence[Encoded]]) -> list[f
 
 
 def _nevergrad() -> Any:
-    """Returns the module nevergrad, which is an extra because FDLoRA alone needs it.
+    """Returns the module nevergrad, which is an extra because only FDLoRA needs it.
 
     Raises:
         ConfigError: it is not installed.

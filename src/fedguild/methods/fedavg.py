@@ -15,8 +15,8 @@ The algorithm, in our words (Algorithm 1):
 Symbols: theta `trainables`, n_i `client.examples`; E, B and the learning rate are the run's `training`.
 
 Readings and deviations (docs/methods/fedavg.md):
-    - Expert j of one client is averaged with expert j of the others, whatever each has made of it; an
-      expert that a client did not activate counts as the copy that it received. That is the method.
+    - Expert j of one client is averaged with expert j of the others, however they specialised; an expert that a client
+      did not activate counts as the copy that it received. This is part of the method.
     - The pretrained model is frozen beneath: what trains in full is a change that starts at zero, and
       its mean is the mean of the weights.
     - The mean is over this round's clients (the paper's erratum reads Algorithm 1 so).
@@ -52,7 +52,7 @@ class FedAvg(Method):
     costs = RUNNING_MEAN
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
-        """Returns the method with LoRA on attention in place of what a dense model does not have."""
+        """Returns the method with LoRA on attention in place of gates and experts if the model is dense."""
         return self.with_options(**fitting_averaging_defaults(self.settings, model))
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
@@ -73,5 +73,5 @@ class FedAvg(Method):
         return Payload.of({ADAPTER: mean_adapter(state, uploads)})
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the model that the client trained, where it keeps it, and the global one otherwise."""
+        """Returns the model that the client trained, if it kept one, and the global model otherwise."""
         return Deployment(self.plan(model, client.budget), memory.tensors or excerpt.part(ADAPTER))

@@ -15,13 +15,13 @@ The algorithm, in our words:
 Symbols: r `rank`, s `scale`, w_c `weights` (1 / n, or |D_i| / sum |D|), Delta W_res `residual`.
 
 Readings and deviations (docs/methods/fedex-lora.md):
-    - The residual travels as factors. As sum_c w_c (A_c - A) = 0, line 6 equals
+    - The residual is sent as factors. As sum_c w_c (A_c - A) = 0, line 6 equals
       sum_(c<n) w_c (B_c - B_n)(A_c - A) over all clients but the last, n: its rank is (n - 1) r, where
       the paper's form has (n + 1) r, and it is exactly 0 where all clients agree.
     - One client alone leaves no residual, and nothing is merged.
     - A part of the backbone that no client changed (an expert that was never active) stays, bit by bit.
-    - The released code transposes the residual, for GPT-2's Conv1D; on a square linear layer that adds
-      another matrix. Not followed.
+    - The released code transposes the residual, for GPT-2's Conv1D; on a square linear layer this adds the wrong
+      matrix, so it is not followed.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class FedExLoRA(Method):
         return Deployment(self.plan(model, budget), state.part(ADAPTER), merges(state))
 
     def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the state without who took part."""
+        """Returns the state without the record of participants."""
         return state.without(HOLDERS)
 
 

@@ -12,16 +12,15 @@ The algorithm, in our words:
 Symbols: w_i `weights` (|D_i| or 1), r `rank`, alpha `alpha`, s = alpha / r.
 
 Deviations and additions:
-    - Averaging A and B apart is not averaging their products; that is the method, not a slip.
+    - Averaging A and B separately is not averaging their products; this is part of the method.
     - `rank_by_budget` gives each client its budget's rank: the first r_i ranks of the global A, B
-      go down, and each rank is averaged over the clients that hold it. The scale alpha / rank stays
-      that of the full rank, so that a rank means the same for every client. It is the
-      rank-compressed contrast to FLAME (the budgets of FLAME Table 1), without HetLoRA's pruning
-      and sparsity weights.
+      go down, and each rank is averaged over the clients that hold it. The scale alpha / rank stays that of the full
+      rank, so that a rank has the same meaning for every client. It is the rank-compressed contrast to FLAME (the
+      budgets of FLAME Table 1), without HetLoRA's pruning and sparsity weights.
     - `active_experts: budget` trains with the budget's active experts, as UB-SMoE's homogeneous setting does, in which
       all clients have the same budget (its Table 4). The rank-budget baselines leave all experts active.
     - `personal` is FedIT-FT, as FedAMoLE compares with it: a client's own model is its adapter after
-      line 4, before line 5. There is no training beyond that; what travels is the same.
+      line 4, before line 5. There is no training beyond that, and the payloads are the same.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class FedIT(Method):
         return train(cohort, keep=self.settings.personal)
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 5; a rank that nobody trained keeps its global value."""
+        """Line 5; a rank that no client trained keeps its global value."""
         mean = WeightedMean()
         for upload in uploads:
             padded, ranks = pad_rank(upload.payload.part(ADAPTER), self.settings.rank)
@@ -99,12 +98,12 @@ class FedIT(Method):
         return Payload.of({ADAPTER: mean.result(state.part(ADAPTER))})
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
-        """Returns the global A, B, at the budget's rank where ranks differ."""
+        """Returns the global A, B, at the budget's rank if ranks differ."""
         plan = self.plan(model, budget)
         return Deployment(plan, truncate_rank(state.part(ADAPTER), plan.lora.rank))
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the adapter that the client kept, and the global one where it kept none."""
+        """Returns the adapter that the client kept, or the global one if it kept none."""
         if memory.tensors:
             return Deployment(self.plan(model, client.budget), memory.tensors)
         return self.deploy(excerpt, model, client.budget)

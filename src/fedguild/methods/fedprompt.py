@@ -13,9 +13,9 @@ The algorithm, in our words:
 Symbols: P `soft_prompt`, n_v `tokens`, d the model's hidden size, the text `text`.
 
 Readings and deviations (docs/methods/fedprompt.md):
-    - Nobody sends the start. The server has neither a tokenizer nor embeddings, and every client has
-      both: the first download is empty, and each client reads the same rows off the same frozen
-      backbone (`SoftPrompt.text`). A model deployed before the first round does the same.
+    - The initial prompt is not sent. The server has neither a tokenizer nor embeddings, and every client has both: the
+      first download is empty, and each client reads the same rows from the same frozen backbone (`SoftPrompt.text`). A
+      model deployed before the first round does the same.
     - n_v is a setting, as shapes must be known without a tokenizer. FedAMoLE takes the number of the
       text's tokens; another number cuts or repeats them, as peft does.
     - The virtual tokens are tokens to the layers, routers and their counts; no loss and no candidate's
@@ -72,7 +72,7 @@ class FedPrompt(Method):
         return AdapterPlan((SoftPrompt(self.settings.tokens, self.settings.text),))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Returns an empty state: whoever runs the model has line 1."""
+        """Returns an empty state: every machine that runs the model can do line 1 itself."""
         return Payload()
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
@@ -90,5 +90,5 @@ class FedPrompt(Method):
         return Payload.of({ADAPTER: mean.result(before)})
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the prompt that the client kept, and the global one where it kept none."""
+        """Returns the prompt that the client kept, or the global one if it kept none."""
         return Deployment(self.plan(model, client.budget), memory.tensors or excerpt.part(ADAPTER))

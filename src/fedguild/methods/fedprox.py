@@ -17,8 +17,8 @@ Readings and deviations (docs/methods/fedprox.md):
       With LoRA it is the distance of A and B, not of their product.
     - It counts once for an optimizer step, however many passes accumulate, before clipping.
     - Every client runs the same `training.epochs` or `steps`; the paper also lets slow ones do less.
-    - The paper samples clients by size and averages them alike; here, as in the comparisons with
-      FedProx, they are sampled alike and averaged by size.
+    - The paper samples clients by size and averages them with equal weights; here, as in the comparisons with FedProx,
+      they are sampled uniformly and averaged by size.
     - mu = 0 is FedAvg, bit by bit.
 """
 
@@ -56,7 +56,7 @@ class FedProx(Method):
     costs = RUNNING_MEAN
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
-        """Returns the method with LoRA on attention in place of what a dense model does not have."""
+        """Returns the method with LoRA on attention in place of gates and experts if the model is dense."""
         return self.with_options(**fitting_averaging_defaults(self.settings, model))
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
@@ -82,7 +82,7 @@ class FedProx(Method):
         return Payload.of({ADAPTER: mean_adapter(state, uploads)})
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the model that the client trained, where it keeps it, and the global one otherwise."""
+        """Returns the model that the client trained, if it kept one, and the global model otherwise."""
         return Deployment(self.plan(model, client.budget), memory.tensors or excerpt.part(ADAPTER))
 
 
@@ -90,7 +90,7 @@ def squared_distance(trainables: Mapping[str, SlotTensor], received: Mapping[str
     """Returns [S], each client's ||theta - theta^t||^2 over all its trainables, with gradients.
 
     Args:
-        trainables: Name -> storage of all slots; what lies beyond a slot's own rank is zero on both sides.
+        trainables: Name -> storage of all slots; entries beyond a slot's own rank are zero on both sides.
         received: Name -> the storage as it was when the round began.
     """
     moved = {name: tensor.stored - received[name] for name, tensor in trainables.items()}

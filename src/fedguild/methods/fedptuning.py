@@ -15,7 +15,7 @@ Symbols: E `prompt_encoder.embedding`, MLP `prompt_encoder.layers`, n_v `tokens`
 model's hidden size, P `soft_prompt`.
 
 Readings and deviations (docs/methods/fedptuning.md):
-    - E and MLP travel and are averaged, both. The released comparison (FedAMoLE's) uploads P, loads it
+    - E and MLP are both sent and averaged. The released comparison (FedAMoLE's) uploads P, loads it
       as E in the next round, and lets the MLP leak from client to client through a model that they
       share; its traffic is P's alone.
     - `personal` is FedPTuning-FT: a client's own model is MLP_i(E_i) after line 4, before line 5.
@@ -85,7 +85,7 @@ class FedPTuning(Method):
         return self._deployed(encoded_prompt(state.part(ADAPTER)))
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the prompt that the client kept, and the global one where it kept none."""
+        """Returns the prompt that the client kept, or the global one if it kept none."""
         if memory.tensors:
             return self._deployed(memory.tensors[PROMPT])
         return self.deploy(excerpt, model, client.budget)

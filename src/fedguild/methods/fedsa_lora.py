@@ -15,11 +15,11 @@ The algorithm, in our words:
 Symbols: w_c `weights` (|D_c| or 1), r `rank`, alpha `alpha`, s = alpha / r, A `lora_A`, B `lora_B`.
 
 Readings and deviations (docs/methods/fedsa-lora.md):
-    - There is no global model: A with B = 0 changes nothing, and B with its client's data alone is what the
-      method keeps apart. A client that never took part has B = 0, the model as it was published.
+    - There is no global model: A with B = 0 changes nothing, and each B belongs to a single client. A client that never
+      took part has B = 0, the model as it was published.
     - The optimizer starts anew in every round, for B too, as everywhere else.
     - Clients run with their budget's active experts; the rank is the same for all.
-    - The variants FedSA-rsLoRA and FedSA-VeRA are not here.
+    - The variants FedSA-rsLoRA and FedSA-VeRA are not implemented.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class FedSALoRA(Method):
         return Payload.of({ADAPTER: mean_adapter(state, uploads, self.settings.weights)})
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> None:
-        """Returns None: every client has a model of its own."""
+        """Returns None: every client has its own model."""
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Line 7; B = 0 for a client that never took part."""
@@ -99,7 +99,7 @@ class FedSALoRA(Method):
 
 
 def own_adapter(model: ModelInfo, plan: AdapterPlan, shared: Payload, memory: Payload) -> dict[str, Tensor]:
-    """Returns a client's adapter: the shared A, and the B that it kept, 0 where it kept none."""
+    """Returns a client's adapter: the shared A, and the B that it kept or, if it kept none, 0."""
     return {**zero_adapter(model, plan), **memory.tensors, **shared.part(ADAPTER)}
 
 

@@ -9,14 +9,14 @@ The algorithm, in our words:
     4      client: minimise the mean loss over its response tokens in B alone
     5      server: B = sum_c w_c B_c / sum_c w_c
 
-With A the same everywhere, sum_c w_c (B_c A) = (sum_c w_c B_c) A: the average of the factors is the
-average of the updates, which it is not where A trains too.
+With A the same everywhere, sum_c w_c (B_c A) = (sum_c w_c B_c) A: the average of the factors is the average of the
+updates, which is not the case if A trains too.
 
 Symbols: w_c `weights` (|D_c| or 1), r `rank`, alpha `alpha`, s = alpha / r, A `lora_A`, B `lora_B`.
 
 Readings and deviations (docs/methods/ffa-lora.md):
-    - A never travels. The download has the number that seeds it, and a client draws from torch's CPU
-      generator, one for each module, what the server draws.
+    - A is never sent. The download has its seed, and a client draws the same A as the server from torch's CPU
+      generator, one for each module.
     - A is Kaiming-uniform and B zero, as LoRA starts anywhere else, so the model starts as it was published.
     - Clients run with their budget's active experts; the rank is the same for all.
 """
@@ -42,7 +42,7 @@ from fedguild.server.settings import Dropout, LoraSettings, Weights
 from fedguild.server.uploads import mean_adapter
 
 SEED = "seed"
-"""The scalar that A is drawn from, in the state and in every download."""
+"""The seed of A, a scalar in the state and in every download."""
 
 
 class FFALoRASettings(LoraSettings):
@@ -72,7 +72,7 @@ class FFALoRA(Method):
         return Payload.of({ADAPTER: zeros}, {SEED: new_seed(rng)})
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Line 3: the global B, and what A is drawn from."""
+        """Line 3: the global B, and the seed of A."""
         return state
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
@@ -98,7 +98,7 @@ class FFALoRA(Method):
 def shared_factors(model: ModelInfo, plan: AdapterPlan, seed: int) -> dict[str, Tensor]:
     """Returns every A of the plan, the same bits for the same seed: uniform in ±1/√in.
 
-    Each is drawn from a generator of its own, so none depends on what else is adapted.
+    Each is drawn from its own generator, so none depends on the other adapted modules.
     """
     return {
         name: kaiming_uniform(shape, torch_rng(seed, "shared A", name))

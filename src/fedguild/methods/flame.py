@@ -24,9 +24,9 @@ Readings and deviations (docs/methods/flame.md):
     - s_i is one number per layer (the paper omits the layer index); `shared` has one for all layers.
     - a_i^j / S_i is the fraction of the client's training tokens, padding excluded, for which expert
       j was active; `step` counts optimizer steps instead, which saturates at 1.
-    - The clients' s_i are not averaged into anybody's training. They are uploaded (one number per
+    - The clients' s_i are not averaged into any client's training. They are uploaded (one number per
       layer) so that the global model can be evaluated at a budget with the mean s of its clients.
-    - Where no client activated an expert, it keeps its global value; 0^0 = 1, so t = 0 is Eq. 4.
+    - An expert that no client activated keeps its global value; 0^0 = 1, so t = 0 is Eq. 4.
 """
 
 from __future__ import annotations
@@ -148,6 +148,6 @@ class Flame(Method):
 
 
 def split(tensors: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
-    """Returns LoRA and the output scales of an adapter, apart."""
+    """Returns an adapter's LoRA and its output scales."""
     scales = {name: value for name, value in tensors.items() if name.endswith("output_scale")}
     return {name: value for name, value in tensors.items() if name not in scales}, scales

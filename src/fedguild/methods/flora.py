@@ -14,9 +14,9 @@ The algorithm, in our words:
 Symbols: r_c `budget.rank`, s_c `scale_of`, p_c = n_c / sum n over the round's clients, [..; ..] `stack`.
 
 Readings and deviations (docs/methods/flora.md):
-    - p_c multiplies A_c only, as in the released code; both factors would give p_c squared. A client's
-      scale s_c is folded into A_c too, so that ranks with scales of their own add up exactly.
-    - A client draws its fresh A_c from a seed in its download, other for every client and round.
+    - p_c multiplies A_c only, as in the released code; both factors would give p_c squared. A client's scale s_c is
+      folded into A_c too, so that ranks with different scales add up exactly.
+    - A client draws its fresh A_c from a seed in its download, different for every client and round.
     - Merging adds all rounds' stacks to the original weights in fp32, which are then rounded once to the
       backbone's dtype. The whole history is the server's state; a client that took part in the round
       before gets the newest stack alone (docs/decisions/0007).
@@ -84,14 +84,14 @@ class Flora(Method):
         return self.settings.scale or self.settings.alpha / budget.rank
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """The backbone as published; Delta W is 0."""
+        """Returns the state of the published backbone; Delta W is 0."""
         for budget in budgets:
             trainable_shapes(model, self.plan(model, budget))
         unchanged = no_merges()
         return Payload(unchanged.tensors, {**unchanged.scalars, ADAPTER_SEED: new_seed(rng)})
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Line 5 of the rounds before, as far as the client lacks them, and the seed of line 2."""
+        """Line 5 of the earlier rounds that the client lacks, and the seed of line 2."""
         lacking = delivery(state, client)
         seed = fresh_seed(int(state.scalars[ADAPTER_SEED]), int(state.scalars[VERSION]), client)
         return Payload(lacking.tensors, {**lacking.scalars, ADAPTER_SEED: seed})
@@ -123,5 +123,5 @@ class Flora(Method):
         return Deployment(plan, zero_adapter(model, plan), merges(state))
 
     def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the state without who took part."""
+        """Returns the state without the record of participants."""
         return state.without(HOLDERS)

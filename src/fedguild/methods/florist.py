@@ -18,7 +18,7 @@ Symbols: r_c `budget.rank`, s_c `scale_of`, p_c = n_c / sum n, tau `threshold`, 
 
 Readings and deviations (docs/methods/florist.md):
     - Line 5 takes QR of either factor in place of its singular value decomposition: U_B U_P, S_P and
-      V_P V_A come out the same, and half of the work is saved.
+      V_P V_A are the same, and half of the work is saved.
     - p is chosen for every module. Experts that share a tensor each have their own p, and the tensor has
       the largest of them: the other experts' pairs end in zeros.
     - `next_round: truncate` keeps no history: the global pair is the model, a client starts from its
@@ -100,7 +100,7 @@ class Florist(Method):
         return self.settings.alpha / budget.rank
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """The backbone as published, and no pair."""
+        """Returns the state of the published backbone, without a pair."""
         for budget in budgets:
             trainable_shapes(model, self.plan(model, budget))
         unchanged = no_merges()
@@ -153,12 +153,12 @@ class Florist(Method):
         return Deployment(AdapterPlan((Lora(rank, 1.0, self.settings.targets),)), pad_rank(pair, rank)[0])
 
     def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the state without who took part."""
+        """Returns the state without the record of participants."""
         return state.without(HOLDERS)
 
 
 def thresholded(svd: Svd, threshold: float) -> Factors:
-    """Returns the first p singular triplets (lines 6 and 7), of which the squares sum up to the threshold's share.
+    """Returns the first p singular triplets, whose squares sum up to the threshold's share (lines 6 and 7).
 
     Args:
         svd: Of a product [.., out, in]; every leading index has its own p.
@@ -178,7 +178,7 @@ def thresholded(svd: Svd, threshold: float) -> Factors:
 
 
 def at_rank(pair: Mapping[str, Tensor], fresh: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Returns a client's start at its own rank, of which `scale` times the product is the global pair's, cut.
+    """Returns a client's initial LoRA at its own rank; `scale` times its product is the truncated global pair's.
 
     Args:
         pair: The global A_g [.., p, in] and B_g [.., out, p] of every module.

@@ -20,12 +20,12 @@ r_k `state.tensors["ranks"]`, w_k `weights`.
 Readings and deviations (docs/methods/hetlora.md):
     - The penalty has gradients; the only released code of it (FlexLoRA's authors) takes it on
       detached tensors, where it changes nothing.
-    - A client prunes where the product fell strictly below the received one. In its first round B = 0
-      and so is the product, so nobody prunes.
+    - A client prunes where the product fell strictly below the received one. In its first round B = 0 and so is the
+      product, so no client prunes.
     - The norm of line 6 is that of the whole client, the root of the sum of squares over its
       matrices; `norm_scope: module` weighs every matrix by its own. If all norms are 0, the clients
       weigh alike. `weights: size` weighs by the number of examples, as FlexLoRA's authors do.
-    - One scale alpha / r for all ranks, so that a rank means the same to every client.
+    - One scale alpha / r for all ranks, so that a rank has the same meaning for every client.
     - Ranks that no client of the round holds keep their global value, and those whose holders have no
       weight are averaged uniformly; zeros in A and B alike would never train again.
     - A pruned rank stays pruned. The server learns of it from the upload, which then lacks the part

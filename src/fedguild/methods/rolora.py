@@ -12,9 +12,9 @@ The algorithm, in our words (Algorithm 1):
     6      client: load the global A, B; minimise the mean loss over its response tokens in A_c alone
     7      server: A = sum_c w_c A_c / sum_c w_c
 
-What does not train is the same everywhere, so the average of the factor that does is the average of the
-updates: sum_c w_c (B_c A) = (sum_c w_c B_c) A, and sum_c w_c (B A_c) = B (sum_c w_c A_c). B comes first,
-as the gradient of A is zero at B = 0.
+The frozen factor is the same everywhere, so the average of the trained factor is the average of the updates: sum_c w_c
+(B_c A) = (sum_c w_c B_c) A, and sum_c w_c (B A_c) = B (sum_c w_c A_c). B comes first, as the gradient of A is zero at B
+= 0.
 
 Symbols: t `round`, w_c `weights` (|D_c| or 1), r `rank`, alpha `alpha`, s = alpha / r, A `lora_A`, B `lora_B`.
 
@@ -23,8 +23,8 @@ Readings and deviations (docs/methods/rolora.md):
       needs nothing else.
     - The factor that does not train has neither gradient nor optimizer state. The plan is of both, as it does
       not depend on the round; a client trains in slots of its own for the round (`Cohort.afresh`).
-    - t counts the rounds of the state and travels in the download. An upload that comes a round late is of
-      the other factor, trained against one that has changed since, and counts for nothing.
+    - t counts the rounds of the state and is sent in the download. An upload that arrives a round late has the other
+      factor, trained against one that has changed since, and is ignored.
     - The paper averages uniformly (`weights=uniform`); by default clients weigh by size, as elsewhere.
     - Clients run with their budget's active experts; the rank is the same for all.
 """
@@ -100,7 +100,7 @@ class RoLoRA(Method):
         return in_part(ADAPTER, trainable_shapes(model, plan))
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 4 or line 7; of a late upload nothing is taken, as it has the other factor."""
+        """Line 4 or line 7; late uploads are ignored, as they have the other factor."""
         trained, mean = trained_factor(state), WeightedMean()
         for upload in uploads:
             tensors = {name: value for name, value in upload.payload.part(ADAPTER).items() if leaf(name) == trained}
@@ -109,7 +109,7 @@ class RoLoRA(Method):
 
 
 def trained_factor(payload: Payload) -> str:
-    """Returns what trains in the round of a state or download: `lora_B` in odd rounds, `lora_A` in even ones."""
+    """Returns the factor that trains in the round of a state or download: `lora_B` in odd rounds, else `lora_A`."""
     return UP if int(payload.scalars[ROUND]) % 2 else DOWN
 
 

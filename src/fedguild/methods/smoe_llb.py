@@ -20,12 +20,12 @@ n_c `client.examples`; f, P and the two losses are in client/load_balancing.py.
 
 Readings and deviations (docs/methods/smoe-llb.md):
     - UB-SMoE names the losses, not their coefficients: c_B = 0.01 and c_z = 0.001 are ST-MoE's.
-    - f is a share, so that the loss has its least value at 1 under every budget; padding does not
-      count. The losses are means over the layers, of each forward pass.
-    - Top-2 routing and capacities, which UB-SMoE's description mentions, have no part: every client
+    - f is a share, so that the minimum of the loss is 1 for every budget; padding does not count. The losses are means
+      over the layers, of each forward pass.
+    - Top-2 routing and capacities, which UB-SMoE's description mentions, are not used: every client
       runs its K_c, as the paper's counts of parameters do.
-    - LoRA also adapts the routers, which UB-SMoE's own LoRA leaves alone: else the losses could only
-      act on what lies below a router.
+    - LoRA also adapts the routers, which UB-SMoE's own LoRA does not: otherwise the losses could only act on the layers
+      below a router.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Symbols: b `budget.name`, r_b `budget.rank`, alpha `alpha`, s = alpha / r_b, n_i
 
 Readings and deviations (docs/methods/trivial.md):
     - The federations of all budgets are one run: a table has one score per budget, and the run's costs
-      are those of all of them together. A test holds each equal to a FedIT run of its rank.
+      are those of all of them together. A test checks that each equals a FedIT run of its rank.
     - They share the clients sampled in a round and the order of their examples, as runs with one seed do.
     - A client's FLOPs are counted at its own budget's rank for all its federations.
 """
@@ -86,11 +86,11 @@ class Trivial(Method):
         return [Payload.of({ADAPTER: tensors}) for tensors in trained]
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 5, of all budgets at once."""
+        """Line 5, for all budgets at once."""
         return Payload.of({ADAPTER: mean_adapter(state, uploads)})
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of what the client received."""
+        """Returns the names and shapes of the tensors that the client received."""
         return in_part(ADAPTER, {name: tuple(value.shape) for name, value in download.part(ADAPTER).items()})
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:

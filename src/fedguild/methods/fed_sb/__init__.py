@@ -29,8 +29,8 @@ Readings and deviations (docs/methods/fed-sb.md):
       LoRA with A = [Omega^T; 0] and B = [0, Psi^T], which changes nothing.
     - eta is an option: in the paper it is the learning rate over (warm-up ratio times total steps), which
       a method does not know.
-    - Where no client has a gradient (an expert that nobody activated) B and A are random with orthonormal
-      columns and rows, and R = 0.
+    - If no client has a gradient (an expert that no client activated) B and A are random with orthonormal columns and
+      rows, and R = 0.
     - A and B are sent once to each client, which keeps them (basis.py); the first round trains nothing.
     - The scale is 1 (alpha = r). Clients run with their budget's active experts.
 """
@@ -65,7 +65,7 @@ from fedguild.server.settings import MethodSettings, Targets, Weights
 from fedguild.server.uploads import weight_of
 
 STAGE, SEED = "stage", "seed"
-"""Scalars of the state and of every download: `gradient` or `training`, and what the server draws from."""
+"""Scalars of the state and of every download: `gradient` or `training`, and the server's seed."""
 
 
 class FedSBSettings(MethodSettings):
@@ -112,7 +112,7 @@ class FedSB(Method):
         return AdapterPlan((lora,), active_experts_of(model, budget))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Returns a state without A and B, or with random ones where they come from nowhere."""
+        """Returns a state without A and B, or with random ones if they are not derived from a gradient."""
         plans = [self.plan(model, budget) for budget in budgets]
         seed = new_seed(rng)
         if self.settings.start != "random":
@@ -122,7 +122,7 @@ class FedSB(Method):
         return self.with_factors(Holders(), nothing, seed)
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Lines 1 and 6: what the round is for; R, and A and B to a client that does not have them."""
+        """Lines 1 and 6: the round's purpose; R, and A and B for a client that does not have them."""
         holds = self.settings.send_basis == "once" and client in Holders(state)
         return Payload.of({ADAPTER: state.part(ADAPTER), BASIS: {} if holds else state.part(BASIS)}, state.scalars)
 
@@ -187,7 +187,7 @@ class FedSB(Method):
         return Deployment(plan, {**state.part(BASIS), **state.part(ADAPTER)} or zero_adapter(model, plan))
 
     def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the state without who took part."""
+        """Returns the state without the record of participants."""
         return state.without(HOLDERS)
 
     @property
@@ -201,13 +201,13 @@ def initial_factors(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns B [.., out, r], R [.., r, r] and A [.., r, in] of a weight (lines 3 and 4).
 
-    B R A is the best approximation of -eta sign(G) of rank r; where all of G is zero, R is.
+    B R A is the best approximation of -eta sign(G) of rank r; if all of G is zero, so is R.
 
     Args:
         gradient: G, [out, in], or [M, out, in] of a layer's experts.
         rank: r.
         step_size: eta.
-        rng: Draws what the singular vectors are found from, and those of a zero.
+        rng: Draws the start of the search for singular vectors, and those of a zero matrix.
     """
     *experts, outputs, inputs = gradient.shape
     up = random_orthonormal((*experts, outputs, rank), rng)

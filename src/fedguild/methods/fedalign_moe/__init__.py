@@ -20,7 +20,7 @@ The algorithm, in our words (Algorithm 1; i, j are clients, e an expert of one M
     11      server: D_ij = cos(dtheta_i, dtheta_j)                                  (Eq. 13)
     12      server: gamma_ij = sigmoid(S_ij - tau) max(0, D_ij)                     (Eq. 18; 14)
     13      server: theta += sum_i (sum_j gamma_ij / sum_ij gamma_ij) dtheta_i      (Eq. 15)
-    The formulas of lines 8 to 13 are in aggregation.py; what is pairwise waits in uploads.py.
+    The formulas of lines 8 to 13 are in aggregation.py; the buffer of uploads for lines 10 to 13 is in uploads.py.
 
 Symbols: p-bar `routing`, m `margin`, mu `region`, dtheta `update`, o `overlap`, p_g `reference`,
 mean_j p-bar_j `consensus`, eta `overlap_threshold`, lambda `regularisation`, beta `tolerance`.
@@ -28,10 +28,10 @@ mean_j p-bar_j `consensus`, eta `overlap_threshold`, lambda `regularisation`, be
 Readings and deviations (docs/methods/fedalign-moe.md):
     - p is the softmax over all experts: over the active ones, as in Eq. 1, top-1 routing has p = 1.
       The forward pass keeps the model's own weights.
-    - o_i needs everybody's p-bar, so line 4 uses that of the rounds before: the client's last p-bar
+    - o_i needs all clients' p-bar, so line 4 uses that of the rounds before: the client's last p-bar
       times the downloaded consensus; 0 before its first round. Without p_g (round 1) there is no L_reg.
     - p_g is scaled to sum to one. Where all o m are zero, omega is uniform.
-    - A client that did not activate an expert sends nothing of it and has no part in lines 10-13.
+    - A client that did not activate an expert sends nothing for it and is left out of lines 10-13.
       A cosine with a zero vector is 0; where all gamma are 0, the expert stays as it was.
     - Gates are never uploaded, so the global model runs the published gate; the clients' own models
       (`evaluation.clients`) have the global experts behind their own gates; `evaluation.pooled` is their
@@ -216,7 +216,7 @@ class FedAlignMoe(Method):
         return Payload({**sent, **with_part(ROUTING, routing)})
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Lines 8 to 13. The server holds one upload at a time; what is pairwise waits in a spool."""
+        """Lines 8 to 13. The server holds one upload at a time; data for pairs of clients is buffered."""
         with Spool() as spool:
             received, means = RegionUploads(spool), {ADAPTER: WeightedMean(), GATE: WeightedMean()}
             for upload in uploads:
@@ -248,7 +248,7 @@ class FedAlignMoe(Method):
         }
 
     def _experts(self, experts: str, trained: Mapping[str, Tensor], received: RegionUploads) -> dict[str, Tensor]:
-        """Lines 10 to 13 for one layer; an expert that nobody activated stays as it was."""
+        """Lines 10 to 13 for one layer; an expert that no client activated stays unchanged."""
         vectors, thresholds, aggregated = expert_vectors(trained), [], 0
         for expert in range(len(vectors)):
             clients, regions, updates = received.versions(f"{experts}/{expert}")
@@ -274,14 +274,14 @@ class FedAlignMoe(Method):
         return {**with_part(EXPERTS, from_expert_vectors(vectors, trained)), **figures}
 
     def _direction(self, updates: Tensor, before: Mapping[str, Tensor]) -> Tensor | None:
-        """Returns D [n, n] of one expert (Eq. 13), or None where it is left out."""
+        """Returns D [n, n] of one expert (Eq. 13), or None if it is not used."""
         if self.settings.direction == "none":
             return None
         products = region.gram(updates) if self.settings.direction == "flat" else region.product_gram(updates, before)
         return region.cosines(products)
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns p-bar, m, and for each expert mu and dtheta, which an upload may leave out."""
+        """Returns p-bar, m, and for each expert mu and dtheta, which an upload may omit."""
         shapes = by_part(model, trainable_shapes(model, self.plan(model, client.budget)))
         expected = in_part(ADAPTER, shapes[ADAPTER])
         if self.settings.gate != "private":
@@ -296,7 +296,7 @@ class FedAlignMoe(Method):
         return expected
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
-        """Returns the global experts behind the published gate, or behind the mean gate where gates are uploaded."""
+        """Returns the global experts behind the published gate, or behind the mean gate if gates are uploaded."""
         plan = self.plan(model, budget)
         if self.settings.gate == "private":
             plan = plan.without(FullRouter)

@@ -25,7 +25,7 @@ The algorithm, in our words (Section 4; m runs over the targeted linear layers, 
 
 Symbols: E `experts`, k^e `active_experts`, k^c `clients_per_expert`, b `experts_per_client`, beta
 `balance`, D_m `assigned` [clients, experts], P_m `selection_probability`, h^t `token`, h^e `embedding`.
-The state is a `Pool` (pool.py), which also knows by what names experts travel.
+The state is a `Pool` (pool.py), which also defines the names of experts in payloads.
 
 The variants of Table 3: -H `router: vanilla`, -S `shared_expert: false`, -R `assignment: fixed`,
 Random `assignment: random`.
@@ -34,9 +34,9 @@ Readings and deviations (docs/methods/fedamole.md):
     - s is scaled by sqrt(r), the active weights are renormalised and alpha / r applies, as in the
       released code; `score_scale: hidden` and `renormalise: false` are the paper's text.
     - The program is solved exactly as a linear program.
-    - A client that sits a round out keeps its last h^t in the program; one that never took part has
-      the mean h^t of the others. An expert that nobody trained keeps its weights and its h^e, which
-      is 0 before its first training: it prefers no client.
+    - A client that sits a round out keeps its last h^t in the program; one that never took part has the mean h^t of the
+      others. An expert that no client trained keeps its weights and its h^e, which is 0 before its first training: it
+      prefers no client.
     - -H has no W^t: there s is the mean router logit of expert j over client i's embedding set.
 """
 
@@ -136,10 +136,10 @@ class FedAMoLE(Method):
         self._secret = secret
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> FedAMoLE:
-        """Returns the method with targets that the model has, and with k^c and E that leave the clients an assignment.
+        """Returns the method with targets that the model has, and with k^c and E that allow an assignment.
 
         Raises:
-            ConfigError: E, k^e, k^c and b, as far as the config sets them, leave the clients none.
+            ConfigError: E, k^e, k^c and b, as far as the config sets them, allow none.
         """
         method = self.with_options(**fitting_defaults(self.settings, model))
         if clients < method.settings.clients_per_expert and "clients_per_expert" not in self.settings.model_fields_set:
@@ -156,7 +156,7 @@ class FedAMoLE(Method):
         return AdapterPlan((self.mixture(),))
 
     def mixture(self, held: Held = ()) -> MixtureOfLora:
-        """Returns the part of the plan, for training or for a client that holds these experts."""
+        """Returns the plan's mixture, for training or for a client that holds these experts."""
         settings = self.settings
         return MixtureOfLora(
             targets=settings.targets,
@@ -174,7 +174,7 @@ class FedAMoLE(Method):
         )
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Line 1, but for the assignment, which `enroll` makes."""
+        """Line 1 without the assignment, which `enroll` makes."""
         mixture = self.mixture()
         pooled = replace(mixture, capacity=self.settings.experts)
         tensors = {name: mixture.initial(name, shape, rng) for name, shape in pooled.shapes(model).items()}
@@ -184,7 +184,7 @@ class FedAMoLE(Method):
         """Line 1's assignment.
 
         Raises:
-            ConfigError: E, k^e, k^c and b leave so many clients no assignment.
+            ConfigError: E, k^e, k^c and b allow no assignment for this number of clients.
         """
         pool = Pool.of(state).enrolled(len(clients), self.token_width)
         assigned = self.assigned(pool, self.random_scores(pool))
@@ -217,7 +217,7 @@ class FedAMoLE(Method):
         return uploads
 
     def uploaded_embeddings(self, cohort: Cohort, slot: int, embeddings: Embeddings) -> dict[str, Tensor]:
-        """Returns h^t and h^e of a client as it sends them, with noise where that is asked for (line 6)."""
+        """Returns h^t and h^e of a client for its upload, with noise if the options ask for it (line 6)."""
         sent = with_part(TOKEN, embeddings.token(slot))
         if self.invariant:
             sent |= with_part(EXPERT, embeddings.experts(slot))
@@ -229,7 +229,7 @@ class FedAMoLE(Method):
         return {name: privatised(value, eta, bound, rng) for name, value in sorted(sent.items())}
 
     def with_secret(self, secret: int) -> FedAMoLE:
-        """Returns the method with noise drawn from a secret of the client's machine; in a simulation the run's seed."""
+        """Returns the method with noise drawn from a secret of the client's machine instead of the run's seed."""
         return FedAMoLE(self.settings, secret)
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
@@ -243,7 +243,7 @@ class FedAMoLE(Method):
         return replace(pool, assigned=self.next_assignment(pool)).state()
 
     def next_assignment(self, pool: Pool) -> dict[str, Tensor]:
-        """Lines 8 to 10, or what the variants -R and Random do instead."""
+        """Lines 8 to 10, or their replacement in the variants -R and Random."""
         if self.settings.assignment == "fixed":
             return pool.assigned
         random = self.settings.assignment == "random"
@@ -268,13 +268,13 @@ class FedAMoLE(Method):
         return dict(zip(pool.modules, assign_experts(probability, self.rules(pool.clients)), strict=True))
 
     def rules(self, clients: int) -> AssignmentRules:
-        """Returns k^e, b and k^c for so many clients."""
+        """Returns k^e, b and k^c for this number of clients."""
         settings = self.settings
         rules = AssignmentRules(settings.active_experts, settings.experts_per_client, settings.clients_per_expert)
         return rules.scaled(clients, settings.experts) if settings.scale_clients_per_expert else rules
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of what the client got, with its h^t and its experts' h^e."""
+        """Returns the names and shapes of the download's tensors, with the client's h^t and its experts' h^e."""
         held = held_experts(download.part(EXPERTS))
         embeddings = in_part(TOKEN, dict.fromkeys(held, (self.token_width,)))
         if self.invariant:
@@ -282,14 +282,14 @@ class FedAMoLE(Method):
         return {**{name: tuple(tensor.shape) for name, tensor in download.tensors.items()}, **embeddings}
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> None:
-        """Returns None: every client has a model of its own."""
+        """Returns None: every client has its own model."""
 
     def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns what the client would receive next: its own experts, and nothing of who has which others."""
+        """Returns what the client would receive next: its own experts, and nothing about the assignment of others."""
         return self.download(state, model, client)
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the client's model as it left its own training, or what it would receive next."""
+        """Returns the client's model after its own training, or the one that it would receive next."""
         latest = memory if memory.tensors else excerpt
         mixture = self.mixture(tuple(held_experts(latest.part(EXPERTS)).items()))
         return Deployment(AdapterPlan((mixture,)), client_trainables(latest, mixture.capacity))
@@ -306,5 +306,5 @@ class FedAMoLE(Method):
 
     @property
     def token_width(self) -> int:
-        """Numbers in a client's h^t: r, or E of a vanilla router."""
+        """Number of entries in a client's h^t: r, or E with a vanilla router."""
         return self.settings.rank if self.invariant else self.settings.experts

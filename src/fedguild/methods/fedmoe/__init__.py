@@ -31,8 +31,8 @@ Symbols: p `activation`, theta the threshold of `fitted_sets`, alpha `memory_sha
 
 Readings and deviations (docs/methods/fedmoe.md):
     - What trains is LoRA on experts and dense layers, and the routers in full, in both stages.
-    - The backbone is shared in a simulation, so all experts are there; what a client does not hold it
-      neither runs, trains nor receives.
+    - The backbone is shared in a simulation, so all experts are in memory; a client neither runs, trains nor receives
+      experts that it does not hold.
     - In stage 1 a client that cannot hold the full MoE trains random sets that fit.
     - Memory is counted in expert parameters. The server knows no tasks: `tasks` names them; by
       default all clients have the same. A client without p by the end of stage 1 is treated as in line 3.
@@ -71,7 +71,7 @@ from fedguild.server.method import Deployment, Method, Observation, ServerCosts,
 from fedguild.server.settings import LoraSettings, Rank
 
 EXPERTS = "experts"
-"""The part with what has a row for each expert, the routers' rows among it (rows.py); a payload has the held ones."""
+"""The part with tensors that have a row per expert, such as the routers' rows (rows.py), for the held experts."""
 HELD = "held"
 """The part of a download with the held experts: path of each layer's experts -> [n] ids, ascending."""
 ACTIVATION = "activation"
@@ -120,7 +120,7 @@ class FedMoe(Method):
     )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
-        """Returns LoRA, full routers and a restricted routing; which experts are held comes with the download."""
+        """Returns LoRA, full routers and a restricted routing; the held experts come with the download."""
         model.require_experts("FedMoE")
         require_targets(self.settings.targets)
         return AdapterPlan((self._lora, FullRouter(), HeldExperts()))
@@ -139,7 +139,7 @@ class FedMoe(Method):
         return Payload.of({ADAPTER: dense, EXPERTS: experts}, {"seed": new_seed(rng)})
 
     def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
-        """Gives everybody the sets of stage 1: all experts, or random ones where these do not fit.
+        """Assigns every client its set of stage 1: all experts, or random ones if these do not fit.
 
         Raises:
             ConfigError: there are more or fewer tasks than clients.
@@ -225,13 +225,13 @@ class FedMoe(Method):
         return self.download(state, model, client)
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the client's sub-MoE: a client of FedMoE keeps nothing of its own."""
+        """Returns the client's sub-MoE: a client of FedMoE keeps nothing between rounds."""
         held = excerpt.part(HELD)
         sets = tuple(tuple(held[layer.experts].tolist()) for layer in model.moe)
         return Deployment(AdapterPlan((self._lora, FullRouter(), HeldExperts(sets))), _received(model, excerpt))
 
     def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
-        """Returns how many experts every client holds, what they weigh, how it validates, and who is settled."""
+        """Returns each client's number of experts, their size, its validation score, and whether its set is final."""
         return observations(SubMoes.of(state), model)
 
     @property
@@ -240,7 +240,7 @@ class FedMoe(Method):
 
 
 def fit(sub_moes: SubMoes) -> None:
-    """Gives every client the sets that fit, by its own p or that of others."""
+    """Assigns every client the sets that fit, by its own p or that of others."""
     for client in range(sub_moes.clients):
         activation = sub_moes.activation_for(client)  # line 3
         sets, _ = fitted_sets(activation, sub_moes.limits(client))  # line 4
@@ -248,11 +248,11 @@ def fit(sub_moes: SubMoes) -> None:
 
 
 def adjust(sub_moes: SubMoes, clients: Sequence[int], settings: FedMoeSettings) -> None:
-    """Adjusts the sets of those who do not get better, or undoes the last adjustment.
+    """Adjusts the sets of clients that do not improve, or undoes their last adjustment.
 
     Args:
         sub_moes: The sub-MoEs of all clients.
-        clients: Who has validated in this round.
+        clients: The clients that validated in this round.
         settings: `gain`, `patience` and `peers`.
     """
     activation, counts = sub_moes.activations(), sub_moes.counts().sum(dim=1)
@@ -281,5 +281,5 @@ def _upload(cohort: Cohort, slot: int, validation: Validation) -> Payload:
 
 
 def _received(model: ModelInfo, download: Payload) -> dict[str, torch.Tensor]:
-    """Returns what a client received as it is loaded."""
+    """Returns a client's received tensors in the form in which they are loaded."""
     return full_tensors(model, download.part(ADAPTER), download.part(EXPERTS), download.part(HELD))

@@ -19,12 +19,12 @@ Symbols: theta `received`, theta_p `personal`, g and its w, b `gate`, phi `promp
 (prompt_features.py). The paper's PFL-MF is `features: hidden`, its PFL-MFE `features: embedding`.
 
 Readings and deviations (docs/methods/pfl-moe.md):
-    - What was the classifier's head is LoRA here; theta_p starts as a copy of the adapter.
+    - LoRA replaces the classifier's head; theta_p starts as a copy of the adapter.
     - phi is the mean over the prompt's tokens, of the frozen backbone's last hidden states (MF, its
       features) or of the token embeddings (MFE, its raw input). There is one g for a sequence.
     - The authors personalise once, after the last round. Here lines 5 to 7 follow line 3 in every
-      round from `personal_from` on, anew from the theta that the client has received, so that any
-      round can be evaluated. Nothing of them is sent, and line 3 does not see them.
+      round from `personal_from` on, anew from the theta that the client has received, so that any round can be
+      evaluated. Their results are not sent and do not affect line 3.
     - A client's own model mixes the theta that it has received, with which its gate was trained.
     - The gate starts at w = 0, b = 0, so g = 1/2; a client with a single example stays there.
 """
@@ -131,7 +131,7 @@ class PflMoe(Method):
         cohort.add_cost(another, time.perf_counter() - started)
 
     def _personal_training(self, training: TrainingSettings) -> TrainingSettings:
-        """Returns how line 6 trains."""
+        """Returns the training settings of line 6."""
         settings = self.settings
         if settings.personal_epochs is not None:
             training = training.model_copy(update={"epochs": settings.personal_epochs, "steps": None})
@@ -145,7 +145,7 @@ class PflMoe(Method):
         return Payload.of({ADAPTER: mean}, {"rounds": int(state.scalars["rounds"]) + 1})
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Line 8; for a client without a personal model the global one, mixed with itself once others have theirs."""
+        """Line 8; a client without a personal model gets the global one, mixed with itself once others have theirs."""
         settings, plan, received = self.settings, self.plan(model, client.budget), excerpt.part(ADAPTER)
         if int(excerpt.scalars["rounds"]) < settings.personal_from:
             return Deployment(plan, received)

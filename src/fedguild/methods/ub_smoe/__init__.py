@@ -26,10 +26,10 @@ u~ `utilisation`, rho `scaling_factor`.
 
 Readings and deviations (docs/methods/ub-smoe.md):
     - N_p is literal (Eq. 10) by default; `preserve` keeps the N_p largest and modulates the rest.
-    - phi trains within a round without weight decay, is overwritten by the server's and never
-      uploaded; the global model is used with the server's phi.
+    - phi trains within a round without weight decay, is then overwritten by the server's phi and never uploaded; the
+      global model is used with the server's phi.
     - G~ goes into the gradients before the optimizer's step, clipped per expert before rho_c.
-      An expert without tokens and without G~ is left alone, which AdamW with a zero gradient is not.
+      An expert without tokens and without G~ is not updated; AdamW with a zero gradient would still change it.
     - eta Gamma is the p_c-weighted mean of the sum of a client's learning rates over its steps.
     - K-bar is over all clients of the federation, p_c of the rest over the round's.
     - A client that took part in the last round holds Theta and receives Theta': it computes line 10
@@ -190,7 +190,7 @@ class UbSmoe(Method):
         return Payload(state.tensors, {**state.scalars, MEAN_ACTIVE: active / examples})
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Line 3: Theta, phi and, to clients that cannot derive it, G~."""
+        """Line 3: Theta, phi and, for clients that cannot derive it, G~."""
         derives = self.settings.send_pseudo_gradient == "when_needed" and can_derive(state, client)
         parts = (ADAPTER, PHI) if derives else (ADAPTER, PHI, PSEUDO_GRADIENT)
         return Payload.of({part: state.part(part) for part in parts}, state.scalars)
@@ -226,7 +226,7 @@ class UbSmoe(Method):
         return uploads
 
     def rho(self, work: LocalWork) -> float:
-        """Returns rho_c of a client, K-bar as the server told it (line 3)."""
+        """Returns rho_c of a client, with K-bar from the server (line 3)."""
         mean_active = float(work.download.scalars[MEAN_ACTIVE])
         return scaling_factor(self.settings.scaling, mean_active, work.client.budget.active_experts)
 
@@ -292,15 +292,15 @@ class UbSmoe(Method):
         return Deployment(self.plan(model, budget), {**state.part(ADAPTER), **state.part(PHI)})
 
     def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the state without who took part."""
+        """Returns the state without the record of participants."""
         return state.without(f"{SERVER}/{HOLDERS}")
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> UbSmoe:
-        """Returns itself, or one that sends G~ to all where Theta is rounded, which would drown what little moved."""
+        """Returns itself, or a method that sends G~ to all clients if Theta is rounded, which hides small moves."""
         return self if exact else self.with_options(send_pseudo_gradient="always")
 
     def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
-        """Returns how evenly the round used the experts, how phi follows it, and what G~ is worth."""
+        """Returns figures of the experts' utilisation in the round, of phi's response to it, and of G~'s quality."""
         return observations(state, model)
 
     @property
@@ -309,7 +309,7 @@ class UbSmoe(Method):
         return self.settings.pseudo_gradient != "none"
 
     def cosine_shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
-        """Returns what is measured of G~; nothing unless asked."""
+        """Returns the shapes of the measurements of G~; empty unless enabled."""
         return cosine_shapes(model) if self.settings.measure_cosine else {}
 
 

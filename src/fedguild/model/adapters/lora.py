@@ -87,8 +87,7 @@ class Lora(AdapterPart):
     def layout(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
         """Returns [S, ..] for linear layers; [M, S, ..] with B transposed for experts.
 
-        The (expert, slot) groups of experts are adjacent. Ranks are padded to rows of 16 bytes, as grouped products
-        need.
+        The (expert, slot) groups of experts are adjacent. Ranks are padded to rows of 16 bytes for grouped products.
         """
         sizes = list(shape)
         for axis in RANK_AXES[leaf(name)]:
