@@ -1,5 +1,5 @@
 # make demo: the whole thing on two CPU cores, offline once the packages are there.
-# make test, check, coverage, bench: for those who change it.
+# make test, test-long, check, docs, bench: for those who change it.
 
 PYTHON ?= python3
 VENV ?= .venv
