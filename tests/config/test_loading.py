@@ -101,6 +101,14 @@ def test_another_method_drops_the_options_of_the_first(tmp_path: Path) -> None:
     assert load_config(parent, ["method=flame", "method.rank=3"]).method.options == {"temperature": 2, "rank": 3}
 
 
+def test_another_corpus_drops_the_options_of_the_first_and_keeps_other_settings(tmp_path: Path) -> None:
+    data = "{corpus: natural_instructions, train: x, limit: 9, options: {max_tasks: 3}}"
+    parent = write(tmp_path, "parent.yaml", f"{{method: flame, data: {data}}}")
+    assert load_config(parent, ["data.corpus=natural_instructions"]).data.options == {"max_tasks": 3}
+    other = load_config(parent, ["data.corpus=instructions", "data.options.instruction_column=Frage"]).data
+    assert (other.options, other.train, other.limit) == ({"instruction_column": "Frage"}, "x", 9)
+
+
 def test_extends_merges_sections_and_replaces_lists(tmp_path: Path) -> None:
     write(
         tmp_path,

@@ -1,7 +1,12 @@
-"""Every preset that ships runs a step: tiny ones as they are, others on a tiny model of the same architecture."""
+"""Every preset that ships fits its data and its model; one per (method with options, model) runs a step.
+
+Tiny presets run as they are, others on a tiny model of the same architecture.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -17,11 +22,12 @@ from fedguild.model.packaged import EMBEDDED
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
 from fedguild.server.run_log import ClientRecord, EvaluationRecord, RoundRecord, RunLog
-from fedguild.setup import fit_method
+from fedguild.setup import check_config, fit_method, prepare_data
 from tests.data.writing import write_csv, write_json, write_jsonl
 from tests.experiment.runs import save_model
 
-NAMES = [preset.name for preset in presets()]
+SHIPPED = {preset.name: load_config(preset.name) for preset in presets()}
+"""Name -> the preset's config."""
 ONE_STEP = [
     "federation.rounds=1",
     "training.steps=1",
@@ -48,7 +54,26 @@ STAND_INS = {
 """Hub id -> architecture."""
 CHEAPER = {"fedalign-moe": ["method.statistics_tokens=64"], "fed-sb": ["method.rank=4", "method.sketch_rank=4"]}
 """Method -> what makes its step cheaper."""
-AS_IT_IS = {name.split("/")[0]: name for name in NAMES if "/tiny-" not in name}.values()
+
+
+def first_of_each(keys: Iterable[tuple[str, tuple[object, ...]]]) -> list[str]:
+    """Returns, for each key, the name that it comes with first."""
+    first: dict[tuple[object, ...], str] = {}
+    for name, key in keys:
+        first.setdefault(key, name)
+    return list(first.values())
+
+
+RUN = first_of_each(
+    (name, (config.method.name, json.dumps(config.method.options, sort_keys=True), config.model.path))
+    for name, config in SHIPPED.items()
+)
+"""One preset per (method with options, model)."""
+DEALT = first_of_each(
+    (name, (config.data.model_dump_json(), config.federation.clients, config.seed)) for name, config in SHIPPED.items()
+)
+"""One preset per way of dealing data to clients."""
+AS_IT_IS = {name.split("/")[0]: name for name in RUN if "/tiny-" not in name}.values()
 """One preset of each method on a real model, in its own dtype; for bfloat16 a CPU compiles a kernel for every shape."""
 
 
@@ -144,9 +169,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_every_file_of_the_folder_is_a_preset() -> None:
-    assert len(NAMES) >= 16
-    assert {PRESETS_FOLDER / f"{name}.yaml" for name in NAMES} == set(PRESETS_FOLDER.rglob("*.y*ml"))
-    assert {name.split("/")[0] for name in NAMES} == set(METHODS)
+    assert len(SHIPPED) >= 16
+    assert {PRESETS_FOLDER / f"{name}.yaml" for name in SHIPPED} == set(PRESETS_FOLDER.rglob("*.y*ml"))
+    assert {name.split("/")[0] for name in SHIPPED} == set(METHODS)
 
 
 def has_no_global_model(config: Config) -> bool:
@@ -159,17 +184,35 @@ def has_no_global_model(config: Config) -> bool:
     return method.deploy(state, model, tiers[0]) is None
 
 
-@pytest.mark.parametrize("preset", NAMES)
+def on_a_small_model(preset: str, models: dict[str, Path]) -> list[str]:
+    """Returns the overrides that give a preset on a real model a small one of its architecture."""
+    model = SHIPPED[preset].model.path
+    if model == EMBEDDED:
+        return []
+    stand_in = [f"model.path={models[STAND_INS[model]]}", "model.device=cpu", "model.load_in_4bit=false"]
+    return stand_in if preset in AS_IT_IS else [*stand_in, "model.dtype=float32"]
+
+
+@pytest.mark.parametrize("preset", SHIPPED)
+def test_a_preset_fits_its_model(preset: str, models: dict[str, Path]) -> None:
+    config = load_config(preset, on_a_small_model(preset, models))
+    assert config.method.name == preset.split("/")[0]
+    check_config(config)
+
+
+@pytest.mark.parametrize("preset", DEALT)
+def test_a_preset_deals_its_data(preset: str, data: dict[str, list[str]]) -> None:
+    config = load_config(preset, data[SHIPPED[preset].data.corpus])
+    dealt = prepare_data(config)
+    assert len(dealt.clients) == config.federation.clients
+    assert all(client.train for client in dealt.clients)
+
+
+@pytest.mark.parametrize("preset", RUN)
 def test_a_preset_runs_a_step(preset: str, data: dict[str, list[str]], models: dict[str, Path], tmp_path: Path) -> None:
-    shipped = load_config(preset)
-    assert preset.split("/")[0] == shipped.method.name
-    model = shipped.model.path
-    stand_in = []
-    if model != EMBEDDED:
-        stand_in = [f"model.path={models[STAND_INS[model]]}", "model.device=cpu", "model.load_in_4bit=false"]
-        stand_in += [] if preset in AS_IT_IS else ["model.dtype=float32"]
+    shipped = SHIPPED[preset]
     cheaper = CHEAPER.get(shipped.method.name, [])
-    config = load_config(preset, [*data[shipped.data.corpus], *stand_in, *ONE_STEP, *cheaper])
+    config = load_config(preset, [*data[shipped.data.corpus], *on_a_small_model(preset, models), *ONE_STEP, *cheaper])
     result = experiment.run(config, tmp_path)
     personal = has_no_global_model(config)
     assert result.scores.keys() == {budget.name for budget in config.federation.budgets if not personal}

@@ -56,8 +56,8 @@ def load_config(path_or_preset: str, overrides: Sequence[str] = (), *, between: 
     """Returns the validated config of a file or preset.
 
     A config may build on another with `extends: <preset or file beside it>`. Mappings are
-    merged key by key, anything else is replaced, and so are a method's options where the
-    method is another one.
+    merged key by key, anything else is replaced. The options of a method or of a corpus are
+    dropped where a layer above names another one.
 
     Args:
         path_or_preset: A YAML file, or the name of a preset.
@@ -137,15 +137,19 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     result = dict(below)
     for key, value in above.items():
         lower = result.get(key)
-        if isinstance(value, Mapping) and isinstance(lower, Mapping) and not _other_method(key, lower, value):
-            result[key] = _merged(lower, value)
+        if isinstance(value, Mapping) and isinstance(lower, Mapping):
+            result[key] = _merged(_still_valid(key, lower, value), value)
         else:
             result[key] = value
     return result
 
 
-def _other_method(key: str, lower: Mapping[str, Any], upper: Mapping[str, Any]) -> bool:
-    return key == "method" and "name" in lower and upper.get("name", lower["name"]) != lower["name"]
+def _still_valid(section: str, lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a section's lower settings without the options of a method or corpus that the upper ones replace."""
+    choice = {"method": "name", "data": "corpus"}.get(section)
+    if choice is None or choice not in lower or upper.get(choice, lower[choice]) == lower[choice]:
+        return lower
+    return {} if section == "method" else {name: value for name, value in lower.items() if name != "options"}
 
 
 def _default_name(path: Path) -> str:
