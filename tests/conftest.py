@@ -10,24 +10,26 @@ from xdist.scheduler import LoadScopeScheduling
 from fedguild.model.backbone import Backbone
 from tests.backbones import tiny_backbone
 
-ONE_AFTER_THE_OTHER = {
+TOGETHER = {
     "tests/cli/test_ray_cells.py": "ray",
     "tests/engines/flower/test_guide.py": "flower",
     "tests/engines/flower/test_processes.py": "flower",
     "tests/engines/flower/test_processes_long.py": "flower",
     "tests/engines/test_ray.py": "ray",
+    "tests/costs/test_published.py": "published",
+    "tests/export/test_run.py": "exports",
 }
-"""File of tests that start processes -> what they start, of which a machine bears one at a time."""
+"""File of tests -> what they share: processes of which a machine bears one at a time, or a fixture that takes long."""
 
 
 class Scheduling(LoadScopeScheduling):
     """Gives the tests that start Flower to one worker, those that start Ray to one, and any other to who is free.
 
-    They come first: they wait for processes and networks most of the time, while the others compute.
+    The largest groups come first: these two wait for processes and networks most of the time, while the others compute.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return ONE_AFTER_THE_OTHER.get(nodeid.split("::")[0], nodeid)
+        return TOGETHER.get(nodeid.split("::")[0], nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from fedguild.model.info import LinearInfo, ModelInfo
 from fedguild.model.known import find_known, known_models
 from fedguild.model.moe.family import Family, moe_blocks, moe_layers
 from fedguild.model.moe.view import MoeLayer
-from fedguild.model.packaged import EMBEDDED
+from fedguild.model.packaged import EMBEDDED, PACKAGED
 from fedguild.model.pretrained import auto_class, load_tokenizer, loading, read_config, source_of
 from fedguild.model.runtime import Runtime
 from fedguild.model.weight_changes import merged
@@ -267,23 +268,30 @@ def describe_config(path: str, *, revision: str | None = None, trust_remote_code
         ModelError: there is no such config, or its experts are not supported.
     """
     known = find_known(path) if revision is None and not Path(path).exists() else None
+    if known is not None:
+        return _described_known(known.name)
     try:
-        if known is not None:
-            config = AutoConfig.for_model(**known.config)
-        else:
-            config = AutoConfig.from_pretrained(source_of(path), revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(source_of(path), revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"Cannot read the config of '{path}': {str(error).splitlines()[0]}",
             "Give a hub id, a folder with config.json, that file itself, 'embedded', 'english', or offline one of: "
             f"{', '.join(model.name for model in known_models())}.",
         ) from error
-    return _described(config, known.hub_id if known else path, trust_remote_code)
+    return _described(config, path, trust_remote_code)
+
+
+@cache
+def _described_known(name: str) -> ModelInfo:
+    """Returns the description of a known model, whose config ships with FedGuild and so never changes."""
+    known = find_known(name)
+    assert known is not None
+    return _described(AutoConfig.for_model(**known.config), known.hub_id)
 
 
 def is_at_hand(path: str, revision: str | None = None) -> bool:
     """Whether `describe_config` needs no network for a model."""
-    return path == EMBEDDED or Path(path).exists() or (revision is None and find_known(path) is not None)
+    return path in PACKAGED or Path(path).exists() or (revision is None and find_known(path) is not None)
 
 
 def describe_architecture(config: Mapping[str, Any], name: str) -> ModelInfo:
