@@ -88,7 +88,7 @@ def test_an_older_state_sees_no_later_version_and_replaces_what_it_makes_anew(tm
 def test_another_runs_versions_are_not_taken_for_this_ones(tmp_path: Path) -> None:
     ledger = MergeLedger(tmp_path)
     ledger.receive(download(3, 1, 2, 3))
-    with pytest.raises(CheckpointError, match="holds other changes of the backbone than the server has"):
+    with pytest.raises(CheckpointError, match="holds changes of the backbone that differ from the server's"):
         ledger.receive(download(3, 3, shift=0.5))
     assert_holds(ledger, ledger.receive(download(3, 1, 2, 3, shift=0.5)), 3, shift=0.5)
 
