@@ -228,7 +228,7 @@ def test_what_the_part_trains(exact: Backbone) -> None:
 
 
 def test_more_candidates_than_experts(exact: Backbone) -> None:
-    with pytest.raises(ConfigError, match=r"9 candidates are asked for, but tiny olmoe has 8(.|\n)*0 to 8"):
+    with pytest.raises(ConfigError, match=r"9 candidates are requested, but tiny olmoe has 8(.|\n)*0 to 8"):
         ModulatedRouting(candidates=9).shapes(exact.info)
 
 
