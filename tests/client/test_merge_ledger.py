@@ -114,5 +114,5 @@ def test_the_same_version_again_is_not_written_again(tmp_path: Path) -> None:
 
 
 def test_one_backbone_cannot_be_of_two_versions(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"versions \[1, 2\] at once"):
+    with pytest.raises(ValueError, match=r"different versions of one backbone: \[1, 2\]"):
         MergeLedger(tmp_path).receive(download(1, 1), download(2, 1, 2))

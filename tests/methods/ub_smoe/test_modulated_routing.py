@@ -245,5 +245,8 @@ def test_a_router_that_is_no_softmax_over_all(family: str, told: str) -> None:
 
 def test_unequal_clients_of_a_cohort(olmoe_backbone: Backbone) -> None:
     part = ModulatedRouting()
-    with SlotModel(olmoe_backbone, [plan_with(2)]) as model, pytest.raises(ConfigError, match="routing is modulated"):
+    with (
+        SlotModel(olmoe_backbone, [plan_with(2)]) as model,
+        pytest.raises(ConfigError, match="modulate their routing in the same way"),
+    ):
         part.attach(model, [part, replace(part, candidates=3)])
