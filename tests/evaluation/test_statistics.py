@@ -5,19 +5,7 @@ import math
 import pytest
 
 from fedguild.errors import DataError
-from fedguild.evaluation.statistics import mean_over_budgets, mtal, paired_difference, spread
-
-
-def test_mtal_counts_clients_equally_and_skips_those_without_tests():
-    assert mtal([0.5, None, 1.0, 0.0]) == pytest.approx(0.5)
-    with pytest.raises(DataError, match="No client has test examples"):
-        mtal([None, None])
-
-
-def test_mean_over_budgets():
-    assert mean_over_budgets({"k=1": 0.2, "k=8": 0.8}) == pytest.approx(0.5)
-    with pytest.raises(DataError, match="No budget"):
-        mean_over_budgets({})
+from fedguild.evaluation.statistics import paired_difference, spread
 
 
 def test_spread_is_the_sample_deviation():

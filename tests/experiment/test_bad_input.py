@@ -42,7 +42,7 @@ TWO = "federation.rounds=2"
         ("data.options={families: [sums]}", ["Unknown task family 'sums'", "Did you mean 'sum'?"]),
         ("data.train=mine.jsonl", ["'tasks' is made, not read", "train_examples"]),
         ("evaluation.metrics=[rouge]", ["evaluation.metrics: there is no metric 'rouge'", "Did you mean 'rouge_l'?"]),
-        ("model.device=cuda:7", ["model.device: cuda is asked for", "Set model.device=cpu or auto"]),
+        ("model.device=cuda:7", ["model.device: cuda is requested", "Set model.device=cpu or auto"]),
     ],
 )
 def test_a_setting_that_is_wrong(complaint: Complaint, olmoe_folder: Path, override: str, told: list[str]) -> None:

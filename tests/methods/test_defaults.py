@@ -99,8 +99,8 @@ def test_targets_that_a_model_lacks(
     [
         ("fedit", {"targets": ["attention", "experts"]}, r"target\(s\) experts name no layer"),
         ("fedamole", {"targets": ["q"]}, r"target\(s\) q name no layer"),
-        ("fedavg", {"gate": "full"}, "method.gate and method.experts train what"),
-        ("fedprox", {"targets": ["attention"], "experts": "lora"}, "method.gate and method.experts train what"),
+        ("fedavg", {"gate": "full"}, "method.gate and method.experts need experts"),
+        ("fedprox", {"targets": ["attention"], "experts": "lora"}, "method.gate and method.experts need experts"),
     ],
 )
 def test_what_the_user_writes_is_refused_not_changed(

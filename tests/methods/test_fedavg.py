@@ -199,7 +199,7 @@ def test_the_start_changes_nothing(olmoe_backbone: Backbone) -> None:
 
 def test_a_dense_model_has_neither_gate_nor_experts(llama_backbone: Backbone, tmp_path: Path) -> None:
     for options in ({}, {"gate": "none"}, {"experts": "none", "targets": ("attention",)}):
-        with pytest.raises(ConfigError, match=r"tiny llama \(llama\) does not have(.|\n)*method\.gate=none"):
+        with pytest.raises(ConfigError, match=r"tiny llama \(llama\) is dense(.|\n)*method\.gate=none"):
             fedavg(**options).plan(llama_backbone.info, LARGE)
     method = fedavg(gate="none", experts="none", targets=("attention", "mlp"))
     federation = Federation(llama_backbone, method, [client(0, LARGE), client(1, SMALL)], tmp_path)

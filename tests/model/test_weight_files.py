@@ -116,7 +116,7 @@ def truncate(path: Path) -> None:
         (lambda path: path.write_bytes(path.read_bytes() + b"more"), "it is damaged"),
         (lambda path: path.write_bytes(path.read_bytes()[:100]), "header cannot be read: it is truncated"),
         (lambda path: path.write_bytes(b""), "has 0 bytes, and its header cannot be read"),
-        (lambda path: path.write_bytes(b"PK\x03\x04" * 50), "or no safetensors file"),
+        (lambda path: path.write_bytes(b"PK\x03\x04" * 50), "or not a safetensors file"),
         (lambda path: path.write_bytes((5).to_bytes(8, "little") + b"[[[]]"), "header cannot be read"),
     ],
 )

@@ -119,7 +119,7 @@ def test_weights_that_do_not_fit_are_refused(weight):
 def test_shapes_that_disagree_are_refused():
     mean = WeightedMean()
     mean.add({"x": torch.ones(3)}, 1.0)
-    with pytest.raises(ValueError, match=r"'x' has the shape \[1\], but \[3\] before"):
+    with pytest.raises(ValueError, match=r"'x' has the shape \[1\], but had \[3\] before"):
         mean.add({"x": torch.ones(1)}, 1.0)
     with pytest.raises(ValueError, match="'x' has the shape"):
         mean.result({"x": torch.ones(1)})

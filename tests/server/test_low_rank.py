@@ -198,7 +198,7 @@ def test_clients_of_different_modules_or_none() -> None:
 
 def test_factors_that_make_no_product() -> None:
     for down, up in (((2, 5), (4, 3)), ((2, 5), (3, 4, 2)), ((5,), (4, 2)), ((3, 2, 5), (2, 4, 2))):
-        with pytest.raises(ValueError, match="make no product"):
+        with pytest.raises(ValueError, match="do not form a product"):
             Factors(torch.zeros(down), torch.zeros(up))
 
 
@@ -214,7 +214,7 @@ def test_products_of_other_sizes(lead, out, inputs) -> None:
 
 
 def test_a_lone_factor() -> None:
-    with pytest.raises(ValueError, match=r"Only one of lora_A and lora_B is there for q_proj"):
+    with pytest.raises(ValueError, match=r"Only one of lora_A and lora_B is present for q_proj"):
         by_module(
             {"q_proj.lora_A": torch.zeros(2, 5), "k_proj.lora_A": torch.zeros(2, 5), "k_proj.lora_B": torch.zeros(4, 2)}
         )

@@ -23,7 +23,7 @@ def balance_loss(logits: Tensor, indices: Tensor, slot: Tensor, keep: Tensor | N
     large.
 
     Args:
-        logits: [N, M] the router's, adapters included.
+        logits: [N, M] the router's logits, adapters included.
         indices: [N, k] active experts; M where nothing is active.
         slot: [N] slot of each token.
         keep: [N] bool, False for padding; None where every token is real.

@@ -1,4 +1,4 @@
-"""Client memory, kept on disk between rounds: atomic, keyed by client and round, never traffic.
+"""Client memory, kept on disk between rounds: written atomically, keyed by client and round, never sent.
 
 Examples are a private gate, a personal adapter or a learned output scale. A memory consists of named tensors and
 scalars like any payload, but never leaves the client's machine. A round reads only the memory of earlier rounds, so a

@@ -83,7 +83,7 @@ class MergeLedger:
         asked = {(merge_version(download), str(download.scalars.get(DIGEST, ""))) for download in downloads}
         if len(asked) != 1:
             raise ValueError(
-                f"One backbone cannot be of the versions {sorted(version for version, _ in asked)} at once."
+                f"The downloads refer to different versions of one backbone: {sorted(version for version, _ in asked)}."
             )
         ((newest, expected),) = asked
         carried: dict[int, dict[str, Tensor]] = {}
@@ -102,7 +102,7 @@ class MergeLedger:
             chain = digest(chain, content)
             found |= {f"{version}/{name}": tensor for name, tensor in carried[version].items()}
         if chain != expected:
-            raise CheckpointError(f"{self.folder} holds other changes of the backbone than the server has.", _CURE)
+            raise CheckpointError(f"{self.folder} holds changes of the backbone that differ from the server's.", _CURE)
         return found
 
     def refill(self, merges: Mapping[str, Tensor]) -> None:
@@ -139,6 +139,4 @@ class MergeLedger:
         return self.folder / f"version-{version:05d}.merge"
 
 
-_CURE = (
-    "A client that missed a round gets every version again: go on without this one, or put the folder back as it was."
-)
+_CURE = "A client that missed a round gets every version again: continue without this client, or restore the folder."

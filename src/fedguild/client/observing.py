@@ -1,4 +1,4 @@
-"""Observers of the MoE layers' routing, for as long as a `with` lasts."""
+"""Observers of the MoE layers' routing, for the duration of a `with` block."""
 
 from __future__ import annotations
 

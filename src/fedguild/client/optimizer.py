@@ -1,4 +1,4 @@
-"""SGD, Adam and AdamW for all clients of a cohort at once, each with its own rate and count.
+"""SGD, Adam and AdamW for all clients of a cohort at once, each with its own learning rate and step count.
 
 torch's fused kernels do the work. Clients that are at the same step with the same rate are
 updated together; a client that does not step keeps its weights and its moments untouched,
@@ -43,7 +43,7 @@ class SlotOptimizer:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
-        """Scales each slot's gradient to at most `max_norm`; returns the norms [S] from before."""
+        """Scales each slot's gradient to at most `max_norm`; returns the norms [S] before clipping."""
         squares = torch.zeros(self.slots, dtype=torch.float64)
         graded = [t for t in self.trainables if t.stored.grad is not None]
         for trainable in graded:

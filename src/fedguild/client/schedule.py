@@ -40,7 +40,7 @@ def plan_steps(examples: int, settings: TrainingSettings, rng: np.random.Generat
             if len(steps) == total:
                 return steps
             steps.append(batches[start : start + settings.accumulation])
-    raise AssertionError("epochs do not end")
+    raise AssertionError("unreachable: the epochs never end")
 
 
 def learning_rate(settings: TrainingSettings, step: int, total: int, round_index: int) -> float:

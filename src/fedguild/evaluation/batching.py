@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One row to run: which slot runs it, its index in that slot, and the tokens it takes."""
+    """One row to run: which slot runs it, its index in that slot, and its length in tokens."""
 
     slot: int
     index: int

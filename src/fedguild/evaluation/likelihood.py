@@ -62,15 +62,15 @@ class Candidates:
 
     @property
     def singles(self) -> list[Candidates]:
-        """Each candidate with a prompt of its own."""
+        """Each candidate by itself, with its own copy of the prompt."""
         return [Candidates(self.prompt, (response,)) for response in self.responses]
 
 
 def encode_candidates(example: Example, tokenizer: Any, max_tokens: int) -> Candidates:
     """Returns the example's choices, or its response where it has none, encoded as in training.
 
-    Each candidate is closed by the end-of-sequence token. Where a candidate does not fit into
-    `max_tokens`, all of them get the prompt as it is shortened for the longest one.
+    Each candidate ends with the end-of-sequence token. If a candidate does not fit into `max_tokens`,
+    the prompt is shortened to fit the longest one, and all candidates get this shortened prompt.
 
     Raises:
         DataError: the prompt has no token, so that nothing predicts a candidate's first one.
@@ -97,8 +97,8 @@ def candidate_losses(
     Args:
         model: Runs `rows[s]` in its slot s.
         rows: The rows of each slot; slots may have different numbers of rows, and none at all.
-        batch_tokens: Bound on the tokens of one forward pass, padding included. An encoder and a decoder
-            are padded apart, and may each have about that many.
+        batch_tokens: Bound on the tokens of one forward pass, padding included. Encoder and decoder
+            rows are padded separately, and may each have about that many.
         pad_id: Token id to pad with.
     """
     if model.seq2seq is not None:
@@ -137,7 +137,7 @@ def _losses(
 def collate_singles(rows: Sequence[Sequence[Candidates]], pad_id: int, seq2seq: Seq2Seq) -> SlotBatch:
     """Returns the batch of several slots of an encoder-decoder model, a row for each candidate.
 
-    The group of a target is its candidate, counted through.
+    The group of a target is its candidate; candidates are numbered across all rows.
     """
     texts = [
         [Encoded(row.prompt + response, len(row.prompt)) for row in slot_rows for response in row.responses]
@@ -148,7 +148,7 @@ def collate_singles(rows: Sequence[Sequence[Candidates]], pad_id: int, seq2seq: 
 
 
 def collate_candidates(rows: Sequence[Sequence[Candidates]], pad_id: int) -> SlotBatch:
-    """Returns the batch of several slots; the group of a target is its candidate, counted through.
+    """Returns the batch of several slots; the group of a target is its candidate, numbered across rows.
 
     Rows of one candidate each are plain causal rows and get neither `attention` nor `position_ids`.
     """
@@ -189,11 +189,11 @@ def collate_candidates(rows: Sequence[Sequence[Candidates]], pad_id: int) -> Slo
 
 
 def _prefix_shared(segments: Tensor) -> Tensor:
-    """Returns [R, 1, T, T] bool: a token sees the prompt and its own segment up to itself.
+    """Returns [R, 1, T, T] bool: a token attends to the prompt and its own segment up to itself.
 
     Args:
-        segments: [R, T] 0 in the prompt, 1… in the candidates, -1 in padding. Padding sees itself
-            and the prompt, never nothing, since a softmax over nothing is not a number.
+        segments: [R, T] 0 in the prompt, 1… in the candidates, -1 in padding. Padding attends to
+            itself and the prompt, because a softmax over no entries is NaN.
     """
     queries, keys = segments[:, :, None], segments[:, None, :]
     causal = torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool).tril()

@@ -104,7 +104,7 @@ def _means(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _exp(value: float) -> float:
-    """Returns e^value, infinite where that is beyond a float (a model that has diverged)."""
+    """Returns e^value, infinity if that overflows a float (a model that has diverged)."""
     try:
         return math.exp(value)
     except OverflowError:

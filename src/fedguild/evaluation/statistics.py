@@ -1,37 +1,12 @@
-"""Means over clients, budgets and seeds."""
+"""Means over seeds, their spread, and paired differences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from fedguild.errors import DataError
-
-
-def mtal(own_test_scores: Iterable[float | None]) -> float:
-    """Returns the mean over clients of each client's score on its own test set (FedAMoLE, Eq. 22-23).
-
-    Clients count equally. None stands for a client without test examples, which does not count.
-
-    Raises:
-        DataError: no client has a score.
-    """
-    scores = [score for score in own_test_scores if score is not None]
-    if not scores:
-        raise DataError("No client has test examples, so there is no mean over clients.")
-    return fmean(scores)
-
-
-def mean_over_budgets(scores: Mapping[str, float]) -> float:
-    """Returns the mean of budget name -> score, every budget counting equally.
-
-    Raises:
-        DataError: there is no budget.
-    """
-    if not scores:
-        raise DataError("No budget was evaluated, so there is no mean over budgets.")
-    return fmean(scores.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +40,7 @@ def paired_difference(values: Mapping[int, float], reference: Mapping[int, float
     """
     if values.keys() != reference.keys():
         raise DataError(
-            f"A paired difference needs equal seeds, but one side has {sorted(values)} "
+            f"A paired difference needs the same seeds on both sides, but one side has {sorted(values)} "
             f"and the other {sorted(reference)}.",
             "Run both with the same list of seeds.",
         )

@@ -30,7 +30,7 @@ class Scoring:
         normalise: A choice's likelihood is the mean over its tokens, or their sum, which favours
             short choices.
         metrics: The metrics of an example without choices, by name.
-        responses: Name of the one that is its primary measure.
+        responses: Name of the metric that is its primary measure.
     """
 
     choices: Literal["likelihood", "generation"] = "likelihood"
@@ -103,7 +103,7 @@ def _check_answer(example: Example) -> None:
         raise DataError(
             f"An example of task '{example.task}' has {len(example.choices)} choices, but its answer is "
             f"{example.answer}.",
-            f"An answer here is {f'an index from 0 to {len(example.choices) - 1}' if example.choices else None}.",
+            f"The answer must be {f'an index from 0 to {len(example.choices) - 1}' if example.choices else None}.",
         )
 
 
@@ -164,15 +164,15 @@ def _likeliest(nll: Sequence[float], lengths: Sequence[int], scoring: Scoring) -
 
 
 def _pad_id(tokenizer: Any) -> int:
-    """Returns a token id to fill rows with; masked out, it only has to exist."""
+    """Returns a token id for padding; it is masked out, so any valid id will do."""
     return next((int(i) for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
 def parse_label(text: str, choices: Sequence[str]) -> int | None:
     """Returns the index of the choice that a generated text names, or None where it names none.
 
-    The choice that the text mentions first, as whole words, wins; of several that begin at the
-    same place (`New`, `New York`) the longest.
+    The choice that the text mentions first, as whole words, wins; if several begin at the
+    same place (`New`, `New York`), the longest of them does.
     """
     said = normalised(text)
     mentions = []

@@ -1,6 +1,6 @@
-"""The methods: a file or a folder per paper, discovered without a list. After the server stage.
+"""The methods: one file or folder per paper, discovered automatically. Follows the server stage.
 
-Methods of other packages come under the entry-point group `fedguild.methods`.
+Other packages register methods in the entry-point group `fedguild.methods`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def _method_of(name: str, target: Any) -> type[Method]:
         and (candidate.__module__ == target.__name__ or candidate is target)
     ]
     if len(classes) != 1:
-        raise TypeError(f"it defines {len(classes)} subclasses of fedguild.server.method.Method in place of one")
+        raise TypeError(f"it defines {len(classes)} subclasses of fedguild.server.method.Method instead of one")
     if classes[0].name != name:
-        raise TypeError(f"its class calls itself '{classes[0].name}'; set `name = \"{name}\"` in it")
+        raise TypeError(f"its class has the name '{classes[0].name}'; set `name = \"{name}\"` in it")
     return classes[0]
 
 

@@ -69,17 +69,17 @@ class FDLoRASettings(LoraSettings):
     targets: Targets = ("q_proj", "v_proj")
     dropout: Dropout = 0.05
     synchronise_every: int = Field(
-        5, ge=1, description="H: rounds of stage 2 after which the personal adapter becomes the client's shared one"
+        5, ge=1, description="H: in every H-th round of stage 2 the personal adapter becomes the client's shared one"
     )
     outer_learning_rate: float = Field(1.0, gt=0, description="the server's learning rate eta")
     outer_momentum: float = Field(0.5, ge=0, lt=1, description="the server's Nesterov momentum m; 0 is plain SGD")
-    fusion_budget: int = Field(5, ge=1, description="weights (w1, w2) that a client tries in a search")
-    fusion_batches: int = Field(5, ge=1, description="batches of few-shot examples, of the training's batch size")
+    fusion_budget: int = Field(5, ge=1, description="pairs of weights (w1, w2) that a client tries in a search")
+    fusion_batches: int = Field(5, ge=1, description="batches of few-shot examples, of the training batch size")
     held_out: float = Field(
         0.05,
         gt=0,
         lt=1,
-        description="share of a client's examples that is kept out of training for the search, at most",
+        description="largest share of a client's examples that is held out of training for the search",
     )
     regularisation: float = Field(0.05, ge=0, description="lambda: the weight of the mean of |w1|, |w2| in the search")
 

@@ -10,7 +10,7 @@ The algorithm, in our words:
     4      client: minimise the mean loss over its response tokens
     5      server: A = sum_c w_c A_c,  B = sum_c w_c B_c,  sum_c w_c = 1              (as FedIT)
     6      server: Delta W_res = sum_c w_c B_c A_c - B A
-    7      everybody: W_(t+1) = W_t + s Delta W_res, so that W_(t+1) + s B A is the exact average
+    7      everyone: W_(t+1) = W_t + s Delta W_res, so that W_(t+1) + s B A is the exact average
 
 Symbols: r `rank`, s `scale`, w_c `weights` (1 / n, or |D_i| / sum |D|), Delta W_res `residual`.
 

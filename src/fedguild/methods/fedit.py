@@ -55,7 +55,7 @@ class FedITSettings(LoraSettings):
         "model", description="experts that a client activates per token: as many as the model, or as its budget"
     )
     personal: bool = Field(
-        False, description="FedIT-FT: whether a client's own model is its adapter as it trained it, before the average"
+        False, description="FedIT-FT: whether a client's own model is its adapter as trained, before the average"
     )
 
 

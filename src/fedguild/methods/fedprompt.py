@@ -4,7 +4,7 @@ W. Kuang et al., "FederatedScope-LLM", KDD 2024 (the federated method); B. Leste
 N. Constant, "The Power of Scale for Parameter-Efficient Prompt Tuning", EMNLP 2021 (the prompt).
 
 The algorithm, in our words:
-    1  everybody: P = the backbone's embeddings of a text's tokens, n_v x d
+    1  everyone: P = the backbone's embeddings of a text's tokens, n_v x d
     2  each round, for the sampled clients i:
     3      client: P_i = P
     4      client: minimise the mean loss over its response tokens, P_i in front of every text
@@ -53,10 +53,10 @@ class FedPromptSettings(MethodSettings):
 
     text: str = Field(TEXT, min_length=1, description="what the soft prompt starts from")
     tokens: int = Field(
-        23, ge=1, description="n_v: virtual tokens; the text's are cut or repeated to as many, so count them"
+        23, ge=1, description="n_v: virtual tokens; the text is cut or repeated to this number, so match its length"
     )
     personal: bool = Field(
-        False, description="FedPrompt-FT: whether a client's own model has its prompt as it trained it, before the mean"
+        False, description="FedPrompt-FT: whether a client's own model has its prompt as trained, before the mean"
     )
 
 

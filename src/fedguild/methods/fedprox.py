@@ -1,4 +1,4 @@
-"""FedProx: federated averaging, each client held near what it received.
+"""FedProx: federated averaging with a proximal term that keeps each client near the received model.
 
 T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith, "Federated Optimization in
 Heterogeneous Networks", MLSys 2020.

@@ -48,7 +48,7 @@ class FedPTuningSettings(MethodSettings):
     width: int = Field(1024, ge=1, description="w: inner width of the MLP")
     personal: bool = Field(
         False,
-        description="FedPTuning-FT: whether a client's own model has its prompt as it trained it, before the mean",
+        description="FedPTuning-FT: whether a client's own model has its prompt as trained, before the mean",
     )
 
 

@@ -1,4 +1,4 @@
-"""FedSA-LoRA: federated LoRA that shares A, while every client keeps a B of its own.
+"""FedSA-LoRA: federated LoRA that shares A, while every client keeps its own B.
 
 P. Guo, S. Zeng, Y. Wang, H. Fan, F. Wang, L. Qu, "Selective Aggregation for Low-Rank Adaptation in
 Federated Learning", ICLR 2025, arXiv 2410.01463.

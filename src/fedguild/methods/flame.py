@@ -9,7 +9,7 @@ The algorithm, in our words (Sections 2.1-2.2):
     3      client: A_i = A, B_i = B                                              (Eq. 1)
     4      client: minimise the mean loss with k_i active experts, where a layer gives
                h = s_i sum_j R_i(x, k_i)^j (W^j x + A_i^j B_i^j x)              (Eq. 5)
-           and s_i, the rescaler, is learned along and stays with the client
+           and s_i, the rescaler, is learned too and stays with the client
     5      client: count a_i^j, how often expert j was activated, out of S_i
     6      server: gamma_i^j = (a_i^j / S_i)^t |D_i|                             (Eq. 6)
     7      server: A^j = sum_i gamma_i^j A_i^j / sum_i gamma_i^j, B^j alike      (Eq. 7)
@@ -64,7 +64,7 @@ class FlameSettings(LoraSettings):
         "per_layer",
         description="s_i: learned per layer, one learned number, the static ratio k / k_i, or none (Table 5)",
     )
-    temperature: float = Field(2.0, ge=0, description="t of Eq. 6; 0 is averaging by size, 2 to 4 the paper's advice")
+    temperature: float = Field(2.0, ge=0, description="t of Eq. 6; 0 averages by size, and the paper advises 2 to 4")
     frequency: Literal["token", "step"] = Field(
         "token", description="what a_i^j / S_i counts: tokens, or optimizer steps with at least one activation"
     )

@@ -17,12 +17,12 @@ Delta W `weighted_product`, U S V^T `decompose`.
 
 Readings and deviations (docs/methods/flexlora.md):
     - Delta W is never formed. Its rank is at most sum r_c, so QR of the clients' stacked factors and
-      the decomposition of a small matrix give the same U, S, V. Each expert is decomposed apart.
+      the decomposition of a small matrix give the same U, S, V. Each expert is decomposed separately.
     - The state holds U S and V^T up to rank r: truncations of a singular value decomposition are
       nested, so that every budget's is a slice of it. The sign of a pair of singular vectors is fixed.
     - Every client's scale is alpha / r_c of its own rank; it is folded into Delta W and undone for
       the next client. (The released code never calls the helper that changes the ranks.)
-    - Where the clients' ranks together are below r, the rows that are left are A from before made
+    - If the clients' ranks add up to less than r, the remaining rows are the previous A made
       orthogonal to the others, with B = 0; a null-space vector of the whole Delta W would do as well.
     - If no client of the round has an example, the global model stays.
 """

@@ -9,7 +9,7 @@ The algorithm, in our words:
     3      client: minimise the mean loss with s_c B_c A_c on every adapted layer
     4      server: stack A = [p_1 A_1; ..; p_n A_n] and B = [B_1, .., B_n], so that
                Delta W = B A = sum_c p_c B_c A_c, without a cross term
-    5      server: send A and B to the clients; everybody merges W_(t+1) = W_t + s Delta W
+    5      server: send A and B to the clients; everyone merges W_(t+1) = W_t + s Delta W
 
 Symbols: r_c `budget.rank`, s_c `scale_of`, p_c = n_c / sum n over the round's clients, [..; ..] `stack`.
 

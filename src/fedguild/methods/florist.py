@@ -11,13 +11,13 @@ The algorithm, in our words:
     5      server: B = U_B S_B V_B, A = U_A S_A V_A, P = S_B V_B U_A S_A = U_P S_P V_P   (R x R)
     6      server: p = min{k: sum_(j<=k) sigma_j^2 / sum_j sigma_j^2 >= tau}, sigma = diag S_P
     7      server: B_g = U_B U_P S_P[:, :p],  A_g = (V_P V_A)[:p]
-    8      server: send one pair B_g, A_g to all; everybody merges W_(t+1) = W_t + B_g A_g
+    8      server: send one pair B_g, A_g to all; everyone merges W_(t+1) = W_t + B_g A_g
 
 Symbols: r_c `budget.rank`, s_c `scale_of`, p_c = n_c / sum n, tau `threshold`, p `counts`; line 5 is
 `decompose`, lines 6 and 7 `thresholded`.
 
 Readings and deviations (docs/methods/florist.md):
-    - Line 5 takes QR of either factor in place of its singular value decomposition: U_B U_P, S_P and
+    - Line 5 takes QR of each factor in place of its singular value decomposition: U_B U_P, S_P and
       V_P V_A are the same, and half of the work is saved.
     - p is chosen for every module. Experts that share a tensor each have their own p, and the tensor has
       the largest of them: the other experts' pairs end in zeros.
@@ -64,8 +64,8 @@ class FloristSettings(MethodSettings):
     threshold: float = Field(0.9, gt=0, le=1, description="tau, the share of the squared singular values that is kept")
     next_round: Literal["merge", "truncate"] = Field(
         "merge",
-        description="what the pair is to the next round: merged into the backbone under a fresh LoRA, or the LoRA that "
-        "clients start from at their rank",
+        description="use of the pair in the next round: merged into the backbone under a fresh LoRA, or as the LoRA "
+        "that clients start from at their rank",
     )
     alpha: Alpha = 16.0
     targets: Targets = ("attention", "experts")

@@ -24,7 +24,7 @@ Readings and deviations (docs/methods/hetlora.md):
       product, so no client prunes.
     - The norm of line 6 is that of the whole client, the root of the sum of squares over its
       matrices; `norm_scope: module` weighs every matrix by its own. If all norms are 0, the clients
-      weigh alike. `weights: size` weighs by the number of examples, as FlexLoRA's authors do.
+      have equal weights. `weights: size` weighs by the number of examples, as FlexLoRA's authors do.
     - One scale alpha / r for all ranks, so that a rank has the same meaning for every client.
     - Ranks that no client of the round holds keep their global value, and those whose holders have no
       weight are averaged uniformly; zeros in A and B alike would never train again.
@@ -69,14 +69,14 @@ class HetLoRASettings(LoraSettings):
 
     dropout: Dropout = 0.0
     penalty_weight: float = Field(1e-3, ge=0, description="lambda, weight of the penalty on a client's last ranks")
-    gamma: float = Field(0.99, gt=0, le=1, description="share of its ranks that a client's penalty and pruning spare")
+    gamma: float = Field(0.99, gt=0, le=1, description="share of a client's ranks that penalty and pruning spare")
     minimum_rank: int = Field(1, ge=1, description="r_min, the rank below which no client is pruned")
-    pruning: bool = Field(True, description="whether a client gives up its last ranks where training shrank them")
+    pruning: bool = Field(True, description="whether a client gives up its last ranks if training shrank them")
     weights: Literal["norm", "size"] = Field(
         "norm", description="a client's weight in the average: the norm of its product BA, or its number of examples"
     )
     norm_scope: Literal["client", "module"] = Field(
-        "client", description="whose norm weighs: the whole client's, or that of every adapted matrix by itself"
+        "client", description="norm for the weights: the whole client's, or that of every adapted matrix separately"
     )
 
 
@@ -160,7 +160,7 @@ class HetLoRA(Method):
         return Deployment(plan, truncate_rank(state.part(ADAPTER), plan.lora.rank))
 
     def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns A, B at the client's own rank, and nobody's rank."""
+        """Returns A, B at the client's own rank, without the record of ranks."""
         return Payload.of({ADAPTER: self._truncated(state, model, client).tensors})
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
@@ -186,7 +186,7 @@ class HetLoRA(Method):
         return Deployment(plan, truncate_rank(state.part(ADAPTER), rank))
 
     def _parted(self, adapter: Mapping[str, Tensor], *, prune: bool = False) -> Payload:
-        """Returns an adapter as it travels: the ranks that pruning keeps and, unless it is to be pruned, the tail."""
+        """Returns an adapter as it is sent: the ranks that pruning keeps and, unless it is to be pruned, the tail."""
         rank = rank_of(adapter)
         kept = self.pruned(rank)
         head = with_part(ADAPTER, truncate_rank(adapter, kept))
@@ -210,7 +210,7 @@ class PaddedMean:
     """The running mean sum_k w_k pad(x_k) / sum_k w_k of factors padded with zeros to one rank (line 7).
 
     Args:
-        rank: r, what is padded to.
+        rank: r, the rank to pad to.
     """
 
     def __init__(self, rank: int) -> None:
@@ -220,15 +220,15 @@ class PaddedMean:
 
     def add(self, adapter: Mapping[str, Tensor], weight: Weight | Mapping[str, Weight]) -> None:
         """Adds one client's factors; the weight is as in `WeightedMean.add`."""
-        padded, held = pad_rank(adapter, self._rank)
+        padded, masks = pad_rank(adapter, self._rank)
         self._mean.add(padded, weight)
-        for name, rows in held.items():
-            own = torch.as_tensor(weight[name] if isinstance(weight, Mapping) else weight, dtype=torch.float64)
-            own = own.reshape(*own.shape, *[1] * (rows.dim() - own.dim()))
-            self._held[name] = self._held.get(name, torch.zeros(())) + own * rows
+        for name, rows in masks.items():
+            factor = torch.as_tensor(weight[name] if isinstance(weight, Mapping) else weight, dtype=torch.float64)
+            factor = factor.reshape(*factor.shape, *[1] * (rows.dim() - factor.dim()))
+            self._held[name] = self._held.get(name, torch.zeros(())) + factor * rows
 
     def result(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the mean, and `fallback` in the ranks whose holders have no weight together."""
+        """Returns the mean, and `fallback` in the ranks whose holders' weights sum to zero."""
         means = self._mean.result(fallback)
         return {
             name: torch.where(self._held[name] > 0, mean, fallback[name]) if name in self._held else mean
@@ -264,9 +264,9 @@ def _tail_norms(tensor: SlotTensor, starts: Sequence[int]) -> Tensor:
     by_rank = tensor.stored if tensor.swapped else tensor.stored.movedim(_axis(tensor.name), -2)  # [.., R, width]
     tail = by_rank.movedim(tensor.axis, 0)[..., first:, :]
     rows = torch.arange(first, by_rank.shape[-2], device=tail.device)
-    held = rows >= torch.tensor(starts, device=tail.device)[:, None]
-    held = held.reshape(len(starts), *[1] * (tail.dim() - 3), len(rows), 1)
-    norms: Tensor = torch.linalg.vector_norm(tail * held, dim=(-2, -1))
+    in_tail = rows >= torch.tensor(starts, device=tail.device)[:, None]
+    in_tail = in_tail.reshape(len(starts), *[1] * (tail.dim() - 3), len(rows), 1)
+    norms: Tensor = torch.linalg.vector_norm(tail * in_tail, dim=(-2, -1))
     return norms
 
 

@@ -21,8 +21,8 @@ Symbols: t `round`, w_c `weights` (|D_c| or 1), r `rank`, alpha `alpha`, s = alp
 Readings and deviations (docs/methods/rolora.md):
     - Only the factor that trained goes up; both go down in every round, so that a client that was absent
       needs nothing else.
-    - The factor that does not train has neither gradient nor optimizer state. The plan is of both, as it does
-      not depend on the round; a client trains in slots of its own for the round (`Cohort.afresh`).
+    - The factor that does not train has neither gradient nor optimizer state. The plan has both, as it does
+      not depend on the round; a client trains in separate slots for the round (`Cohort.afresh`).
     - t counts the rounds of the state and is sent in the download. An upload that arrives a round late has the other
       factor, trained against one that has changed since, and is ignored.
     - The paper averages uniformly (`weights=uniform`); by default clients weigh by size, as elsewhere.
@@ -51,7 +51,7 @@ from fedguild.server.settings import Dropout, LoraSettings, Weights
 from fedguild.server.uploads import weight_of
 
 ROUND = "round"
-"""The scalar t of a state and of every download: the number of the round that comes next, from 1."""
+"""The scalar t of a state and of every download: the number of the next round, from 1."""
 
 
 class RoLoRASettings(LoraSettings):
@@ -73,7 +73,7 @@ class RoLoRA(Method):
     )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
-        """Returns LoRA of the same rank for every budget, with the budget's active experts; of both factors."""
+        """Returns LoRA of the same rank for every budget, with the budget's active experts and both factors."""
         settings = self.settings
         lora = Lora(settings.rank, settings.scale, settings.targets, settings.dropout)
         return AdapterPlan((lora,), active_experts_of(model, budget))

@@ -1,4 +1,4 @@
-"""Trivial: for every budget a federation of its own, all clients at its LoRA rank.
+"""Trivial: a separate federation for every budget, all clients at its LoRA rank.
 
 The baseline "trivial" of K. Le, T. Tran, T. Hua, N. V. Chawla, "FLAME: Towards Federated Fine-Tuning
 Large Language Models Through Adaptive SMoE", Section 3.2, which "simply employs a globally small

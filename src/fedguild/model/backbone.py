@@ -80,7 +80,9 @@ class Backbone:
             ModelError: changes are merged already, the weights are in 4 bit, or a change fits no weight.
         """
         if self.is_merged:
-            raise ModelError("The weights of this backbone hold the changes of another state.", "End that block first.")
+            raise ModelError(
+                "The weights of this backbone include another state's changes.", "Leave that `merged` block first."
+            )
         self.is_merged = bool(merges)
         try:
             with merged(self.model, self.info, merges):
@@ -161,10 +163,10 @@ def load_backbone(
 
 
 def inspect_model(path: str = EMBEDDED, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelInfo:
-    """Returns the description of a model that is about to be loaded from its config, without reading a weight.
+    """Returns a model's description from its config, before the model is loaded; reads no weight.
 
     A folder is checked for everything that loading needs: its tokenizer, complete weight files, and the names and
-        shapes that the config requires. For a model on the hub, only the config is downloaded.
+    shapes that the config requires. For a model on the hub, only the config is downloaded.
 
     Args:
         path: Hub id, folder, or `embedded`.
@@ -336,7 +338,7 @@ def _without_weights(config: PreTrainedConfig, trust_remote_code: bool) -> Any:
 
 
 def _seq2seq(config: Any) -> Seq2Seq | None:
-    """Returns how an encoder-decoder model takes a text; None for a causal model.
+    """Returns the input form of an encoder-decoder model; None for a causal model.
 
     Raises:
         ModelError: it is not of T5's kind, whose decoder starts from padding.
@@ -357,7 +359,7 @@ def pick_device(device: str) -> torch.device:
     """Returns the device a setting means; `auto` is the first GPU if there is one.
 
     Raises:
-        ConfigError: a GPU is asked for but there is none, or the name is unknown.
+        ConfigError: a GPU is requested but there is none, or the name is unknown.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -366,7 +368,7 @@ def pick_device(device: str) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"model.device: unknown device '{device}'.", "Known: auto, cpu, cuda, cuda:N.") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("model.device: cuda is asked for, but torch sees no GPU.", "Set model.device=cpu or auto.")
+        raise ConfigError("model.device: cuda is requested, but torch finds no GPU.", "Set model.device=cpu or auto.")
     return chosen
 
 

@@ -3,7 +3,7 @@
 transformers gives linear layers 4-bit weights as it loads them, but the fused experts are bare
 parameters, which it leaves in 16 bit (bitsandbytes issue 1849), and they are most of a
 mixture-of-experts model. `quantise_experts` packs those too, by bitsandbytes' parametrisation: from
-then on the module dequantises a weight when it is asked for. The experts' kernel asks in each pass
+then on the module dequantises a weight when it is accessed. The experts' kernel accesses it in each pass
 and keeps nothing in between, so one layer's weights are in 16 bit at a time. While the model loads,
 the experts of all layers are; routers, embeddings and the head stay in 16 bit.
 """
@@ -21,7 +21,7 @@ from transformers.utils.import_utils import is_accelerate_available, is_bitsandb
 from fedguild.errors import ConfigError
 
 OLDEST = "0.50.0"
-"""Before it, dequantised weights pile up under gradient checkpointing (bitsandbytes pull request 1999)."""
+"""Before this version, dequantised weights pile up under gradient checkpointing (bitsandbytes pull request 1999)."""
 KIND = "nf4"
 
 

@@ -102,7 +102,7 @@ class ModelInfo:
         other = next((moe.routing for moe in self.moe if moe.routing != "softmax"), None)
         if other is not None:
             raise ModelError(
-                f"{who} needs a router that is a softmax over all experts; that of {self.name} "
+                f"{who} needs a router that is a softmax over all experts; the router of {self.name} "
                 f"({self.family}) {'scores by sigmoid' if other == 'sigmoid' else 'limits expert groups'}.",
                 "Choose OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE or a DeepSeek-V2 without groups.",
             )

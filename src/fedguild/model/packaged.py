@@ -1,4 +1,4 @@
-"""The models in the box: the names by which `model.path` finds them, and their folders."""
+"""The packaged models: their names in `model.path`, and their folders."""
 
 from __future__ import annotations
 

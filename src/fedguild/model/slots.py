@@ -124,14 +124,14 @@ class SlotModel:
         """Gives every slot a second LoRA with tensors named `{second}{name}`; neither of the two is trained.
 
         For a part that has declared these names and doubles every batch: a pass runs all rows under the slots' LoRA,
-            followed by all rows again under the second.
+        followed by all rows again under the second.
         """
         self.copies = 2
         for name in [name for name in self.loaded if f"{second}{name}" in self.loaded]:
-            own = self.loaded[name]
-            both = self._running[name] = torch.cat([own.stored.detach()] * 2, dim=own.axis)
-            for key, half in zip((name, f"{second}{name}"), both.split(self.slots, dim=own.axis), strict=True):
-                self.loaded[key] = replace(own, name=key, stored=half)
+            first = self.loaded[name]
+            both = self._running[name] = torch.cat([first.stored.detach()] * 2, dim=first.axis)
+            for key, half in zip((name, f"{second}{name}"), both.split(self.slots, dim=first.axis), strict=True):
+                self.loaded[key] = replace(first, name=key, stored=half)
                 self.trainables.pop(key, None)
 
     def token_losses(self, batch: SlotBatch, label_smoothing: float = 0.0) -> Tensor:
@@ -230,9 +230,9 @@ class SlotModel:
         select: Tensor | None = None,
         decoder_mask: Tensor | None = None,
     ) -> Pass:
-        own = self.backbone.info.top_k
-        active = [plan.active_experts or own for plan in self.plans] * self.copies
-        present = [k for k, count in zip(active, rows, strict=True) if count] or [own]
+        top_k = self.backbone.info.top_k
+        active = [plan.active_experts or top_k for plan in self.plans] * self.copies
+        present = [k for k, count in zip(active, rows, strict=True) if count] or [top_k]
         mixed = len(set(present)) > 1
         table = torch.tensor(active, device=self.device) if mixed else None
         return Pass(rows, mask, table, max(present), select, decoder_mask)
@@ -268,7 +268,7 @@ class SlotModel:
 def _check_plans(backbone: Backbone, plans: Sequence[AdapterPlan]) -> None:
     first = plans[0]
     if any(plan.cohort_key != first.cohort_key for plan in plans):
-        raise ConfigError("The clients of a cohort must share LoRA targets and the kinds of what else they train.")
+        raise ConfigError("The clients of a cohort must share LoRA targets and the other kinds of trainables.")
     for plan in plans:
         if plan.active_experts is not None:
             backbone.info.require_active_experts(plan.active_experts, "The plan of a client")

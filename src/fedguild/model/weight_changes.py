@@ -26,7 +26,7 @@ def weight_modules(model: ModelInfo) -> dict[str, tuple[str, ...]]:
     """Returns weight name -> the modules that it consists of, for every weight that an adapter may change.
 
     Several modules share a weight if transformers fuses them: in `gate_up_proj` [M, 2I, H] the rows of an expert's gate
-        come before those of its up projection.
+    come before those of its up projection.
     """
     weights: dict[str, tuple[str, ...]] = {f"{linear.name}.weight": (linear.name,) for linear in model.linears}
     for moe in model.moe:
@@ -52,7 +52,7 @@ def changes(merges: Mapping[str, Tensor]) -> dict[str, list[Factors]]:
     Raises:
         ModelError: a name has another form, or one of two factors is missing.
     """
-    found: dict[str, dict[int, dict[str, Tensor]]] = {}
+    by_module: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in merges.items():
         version, _, rest = name.partition("/")
         module, _, leaf = rest.rpartition(".")
@@ -60,13 +60,13 @@ def changes(merges: Mapping[str, Tensor]) -> dict[str, list[Factors]]:
             raise ModelError(
                 f"'{name}' is not a factor that can be merged.", "Names are VERSION/MODULE.lora_A or lora_B."
             )
-        found.setdefault(module, {}).setdefault(int(version), {})[leaf] = tensor
-    lone = [f"{version}/{module}" for module, held in found.items() for version in held if len(held[version]) < 2]
+        by_module.setdefault(module, {}).setdefault(int(version), {})[leaf] = tensor
+    lone = [f"{number}/{module}" for module, pairs in by_module.items() for number in pairs if len(pairs[number]) < 2]
     if lone:
         raise ModelError(f"The change {lone[0]} has only one of its two factors, lora_A and lora_B.")
     return {
-        module: [(held[version]["lora_A"], held[version]["lora_B"]) for version in sorted(held)]
-        for module, held in found.items()
+        module: [(pairs[number]["lora_A"], pairs[number]["lora_B"]) for number in sorted(pairs)]
+        for module, pairs in by_module.items()
     }
 
 

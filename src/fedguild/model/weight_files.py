@@ -71,7 +71,7 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise ModelError(
-            f"{file} has {size:,} bytes, and its header cannot be read: it is truncated, or no safetensors file.",
+            f"{file} has {size:,} bytes, and its header cannot be read: it is truncated, or not a safetensors file.",
             "Copy or download it again.",
         ) from error
     whole = _LENGTH_BYTES + length + end

@@ -91,7 +91,7 @@ def truncate_rank(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]
     Tensors without a rank pass unchanged (HetLoRA's download).
 
     Raises:
-        ValueError: a tensor has a lower rank already.
+        ValueError: a tensor's rank is already lower.
     """
     truncated = {}
     for name, tensor in tensors.items():
@@ -118,7 +118,7 @@ def pad_rank(tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tensor
             [1, .., 1, r] for lora_B; one 1 for a tensor without a rank.
 
     Raises:
-        ValueError: a tensor has a higher rank already.
+        ValueError: a tensor's rank is already higher.
     """
     padded, held = {}, {}
     for name, tensor in tensors.items():
@@ -176,4 +176,4 @@ def _over_leading(name: str, tensor: Tensor, weight: Weight) -> Tensor:
 
 def _require_shape(name: str, known: Tensor, found: Tensor) -> None:
     if known.shape != found.shape:
-        raise ValueError(f"'{name}' has the shape {list(found.shape)}, but {list(known.shape)} before.")
+        raise ValueError(f"'{name}' has the shape {list(found.shape)}, but had {list(known.shape)} before.")

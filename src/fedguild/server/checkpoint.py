@@ -20,7 +20,7 @@ from fedguild.sealed import read_sealed, remove_leftovers, write_sealed
 
 _SUFFIX = ".checkpoint"
 FORMAT = 2
-"""Layout of a checkpoint; 0.1.0 wrote the first, without a number and with other tensor names in the state."""
+"""Version of the checkpoint layout; 0.1.0 wrote version 1, without this number and with other tensor names."""
 _FILE_NAME = re.compile(r"round-(\d+)" + re.escape(_SUFFIX))
 
 
@@ -100,8 +100,8 @@ def load(folder: Path, round: int, *, fingerprint: str) -> Checkpoint:
     """
     path = _path(folder, round)
     if not path.exists():
-        held = ", ".join(map(str, rounds(folder))) or "none"
-        raise CheckpointError(f"{folder} holds no checkpoint of round {round}.", f"Rounds it holds: {held}.")
+        existing = ", ".join(map(str, rounds(folder))) or "none"
+        raise CheckpointError(f"{folder} holds no checkpoint of round {round}.", f"Rounds it holds: {existing}.")
     try:
         tensors, header = _read(path)
     except CheckpointError as error:

@@ -35,6 +35,6 @@ class _Phase:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         whole = time.perf_counter() - self._started
-        own = whole - self._clock._inner.pop()
+        exclusive = whole - self._clock._inner.pop()
         self._clock._inner[-1] += whole
-        self._clock._seconds[self._name] = self._clock._seconds.get(self._name, 0.0) + own
+        self._clock._seconds[self._name] = self._clock._seconds.get(self._name, 0.0) + exclusive

@@ -12,7 +12,7 @@ def require_within_top_k(model: ModelInfo, budget: Budget) -> int:
 
     Raises:
         ModelError: the model is dense.
-        ConfigError: the model runs fewer.
+        ConfigError: the budget's active experts are not from 1 to the model's top-k.
     """
     return model.require_active_experts(budget.active_experts, f"federation.budgets: '{budget.name}'")
 
@@ -21,7 +21,7 @@ def active_experts_of(model: ModelInfo, budget: Budget) -> int | None:
     """Returns the budget's active experts; None for a dense model.
 
     Raises:
-        ConfigError: the model runs fewer.
+        ConfigError: the budget's active experts are not from 1 to the model's top-k.
     """
     return require_within_top_k(model, budget) if model.moe else None
 

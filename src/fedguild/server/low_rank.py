@@ -32,7 +32,9 @@ class Factors:
     def __post_init__(self) -> None:
         down, up = self.down.shape, self.up.shape
         if min(len(down), len(up)) < 2 or down[:-2] != up[:-2] or down[-2] != up[-1]:
-            raise ValueError(f"The factors {list(down)} and {list(up)} make no product [.., out, R] @ [.., R, in].")
+            raise ValueError(
+                f"The factors {list(down)} and {list(up)} do not form a product [.., out, R] @ [.., R, in]."
+            )
 
     @property
     def rank(self) -> int:
@@ -75,9 +77,9 @@ def stack(parts: Iterable[tuple[Factors, float]]) -> Factors:
         ups.append(up)
     if not downs:
         raise ValueError("There is no low-rank product to stack.")
-    found = {(tuple(down.shape[:-2]), up.shape[-2], down.shape[-1]) for down, up in zip(downs, ups, strict=True)}
-    if len(found) > 1:
-        raise ValueError(f"Products of different (leading dimensions, out, in) cannot be added: {sorted(found)}.")
+    shapes = {(tuple(down.shape[:-2]), up.shape[-2], down.shape[-1]) for down, up in zip(downs, ups, strict=True)}
+    if len(shapes) > 1:
+        raise ValueError(f"Products of different (leading dimensions, out, in) cannot be added: {sorted(shapes)}.")
     return Factors(torch.cat(downs, -2), torch.cat(ups, -1))
 
 
@@ -94,11 +96,11 @@ def weighted_product(clients: Sequence[tuple[Mapping[str, Tensor], float]]) -> I
     modules = [by_module(tensors) for tensors, _ in clients]
     weights = [weight for _, weight in clients]
     if not modules:
-        raise ValueError("There is no client whose products could be added.")
-    if any(own.keys() != modules[0].keys() for own in modules):
+        raise ValueError("There are no clients whose products could be added.")
+    if any(factors.keys() != modules[0].keys() for factors in modules):
         raise ValueError("The clients' products are of different modules.")
     for module in modules[0]:
-        yield module, stack((own[module], weight) for own, weight in zip(modules, weights, strict=True))
+        yield module, stack((factors[module], weight) for factors, weight in zip(modules, weights, strict=True))
 
 
 def decompose(factors: Factors) -> Svd:
@@ -151,7 +153,7 @@ def by_module(tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
             modules.setdefault(module, {})[leaf] = tensor
     lone = sorted(module for module, pair in modules.items() if len(pair) == 1)
     if lone:
-        raise ValueError(f"Only one of {DOWN} and {UP} is there for {', '.join(lone)}.")
+        raise ValueError(f"Only one of {DOWN} and {UP} is present for {', '.join(lone)}.")
     return {module: Factors(pair[DOWN], pair[UP]) for module, pair in modules.items()}
 
 

@@ -2,8 +2,8 @@
 
 Every round that changes the backbone appends a version, a pair of factors for each module with the
 scale folded in: W_t = W_0 + sum_{v <= t} B_v A_v. The state keeps all of them, because a client may join at any time. A
-    client whose upload contributed to the newest version holds all earlier ones and receives only the newest; all
-    others receive the whole history (`fedguild.client.merge_ledger` is the client half).
+client whose upload contributed to the newest version holds all earlier ones and receives only the newest; all
+others receive the whole history (`fedguild.client.merge_ledger` is the client half).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedguild.server.low_rank import Factors, named
 from fedguild.server.method import Upload
 
 HOLDERS, HELD = "merge_holders", "merge_held"
-"""In the state: the indices of the clients that hold every version up to `merge_held`, of which `HELD` is the name."""
+"""In the state: the indices of the clients that hold every version up to the scalar `merge_held` (`HELD`)."""
 
 HISTORY_COST = "the state keeps every round's merge, which a client that missed rounds downloads"
 

@@ -84,7 +84,7 @@ class ServerCosts:
         bound: Options under which the upper bound is reached.
         leave_out: Whether the profile aggregates uploads without the tensors that may be omitted.
         rounds: The first round in which payloads have their final form.
-        period: After how many rounds that form repeats, where payloads take turns; the profile gives their mean.
+        period: Number of rounds after which payloads that alternate repeat; the profile gives their mean.
         trains: Whether a client trains its own budget's adapter, or one for every budget.
     """
 
@@ -161,7 +161,7 @@ class Method(ABC):
         before (see `upload.round`), whose clients had the download of that round.
         """
 
-    # What crosses a client's boundary
+    # Messages between server and clients
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Returns the server's message to this client at the start of a round; by default the state's adapter."""
@@ -185,7 +185,7 @@ class Method(ABC):
         """
         return state
 
-    # The models that come out
+    # The resulting models
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment | None:
         """Returns the global model as a client of this budget runs it; None where every client has its own.
@@ -201,11 +201,11 @@ class Method(ABC):
             excerpt: The client's excerpt of the state after the round.
             model: The backbone's description.
             client: The client whose model it is.
-            memory: What the client kept from its last participation; empty if it never took part, and if the model that
-                the client would receive next is asked for.
+            memory: What the client kept from its last participation; empty if it never took part, or if the caller asks
+                for the model that the client would receive next.
         """
         deployment = self.deploy(excerpt, model, client.budget)
-        assert deployment is not None, f"{self.name} has no global model, so it has to say what a client's own is"
+        assert deployment is not None, f"{self.name} has no global model, so it must override `personalize`"
         return deployment
 
     # The federation
@@ -234,7 +234,7 @@ class Method(ABC):
         """Returns the method for one training on a client's own machine; by default itself.
 
         Args:
-            secret: The seed of any noise that protects the client's data, another number for every training. The server
+            secret: The seed of any noise that protects the client's data, different for every training. The server
                 does not know it; from the run's seed, which it knows, it could reproduce the noise.
         """
         return self

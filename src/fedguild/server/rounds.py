@@ -1,7 +1,7 @@
 """The round loop's body, the same on every engine and for every method.
 
 All failures of clients and of the network are handled here: a missing upload is requested again or skipped, an invalid
-    or unexpected one is left out and recorded, and too few valid uploads are an error.
+or unexpected one is left out and recorded, and too few valid uploads are an error.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def run_round(
         tasks = [Task(round_index, client, method.download(state, model, client)) for client in asked]
     # train, validate and aggregate, one upload after the other
     intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, frozenset(accepted_before))
-    with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:  # the engine ends its work in any case
+    with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:  # ends the engine's work on errors too
         outcome.state = method.aggregate(state, uploads)
     # record
     intake.close()

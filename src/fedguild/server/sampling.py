@@ -44,7 +44,7 @@ def sample(
         participation: Share of the clients that takes part, above 0 and at most 1.
         seed: The run's seed.
         minimum: The smallest number of clients that a round wants.
-        over_selection: Clients asked beyond the wanted, as a share of the wanted, at least 0.
+        over_selection: Additional clients to ask, as a share of the wanted number, at least 0.
 
     Raises:
         ConfigError: a share is out of range, or there are fewer clients than `minimum`.
@@ -99,7 +99,7 @@ def require_quorum(valid: int, asked: int, quorum: float | int, reasons: Mapping
     listed = "".join(f"\n  {client}: {reason}" for client, reason in sorted((reasons or {}).items()))
     raise QuorumError(
         f"{valid} of {asked} clients delivered a valid upload, but the quorum is {needed}.{listed}",
-        "The last complete round is untouched: mend the clients, or lower the quorum, and resume.",
+        "The last complete round is untouched: fix the clients, or lower the quorum, and resume.",
     )
 
 

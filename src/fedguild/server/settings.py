@@ -1,4 +1,4 @@
-"""Options that several methods have, each declared once: LoRA's rank, alpha and targets, and what trains in full."""
+"""Options that several methods have, each declared once: LoRA's, and those of plain averaging."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ def fitting_defaults(settings: BaseModel, model: ModelInfo) -> dict[str, Any]:
 
 
 class AveragingSettings(MethodSettings):
-    """What trains under plain averaging (FedAvg, FedProx): the gate, the experts, LoRA elsewhere."""
+    """Options of plain averaging (FedAvg, FedProx): how gates and experts train, and other layers with LoRA."""
 
     gate: Literal["full", "lora", "none"] = Field(
-        "full", description="what trains of the gates: their weights, LoRA, or nothing"
+        "full", description="how the gates train: their full weights, LoRA, or not at all"
     )
     experts: Literal["lora", "full", "none"] = Field(
-        "lora", description="what trains of the experts: LoRA, their weights, or nothing"
+        "lora", description="how the experts train: LoRA, their full weights, or not at all"
     )
     rank: Rank = 8
     alpha: Alpha = 16.0
     targets: tuple[str, ...] = Field(
-        (), description="what else LoRA adapts: leaf names of linear layers, or the groups attention and mlp"
+        (), description="other layers that LoRA adapts: leaf names of linear layers, or the groups attention and mlp"
     )
     personal: bool = Field(
         False, description="whether a client's own model is the one that it trained, before the average"
@@ -91,22 +91,22 @@ def averaging_plan(model: ModelInfo, settings: AveragingSettings) -> AdapterPlan
     """Returns the plan that the settings describe, the same for every budget.
 
     Raises:
-        ConfigError: nothing would train, gate or experts are named twice, or the model has neither.
+        ConfigError: nothing would train, gate or experts are among the targets, or the model has neither.
     """
     if taken := {"router", "experts"} & set(settings.targets):
         raise ConfigError(
             f"method.targets: {' and '.join(sorted(taken))} cannot be among the targets.",
-            "method.gate and method.experts say what trains of them; `targets` names what else does: [attention].",
+            "method.gate and method.experts set how they train; `targets` names other layers, for example [attention].",
         )
     if not model.moe and (settings.gate, settings.experts) != ("none", "none"):
         raise ConfigError(
-            f"method.gate and method.experts train what {model.name} ({model.family}) does not have: it is dense.",
-            "Set method.gate=none method.experts=none, and method.targets to what LoRA adapts, as in [attention].",
+            f"method.gate and method.experts need experts, but {model.name} ({model.family}) is dense.",
+            "Set method.gate=none method.experts=none, and method.targets to layers for LoRA, such as [attention].",
         )
     if (settings.gate, settings.experts, settings.targets) == ("none", "none", ()):
         raise ConfigError(
             "method.gate and method.experts are none and method.targets is empty: nothing would train.",
-            "Set method.targets to what LoRA adapts, for example [attention].",
+            "Set method.targets to layers for LoRA, for example [attention].",
         )
     low_rank = {"router": settings.gate, "experts": settings.experts}
     targets = (*settings.targets, *(target for target, kind in low_rank.items() if kind == "lora"))

@@ -228,7 +228,7 @@ def test_what_the_part_trains(exact: Backbone) -> None:
 
 
 def test_more_candidates_than_experts(exact: Backbone) -> None:
-    with pytest.raises(ConfigError, match=r"9 candidates are asked for, but tiny olmoe has 8(.|\n)*0 to 8"):
+    with pytest.raises(ConfigError, match=r"9 candidates are requested, but tiny olmoe has 8(.|\n)*0 to 8"):
         ModulatedRouting(candidates=9).shapes(exact.info)
 
 
@@ -245,5 +245,8 @@ def test_a_router_that_is_no_softmax_over_all(family: str, told: str) -> None:
 
 def test_unequal_clients_of_a_cohort(olmoe_backbone: Backbone) -> None:
     part = ModulatedRouting()
-    with SlotModel(olmoe_backbone, [plan_with(2)]) as model, pytest.raises(ConfigError, match="routing is modulated"):
+    with (
+        SlotModel(olmoe_backbone, [plan_with(2)]) as model,
+        pytest.raises(ConfigError, match="modulate their routing in the same way"),
+    ):
         part.attach(model, [part, replace(part, candidates=3)])

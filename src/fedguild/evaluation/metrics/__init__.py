@@ -1,8 +1,8 @@
-"""Metrics of generated answers: a file for each, and `METRICS`, which finds them and those of other packages.
+"""Metrics of generated answers: one file per metric, and `METRICS`, which finds these and those of other packages.
 
 A metric is a function of the generated text and the reference that returns a number, from 0 (wrong) to
-1 (as the reference). A module in this folder defines it as `score` and goes by its file's name; one of
-another package goes by the name of its entry point in the group `fedguild.metrics`.
+1 (equal to the reference). A module in this folder defines it as `score`, and the file's name is the metric's
+name; a metric of another package has the name of its entry point in the group `fedguild.metrics`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedguild.plugins import Plugins
 Metric = Callable[[str, str], float]
 """(generated text, reference) -> score."""
 TAKEN = ("accuracy", "deviation", "perplexity")
-"""Names that other figures of an evaluation are recorded under."""
+"""Names under which other figures of an evaluation are recorded."""
 
 
 def _accepted(name: str, loaded: object) -> Metric:
@@ -48,7 +48,7 @@ def measure(metrics: Mapping[str, Metric], prediction: str, reference: str) -> d
     """Returns the value of every metric by its name.
 
     Raises:
-        FedGuildError: a metric returns something else than a finite number.
+        FedGuildError: a metric returns something other than a finite number.
     """
     values: dict[str, float] = {}
     for name, metric in metrics.items():
@@ -56,7 +56,7 @@ def measure(metrics: Mapping[str, Metric], prediction: str, reference: str) -> d
         if not isinstance(value, Real) or not math.isfinite(value):
             raise FedGuildError(
                 f"The metric '{name}' returned {value!r:.50} for the answer {prediction!r:.200}.",
-                "A metric returns a finite number.",
+                "A metric must return a finite number.",
             )
         values[name] = float(value)
     return values

@@ -9,5 +9,5 @@ def score(prediction: str, reference: str) -> float:
 
 
 def normalised(text: str) -> str:
-    """Returns the text in lower case, with single spaces between words and none around."""
+    """Returns the text in lower case, with single spaces between words and none at the ends."""
     return " ".join(text.lower().split())

@@ -29,7 +29,7 @@ Readings and deviations (docs/methods/fed-sb.md):
       LoRA with A = [Omega^T; 0] and B = [0, Psi^T], which changes nothing.
     - eta is an option: in the paper it is the learning rate over (warm-up ratio times total steps), which
       a method does not know.
-    - If no client has a gradient (an expert that no client activated) B and A are random with orthonormal columns and
+    - If no client has a gradient (an expert that no client activated), B and A are random with orthonormal columns and
       rows, and R = 0.
     - A and B are sent once to each client, which keeps them (basis.py); the first round trains nothing.
     - The scale is 1 (alpha = r). Clients run with their budget's active experts.
@@ -76,14 +76,17 @@ class FedSBSettings(MethodSettings):
     weights: Weights = "size"
     start: Literal["sketch", "dense", "random"] = Field(
         "sketch",
-        description="where A and B come from: sketches of the clients' gradients, the gradients themselves, or "
-        "nowhere (random, with R = 0 and no first round of its own)",
+        description="source of A and B: sketches of the clients' gradients, the gradients themselves, or a random "
+        "draw (with R = 0 and without the preparatory first round)",
     )
     step_size: float = Field(
         1e-5, gt=0, description="eta: learning rate over (warm-up ratio times total steps) in the paper"
     )
     sample: float = Field(
-        0.001, gt=0, le=1, description="part of a client's examples that its gradient is of; at least an optimizer step"
+        0.001,
+        gt=0,
+        le=1,
+        description="share of a client's examples that its gradient uses; at least an optimizer step",
     )
     sketch_rank: int | None = Field(
         None, ge=1, description="rank up to which a sketch is exact; null: twice the rank of the adapter"

@@ -1,4 +1,4 @@
-"""A and B on their way: sent to a client once, which keeps them."""
+"""Distribution of A and B: each client receives them once and keeps them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Holders:
     """The clients that keep A and B.
 
     Args:
-        state: Before the round; None for nobody.
+        state: The state before the round; None for no clients.
     """
 
     def __init__(self, state: Payload | None = None) -> None:
@@ -32,9 +32,9 @@ class Holders:
         return client.index in self._indices
 
     def trained(self, upload: Upload) -> bool:
-        """Notes whose an upload is, and returns whether it has an R that was trained between A and B.
+        """Records an upload's client; returns whether the upload has an R that was trained between A and B.
 
-        That of a client that lost A and B counts for nothing. A gradient that comes late has none.
+        The R of a client that lost A and B does not count. A gradient that arrives late has none.
         """
         if upload.payload.scalars.get(LOST):
             self._indices.discard(upload.client.index)

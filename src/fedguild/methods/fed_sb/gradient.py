@@ -47,7 +47,7 @@ def mean_gradients(cohort: Cohort, sample: float) -> list[dict[str, Tensor]]:
 
     Args:
         cohort: The clients, their adapters loaded.
-        sample: Part of a client's examples to look at, rounded up to whole optimizer steps of the round.
+        sample: Share of a client's examples to use, rounded up to whole optimizer steps of the round.
 
     Returns:
         For each slot name -> fp32 gradient on the CPU, at the slot's own shape.

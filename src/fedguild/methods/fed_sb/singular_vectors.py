@@ -8,17 +8,17 @@ from torch import Tensor
 from fedguild.server.low_rank import Factors, Svd, decompose
 
 OVERSAMPLING = 10
-"""Columns beyond the rank with which the range of a matrix is looked for."""
+"""Number of extra columns, beyond the rank, in the search for the range of a matrix."""
 
 
 def leading(matrix: Tensor, rank: int, rng: torch.Generator, iterations: int = 10) -> Svd:
     """Returns the leading singular values and vectors, found by subspace iteration from a random start.
 
-    Exact where rank + 10 reaches the smaller side of the matrix.
+    Exact if rank + 10 reaches the smaller side of the matrix.
 
     Args:
         matrix: [.., out, in].
-        rank: How many; at most the smaller side.
+        rank: Number of singular values; at most the smaller side.
         rng: Draws the start.
         iterations: Products with the matrix and its transpose, after the first.
     """

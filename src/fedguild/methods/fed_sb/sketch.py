@@ -1,9 +1,9 @@
-"""A gradient as large as the model, known by two narrow products of it.
+"""Sketches of a gradient as large as the model: two narrow products of it.
 
 Source: J. A. Tropp, A. Yurtsever, M. Udell, V. Cevher, "Practical Sketching Algorithms for Low-Rank
-Matrix Approximation", SIAM J. Matrix Anal. Appl., 2017, Algorithms 1, 4 and 7. G [out, in] is seen as
+Matrix Approximation", SIAM J. Matrix Anal. Appl., 2017, Algorithms 1, 4 and 7. G [out, in] is observed as
 G Ω [out, k] and Ψ G [l, in]. Both are linear in G, so that the mean of several clients' sketches is the
-sketch of their mean. Where G's rank is at most k, nothing is lost.
+sketch of their mean. If G's rank is at most k, nothing is lost.
 
 LoRA gives both in one pass: with A = [Ωᵀ; 0] and B = [0, Ψᵀ] the product B A is zero, the gradient of B
 is G Aᵀ = [G Ω, 0] and that of A is Bᵀ G = [0; Ψ G]. Ω and Ψ have entries ±1, which every floating dtype
@@ -31,10 +31,10 @@ def gradient_sketches(cohort: Cohort, sample: float, size: int, seed: int) -> li
     """Returns the sketches of each client's gradients of all adapted weights.
 
     Args:
-        cohort: The clients, in slots of the plans whose LoRA says what is adapted.
+        cohort: The clients, in slots of the plans whose LoRA names the adapted layers.
         sample: See `mean_gradients`.
         size: k.
-        seed: What Ω and Ψ are drawn from.
+        seed: The seed of Ω and Ψ.
 
     Returns:
         For each slot `{module}.lora_B` -> G Ω [.., out, k] and `{module}.lora_A` -> Ψ G [.., l, in].
@@ -69,9 +69,9 @@ def rebuilt(gradients: Mapping[str, Tensor], seed: int) -> Iterator[tuple[str, T
 
 
 def reconstructed(left: Tensor, right: Tensor, psi: Tensor) -> Factors:
-    """Returns the matrix that two sketches stand for, as Q X with Q = orth(G Ω) and X = (Ψ Q)⁺ Ψ G.
+    """Returns the matrix that two sketches represent, as Q X with Q = orth(G Ω) and X = (Ψ Q)⁺ Ψ G.
 
-    Rows and columns of zeros come back as zeros, not as what rounding makes of them.
+    Rows and columns of zeros are restored as exact zeros, without rounding errors.
 
     Args:
         left: G Ω, [.., out, k].
@@ -105,7 +105,7 @@ def sketching_factors(weights: Mapping[str, tuple[int, ...]], seed: int, size: i
 
     Args:
         weights: Module -> shape of its weight, [out, in] or [M, out, in].
-        seed: What Ω and Ψ are drawn from.
+        seed: The seed of Ω and Ψ.
         size: k.
     """
     factors = {}

@@ -6,7 +6,7 @@ Learning with Mixture-of-Experts under Data Heterogeneity".
 The algorithm, in our words (Algorithm 1; i, j are clients, e an expert of one MoE layer):
      1  server: start the experts; there is no reference p_g yet
      2  each round, for the sampled clients i:
-     3      client: take the global experts and p_g, go on with its own gate
+     3      client: take the global experts and p_g, continue with its own gate
      4      client: alpha_i(e) = sigmoid(o_i(e) - eta)                              (Eq. 9)
      5      client: train gate and experts on L_task + lambda L_reg                 (Eq. 11), where
                 L_reg = sum_e alpha_i(e) KL(p(x, e) || p_g(e))
@@ -78,11 +78,12 @@ REFERENCE, CONSENSUS = "reference", "consensus"
 class FedAlignMoeSettings(MethodSettings):
     """The options of FedAlign-MoE."""
 
-    experts: Literal["lora", "full"] = Field("lora", description="what trains of the experts: LoRA, or their weights")
+    experts: Literal["lora", "full"] = Field("lora", description="how the experts train: LoRA, or their full weights")
     rank: Rank = 8
     alpha: Alpha = 16.0
     targets: tuple[str, ...] = Field(
-        (), description="what else LoRA adapts, averaged by size: leaf names of linear layers, or attention and mlp"
+        (),
+        description="other layers with LoRA, averaged by size: leaf names of linear layers, or attention and mlp",
     )
     gate: Literal["private", "uploaded", "averaged"] = Field(
         "private",
@@ -113,7 +114,7 @@ class FedAlignMoeSettings(MethodSettings):
     statistics_tokens: int | None = Field(
         4096,
         ge=1,
-        description="most tokens of a client's data that line 6 looks at, the same in each round; null: all",
+        description="largest number of a client's tokens that line 6 uses, the same ones in each round; null: all",
     )
 
 
@@ -129,7 +130,7 @@ class FedAlignMoe(Method):
         varies="at most",
         leave_out=True,
         note="An upload leaves out the experts that the client did not activate. After its training a client runs "
-        "forward passes over its data, as much of it as `statistics_tokens` says, that are not counted.",
+        "forward passes over its data, up to `statistics_tokens` tokens, that are not counted.",
     )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:

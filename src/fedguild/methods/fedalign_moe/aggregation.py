@@ -3,8 +3,8 @@
 Source: Fang et al., "Aggregation Alignment for Federated Learning with Mixture-of-Experts under
 Data Heterogeneity", Eq. 4, 6, 7 and 13-18. Pure functions over N clients, in fp64.
 
-What must be pairwise needs no pair of updates in memory: all cosines of an expert come from one
-Gram matrix [n, n], added up over blocks of columns.
+No pair of whole updates has to be in memory: all cosines of an expert come from one Gram matrix
+[n, n], added up over blocks of columns.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def pair_weights(similarity: Tensor, direction: Tensor | None, threshold: float,
         similarity: [n, n] S, cosines of the clients' input regions.
         direction: [n, n] D, cosines of their updates; None leaves the second factor out.
         threshold: tau.
-        temperature: How soft the gate is.
+        temperature: The temperature of the sigmoid.
     """
     gate = torch.sigmoid((similarity - threshold) / temperature)
     return gate if direction is None else gate * direction.clamp(min=0)

@@ -2,7 +2,7 @@
 
 Source: Fang et al., "Aggregation Alignment for Federated Learning with Mixture-of-Experts under
 Data Heterogeneity", Eq. 3, 5 and 12. p(x) [M] is the softmax over all experts of a layer's router
-logits for token x, whatever weights the model itself makes of them.
+logits for token x, whatever weights the model itself derives from them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LayerStatistics:
         routing: [M] p-bar, the mean of p over its tokens (Eq. 3); zero where it had no token.
         margin: [M] m, the mean of max(0, p(e) - max of the others) (Eq. 5).
         region: [M, H] mu, the mean input of the tokens of which e was the likeliest expert (Eq. 12);
-            of those that activated e where there were none, and zero where nothing activated it.
+            if there were none, of the tokens that activated e; zero if there were none of these either.
     """
 
     routing: Tensor
@@ -48,7 +48,7 @@ class RoutingProfile:
         layers: The model's MoE layers.
         slots: S, the clients of the cohort.
         device: Where the passes run.
-        dtype: Of the sums, fp32 or fp64.
+        dtype: The dtype of the sums, fp32 or fp64.
     """
 
     def __init__(self, layers: Sequence[MoeInfo], slots: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -71,7 +71,7 @@ class _Sums:
         self.routing = torch.zeros(slots, experts, dtype=dtype, device=device)
         self.margin = torch.zeros_like(self.routing)
         self.tokens = torch.zeros(slots, dtype=dtype, device=device)
-        # The last expert takes what is not active (index M).
+        # An additional last expert collects the inactive choices (index M).
         self.likeliest = torch.zeros(slots, experts + 1, layer.hidden + 1, dtype=dtype, device=device)
         self.active = torch.zeros_like(self.likeliest)
 
@@ -107,7 +107,7 @@ def measure_routing(cohort: Cohort, tokens: int | None) -> RoutingProfile:
 
     Args:
         cohort: The clients, after their training.
-        tokens: Most tokens to look at of each client, whole examples, the same in every round; None for all.
+        tokens: Largest number of tokens of each client, in whole examples, the same in every round; None for all.
     """
     model = cohort.model
     dtype = torch.float64 if model.backbone.dtype is torch.float64 else torch.float32

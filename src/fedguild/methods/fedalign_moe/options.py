@@ -1,4 +1,4 @@
-"""FedAlign-MoE's options held against each other."""
+"""Checks of FedAlign-MoE's options against each other."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from fedguild.errors import ConfigError
 
 
 def require_targets(targets: Sequence[str]) -> None:
-    """Checks what LoRA adapts beside gates and experts.
+    """Checks the layers that LoRA adapts beside gates and experts.
 
     Raises:
-        ConfigError: gates or experts are among it.
+        ConfigError: gates or experts are among them.
     """
     if taken := {"router", "experts"} & set(targets):
         raise ConfigError(
             f"method.targets: {' and '.join(sorted(taken))} cannot be among the targets of fedalign-moe.",
-            "The gate and the experts always train; `targets` names what else does, for example [attention].",
+            "The gate and the experts always train; `targets` names other layers, for example [attention].",
         )
 
 
 def require_direction(direction: str, experts: str) -> None:
-    """Checks `method.direction` against what trains of the experts.
+    """Checks `method.direction` against `method.experts`.
 
     Raises:
         ConfigError: products of LoRA are to be compared, but the experts train in full.

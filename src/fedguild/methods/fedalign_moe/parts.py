@@ -15,11 +15,11 @@ from fedguild.payload import ADAPTER
 
 Value = TypeVar("Value")
 EXPERTS, GATE = "experts", "gate"
-"""The parts with what trains in the experts and in the gates; `adapter` has the rest."""
+"""The parts with the trainables of the experts and of the gates; `adapter` has the rest."""
 
 
 def by_part(model: ModelInfo, named: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
-    """Returns trainables by what becomes of them: experts, gate, and other adapters."""
+    """Returns trainables by part: experts, gate, and other adapters."""
     gates = {delta_name(layer.router) for layer in model.moe}
     prefixes = tuple(f"{layer.experts}." for layer in model.moe)
     parts: dict[str, dict[str, Value]] = {EXPERTS: {}, GATE: {}, ADAPTER: {}}

@@ -2,7 +2,7 @@
 
 Source: Fang et al., "Aggregation Alignment for Federated Learning with Mixture-of-Experts under
 Data Heterogeneity", Eq. 8 to 11. Throughout, p(x) [M] is the softmax over all experts of a
-layer's router logits for token x, whatever weights the model itself makes of them: over the
+layer's router logits for token x, whatever weights the model itself derives from them: over the
 active experts alone, top-1 routing would give p = 1 and no gradient, and Eq. 10 needs p of
 experts that are not active.
 """
@@ -30,7 +30,7 @@ class LayerTarget:
 
     Attributes:
         reference: [M] p_g, summing to one.
-        weights: [S, M] alpha, each client's strength for each expert.
+        weights: [S, M] alpha, each client's weight for each expert.
     """
 
     reference: Tensor
@@ -45,11 +45,11 @@ def adaptive_weights(overlap: Tensor, threshold: float, temperature: float = 1.0
 class Regulariser:
     """L_reg of every client of a cohort (Eq. 10), collected while the model runs.
 
-    The observer only takes note of the logits; the loss is computed outside the layers, so that
-    it stays out of what gradient checkpointing runs again.
+    The observer only stores the logits; the loss is computed outside the layers, so gradient
+    checkpointing does not recompute it.
 
     Args:
-        targets: Layer index -> what its gates are pulled towards; the other layers have no part in L_reg.
+        targets: Layer index -> the target of its gates; the other layers do not enter L_reg.
         slots: S, the clients of the cohort.
         top_k: k of Top-k(p(x)) and Top-k(p_g), the model's active experts.
         divergence: `pointwise`, p log(p / p_g), or `bernoulli`, the same plus (1-p) log((1-p) / (1-p_g)).
@@ -63,7 +63,7 @@ class Regulariser:
         self._seen: list[tuple[LayerTarget, Tensor, Tensor, Tensor | None]] = []
 
     def observe(self, routing: Routing) -> None:
-        """Takes note of one layer's logits, without holding on to its input."""
+        """Stores one layer's logits without its input."""
         if routing.layer in self.targets:
             self._seen.append((self.targets[routing.layer], routing.logits, routing.slot, routing.keep))
 

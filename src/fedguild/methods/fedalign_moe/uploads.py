@@ -19,15 +19,15 @@ from torch import Tensor
 from fedguild.client.budget import ClientInfo
 
 MEMORY_BYTES = 2**28
-"""What a spool holds in memory before it moves to a temporary file (256 MiB)."""
+"""Size up to which a spool stays in memory before it moves to a temporary file (256 MiB)."""
 
 
 class Spool:
     """Values by key and client. Use as a context manager.
 
     Args:
-        memory_bytes: What stays in memory; beyond it, all goes to a file without a name in the folder
-            for temporary files (`TMPDIR`).
+        memory_bytes: Size up to which it stays in memory; beyond it, everything moves to an unnamed
+            file in the folder for temporary files (`TMPDIR`).
     """
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -47,7 +47,7 @@ class Spool:
         self._file.write(content.tobytes())
 
     def clients(self, key: str) -> list[int]:
-        """Returns the clients with a value of this key, in the order in which they came."""
+        """Returns the clients with a value of this key, in the order of arrival."""
         return [client for client, _, _ in self._places.get(key, ())]
 
     def rows(self, key: str) -> Tensor:
@@ -63,7 +63,7 @@ class RegionUploads:
     """The uploads of one round, as the aggregation asks for them.
 
     Args:
-        spool: Where mu and dtheta of every expert wait.
+        spool: The buffer for mu and dtheta of every expert.
     """
 
     def __init__(self, spool: Spool) -> None:
@@ -80,10 +80,10 @@ class RegionUploads:
         regions: Mapping[str, Tensor],
         updates: Mapping[str, Tensor],
     ) -> None:
-        """Takes in what one client sent.
+        """Adds one client's upload.
 
         Args:
-            client: Who.
+            client: The client.
             routing: Layer -> p-bar [M]; all zero where the client had no token.
             margin: Layer -> m [M].
             regions: `layer/expert` -> mu [H].

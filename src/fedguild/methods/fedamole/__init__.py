@@ -83,21 +83,21 @@ class FedAMoLESettings(MethodSettings):
     alpha: Alpha = 16.0
     targets: tuple[str, ...] = Field(
         ("q_proj", "v_proj"),
-        description="what gets a mixture: leaf names of linear layers, or the groups attention, mlp",
+        description="layers that get a mixture: leaf names of linear layers, or the groups attention, mlp",
     )
     dropout: float = Field(0.05, ge=0, lt=1, description="dropout on the input of the experts")
     experts: int = Field(30, ge=1, description="E, domain experts in the pool of a module")
     active_experts: int = Field(
         2, ge=1, description="k^e, domain experts that a token activates, and the fewest that a client gets"
     )
-    experts_per_client: int = Field(8, ge=1, description="b, most domain experts of a module that a client gets")
-    clients_per_expert: int = Field(2, ge=1, description="k^c, clients that a domain expert goes to")
+    experts_per_client: int = Field(8, ge=1, description="b, most domain experts of a module that one client gets")
+    clients_per_expert: int = Field(2, ge=1, description="k^c, number of clients that get each domain expert")
     scale_clients_per_expert: bool = Field(
-        False, description="whether to raise k^c where it is too low for every client to get k^e experts, or refuse"
+        False, description="whether to raise k^c if it is too low for every client to get k^e experts, or refuse"
     )
     balance: float = Field(1e-3, ge=0, description="beta, weight of the load balance loss")
     score_scale: Literal["rank", "hidden"] = Field(
-        "rank", description="what routing scores and relevance are divided by the root of: r, or the layer's width"
+        "rank", description="divisor of routing scores and relevance: the square root of r, or of the layer's width"
     )
     renormalise: bool = Field(True, description="whether the weights of a token's active experts sum to one")
     router: Literal["invariant", "vanilla"] = Field(
@@ -105,14 +105,14 @@ class FedAMoLESettings(MethodSettings):
     )
     shared_expert: bool = Field(True, description="whether there is a shared expert (false: the variant -S)")
     assignment: Literal["relevance", "fixed", "random"] = Field(
-        "relevance", description="by relevance, or the first round's for good (-R), or by new random scores each round"
+        "relevance", description="by relevance, as in the first round for good (-R), or by new random scores each round"
     )
-    embedding_share: float = Field(0.05, gt=0, lt=1, description="part of a client's examples in its embedding set")
-    embedding_limit: int = Field(200, ge=1, description="most examples in an embedding set")
+    embedding_share: float = Field(0.05, gt=0, lt=1, description="share of a client's examples in its embedding set")
+    embedding_limit: int = Field(200, ge=1, description="largest number of examples in an embedding set")
     privacy_eta: float | None = Field(
         None,
         gt=0,
-        description="eta of the noise exp(-eta ||z||) on uploaded embeddings: the smaller, the more; null: none",
+        description="eta of the noise exp(-eta ||z||) on uploaded embeddings: smaller means more noise; null: none",
     )
     privacy_bound: float | None = Field(
         None, gt=0, description="norm that noisy embeddings are clipped to; null: each one's own norm before the noise"

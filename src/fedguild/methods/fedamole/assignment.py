@@ -4,7 +4,7 @@ Y. Zhang et al., "Personalized Federated Fine-Tuning for LLMs via Data-Driven He
 Architectures", Definition 4.1: for every module, maximise <P, D> over binary D [clients, experts],
 where every client gets k^e to b experts and every expert goes to k^c clients.
 
-The paper calls the program NP-hard and gives it to SCIP. It is a degree-constrained subgraph of a
+The paper calls the program NP-hard and solves it with SCIP. It is a degree-constrained subgraph of a
 bipartite graph: the constraint matrix is an incidence matrix of that graph, hence totally
 unimodular, so every vertex of the linear relaxation is binary. The simplex method ends at a vertex.
 """
@@ -27,15 +27,15 @@ from fedguild.errors import ConfigError
 TIE = 1e-9
 """Reduced costs up to this count as zero, so that a tie is found whatever the solver's rounding.
 
-The chosen assignment may therefore be below the optimum, by up to this for every choice that is not the
-optimum's: a few 1e-9 in all.
+The chosen assignment may therefore be below the optimum, by up to this for every choice that differs
+from the optimum's: a few 1e-9 in all.
 """
 _TOLERANCES = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
 
 
 @dataclass(frozen=True)
 class AssignmentRules:
-    """What Definition 4.1 asks of an assignment.
+    """The constraints of Definition 4.1 on an assignment.
 
     Attributes:
         fewest: k^e, fewest experts of a module that a client gets.
@@ -50,8 +50,8 @@ class AssignmentRules:
     def require_feasible(self, clients: int, experts: int) -> None:
         """Raises ConfigError unless C k^e <= E k^c <= C b and k^c <= C.
 
-        That suffices: d_ij = k^c / C then meets every constraint, and where the linear program has
-        a point it has a binary one.
+        That suffices: d_ij = k^c / C then meets every constraint, and if the linear program
+        is feasible, it has a binary solution.
         """
         per_expert, places = self.clients_per_expert, experts * self.clients_per_expert
         if per_expert > clients:
@@ -87,7 +87,7 @@ class AssignmentRules:
         return max(least, min(experts, clients * self.most // self.clients_per_expert))
 
     def scaled(self, clients: int, experts: int) -> AssignmentRules:
-        """Returns the rules with k^c raised just so far that every client gets k^e experts."""
+        """Returns the rules with k^c raised just enough for every client to get k^e experts."""
         needed = _fewest_clients_per_expert(self.fewest, clients, experts)
         return replace(self, clients_per_expert=max(self.clients_per_expert, needed))
 
@@ -105,7 +105,7 @@ def assign_experts(probability: Tensor, rules: AssignmentRules) -> Tensor:
     """Returns D, bool [modules, clients, experts], the assignment that maximises <P, D> in every module.
 
     Among tied assignments (up to a few 1e-9 below the optimum, see `TIE`) it is the one of the
-    smallest <w, D>, where w is drawn once and for all by place in the matrix: a second linear program
+    smallest <w, D>, where w is drawn once for every position in the matrix: a second linear program
     on the optimal face of the first. The result therefore depends neither on the solver's path nor on
     the other modules.
 

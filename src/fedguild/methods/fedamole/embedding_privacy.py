@@ -1,4 +1,4 @@
-"""Noise on the embeddings that a client uploads, so that they say less about its data.
+"""Noise on the embeddings that a client uploads, so that they reveal less about its data.
 
 Y. Zhang et al. (FedAMoLE), Section 4.5, after Split-and-Denoise (P. Mai et al., 2024): z with a
 density proportional to exp(-eta ||z||) in R^r is added, and the sum is clipped to a norm.
@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 def privatised(embeddings: Tensor, eta: float, bound: float | None, rng: np.random.Generator) -> Tensor:
-    """Returns embeddings with noise of their own each, clipped to a norm.
+    """Returns the embeddings, each with its own noise, clipped to a norm.
 
-    In R^r the density exp(-eta ||z||) has the radius ||z|| ~ Gamma(shape r, rate eta) and, apart from
-    it, a uniform direction.
+    In R^r the density exp(-eta ||z||) has the radius ||z|| ~ Gamma(shape r, rate eta) and,
+    independently of it, a uniform direction.
 
     Args:
         embeddings: [.., r], one embedding in each row.
-        eta: The privacy budget: the smaller, the more noise; the mean radius is r / eta.
+        eta: The privacy budget: smaller means more noise; the mean radius is r / eta.
         bound: Largest l2 norm of what is returned; None for each embedding's own norm before the noise.
         rng: Draws the noise.
     """

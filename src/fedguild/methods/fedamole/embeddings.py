@@ -44,7 +44,7 @@ class Embeddings:
         self._counts[module] = tokens.members.sum(1) + self._counts.get(module, 0)
 
     def project(self, module: str, router: SlotTensor, down: SlotTensor, held: Sequence[Sequence[int]]) -> None:
-        """Computes a module's embeddings from what was added; nothing where no pass was.
+        """Computes a module's embeddings from the added passes; does nothing without any.
 
         Args:
             module: Its path.

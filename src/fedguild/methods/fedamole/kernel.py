@@ -29,7 +29,7 @@ class Gating:
         scale: LoRA's scale.
         score_scale: Factor on <W^t h, A_j h>; None for a router with a row for each expert of the pool.
         renormalise: Whether the weights of the active experts are made to sum to one.
-        held: [S] how many experts each slot holds.
+        held: [S] number of experts that each slot holds.
         blocked: [S, n] bool, True beyond them; None where all slots hold n.
         ids: [S, n] each row's expert in the pool; 0 beyond those held.
     """
@@ -46,7 +46,7 @@ class Gating:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of one pass: whose they are, and which are real.
+    """The tokens of one pass: their slots, and which are real.
 
     Attributes:
         rows_per_slot: Rows of each slot.

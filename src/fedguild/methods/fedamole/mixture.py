@@ -44,9 +44,9 @@ class MixtureOfLora(AdapterPart):
             the expert's row of W_r [E, in] times h, unscaled (Eq. 18).
         score_scale: Whether the invariant router's scores are divided by √r or by √in.
         renormalise: Whether the weights of a token's active experts are made to sum to one.
-        dropout: Dropout rate on the input of the experts, in training; the router sees all of it.
+        dropout: Dropout rate on the input of the experts, in training; the router gets the whole input.
         held: The held experts as (module path, ids in the pool), for evaluation; in training,
-            `Mixture.assign` says it.
+            `Mixture.assign` sets them.
     """
 
     targets: tuple[str, ...]
@@ -67,8 +67,8 @@ class MixtureOfLora(AdapterPart):
             raise ConfigError(f"A LoRA rank must be at least 1, but is {self.rank}.")
         if not 1 <= self.top_k <= self.capacity:
             raise ConfigError(
-                f"A mixture with {self.top_k} active experts per token and room for {self.capacity} per client.",
-                "Choose from 1 active expert to as many as a client may hold.",
+                f"A mixture cannot have {self.top_k} active experts per token and room for {self.capacity} per client.",
+                "Choose at least 1 active expert and at most as many as a client may hold.",
             )
         if self.experts < self.top_k:
             raise ConfigError(f"A pool of {self.experts} experts has fewer than the {self.top_k} active per token.")
@@ -103,7 +103,7 @@ class MixtureOfLora(AdapterPart):
         return targeted_linears(model, self.targets)
 
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
-        """Returns name -> shape of what the mixture trains, without the slot axis.
+        """Returns name -> shape of the mixture's trainables, without the slot axis.
 
         Per module: `.shared.lora_A` [r, in] and `.shared.lora_B` [out, r]; `.experts.lora_A`
         [b, r, in] and `.experts.lora_B` [b, out, r]; `.router` [r, in], or [E, in] where it is vanilla.
@@ -123,21 +123,23 @@ class MixtureOfLora(AdapterPart):
         return shapes
 
     def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
-        """Returns the start: B zero; A and the router uniform in ±1/√in, which is nn.Linear's own."""
+        """Returns the initial values: B zero; A and the router uniform in ±1/√in, as in nn.Linear."""
         return torch.zeros(shape) if name.endswith("lora_B") else kaiming_uniform(shape, rng)
 
     def layout(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-        """Returns the slots first; a vanilla router, of whose rows a client holds some, does not decay."""
+        """Returns the slots first; a vanilla router does not decay, because a client holds only some of its rows."""
         return Layout(shape, decays=self.router == "invariant" or not name.endswith(".router"))
 
     def attach(self, host: AdapterHost, parts: Sequence[MixtureOfLora]) -> None:
         """Hooks the mixtures into the backbone, and leaves a `Mixture` in `host.attached`.
 
         Raises:
-            ConfigError: the slots' parts differ in more than what they hold.
+            ConfigError: the slots' parts differ in more than the held experts.
         """
         if any(replace(part, held=()) != replace(self, held=()) for part in parts):
-            raise ConfigError("The clients of a cohort must have the same mixture of LoRA experts, but for those held.")
+            raise ConfigError(
+                "The clients of a cohort must have the same mixture of LoRA experts, except for those held."
+            )
         host.attached[MixtureOfLora] = Mixture(host, parts)
 
 
@@ -176,9 +178,9 @@ class Mixture:
             host.on_close(linear.register_forward_hook(self._hook(module)).remove)
 
     def assign(self, slot: int, held: Mapping[str, Sequence[int]]) -> None:
-        """Says which experts of the pool a slot's rows are: row n of a module is expert `held[module][n]`.
+        """Assigns experts of the pool to a slot's rows: row n of a module is expert `held[module][n]`.
 
-        Rows beyond them take no part: not in the softmax, the top-k or the loss, and their gradient
+        Rows beyond them take no part in the softmax, the top-k or the loss, and their gradient
         is zero. A module left out keeps its experts.
 
         Raises:
@@ -212,7 +214,7 @@ class Mixture:
 
     @contextmanager
     def embeddings(self) -> Iterator[Embeddings]:
-        """Collects the forward passes inside the block; what it yields has the embeddings after it."""
+        """Collects the forward passes inside the block; the yielded object has the embeddings afterwards."""
         self._gathering = gathered = Embeddings()
         try:
             yield gathered
@@ -246,7 +248,7 @@ class Mixture:
         return hook
 
     def _note(self, module: str, hidden: Tensor, balance: Tensor, counts: Tensor, tokens: Tokens) -> None:
-        """Keeps what a pass leaves behind."""
+        """Stores the results of a pass."""
         self._balance[module] = balance
         if torch.is_grad_enabled():
             self.activations[module][:, : counts.shape[1]] += counts.to(torch.int64)
@@ -254,14 +256,14 @@ class Mixture:
             self._gathering.add(module, hidden, tokens)
 
     def _tokens_of(self, current: Pass, hidden: Tensor) -> Tokens:
-        """Returns the pass's tokens, computed once a pass."""
+        """Returns the pass's tokens, computed once per pass."""
         if self._tokens is None or self._tokens[0] is not current or len(self._tokens[1].slot) != len(hidden):
             tokens = Tokens.of(current, len(hidden), hidden.device, self._kind)
             self._tokens = (current, tokens)
         return self._tokens[1]
 
     def _gating(self, module: str, current: Pass) -> Gating:
-        """Returns how a module's tokens choose; computed once an assignment.
+        """Returns a module's gating, computed once per assignment.
 
         Raises:
             ModelError: a slot with rows has no experts.

@@ -1,4 +1,4 @@
-"""Figures of a round of FedAMoLE: the preferences of the experts, and who holds and keeps them."""
+"""Figures of a round of FedAMoLE: the preferences of the experts, and the clients that hold and keep them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The pool: FedAMoLE's state, typed, and the names that experts have on their way between server and clients.
+"""The pool: FedAMoLE's state, typed, and the names of experts in the payloads between server and clients.
 
 A stack `{module}.experts.{leaf}` [n, ..] holds one expert in each row. On its own, the expert with
 the id j of the pool is `{module}.experts.{j}.{leaf}` [..]. The leaves are `lora_A`, `lora_B` and, on the
-server, `embedding`. The server and a client's slot have stacks; what is sent are single experts, as every
-client holds others.
+server, `embedding`. The server and a client's slot have stacks; payloads have single experts, because
+every client holds different ones.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Pool:
         common: The shared experts and W^t, by the names of their trainables.
         experts: `{module}.experts.lora_A` [E, r, in], `.lora_B` [E, out, r] and `.embedding` [E, r], h^e.
         token: Module -> h^t [C, r], each client's last; mean logits [C, E] of a vanilla router.
-        assigned: Module -> D [C, E] bool, who gets which expert in the next round.
+        assigned: Module -> D [C, E] bool, the experts that each client gets in the next round.
         before: Module -> the D of the round that led here.
         known: [C] bool, whether a client has ever uploaded its h^t.
-        seed: Of the random scores.
-        round: Rounds that are over.
+        seed: The seed of the random scores.
+        round: Number of completed rounds.
     """
 
     common: dict[str, Tensor]
@@ -62,7 +62,7 @@ class Pool:
         Args:
             tensors: The trainables, the experts' as stacks [E, ..].
             embedding_width: r; None where the router has no h^e.
-            seed: Of the random scores.
+            seed: The seed of the random scores.
         """
         common, experts = dict[str, Tensor](), dict[str, Tensor]()
         for name, value in tensors.items():
@@ -111,7 +111,7 @@ class Pool:
         return len(self.known)
 
     def enrolled(self, clients: int, token_width: int) -> Pool:
-        """Returns the pool of so many clients, h^t = 0 [clients, token_width]."""
+        """Returns the pool for this number of clients, h^t = 0 [clients, token_width]."""
         token = {module: torch.zeros(clients, token_width) for module in self.modules}
         return replace(self, token=token, known=torch.zeros(clients, dtype=torch.bool))
 
@@ -124,11 +124,11 @@ class Pool:
         return Payload.of({COMMON: self.common, EXPERTS: experts})
 
     def one_by_one(self) -> dict[str, Tensor]:
-        """Returns everything that uploads have a part in, as `uploaded_tensors` names it."""
+        """Returns everything that uploads contribute to, as `uploaded_tensors` names it."""
         return {**self.common, **single_experts(self.experts, dict.fromkeys(self.modules, range(self.size)))}
 
     def after_round(self, means: Mapping[str, Tensor], token: Mapping[int, Mapping[str, Tensor]]) -> Pool:
-        """Returns the pool after a round, but for the next assignment.
+        """Returns the pool after a round, without the next assignment.
 
         Args:
             means: The new values of `one_by_one`.
@@ -192,7 +192,7 @@ def named_by_ids(trainables: Mapping[str, Tensor], held: Mapping[str, Sequence[i
 
 
 def held_experts(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Returns module -> the ids of its experts in ascending order, as the names of single experts tell."""
+    """Returns module -> the ids of its experts in ascending order, read from the names of single experts."""
     held: dict[str, set[int]] = {}
     for name in names:
         stack, expert, _ = name.rsplit(".", 2)

@@ -1,4 +1,4 @@
-"""FedMoE: for every client a sub-MoE that fits its memory and data, adjusted by its peers.
+"""FedMoE: a sub-MoE for every client that fits its memory and data, adjusted by its peers.
 
 H. Mei, D. Cai, A. Zhou, S. Wang, M. Xu, "FedMoE: Personalized Federated Learning via Heterogeneous
 Mixture of Experts", arXiv 2408.11304, 2024.
@@ -10,7 +10,7 @@ The algorithm, in our words (k, j are clients, i a layer, e an expert of it):
      3  server: a client that cannot hold the full MoE gets the mean p of those of its
             task that can, by their sizes                                      -> sub_moes.py
      4  server: theta_k = the largest theta in [0, 1] whose sets fit into alpha memory_k, where a
-            layer's set are its likeliest experts, as few as have a share of theta together
+            layer's set is its likeliest experts, as few as together reach a share of theta
                                                                                -> fitting.py
      5  stage 2, each round, for the sampled clients k:
      6      client: take the dense parts and the held experts with their router rows -> rows.py;
@@ -89,19 +89,19 @@ class FedMoeSettings(LoraSettings):
     )
     stage_one_rounds: int = Field(5, ge=1, description="rounds of stage 1, with the full MoE")
     memory: Mapping[str, Annotated[float, Field(gt=0, le=1)]] = Field(
-        {}, description="budget's name -> part of all expert parameters that its clients can hold; 1 where left out"
+        {}, description="budget's name -> share of all expert parameters that its clients can hold; 1 if left out"
     )
     memory_share: float = Field(
-        0.8, gt=0, le=1, description="alpha: the part of a client's memory that its experts get"
+        0.8, gt=0, le=1, description="alpha: share of a client's memory that its experts may use"
     )
     tasks: tuple[str, ...] = Field((), description="each client's task, in client order; empty: all have the same")
-    held_out: float = Field(0.1, gt=0, lt=1, description="part of a client's examples that it validates on")
-    held_out_limit: int = Field(100, ge=1, description="most examples that a client validates on")
+    held_out: float = Field(0.1, gt=0, lt=1, description="share of a client's examples that it validates on")
+    held_out_limit: int = Field(100, ge=1, description="largest number of examples that a client validates on")
     label_smoothing: float = Field(0.1, ge=0, lt=1, description="label smoothing of the cross-entropy")
     balance: float = Field(0.01, ge=0, description="lambda: weight of the load-balancing loss")
-    gain: Literal["accuracy", "loss"] = Field("accuracy", description="which validation figure has to get better")
-    patience: int = Field(3, ge=1, description="rounds of a client without a gain after which its sets are adjusted")
-    peers: int = Field(3, ge=1, description="K, peers that an adjustment asks")
+    gain: Literal["accuracy", "loss"] = Field("accuracy", description="validation figure that has to improve")
+    patience: int = Field(3, ge=1, description="rounds without a gain after which a client's sets are adjusted")
+    peers: int = Field(3, ge=1, description="K, number of peers that an adjustment uses")
 
 
 class FedMoe(Method):
@@ -114,8 +114,8 @@ class FedMoe(Method):
         "O(n) and C L M shares of tokens",
         "O(C n + C² L M)",
         varies="at most",
-        note="Counted as in stage 1, in which a client holds as many experts as fit; later its data chooses fewer or "
-        "as many.",
+        note="Counted as in stage 1, in which a client holds as many experts as fit; in stage 2 it holds at most as "
+        "many.",
         rounds=3,
     )
 

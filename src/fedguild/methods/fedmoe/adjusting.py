@@ -32,8 +32,8 @@ def top_peers(similarity: Tensor, client: int, known: Tensor, count: int) -> lis
 
     Args:
         similarity: [n, n].
-        client: Whose peers.
-        known: [n] bool, who can be a peer.
+        client: The client whose peers are wanted.
+        known: [n] bool, the clients that can be peers.
         count: K.
     """
     order = similarity[client].argsort(descending=True, stable=True).tolist()
@@ -41,10 +41,10 @@ def top_peers(similarity: Tensor, client: int, known: Tensor, count: int) -> lis
 
 
 def recommendation(similarity: Tensor, activation: Tensor) -> Tensor | None:
-    """Returns p-hat [D], the peers' p weighed by their similarity (Eq. 6); None where no weight falls.
+    """Returns p-hat [D], the peers' p weighted by their similarity (Eq. 6); None if the weights sum to zero.
 
     Args:
-        similarity: [K] with each peer.
+        similarity: [K] similarity to each peer.
         activation: [K, D] the peers' p.
     """
     total = float(similarity.sum())
@@ -57,13 +57,13 @@ def adjusted_sets(
     """Returns sets of about as many experts as the peers hold, by what they recommend.
 
     n = mean(n_peers) - n_own, rounded. Where n > 0 the n experts with the largest p-hat that are not held
-    come in, those that no peer activated excepted and as far as they fit; else the |n| with the least go,
-    as far as every layer keeps its active ones.
+    come in, except those that no peer activated, and as far as they fit; else the |n| with the smallest go,
+    as long as every layer keeps enough experts for its active ones.
 
     Args:
         held: The client's sets.
         wanted: p-hat [M] of each layer.
-        peer_experts: How many experts each peer holds, over all layers.
+        peer_experts: Number of experts that each peer holds, over all layers.
         limits: What the client can hold.
     """
     sets = [mask.clone() for mask in held]

@@ -42,8 +42,8 @@ def fitted_sets(activation: Sequence[Tensor], limits: Limits) -> tuple[list[Tens
     """Returns the sets of the largest threshold that fit, and the threshold theta, by binary search.
 
     A layer's set for theta is the smallest of its likeliest experts whose shares add up to at least theta,
-    and never fewer than its active ones. The sets change at the sums of a layer's largest shares only, so the
-    search is over these, and exact. A layer without activations counts as one that uses all experts alike.
+    and never fewer than its active ones. The sets change only at the sums of a layer's largest shares, so the
+    search is over these, and exact. A layer without activations counts as one that uses all experts equally.
 
     Args:
         activation: p [M] of each layer; scaled to sum to 1 here.

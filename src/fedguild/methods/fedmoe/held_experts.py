@@ -1,7 +1,7 @@
 """Restricted routing of a sub-MoE: a slot's routers choose among the experts that its client holds.
 
 The logits of the other experts become -inf before the softmax, which is what a router without their
-rows computes. The part trains nothing; which experts a slot holds can be set anew between passes.
+rows computes. The part trains nothing; the experts that a slot holds can be changed between passes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Holding:
         """Sets a slot's experts.
 
         Args:
-            slot: Whose.
+            slot: Index of the slot.
             held: Path of each layer's experts -> [n] int64, their indices.
 
         Raises:

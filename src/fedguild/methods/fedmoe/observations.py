@@ -10,7 +10,7 @@ from fedguild.server.method import Observation
 
 
 def observations(sub_moes: SubMoes, model: ModelInfo) -> list[Observation]:
-    """Returns how many experts every client holds, what they weigh, how it validates, and who is settled."""
+    """Returns each client's number of experts, their size, its validation, and the number of settled clients."""
     counts = sub_moes.counts()
     clients = [f"client-{index:03d}" for index in range(len(counts))]
     sizes = torch.tensor([float(layer.expert_parameters) for layer in model.moe])

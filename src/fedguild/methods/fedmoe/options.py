@@ -1,4 +1,4 @@
-"""FedMoE's options held against the model, the budgets and the clients."""
+"""Checks of FedMoE's options against the model, the budgets and the clients."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fedguild.model.info import ModelInfo
 
 
 def require_targets(targets: Sequence[str]) -> None:
-    """Checks what LoRA adapts beside the experts.
+    """Checks the layers that LoRA adapts beside the experts.
 
     Raises:
-        ConfigError: routers or experts are among it.
+        ConfigError: routers or experts are among them.
     """
     if taken := {"router", "experts"} & set(targets):
         raise ConfigError(
             f"method.targets: {' and '.join(sorted(taken))} cannot be among the targets of fedmoe.",
-            "Routers and held experts always train; `targets` names what else does, for example [attention].",
+            "Routers and held experts always train; `targets` names other layers, for example [attention].",
         )
 
 
@@ -40,9 +40,9 @@ def limits_of(model: ModelInfo, budget: Budget, memory: Mapping[str, float], mem
     """Returns the limits of the sets of a budget's clients, alpha memory_k.
 
     Args:
-        model: With the experts.
-        budget: The clients'.
-        memory: Budget's name -> part of all expert parameters that its clients can hold; 1 where left out.
+        model: The model's description.
+        budget: The clients' budget.
+        memory: Budget's name -> share of all expert parameters that its clients can hold; 1 if left out.
         memory_share: alpha.
 
     Raises:

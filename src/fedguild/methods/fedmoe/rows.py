@@ -1,6 +1,6 @@
 """Names and rows of FedMoE's trainables: dense ones, those with a row for each expert, and the rows of held experts.
 
-What has a row for each expert, the routers' rows among it, is named
+A tensor with a row for each expert, including the routers' rows, is named
 `{path of the layer's experts}.{what}.{tensor}`: `….experts.up_proj.lora_A`, `….experts.router.delta`.
 """
 
@@ -27,7 +27,7 @@ def by_part(model: ModelInfo, named: Mapping[str, Value]) -> tuple[dict[str, Val
 
 
 def together(model: ModelInfo, dense: Mapping[str, Value], experts: Mapping[str, Value]) -> dict[str, Value]:
-    """Returns the trainables of both kinds by the adapter's names: what `by_part` took apart."""
+    """Returns the trainables of both kinds by the adapter's names, the inverse of `by_part`."""
     routers = {f"{layer.experts}.{ROUTER_ROWS}": delta_name(layer.router) for layer in model.moe}
     return {**dense, **{routers.get(name, name): value for name, value in experts.items()}}
 

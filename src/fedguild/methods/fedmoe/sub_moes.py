@@ -27,16 +27,16 @@ class SubMoes:
     Attributes:
         held: Layer -> [C, M] bool, what each client holds.
         before: Layer -> [C, M] bool, what it held in the round before.
-        previous: Layer -> [C, M] bool, what it held before its sets were last adjusted.
-        activation: Layer -> [C, M] p as last measured, zero for a client that never did.
+        previous: Layer -> [C, M] bool, what it held before the last adjustment of its sets.
+        activation: Layer -> [C, M] p as last measured, zero for a client that never measured it.
         room: [C, 2 L + 1] int64, each client's `Limits`: sizes, least, most.
-        poor: [C] bool, who cannot hold the full MoE.
+        poor: [C] bool, the clients that cannot hold the full MoE.
         task: [C] int64, the clients' tasks by number.
         examples: [C] int64, |D_k|.
-        known: [C] bool, who has measured p.
+        known: [C] bool, the clients that have measured p.
         loss: [C] the last validation loss, in nats.
         accuracy: [C] the last validation accuracy.
-        scored: [C] bool, who has validated in stage 2.
+        scored: [C] bool, the clients that have validated in stage 2.
         best: [C] the best score of stage 2, the larger the better.
         stale: [C] int64, rounds without a gain since the best, or since the last adjustment.
         status: [C] int64, `SEARCHING`, `TRYING` or `FROZEN`.
@@ -74,10 +74,10 @@ class SubMoes:
         Args:
             layers: Path of a layer's experts -> M.
             limits: The bounds of each client's sets.
-            poor: Who cannot hold the full MoE.
+            poor: Whether each client cannot hold the full MoE.
             tasks: The clients' tasks by number.
             examples: |D_k|.
-            seed: Of the random sets.
+            seed: The seed of the random sets.
         """
         clients = len(limits)
         held = {name: torch.ones(clients, experts, dtype=torch.bool) for name, experts in layers.items()}
@@ -107,7 +107,7 @@ class SubMoes:
 
     @classmethod
     def of(cls, state: Payload) -> SubMoes:
-        """Reads them from a state; what is changed later leaves the state as it was."""
+        """Reads them from a state; later changes do not affect the state."""
         by_layer = {
             part: {name: value.clone() for name, value in state.part(f"clients/{part}").items()}
             for part in ("held", "before", "previous", "activation")
@@ -145,7 +145,7 @@ class SubMoes:
         return [masks[client].clone() for masks in self.held.values()]
 
     def counts(self) -> Tensor:
-        """Returns [C, L], how many experts of each layer every client holds."""
+        """Returns [C, L], the number of experts of each layer that every client holds."""
         return torch.stack([masks.sum(dim=1) for masks in self.held.values()], dim=1)
 
     def limits(self, client: int) -> Limits:
@@ -162,7 +162,7 @@ class SubMoes:
         """Returns p [M] of every layer: the client's own, or the mean of the clients that stand in for it, by size.
 
         These are the clients of its task that measured p on the full MoE; without any, all such clients;
-        without any, all that measured p at all. Where nobody did, p is zero.
+        without any, all that measured p at all. If none did, p is zero.
         """
         if bool(self.known[client]) and not bool(self.poor[client]):
             return [p[client] for p in self.activation.values()]
@@ -174,26 +174,26 @@ class SubMoes:
         return [(p.double() * share[:, None]).sum(dim=0) for p in self.activation.values()]
 
     def note(self, client: int, activation: Mapping[str, Tensor], loss: float, accuracy: float) -> None:
-        """Takes note of what a client measured on its held-out examples; p is 0 for what it did not hold."""
+        """Records a client's measurements on its held-out examples; p is 0 for what it did not hold."""
         for name, p in activation.items():
             self.activation[name][client] = p.float().clamp(min=0)
         self.known[client] = True
         self.loss[client], self.accuracy[client] = loss, accuracy
 
     def close_round(self) -> None:
-        """Keeps what was held in the round that is over, which late uploads of it are about."""
+        """Saves the sets of the round that is over, to which its late uploads refer."""
         self.before = {name: masks.clone() for name, masks in self.held.items()}
 
     def is_stuck(self, client: int, gain: str, patience: int) -> bool:
-        """Holds a client's validation against its best one; a gain makes an adjustment that it tried final.
+        """Compares a client's validation with its best one; a gain makes a tried adjustment final.
 
         Args:
-            client: Who has validated in this round.
-            gain: The figure that has to get better, `accuracy` or `loss`.
-            patience: Rounds without a gain until something is to be done.
+            client: A client that has validated in this round.
+            gain: The figure that has to improve, `accuracy` or `loss`.
+            patience: Rounds without a gain after which action is due.
 
         Returns:
-            Whether something is to be done now, after which the rounds are counted anew.
+            Whether action is due now; if so, the count of rounds starts again.
         """
         score = self.accuracy[client] if gain == "accuracy" else -self.loss[client]
         if not bool(self.scored[client]) or bool(score > self.best[client]):
@@ -213,7 +213,7 @@ class SubMoes:
             self.held[name][client] = mask
 
     def attempt(self, client: int, sets: Sequence[Tensor]) -> None:
-        """Gives a client other sets, to be undone if they bring no gain; nothing where they are what it holds."""
+        """Gives a client new sets, to be undone if they bring no gain; does nothing if it holds these already."""
         held = self.sets(client)
         if any(not torch.equal(before, after) for before, after in zip(held, sets, strict=True)):
             for name, mask in zip(self.previous, held, strict=True):

@@ -64,18 +64,18 @@ class PflMoeSettings(LoraSettings):
     dropout: Dropout = 0.0
     features: Literal["hidden", "embedding"] = Field(
         "hidden",
-        description="what the gate sees of a prompt: the mean of the frozen backbone's last hidden states (MF), or of "
+        description="the gate's features of a prompt: the mean of the frozen backbone's last hidden states (MF), or of "
         "the token embeddings (MFE)",
     )
     personal_from: int = Field(
         1, ge=1, description="first round in which clients personalise; before it, their own model is the global one"
     )
-    gate_share: float = Field(0.25, gt=0, lt=1, description="part of a client's examples that its gate trains on")
+    gate_share: float = Field(0.25, gt=0, lt=1, description="share of a client's examples that its gate trains on")
     personal_epochs: float | None = Field(
-        None, gt=0, description="passes of line 6 over the client's other examples; null: as the run's training says"
+        None, gt=0, description="passes of line 6 over the client's other examples; null: as in the run's training"
     )
     personal_learning_rate: float | None = Field(
-        None, ge=0, description="learning rate of line 6; null: as the run's training says"
+        None, ge=0, description="learning rate of line 6; null: as in the run's training"
     )
     gate_epochs: float = Field(1.0, gt=0, description="passes of line 7 over the gate's examples")
     gate_learning_rate: float = Field(1e-3, ge=0, description="learning rate of the gate's Adam")

@@ -25,12 +25,12 @@ Adapters = Sequence[Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class GateSettings:
-    """How gates train, with Adam and the batch size of the run.
+    """Settings of the gates' training, which uses Adam and the run's batch size.
 
     Attributes:
-        features: What phi is the mean of.
+        features: The features whose mean is phi.
         epochs: Passes over a client's gate examples.
-        learning_rate: The rate.
+        learning_rate: Adam's learning rate.
         weight_decay: Adam's, added to the gradient.
     """
 
@@ -45,7 +45,7 @@ class LogitGates:
 
     Args:
         cohort: The clients.
-        features: What phi is the mean of.
+        features: The features whose mean is phi.
     """
 
     def __init__(self, cohort: Cohort, features: Features) -> None:
@@ -95,10 +95,10 @@ def train_gates(
 
     Args:
         cohort: The clients; their slots are loaded with one adapter and then the other.
-        examples: `examples[slot]`, what the client's gate trains on.
+        examples: `examples[slot]`, the examples that the client's gate trains on.
         first: Each client's adapter that g weighs.
         second: Each client's adapter that 1 - g weighs.
-        settings: How.
+        settings: The settings of the gates' training.
     """
     gates = LogitGates(cohort, settings.features)
     training = TrainingSettings(

@@ -2,7 +2,7 @@
 
 g = sigmoid(w · phi + b), where phi is the mean of the prompt's features in the frozen backbone. Every
 row of a batch runs twice, all rows under the slots' LoRA and then all rows under their second one; a
-hook on the head mixes the two. In a generation both runs get the mixed logits, so that they go on alike.
+hook on the head mixes the two. In generation both runs get the mixed logits, so they continue identically.
 
 Source of the mixture: B. Guo, Y. Mei, D. Xiao, W. Wu, "PFL-MoE: Personalized Federated Learning Based on
 Mixture of Experts", APWeb-WAIM 2021.
@@ -25,7 +25,7 @@ from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.info import ModelInfo
 
 SECOND = "personal."
-"""What the names of the second LoRA begin with."""
+"""Prefix of the names of the second LoRA."""
 WEIGHT, BIAS = "logit_gate.weight", "logit_gate.bias"
 """Names of w [H] and b []."""
 
@@ -38,8 +38,8 @@ class LogitMixture(AdapterPart):
 
     Attributes:
         rank: Rank of both LoRAs.
-        targets: What both adapt, as in the plan.
-        features: What phi is the mean of.
+        targets: The layers that both adapt, as in the plan.
+        features: The features whose mean is phi.
     """
 
     rank: int
@@ -89,7 +89,7 @@ class _Mixing:
 
     Args:
         host: The slots, the gate's storage allocated.
-        features: What phi is the mean of.
+        features: The features whose mean is phi.
     """
 
     def __init__(self, host: AdapterHost, features: Features) -> None:
@@ -98,7 +98,7 @@ class _Mixing:
         self._of_rows = self._of_targets = torch.zeros(0)
 
     def widen(self, batch: SlotBatch) -> SlotBatch:
-        """Returns the batch with all rows a second time behind themselves; remembers g of each row and target."""
+        """Returns the batch with all rows repeated after the last one; stores g of each row and target."""
         host = self._host
         rows = torch.tensor(batch.rows_per_slot, device=host.device)
         weight, bias = (host.loaded[name].stored.detach().repeat_interleave(rows, dim=0) for name in (WEIGHT, BIAS))
@@ -107,7 +107,7 @@ class _Mixing:
         return doubled(batch)
 
     def mix(self, _: nn.Module, args: Any, logits: Tensor) -> Tensor:
-        """Returns [P, V] mixed logits where positions were selected; in a generation [2R, .., V], alike in both."""
+        """Returns [P, V] mixed logits where positions were selected; in generation [2R, .., V], both halves equal."""
         current = self._host.backbone.runtime.current
         if current is None:
             return logits

@@ -1,4 +1,4 @@
-"""Features of a prompt in the frozen backbone: one vector [H] per row, no adapter at work (PFL-MoE's phi)."""
+"""Features of a prompt in the frozen backbone: one vector [H] per row, without any adapter (PFL-MoE's phi)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Features = Literal["hidden", "embedding"]
 def prompt_features(backbone: Backbone, batch: SlotBatch, kind: Features) -> Tensor:
     """Returns [R, H] in fp32 (or fp64): the mean over each row's prompt tokens, 0 for a row without any.
 
-    A prompt is what stands before the first target of a row: a whole row where nothing is to be predicted,
-    and in an encoder-decoder model what the encoder reads. It does not matter on which side rows are padded.
+    A prompt is everything before the first target of a row: the whole row if nothing is to be predicted, and
+    the encoder's input in an encoder-decoder model. It does not matter on which side rows are padded.
 
     Args:
-        backbone: The frozen model; adapters that are attached to it do not act here.
-        batch: Rows for it.
-        kind: Of the last hidden states (of the encoder, where there is one), or of the token embeddings.
+        backbone: The frozen model; adapters attached to it have no effect here.
+        batch: The rows.
+        kind: The mean of the last hidden states (of the encoder, if there is one), or of the token embeddings.
     """
     device = backbone.device
     ids, mask = (side.to(device) for side in prompts(batch))

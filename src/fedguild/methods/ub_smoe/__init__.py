@@ -114,8 +114,8 @@ class UbSmoeSettings(LoraSettings):
     epsilon: float = Field(1e-6, gt=0, description="epsilon of Eq. 13")
     pseudo_gradient: Inactivity = Field(
         "batch",
-        description="who gets G~ (Eq. 16): experts without a token in a step, every expert by its share of tokens "
-        "that did not activate it, or none",
+        description="experts that get G~ (Eq. 16): those without a token in a step, all by their share of tokens "
+        "that did not activate them, or none",
     )
     scaling: Scaling = Field("root", description="rho_c as a function of K-bar / K_c (Table 19)")
     pseudo_gradient_clip: float | None = Field(

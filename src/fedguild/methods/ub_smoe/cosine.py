@@ -1,7 +1,7 @@
 """Cosine of the pseudo-gradient with an inactive expert's true gradient, on held-out examples (UB-SMoE, Table 8).
 
-A measurement beside the algorithm. A client uploads `values` [L + 1], the cosines, and `measured` [L + 1], of how
-many experts; in the state are the mean over the clients that measured it, by their examples, and how many did.
+A measurement beside the algorithm. A client uploads `values` [L + 1], the cosines, and `measured` [L + 1], the
+numbers of experts; the state has the mean over the clients that measured it, by their examples, and their number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedguild.server.aggregation import WeightedMean
 from fedguild.server.method import Upload
 
 HELD_OUT = 0.1
-"""Part of a client's examples that is taken out of its training, at most."""
+"""Largest share of a client's examples that is taken out of its training."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class CosineMean:
         self._clients = {name: value.clone() for name, value in self._zeros.items() if name == "measured"}
 
     def add(self, upload: Upload) -> None:
-        """Adds a client's; a layer in which it measured no expert does not count."""
+        """Adds a client's cosines; a layer in which it measured no expert does not count."""
         if self._zeros:
             cosine = upload.payload.part(COSINE)
             measured = (cosine["measured"] > 0).float()
@@ -78,7 +78,7 @@ def measured_cosines(
     Args:
         cohort: The clients, before training, their trainables loaded.
         gradients: Each client's G~; None or empty where it has none.
-        limit: Most examples to take of a client.
+        limit: Largest number of examples to take from a client.
     """
     examples = [
         cohort.hold_out(slot, HELD_OUT, limit) if len(work.examples) > 1 else ()
@@ -159,7 +159,7 @@ def _cosine(
 
 @contextmanager
 def _all_active(model: SlotModel) -> Iterator[None]:
-    """Runs every slot with as many active experts as the model has, for as long as the block lasts."""
+    """Inside the block, runs every slot with as many active experts as the model has."""
     plans = model.plans
     model.plans = tuple(replace(plan, active_experts=None) for plan in plans)
     try:

@@ -17,11 +17,11 @@ from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.method import Upload
 
 RECEIVED = "received"
-"""The part of a client's memory with the expert LoRA that it received, beside the `version` of that."""
+"""The part of a client's memory with the expert LoRA that it received, and its `version`."""
 
 
 class Deliveries:
-    """Who will hold Theta after a round, and who lacked G~ in it."""
+    """The clients that will hold Theta after a round, and the number that lacked G~ in it."""
 
     def __init__(self) -> None:
         self._delivered: list[tuple[int, int]] = []
@@ -31,7 +31,7 @@ class Deliveries:
         return bool(self._delivered)
 
     def add(self, upload: Upload) -> None:
-        """Notes an upload."""
+        """Records an upload."""
         self._delivered.append((upload.round, upload.client.index))
         self._lost += float(upload.payload.tensors[f"{TRAINING}/{WITHOUT}"])
 

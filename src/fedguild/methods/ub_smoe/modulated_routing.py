@@ -56,7 +56,7 @@ class ModulatedRouting(AdapterPart):
         fewest = min(moe.num_experts for moe in model.moe)
         if not 0 <= self.candidates <= fewest:
             raise ConfigError(
-                f"{self.candidates} candidates are asked for, but {model.name} has {fewest} experts in a layer.",
+                f"{self.candidates} candidates are requested, but {model.name} has {fewest} experts in a layer.",
                 f"Choose candidates from 0 to {fewest}.",
             )
         if self.modulation == "none":
@@ -64,7 +64,7 @@ class ModulatedRouting(AdapterPart):
         return {f"{moe.name}.phi": (moe.num_experts,) for moe in model.moe}
 
     def layout(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-        """Returns [S, M]; weight decay would pull phi to 0, which is no regulariser of the paper's."""
+        """Returns [S, M]; weight decay would pull phi to 0, a regulariser that the paper does not have."""
         return Layout(shape, decays=False)
 
     def attach(self, host: AdapterHost, parts: Sequence[ModulatedRouting]) -> None:
@@ -74,7 +74,7 @@ class ModulatedRouting(AdapterPart):
             ConfigError: the slots' parts differ.
         """
         if any(part != self for part in parts):
-            raise ConfigError("The clients of a cohort must share how their routing is modulated.")
+            raise ConfigError("The clients of a cohort must modulate their routing in the same way.")
         if self.modulation == "none" and self.gating == "native":
             return
         for layer in host.backbone.moe:
@@ -88,7 +88,7 @@ class ModulatedChooser:
     """Chooses a layer's active experts by modulated logits m, and weighs them (Algorithm 2).
 
     Attributes:
-        part: The readings.
+        part: The options.
         phi: [S, M], or None without modulation.
         rule: The family's routing.
     """
@@ -136,6 +136,6 @@ class ModulatedChooser:
 
 
 def split(tensors: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
-    """Returns Theta and phi of an adapter, apart."""
+    """Returns Theta and phi of an adapter separately."""
     phi = {name: value for name, value in tensors.items() if name.endswith(".phi")}
     return {name: value for name, value in tensors.items() if name not in phi}, phi

@@ -39,7 +39,7 @@ def target_modulation(rate: Tensor, mean_active: float, epsilon: float) -> Tenso
     Args:
         rate: u~ [M].
         mean_active: K-bar.
-        epsilon: Keeps an expert that nobody used from dividing by 0.
+        epsilon: Avoids a division by 0 for an expert that no token activated.
     """
     return torch.tanh((mean_active / rate.shape[-1]) / (rate + epsilon) - 1.0)
 

@@ -1,4 +1,4 @@
-"""Names in UB-SMoE's payloads: parts, tensors and scalars."""
+"""Names in UB-SMoE's payloads: parts, tensors and scalars. Uploads are "up" here, downloads "down"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ UTILISATION = "utilisation"
 COSINE = "cosine"
 """The part with the cosines of G~, where they are measured: `values` and `measured`; see `cosine.py`."""
 TRAINING, SERVER = "training", "server"
-"""The parts with two numbers about a client's training (up), and with who holds Theta (in the state)."""
+"""The parts with two numbers about a client's training (up), and with the holders of Theta (in the state)."""
 STEP_SIZE = "step_size"
 """Up, in `training`: the sum of a client's learning rates. A scalar down and in the state: eta Gamma."""
 WITHOUT = "without_pseudo_gradient"
@@ -19,4 +19,4 @@ WITHOUT = "without_pseudo_gradient"
 HOLDERS, LOST = "holders", "lost"
 """In the state's `server`: the clients whose upload of the last round was on time; how many uploads lacked G~."""
 VERSION, MEAN_ACTIVE = "version", "mean_active"
-"""Scalars down and in the state: how many rounds made Theta, and K-bar."""
+"""Scalars down and in the state: the number of rounds behind Theta, and K-bar."""

@@ -1,4 +1,4 @@
-"""Figures of a round of UB-SMoE: how even the experts' use is, how phi follows it, and what G~ is worth."""
+"""Figures of a round of UB-SMoE: how even the experts' use is, how phi follows it, and the quality of G~."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The Universal Pseudo-Gradient: the gradient that a client's inactive experts get from the other clients' progress.
 
-UB-SMoE, Section 5.2, Algorithm 3 and appendix G.3. Expert LoRA goes by its names
+UB-SMoE, Section 5.2, Algorithm 3 and appendix G.3. Expert LoRA is named
 `{experts}.{projection}.lora_{A,B}`, each [M, …] with the experts first.
 """
 
@@ -107,7 +107,7 @@ class ExpertGradients:
         """Sets what a slot's inactive experts get: rho_c G~; left alone where that is zero.
 
         Args:
-            slot: Whose.
+            slot: Index of the slot.
             gradient: G~, expert LoRA name -> [M, …] at the slot's own rank.
             rho: rho_c.
         """
@@ -134,7 +134,7 @@ class ExpertGradients:
             inactivity: What counts as inactive.
 
         Returns:
-            Name -> [M, S] bool, the experts that the optimizer shall update: all but those
+            Name -> [M, S] bool, the experts that the optimizer should update: all but those
             without tokens and without G~, which AdamW would still decay and move by their
             momentum. None where that is all of them.
         """

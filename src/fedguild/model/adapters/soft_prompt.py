@@ -170,8 +170,8 @@ def _prepend(
         current = host.backbone.runtime.current
         assert current is not None
         rows = torch.tensor(current.rows_per_slot, device=output.device)
-        own = prompt().to(output.dtype).repeat_interleave(rows, dim=0)
-        return torch.cat([own, output[:, count:]], dim=1)
+        prompts = prompt().to(output.dtype).repeat_interleave(rows, dim=0)
+        return torch.cat([prompts, output[:, count:]], dim=1)
 
     host.widen = partial(widened, count=count)
     host.on_close(host.backbone.model.get_input_embeddings().register_forward_hook(fill).remove)

@@ -16,15 +16,15 @@ _INITIAL_DEVIATION = 0.05
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the number of parameters follows from; the defaults give 15.8 M.
+    """The sizes that determine the number of parameters; the defaults give 15.8 M.
 
     Attributes:
-        vocabulary: Words of the tokenizer; the embeddings are tied to the output.
+        vocabulary: Size of the tokenizer's vocabulary; the embeddings are tied to the output.
         layers: Decoder layers.
         hidden: Width of the residual stream.
         heads: Attention heads, and as many key and value heads.
         experts: Experts per layer.
-        active: Experts that a token goes through.
+        active: Active experts per token.
         expert_width: Intermediate size of an expert.
     """
 

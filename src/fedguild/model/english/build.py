@@ -30,7 +30,7 @@ _LINE_SECONDS = 30
 
 @dataclass
 class Session:
-    """One sitting of a build, which may be one of many.
+    """One session of a build, which may take several.
 
     Attributes:
         say: Takes each line of progress.
@@ -57,7 +57,7 @@ class Session:
                 training.save(state)
                 saved = now
             if stopping:
-                self.say(f"stopped; {state} is saved, the same command goes on from there")
+                self.say(f"stopped; {state} is saved, and the same command continues from it")
                 return False
         training.save(state)
         return True
@@ -86,15 +86,15 @@ def build(
 ) -> Path | None:
     """Trains the model, and writes it with its tokenizer and card into `output/checkpoint`.
 
-    Every part of it continues from what `output` holds, so a build that was killed comes to the same
-    weights. The state before the decay stays there: a later build with more tokens goes on from it.
+    Every part of it continues from what `output` holds, so a build that was killed ends with the same
+    weights. The state before the decay is kept: a later build with more tokens continues from it.
 
     Args:
         corpus_folder: Text to train on.
-        output: Where to write; made if need be.
-        recipe: How to train.
-        tokens: Tokens in all, the decay's among them.
-        decay_tokens: Tokens over which the learning rate falls to zero in the end.
+        output: Folder to write to; created if absent.
+        recipe: The training recipe.
+        tokens: Tokens in total, including the decay's.
+        decay_tokens: Tokens over which the learning rate falls to zero at the end.
         finish: Whether to decay now, from the last saved state, instead of training on first.
         session: How to report and when to stop.
 
@@ -155,9 +155,9 @@ def main(
     tokens: Annotated[
         int, typer.Option(min=1, help="Tokens to train on in all; the default is one pass over 64 M characters.")
     ] = 16_000_000,
-    decay_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the decay in the end, among them.")] = 1_500_000,
+    decay_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the final decay, part of the total.")] = 1_500_000,
     finish: Annotated[bool, typer.Option("--finish", help="Decay now, from the last saved state.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the first weights and the order of the text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and the order of the text.")] = 0,
 ) -> None:
     """Trains the English checkpoint from a folder of text; SIGTERM or Ctrl-C saves the state and ends."""
     signals: list[int] = []

@@ -23,8 +23,8 @@ def model_card(model: OlmoeForCausalLM, training: Pretraining, measured: Measure
 
     Args:
         model: The model as stored.
-        training: How it came about.
-        measured: On the held-out text.
+        training: Its training.
+        measured: The measurements on the held-out text.
         sources: Lists and tables of the text's licences and attributions; may be empty.
     """
     recipe, corpus = training.recipe, training.corpus
@@ -81,10 +81,10 @@ tags: [moe, olmoe, tiny]
 
 # FedGuild's English checkpoint
 
-A small OLMoE that has read textbooks and novels, for experiments with federated fine-tuning: 8 of its 64 experts are
-active, and its routing is its own, as pre-training with a load-balancing loss left it. It loads with plain
+A small OLMoE trained on textbooks and novels, for experiments with federated fine-tuning: 8 of its 64 experts are
+active, and its routing is what pre-training with a load-balancing loss produced. It loads with plain
 `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`; in FedGuild it is `model.path=english`.
-It is far too small to be right about facts.
+It is far too small to know facts reliably.
 
 | | |
 | --- | --- |
@@ -104,7 +104,7 @@ python -m fedguild.model.english.build --corpus DIR --tokens {tokens} --decay-to
 
 on {date}, with Python {python}, torch {torch} and transformers {transformers}: {tokens:,} tokens, which is
 {passes:.2f} passes over the {corpus_tokens:.2f} M tokens of {documents:,} documents. On one machine the command
-gives the same bytes again, in one sitting or many; between machines rounding differs, and with it the weights a little.
+gives the same bytes again, in one session or several; between machines rounding differs, and so do the weights a bit.
 
 | | |
 | --- | --- |

@@ -28,7 +28,7 @@ from fedguild.seeding import numpy_rng
 
 DOCUMENT_CHARACTERS = 8_000
 HELD_OUT_EVERY = 200
-"""One document in so many is held out and never trained on."""
+"""One in this many documents is held out and never trained on."""
 _ENCODED_AT_ONCE = 1_000
 
 
@@ -37,9 +37,9 @@ class Corpus:
     """A tokenised corpus.
 
     Attributes:
-        digest: Of the text and the size of the vocabulary.
+        digest: Digest of the text and the size of the vocabulary.
         tokenizer: Trained on the training documents.
-        train: Tokens of the training documents, each closed by the end token.
+        train: Tokens of the training documents, each followed by the end token.
         starts: [documents + 1], where each training document starts in `train`, and the end of the last.
         held_out: Tokens of the held-out documents, laid out in the same way.
         held_out_characters: Length of the held-out documents as text.
@@ -111,7 +111,7 @@ def load_corpus(folder: Path, cache_folder: Path, vocabulary: int) -> Corpus:
     """Returns the tokenised corpus of a folder, from the cache where it holds this text.
 
     Raises:
-        FedGuildError: the folder holds no text, or what is in the cache was made from other text.
+        FedGuildError: the folder holds no text, or the cache was made from other text.
     """
     texts = read_documents(folder)
     digest = hashlib.sha256(json.dumps([vocabulary, *texts]).encode()).hexdigest()
@@ -129,7 +129,7 @@ def load_corpus(folder: Path, cache_folder: Path, vocabulary: int) -> Corpus:
     with safe_open(tokens, "np") as stored:
         if stored.metadata()["digest"] != digest:
             raise FedGuildError(
-                f"{cache_folder} was made from other text than {folder} holds now, or with another vocabulary.",
+                f"{cache_folder} was made from other text than {folder} now holds, or with another vocabulary.",
                 "Give another output folder, or delete this one to begin again.",
             )
         return Corpus(

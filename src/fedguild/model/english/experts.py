@@ -20,7 +20,7 @@ IMPLEMENTATION = "fedguild_pretraining"
 
 
 def use_trainable_experts(model: OlmoeForCausalLM) -> None:
-    """Lets the model's experts be computed by this module from now on."""
+    """Makes this module compute the model's experts from now on."""
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
     model.set_experts_implementation(IMPLEMENTATION)
 
@@ -45,7 +45,7 @@ class _Dispatch:
     Attributes:
         bounds: For every expert with a row, its number and its first and last (exclusive) row.
         slots: [N·k], the buffer's row of each (token, choice).
-        tokens: [T], the token of each row; N for a row that only fills up.
+        tokens: [T], the token of each row; N for a filler row.
     """
 
     bounds: list[tuple[int, int, int]]

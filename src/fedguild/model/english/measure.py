@@ -38,12 +38,12 @@ class LayerRouting:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What the model card says, all on held-out text.
+    """The measurements in the model card, all on held-out text.
 
     Attributes:
         tokens: Tokens predicted.
         nats: Active experts -> cross-entropy per token.
-        unigram_nats: The same of the training text's token frequencies, which need no model.
+        unigram_nats: The same for the training text's token frequencies, without a model.
         tokens_per_character: Of the held-out text.
         routing: Of each layer.
     """
@@ -57,7 +57,7 @@ class Measurements:
 
 @torch.inference_mode()
 def measure(model: OlmoeForCausalLM, corpus: Corpus, active_experts: Sequence[int], row_tokens: int) -> Measurements:
-    """Measures the model on the held-out documents, in rows of so many tokens as in training."""
+    """Measures the model on the held-out documents, in rows of `row_tokens` tokens as in training."""
     stream = torch.from_numpy(corpus.held_out.astype(np.int64))
     rows = [stream[start : start + row_tokens + 1] for start in range(0, len(stream) - 1, row_tokens)]
     full = [row for row in rows if len(row) > row_tokens]

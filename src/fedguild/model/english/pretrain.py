@@ -28,20 +28,20 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the checkpoint is trained, apart from how long.
+    """The training recipe of the checkpoint, without its duration.
 
     The learning rate warms up and then stays at its peak; a decay to zero can be run from any state of
-    that phase and leaves the state as it is, so that training may go on from it later.
+    that phase and leaves the state as it is, so that training may continue from it later.
 
     Attributes:
-        sizes: Of the model.
-        seed: Of the first weights and the order of the data.
+        sizes: The model's sizes.
+        seed: The seed of the initial weights and the order of the data.
         row_tokens: Length of a training row.
         batch_rows: Rows per step.
         workers: Threads that share a step's rows. Each computes the gradient of its part with one thread
             of its own, so the result depends on this number but not on the machine's.
-        learning_rate: At the peak.
-        warm_up_steps: Steps until then.
+        learning_rate: The peak learning rate.
+        warm_up_steps: Steps until the peak.
         weight_decay: AdamW's, on matrices only.
         balance: Weight of the load-balancing loss, OLMoE's.
         router_z: Weight of the router z-loss, OLMoE's; it keeps the logits near zero, not the routing even.
@@ -86,8 +86,8 @@ class Pretraining:
     """A model in training.
 
     Attributes:
-        corpus: What it is trained on.
-        recipe: How.
+        corpus: The corpus.
+        recipe: The recipe.
         model: Its weights, in fp32; products run in bf16.
         step: Steps done.
         decay_from: Step at which the learning rate began to decay; None before.
@@ -122,11 +122,11 @@ class Pretraining:
         return self.step * self.recipe.step_tokens
 
     def run(self, steps: int, decay_to: int | None = None) -> Iterator[Losses]:
-        """Runs so many steps, yielding the losses of each.
+        """Runs a number of steps, yielding the losses of each.
 
         Args:
-            steps: How many.
-            decay_to: Step at which the learning rate reaches zero, linearly from `decay_from`; None keeps it up.
+            steps: The number of steps.
+            decay_to: Step at which the learning rate reaches zero, linearly from `decay_from`; None for no decay.
         """
         recipe = self.recipe
         with _one_thread_each(), ThreadPoolExecutor(recipe.workers) as pool:

@@ -1,8 +1,8 @@
-"""The architectures whose routers and experts can be adapted: a file for each, and `FAMILIES`, which finds them.
+"""The architectures whose routers and experts can be adapted: one file each, and `FAMILIES`, which finds them.
 
-A file is named like the `model_type` of transformers and defines `FAMILY`, a `Family` (`model/moe/family.py`). One
-of another package goes by the name of its entry point in the group `fedguild.model_families`, which is the
-`model_type`, too.
+A file is named like the `model_type` of transformers and defines `FAMILY`, a `Family` (`model/moe/family.py`). A
+family of another package has the name of its entry point in the group `fedguild.model_families`, which is also its
+`model_type`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""SwitchTransformers: experts that transformers keeps one by one, stacked for the view.
+"""SwitchTransformers: experts that transformers stores separately, stacked for the view.
 
 A sparse MLP of this family has a router that takes the best expert of each token, times its
 probability, and a `ModuleDict` of experts without a gate: wo relu(wi x). The stack takes the
-place of the `ModuleDict`, so that the experts run grouped and with what several slots train, as
-those of every other family do. `published` gives a weight its names in transformers back.
+place of the `ModuleDict`, so the experts run grouped and with the trainables of several slots, like
+those of every other family. `published` returns a weight's original names in transformers.
 
 Source: Fedus et al., Switch Transformers, JMLR 2022, Section 2; transformers'
 `SwitchTransformersSparseMLP`, whose expert capacity is counted in each row, earlier tokens first.
@@ -106,7 +106,7 @@ class SwitchTransformers(Family):
         return FrozenExperts(experts.up_proj, experts.down_proj, experts.activation)
 
     def attach(self, model: Any, layers: Sequence[MoeLayer]) -> None:
-        """Puts the view's routing in the place of each router's own."""
+        """Replaces each router's result with the view's routing."""
         for layer in layers:
             experts: Any = layer.experts
             experts.run = layer.run

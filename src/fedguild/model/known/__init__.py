@@ -1,7 +1,7 @@
 """Known architectures: the published sizes of public models, for counts without a download.
 
-Each file beside this one holds the hub id that it stands for and, as in that model's `config.json`,
-the keys that its shape follows from. A known model goes by its hub id or by its file's name.
+Each file beside this one holds a model's hub id and, as in its `config.json`, the keys that determine
+its shape. A known model is found by its hub id or by its file's name.
 """
 
 from __future__ import annotations

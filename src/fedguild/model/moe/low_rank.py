@@ -18,7 +18,7 @@ from fedguild.model.moe.products import grouped_outer, grouped_rows
 
 
 def prefers_blocks(rows: Tensor) -> bool:
-    """Whether a layer with this input [N, H] profits from blocks.
+    """Whether a layer with this input [N, H] benefits from blocks.
 
     CPU libraries have a batched product for fp32 and fp64 that shares its matrices out among the
     threads; the groups of a grouped one run in turn, each as a small product of all threads. With a

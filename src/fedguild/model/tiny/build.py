@@ -25,9 +25,9 @@ def build(out: Path, *, recipe: Recipe, seed: int, examples: int = 256) -> Score
     """Trains tokenizer and model, and writes both with a model card into the folder `out`.
 
     Args:
-        out: Where to write; made if need be.
-        recipe: How to train.
-        seed: Of the data and the first weights.
+        out: Folder to write to; created if absent.
+        recipe: The training recipe.
+        seed: The seed of the data and the initial weights.
         examples: Held-out questions per family and number of active experts, for the card.
 
     Returns:
@@ -64,7 +64,7 @@ def main(
     steps: Annotated[
         int, typer.Option(min=1, help="Optimizer steps; the default takes about four minutes on one core.")
     ] = Recipe.steps,
-    seed: Annotated[int, typer.Option(help="The same seed draws the same data and first weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same data and initial weights.")] = 0,
 ) -> None:
     """Rebuilds the embedded checkpoint from nothing but a seed."""
     build(out, recipe=Recipe(steps=steps), seed=seed)

@@ -24,7 +24,7 @@ from fedguild.seeding import numpy_rng
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the checkpoint is trained.
+    """The training recipe of the checkpoint.
 
     Attributes:
         steps: Optimizer steps.
@@ -35,7 +35,7 @@ class Recipe:
         router_entropy_weight: Reward for the entropy of each token's routing, in nats. A large
             model's routing is soft; that of a small one sharpens until a single active expert
             would do, and clients with fewer active experts would lose nothing.
-        english_every: One step in so many trains on plain English instead of tasks.
+        english_every: One in this many steps trains on plain English instead of tasks.
         english_tokens: Longest row of such a step.
     """
 
@@ -58,7 +58,7 @@ class Recipe:
 
 
 def tokenizer_texts(seed: int, examples: int = 2_000, paragraphs: int = 1_000) -> Iterator[str]:
-    """Yields what the tokenizer is trained on: examples of each family, plain English, every template."""
+    """Yields the tokenizer's training texts: examples of each family, plain English, every template."""
     rng = numpy_rng(seed, "tiny", "tokenizer")
     for name in tasks.FAMILIES:
         for example in itertools.islice(tasks.draw(name, rng), examples):
@@ -123,6 +123,6 @@ def _loss(model: OlmoeForCausalLM, rows: list[Encoded], pad_id: int, recipe: Rec
 
 
 def _entropy(logits: Tensor) -> Tensor:
-    """Returns the mean entropy, in nats, of the distributions that the rows of `logits` [N, M] stand for."""
+    """Returns the mean entropy, in nats, of the distributions that the rows of `logits` [N, M] describe."""
     log_probabilities = logits.float().log_softmax(-1)
     return -(log_probabilities.exp() * log_probabilities).sum(-1).mean()

@@ -64,7 +64,7 @@ _SLOT = re.compile(r"\{(\w+)\}")
 
 
 def paragraph(rng: Generator, sentences: int) -> str:
-    """Returns a paragraph of so many unrelated sentences."""
+    """Returns a paragraph of this many unrelated sentences."""
     return " ".join(_sentence(rng) for _ in range(sentences))
 
 

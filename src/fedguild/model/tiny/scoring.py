@@ -31,7 +31,7 @@ def exact_match(model: OlmoeForCausalLM, tokenizer: Any, examples: Sequence[Exam
 
 @contextlib.contextmanager
 def using_experts(model: OlmoeForCausalLM, count: int) -> Iterator[None]:
-    """Runs the model with so many active experts per token, and restores its own number."""
+    """Runs the model with `count` active experts per token, and restores its own number."""
     routers = [layer.mlp.gate for layer in model.model.layers]
     before = [router.top_k for router in routers]
     try:

@@ -18,7 +18,7 @@ _PIECES = Regex(r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+")
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """Trains a tokenizer of so many words; `END` both opens and closes a text, as in OLMoE's tokenizer."""
+    """Trains a tokenizer of this vocabulary size; `END` both opens and closes a text, as in OLMoE's tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
