@@ -161,7 +161,7 @@ def test_what_ships_keeps_its_name(zoo: Path, monkeypatch: pytest.MonkeyPatch):
     assert list(animals()) == ["bears", "grey-wolf"]
     faults = [plugin for plugin in animals().found() if plugin.fault]
     assert [plugin.warning for plugin in faults] == [
-        "bears (ark 1.2) cannot be used: zoo and ark 1.2 have one of that name"
+        "bears (ark 1.2) cannot be used: zoo and ark 1.2 provide one of that name"
     ]
 
 
