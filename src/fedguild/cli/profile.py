@@ -99,7 +99,8 @@ def command(
     show(*tables(costs))
     if settings.training.steps is None and examples is None and known_examples(settings) is None:
         note(
-            f"The config does not say how many examples a client has; --examples is taken as {costs.workload.examples}."
+            "The config does not say how many examples a client has; "
+            f"{costs.workload.examples} are assumed (see --examples)."
         )
 
 

@@ -97,8 +97,8 @@ class EvaluationSettings(Section):
     )
     received: bool = Field(
         default=False,
-        description="Also score, on every client's own held-out examples, the model that it would receive next: its "
-        "own after the aggregation.",
+        description="Also score, on every client's own held-out examples, the model that it would receive next, "
+        "after the aggregation.",
     )
     pooled: bool = Field(
         default=False,
