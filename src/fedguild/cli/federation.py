@@ -114,14 +114,14 @@ def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("client", "status", "since", "examples", "budget"):
         table.add_column(heading)
-    for index, said in sorted(state.clients.items(), key=lambda pair: int(pair[0])):
-        node = next((node for node in state.nodes if node.get("node-id") == said.get("node")), {})
+    for index, description in sorted(state.clients.items(), key=lambda pair: int(pair[0])):
+        node = next((node for node in state.nodes if node.get("node-id") == description.get("node")), {})
         table.add_row(
             f"client-{int(index):03d}",
             str(node.get("status", "unknown")),
             str(node.get("online-at", "")),
-            str(said["sizes"]["train"]),
-            str(said["budget"]),
+            str(description["sizes"]["train"]),
+            str(description["budget"]),
         )
     online = sum(node.get("status") == "online" for node in state.nodes)
     note(f"{len(state.nodes)} key(s) are registered, {online} client(s) online.")

@@ -4,7 +4,7 @@ A batch is *slot-major*: the rows of slot 0 come first, then those of slot 1, an
 may have different numbers of rows, or none at all.
 
 An encoder-decoder model reads the prompt, closed by the end token, in its encoder, and predicts
-the response in its decoder, which starts from a token of its own.
+the response in its decoder, which starts from a special token.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SlotBatch:
         group: [P] the group that each target is summed into (the slot, in training).
         position_ids: [R, T] where tokens are not numbered from 0 along the row.
         attention: [R, 1, T, T] bool, True where a query may attend, where that is not causal.
-        decoder_ids: [R, U] the decoder's token ids, padded on the right; None without a decoder of its own.
+        decoder_ids: [R, U] the decoder's token ids, padded on the right; None for a decoder-only model.
         decoder_mask: [R, U] bool, True where the decoder has a token.
     """
 

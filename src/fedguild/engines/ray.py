@@ -43,7 +43,7 @@ from fedguild.wire.codec import encode
 TRIES = 3
 """Actors that may die on one cohort before its clients count as failed."""
 START_SECONDS = 900.0
-"""How long an actor may take to load the backbone, including the start of its machine."""
+"""Time limit for an actor to load the backbone, including the start of its machine."""
 LOST = (RayActorError, ObjectLostError)
 """Raised by Ray when a process or a machine is lost."""
 

@@ -13,7 +13,7 @@ from fedguild.errors import ConfigError
 
 ROUNDING_SLACK = 1e-9
 PATIENCE_SECONDS = 30.0
-"""How long actors wait for resources that other users of the cluster hold."""
+"""Time for which actors wait for resources that other users of the cluster hold."""
 
 
 def connect(address: str | None, cores: int) -> bool:

@@ -23,7 +23,7 @@ REGISTERED = "registered.json"
 OUTCOMES, RUN, CHECKPOINTS, MEMBERS = "outcomes", "run", "checkpoints", "members.json"
 START_SECONDS = 60.0
 OUTCOME_SECONDS = 10.0
-"""How long after the end of a run its outcome may take to appear on disk."""
+"""Time limit for the outcome of a finished run to appear on disk."""
 ALREADY_REGISTERED = "already"
 KEY_REFUSED = "[code: 2004]"
 """Printed by Flower's node when the server refuses its key."""

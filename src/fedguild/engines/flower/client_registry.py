@@ -12,11 +12,11 @@ from fedguild.engines.flower.transport import NoReply, Transport
 from fedguild.errors import QuorumError
 
 HELLO_SECONDS = 600.0
-"""How long a node may take to identify itself: its trainer may have to load the model first."""
+"""Time limit for a node to identify itself: its trainer may have to load the model first."""
 POLL_SECONDS = 0.5
 STATUS_SECONDS = 15.0
 GRACE_SECONDS = 60.0
-"""How long a resumed run waits for clients that it could do without."""
+"""Time for which a resumed run waits for clients that its quorum does not need."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ClientRegistry:
         """Waits until every client has registered; returns client index -> client.
 
         Args:
-            wait_seconds: How long.
+            wait_seconds: Longest time to wait.
             enough: This many clients are enough once `GRACE_SECONDS` have passed; None for all.
 
         Raises:

@@ -29,7 +29,7 @@ from fedguild.wire.codec import Codec, decode, encode, expand, shrink
 SILENCE_SECONDS = 30.0
 """A client that has not replied for this long is asked whether it still has its task."""
 TTL_SECONDS = 7 * 86400.0
-"""How long Flower keeps a task and its reply."""
+"""Lifetime of a task and its reply in Flower."""
 NOT_CONNECTED = "it is not connected"
 LATE_ROUNDS = 1
 """Replies to tasks of this many rounds back are still accepted."""
