@@ -258,7 +258,7 @@ def test_two_machines_cannot_be_one_client(config: Config, tmp_path: Path) -> No
     grid.nodes[300] = LoopbackNode(300, trainers[0].handle)
     lines = Lines()
     serve_on(grid, config, tmp_path, lines)
-    assert lines.says("another node is client-000 already")
+    assert lines.says("another node is already client-000")
 
 
 def test_a_run_below_its_quorum_stops_and_goes_on_when_the_clients_are_back(
