@@ -161,7 +161,7 @@ def test_what_ships_keeps_its_name(zoo: Path, monkeypatch: pytest.MonkeyPatch):
     assert list(animals()) == ["bears", "grey-wolf"]
     faults = [plugin for plugin in animals().found() if plugin.fault]
     assert [plugin.warning for plugin in faults] == [
-        "bears (ark 1.2) cannot be used: zoo and ark 1.2 have one of that name"
+        "bears (ark 1.2) cannot be used: zoo and ark 1.2 provide one of that name"
     ]
 
 
@@ -170,7 +170,9 @@ def test_of_two_packages_with_one_name_neither_is_used(zoo: Path, monkeypatch: p
         install(monkeypatch, zoo / name, name, entry_points=f"[zoo.animals]\ncat = {name}:CAT\n")
     assert "cat" not in list(animals())
     assert "cat" in animals()
-    with pytest.raises(ConfigError, match=r"The animal cat \(ark 1.2\) cannot be used: ark 1.2 and boat 1.2 have one"):
+    with pytest.raises(
+        ConfigError, match=r"The animal cat \(ark 1.2\) cannot be used: ark 1.2 and boat 1.2 provide one"
+    ):
         animals().load("cat")
 
 

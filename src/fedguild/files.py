@@ -37,7 +37,7 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise FedGuildError(
             f"Cannot write {path}: {error.strerror or error}.",
-            "What was there before is untouched; free some space or check the permissions, then resume.",
+            "The previous content is untouched; free some space or check the permissions, then resume.",
         ) from error
     finally:
         if temporary is not None:

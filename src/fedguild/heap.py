@@ -1,4 +1,4 @@
-"""Keeping the memory that a step frees, for the next step.
+"""Retention of the memory that a training step frees, for the next step.
 
 glibc gives the pages of a large tensor back to the kernel as soon as the tensor is freed, and the
 next one of its size has to fault every page in again: on a CPU up to half of a training step, for
@@ -20,10 +20,10 @@ _MMAP_THRESHOLD = -3
 _NEVER = -1
 _PART_OF_MEMORY = 64
 _LEAST, _MOST = 32 << 20, 1 << 30
-"""Bytes from which a block has a mapping of its own, which is always given back: a part of the machine's memory.
+"""Bytes from which a block has its own mapping, which is always given back: a part of the machine's memory.
 
-A kept block may be cut up by small ones, so that the next large one is taken from new memory; that
-happens a few times until both have their places. An older glibc takes no more than `_LEAST`.
+A kept block may be split by small allocations, so that the next large one takes new memory; that
+happens a few times until the layout settles. An older glibc accepts at most `_LEAST`.
 """
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 
@@ -32,11 +32,11 @@ _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MA
 def keep_freed_pages() -> bool:
     """Lets glibc's allocator keep freed pages, for this process and until it ends.
 
-    The process then stays at its peak size. A setting of the
-    allocator by one of the environment variables of mallopt(3) is kept.
+    The process then stays at its peak size. Settings of the allocator by the environment variables of mallopt(3)
+    take precedence.
 
     Returns:
-        Whether freed pages are kept; False on other systems, with another C library, or with settings of the user.
+        Whether freed pages are kept; False on other systems, with another C library, or with settings by the user.
     """
     is_set = any(name in os.environ for name in _SETTINGS) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if is_set or not sys.platform.startswith("linux"):

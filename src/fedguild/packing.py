@@ -43,7 +43,7 @@ def pack(tensors: Mapping[str, Tensor], scalars: Mapping[str, Scalar]) -> bytes:
     """Returns tensors of any device, strides and sharing, and scalars, as bytes.
 
     Raises:
-        TypeError: a tensor's dtype or a scalar's type has no place in the format.
+        TypeError: the format does not support a tensor's dtype or a scalar's type.
     """
     ready: dict[str, Tensor] = {}
     storages: set[int] = set()

@@ -162,7 +162,7 @@ def _discover(package: str, group: str, attribute: str, dashes: bool, path: tupl
         origins[plugin.name].append(plugin.origin)
     for index, plugin in enumerate(others):
         if not plugin.fault and len(origins[plugin.name]) > 1:
-            others[index] = replace(plugin, fault=f"{' and '.join(origins[plugin.name])} have one of that name")
+            others[index] = replace(plugin, fault=f"{' and '.join(origins[plugin.name])} provide one of that name")
     return (*shipped, *others)
 
 
@@ -191,7 +191,7 @@ def _installed(group: str) -> Iterator[Found]:
         origin = f"{name} {distribution.version}"
         try:
             entries = distribution.entry_points.select(group=group)
-        except Exception as error:  # importlib.metadata raises what its parser stumbles over
+        except Exception as error:  # importlib.metadata passes on the errors of its parser
             yield Found(name, "", origin, "", f"its entry_points.txt cannot be read ({_reason(error)})")
             continue
         for entry in entries:

@@ -34,16 +34,16 @@ class Silent:
     """A `Progress` that ignores everything."""
 
     def stage(self, text: str) -> None:
-        """Ignores the news."""
+        """Does nothing."""
 
     def round_started(self, number: int, total: int) -> None:
-        """Ignores the news."""
+        """Does nothing."""
 
     def step(self, done: int, total: int, loss: float) -> None:
-        """Ignores the news."""
+        """Does nothing."""
 
     def evaluated(self, scores: Mapping[str, float]) -> None:
-        """Ignores the news."""
+        """Does nothing."""
 
     def message(self, text: str) -> None:
-        """Ignores the news."""
+        """Does nothing."""

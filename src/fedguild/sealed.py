@@ -1,6 +1,6 @@
 """Checksummed files: a line with the SHA-256 of the rest, then the rest.
 
-`tail -n +2 FILE | sha256sum` gives the first line again; `tail -n +2 FILE` is the content itself
+`tail -n +2 FILE | sha256sum` reproduces the checksum in the first line; `tail -n +2 FILE` is the content itself
 (for client memory and checkpoints, a safetensors file).
 """
 

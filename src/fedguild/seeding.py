@@ -1,4 +1,4 @@
-"""Randomness as an argument: every generator derives from (seed, *what it is for).
+"""Randomness as an argument: every generator derives from (seed, *purpose).
 
 A result therefore does not depend on the engine, on the order of the clients, or on what else
 drew random numbers before. No global generator is read or set anywhere in the package.
@@ -35,7 +35,7 @@ def torch_rng(seed: int, *purpose: str | int) -> torch.Generator:
 
 
 def new_seed(rng: torch.Generator) -> int:
-    """Returns a seed that a run draws once, for what its clients later draw by themselves."""
+    """Returns a seed that a run draws once, for the later random draws of its clients."""
     import torch
 
     return int(torch.randint(2**62, (), generator=rng))

@@ -112,7 +112,7 @@ def prepare_data(config: Config) -> PreparedData:
     """Loads the corpus, partitions it over the clients and splits every client's share.
 
     Raises:
-        DataError: the data is missing, has other columns, or leaves a client empty.
+        DataError: the data is missing, has the wrong columns, or leaves a client without examples.
     """
     data = config.data
     corpus = load_corpus(

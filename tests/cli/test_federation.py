@@ -87,7 +87,7 @@ def test_init_puts_the_servers_name_into_its_certificate(tmp_path: Path) -> None
         (("server", "{new}"), "fedguild federation init"),
         (("client", "{new}"), "fedguild federation init"),
         (("run", "{new}"), "fedguild federation init"),
-        (("key", "{here}/there"), "is a key already"),
+        (("key", "{here}/there"), "already exists"),
     ],
 )
 def test_a_mistake_gets_a_message(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_mistake_gets_a_message(arguments: tuple[str, ...], said: str, tmp_pat
 def test_a_run_without_a_server_says_so(guild: Path) -> None:
     status, output = call("run", str(guild / "server"))
     assert status == 2
-    assert "Is `fedguild federation server` up?" in output
+    assert "Start the server: `fedguild federation server" in output
 
 
 def test_status_without_a_server(guild: Path) -> None:

@@ -101,7 +101,7 @@ def test_doctor_names_the_plugins_of_other_packages_and_those_that_are_broken(
     broken = {subject: entry["consequence"] for subject, entry in found.items() if entry["found"] == "verses 1.2"}
     assert broken == {
         "metric reason": "it cannot be used: AttributeError: module 'verses' has no attribute 'reason'",
-        "model family mixtral": "it cannot be used: fedguild and verses 1.2 have one of that name",
+        "model family mixtral": "it cannot be used: fedguild and verses 1.2 provide one of that name",
         "corpus poems": "it cannot be used: ModuleNotFoundError: No module named 'absent'",
     }
 

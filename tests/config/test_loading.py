@@ -142,7 +142,7 @@ def test_what_is_no_yaml_or_no_mapping(tmp_path: Path) -> None:
     assert "broken.yaml, line 3" in message(write(tmp_path, "broken.yaml", "seed: 1\nmethod: [\n"))
     assert "a config is a mapping" in message(write(tmp_path, "list.yaml", "- 1"))
     twice = message(write(tmp_path, "twice.yaml", "method: flame\ntraining:\n  steps: 1\n  steps: 2\n"))
-    assert "'steps' stands here twice" in twice
+    assert "'steps' appears twice here" in twice
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
     assert "Cannot read the config" in message(str(tmp_path / "latin.yaml"))
 

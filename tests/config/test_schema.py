@@ -50,7 +50,7 @@ def lines_for(*overrides: str) -> list[str]:
         ("data.split={validation: 0.5, test: 0.5}", "data.split: validation and test together must be below 1, got 1"),
         (
             "federation.budgets=[{name: a}, {name: a}]",
-            "federation: budgets must have names of their own, got a more than once",
+            "federation: budgets must have distinct names, got a more than once",
         ),
     ],
 )
@@ -60,7 +60,7 @@ def test_one_plain_line_per_setting(override: str, told: str) -> None:
 
 def test_a_pattern_is_explained_in_words() -> None:
     (line,) = lines_for("model.device=tpu")
-    assert "model.device: is not of the accepted form (auto, cpu, cuda or cuda:N" in line
+    assert "model.device: does not have the accepted form (auto, cpu, cuda or cuda:N" in line
     assert line.endswith("got 'tpu'")
 
 

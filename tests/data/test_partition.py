@@ -115,7 +115,7 @@ def test_documents_of_one_size_are_dealt_by_seed():
 
 
 def test_documents_that_are_missing_or_too_few():
-    with pytest.raises(DataError, match="every example's document"):
+    with pytest.raises(DataError, match="the document of every example"):
         deal("document", [Example("x", "y", "a", "t")] * 4, 2)
     with pytest.raises(DataError, match="3 clients one of 2 documents"):
         deal("document", make("aabb"), 3)

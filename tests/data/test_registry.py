@@ -158,9 +158,9 @@ class TestTasks:
         assert corpus.train != load_corpus("tasks", train_examples=30, test_examples=10, seed=4).train
 
     def test_takes_no_file(self, tmp_path: Path):
-        with pytest.raises(DataError, match="is made, not read"):
+        with pytest.raises(DataError, match="is generated, not read"):
             load_corpus("tasks", train=str(tmp_path))
-        with pytest.raises(DataError, match="is made, not read"):
+        with pytest.raises(DataError, match="is generated, not read"):
             load_corpus("tasks", template="alpaca")
 
 

@@ -138,5 +138,5 @@ def test_a_negative_number_is_refused() -> None:
 
 
 def test_a_family_that_runs_out_of_questions_says_how_many_it_has() -> None:
-    with pytest.raises(DataError, match=r"'sum' has no more than \d+ distinct questions, 7000 asked for"):
+    with pytest.raises(DataError, match=r"'sum' has only \d+ distinct questions, but 7000 are asked for"):
         tasks.load(train_examples=7_000, test_examples=0, families=("sum",))

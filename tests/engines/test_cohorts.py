@@ -169,7 +169,7 @@ def test_what_an_actor_cannot_mend_comes_back_as_words(actor, monkeypatch):
     who, nothing = client(0, LARGE, 4), encode(Payload())
     job = CohortJob("flame", {"rank": 3}, 2, (who,)).to_plain()
     summary, payloads = actor.train(job, nothing, nothing, nothing)
-    assert "does not hold one client's training" in summary["error"]
+    assert "is too small to train one client" in summary["error"]
     assert "training.batch_size" in summary["hint"]
     assert payloads == []
     assert isinstance(FedGuildError(summary["error"], summary["hint"]), Exception)

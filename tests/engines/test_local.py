@@ -193,7 +193,7 @@ def test_a_cohort_that_does_not_fit_is_halved(olmoe_backbone, flame, tmp_path, m
 
 def test_a_device_that_does_not_hold_one_client_is_told_so(olmoe_backbone, flame, tmp_path, monkeypatch):
     device = NoRoom(monkeypatch, holds=0)
-    with pytest.raises(FedGuildError, match="The memory of cpu does not hold one client's training") as caught:
+    with pytest.raises(FedGuildError, match="The memory of cpu is too small to train one client") as caught:
         deliver(olmoe_backbone, flame, tmp_path, 4)
     assert device.tried == [4, 2, 1]
     assert all(key in caught.value.hint for key in ("training.batch_size", "data.max_tokens", "gradient_checkpointing"))

@@ -230,7 +230,7 @@ def test_a_model_that_the_actors_cannot_load_is_told_so(models, tmp_path):
     config = case_config("flame", models, engine_setting(1))
     run = prepare(config, tmp_path)
     run.config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "gone")})})
-    with pytest.raises(FedGuildError, match=r"An actor of the ray engine did not come up: (.|\n)*gone"):
+    with pytest.raises(FedGuildError, match=r"An actor of the ray engine did not start: (.|\n)*gone"):
         make_engine(run)
 
 

@@ -40,7 +40,7 @@ TWO = "federation.rounds=2"
         ("method.rescaler=learned", ["method.rescaler", "'per_layer', 'shared', 'static' or 'none'", "got 'learned'"]),
         ("data.corpus=dollie", ["There is no corpus 'dollie'", "Did you mean 'dolly'?"]),
         ("data.options={families: [sums]}", ["Unknown task family 'sums'", "Did you mean 'sum'?"]),
-        ("data.train=mine.jsonl", ["'tasks' is made, not read", "train_examples"]),
+        ("data.train=mine.jsonl", ["'tasks' is generated, not read", "train_examples"]),
         ("evaluation.metrics=[rouge]", ["evaluation.metrics: there is no metric 'rouge'", "Did you mean 'rouge_l'?"]),
         ("model.device=cuda:7", ["model.device: cuda is requested", "Set model.device=cpu or auto"]),
     ],

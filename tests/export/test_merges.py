@@ -140,5 +140,5 @@ def test_a_runs_merges_are_exported(export: Callable[..., object], form: str, tm
     exported = PeftModel.from_pretrained(plain, tmp_path / "out") if form == "adapter" else plain
     assert_same_logits(plain_logits(exported), our_logits(restored.backbone, deployment))
     card = (tmp_path / "out" / "README.md").read_text()
-    assert ("| merged beneath | the changes of 2 rounds |" in card) is (form == "merged")
+    assert ("| merged into the base | the changes of 2 rounds |" in card) is (form == "merged")
     assert ("| LoRA | rank 6, scale 1," in card) is (form == "adapter")

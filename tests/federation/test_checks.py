@@ -84,7 +84,7 @@ def certificates_again(folder: Path, days: int = 397) -> None:
 def test_a_new_federation_has_no_fault(federation: Path) -> None:
     assert not faults_of_server(federation)
     (fault,) = faults_of_site(federation)
-    says(fault.message, "Nobody answers at 127.0.0.1:")
+    says(fault.message, "Nothing answers at 127.0.0.1:")
     assert not fault.fatal
 
 
@@ -105,7 +105,7 @@ def test_a_certificate_of_another_authority(copy: Path) -> None:
     certificates_again(copy / "server/certificates")
     with answering(copy / "server/certificates", load_server(copy / "server").port):
         (fault,) = faults_of_site(copy)
-    says(fault.message, "was signed by another authority")
+    says(fault.message, "was signed by an authority other than")
     assert fault.fatal
     (copy / "server/certificates/ca.pem").write_bytes(before)
     (fault,) = faults_of_server(copy)
@@ -131,7 +131,7 @@ def test_something_that_is_no_certificate(copy: Path) -> None:
 
 def test_a_missing_key_and_one_that_others_can_read(copy: Path) -> None:
     (copy / "client-000/node.key").chmod(0o644)
-    says(faults_of_site(copy)[0].message, "Others on this machine can read the private key")
+    says(faults_of_site(copy)[0].message, "Other users of this machine can read the private key")
     (copy / "client-000/node.key").unlink()
     fault = faults_of_site(copy)[0]
     says(fault.message + fault.hint, "node.key is missing", "fedguild federation key")
@@ -140,7 +140,7 @@ def test_a_missing_key_and_one_that_others_can_read(copy: Path) -> None:
 def test_a_port_that_is_taken(federation: Path) -> None:
     with socket.create_server(("127.0.0.1", load_server(federation / "server").port)):
         (fault,) = faults_of_server(federation)
-    says(fault.message + fault.hint, "cannot be listened on", "port in server.yaml")
+    says(fault.message + fault.hint, "Cannot listen on port", "port in server.yaml")
 
 
 def test_fewer_keys_than_clients(copy: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_client_of_fedamole_is_sent_its_own_experts_and_no_others(models: dict
         assert held_experts(sent.part("experts")) == assigned
         assert all(len(ids) < config.method.options["experts"] for ids in assigned.values())
     assert not [message for message in requests if message.kind == "deliver"]
-    assert lines.says("No client takes a model home", "fedamole", "MixtureOfLora", "clients")
+    assert lines.says("No client receives a model", "fedamole", "MixtureOfLora", "clients")
     assert not list((tmp_path / "sites").rglob("models"))
 
 

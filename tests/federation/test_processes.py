@@ -63,7 +63,7 @@ def test_what_is_killed_is_started_again_and_ctrl_c_ends_all(tmp_path: Path, mon
     thread.join()
     assert started.pid != pids[0]
     assert started.exit_status() is not None
-    assert "The helper ended with status -9; it is started again in 1 s." in lines[0]
+    assert "The helper ended with status -9; it will be restarted in 1 s." in lines[0]
 
 
 def test_pauses_double_until_a_life_was_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,5 +149,5 @@ def test_a_damaged_secret_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("run", ["", "../../elsewhere", "/tmp/elsewhere", RUN + "/.."])
 def test_a_run_has_no_folder_outside_the_sites(run: str, config: Config, tmp_path: Path) -> None:
     reply = trainers_of(config, tmp_path)[1].handle(replace(train_request(config), run=run))
-    assert "names a run that is none" in reply.failure
+    assert "names an invalid run" in reply.failure
     assert not list(tmp_path.rglob("secret"))

@@ -109,4 +109,4 @@ def test_a_hello_gets_a_description_of_the_client(config: Config, trainer: Train
 def test_a_budget_that_the_run_does_not_have(config: Config, tmp_path: Path) -> None:
     trainer = trainers_of(config, tmp_path, [{}, {"budget": "smal"}, {}])[1]
     failure = trainer.handle(Message("hello", RUN, metadata=run_metadata(config))).failure
-    assert failure == "its site says budget 'smal', which the run does not have"
+    assert failure == "its site sets budget 'smal', which the run does not have"

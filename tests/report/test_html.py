@@ -67,15 +67,15 @@ def test_the_page_of_a_run(run_folder: Path) -> None:
     assert f"After 6 rounds, flame scores {table.mean:.3f}" in page
     assert page.count("<svg") == 7
     for heading in (
-        "What each budget gets",
-        "What each client gets",
-        "Which experts",
-        "Who holds which data",
-        "What it costs",
+        "Scores by budget",
+        "Scores by client",
+        "Expert use by client",
+        "Data by client",
+        "<h2>Costs</h2>",
         "Rejected",
     ):
         assert heading in page
-    assert "One upload did not enter the aggregate" in page
+    assert "One upload was not aggregated" in page
     assert "values that are &lt;NaN&gt;" in page
     assert "temperature: 2.0" in page
     assert "packages.torch" in page
@@ -84,9 +84,9 @@ def test_the_page_of_a_run(run_folder: Path) -> None:
 def test_the_page_of_a_run_in_which_every_client_has_a_model_of_its_own(personal_folder: Path) -> None:
     page = write_report(personal_folder).read_text()
     assert_self_contained(page)
-    for text in ("What each client gets", "Received next", "what the server would send it", "What the method reports"):
+    for text in ("Scores by client", "Received next", "what the server would send it", "Observations of the method"):
         assert text in page
-    assert "What each budget gets" not in page
+    assert "Scores by budget" not in page
     assert "Utilisation entropy, in nats, over the rounds." in page
     assert "Load, over the rounds. A line for each of 16; the thick one is their mean." in page
     assert "Relevance, after round 6: a row for each of 16, a column for each of 8." in page
@@ -107,9 +107,9 @@ def test_figures_beyond_the_first_are_folded_away(personal_folder: Path, tmp_pat
 def test_the_page_of_a_comparison_without_global_models(personal_folder: Path, tmp_path: Path) -> None:
     page = write_comparison({"fedamole": [personal_folder]}, tmp_path).read_text()
     assert_self_contained(page)
-    for text in ("MTAL", "Received", "What the methods report", "utilisation entropy (nats)"):
+    for text in ("MTAL", "Received", "Observations of the methods", "utilisation entropy (nats)"):
         assert text in page
-    assert "active experts, so a token costs the same" not in page
+    assert "active experts, so inference costs the same" not in page
 
 
 def test_the_page_of_a_comparison(folders: dict[str, list[Path]], tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     assert_self_contained(page)
     assert "Before training, flame scores 0.200." in page
-    assert "What it costs" not in page
+    assert "<h2>Costs</h2>" not in page
 
 
 def test_a_run_that_scores_clients_only(run_folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The cells of a comparison: one run for every config and seed, one after the other or several at a time."""
+"""The cells of a comparison: one run for every config and seed, one at a time or several in parallel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Cell:
         """Returns the progress of the run in the folder.
 
         Raises:
-            ConfigError: the folder holds a run of other settings.
+            ConfigError: the folder holds a run with other settings.
         """
         from fedguild.experiment import CHECKPOINTS
         from fedguild.report.html import REPORT_FILE
@@ -48,7 +48,7 @@ class Cell:
             return "absent"
         if load_config(str(written)).fingerprint() != self.config.fingerprint():
             raise ConfigError(
-                f"{self.folder} holds a run of other settings than {self.config.name} with seed {self.config.seed}.",
+                f"{self.folder} holds a run with settings other than {self.config.name}, seed {self.config.seed}.",
                 "Give another --output, or remove that folder.",
             )
         last = checkpoint.latest(self.folder / CHECKPOINTS)
@@ -60,9 +60,9 @@ def plan_cells(configs: Sequence[str], seeds: Sequence[int], output: Path) -> li
     """Returns a cell for every config and seed, configs in the order given, seeds within.
 
     Args:
-        configs: Presets and files; whatever is of the form key=value is an override for each of them.
+        configs: Presets and files; arguments of the form key=value are overrides for each of them.
         seeds: The seeds.
-        output: The folder that the cells' folders lie in.
+        output: Parent folder of the cells' folders.
 
     Raises:
         ConfigError: there is no config, one or a method's options are wrong, or two have the same name.
@@ -81,17 +81,17 @@ def plan_cells(configs: Sequence[str], seeds: Sequence[int], output: Path) -> li
     folders = [cell.folder for cell in cells]
     repeated = next((cell.config.name for cell in cells if folders.count(cell.folder) > 1), None)
     if repeated is not None:
-        raise ConfigError(f"Two of the configs are named '{repeated}'.", "Give each a `name` of its own.")
+        raise ConfigError(f"Two of the configs are named '{repeated}'.", "Give each its own `name`.")
     return cells
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Cells whose scores stand in one table.
+    """Cells whose scores form one table.
 
     Attributes:
         title: A table's column; empty where there is only one.
-        folder: The folder that the cells' folders lie in.
+        folder: Parent folder of the cells' folders.
         cells: The cells.
     """
 
@@ -115,7 +115,7 @@ def plan_table(
     """Returns a comparison for every column of a table, in the order of its cells.
 
     Raises:
-        ConfigError: a cell's config, or what it gives its method, is wrong.
+        ConfigError: a cell's config, or an option of its method, is wrong.
     """
     columns = list(dict.fromkeys(cell.column for cell in cells))
     comparisons = []
@@ -149,7 +149,7 @@ def complete(cells: Sequence[Cell], jobs: int) -> None:
 
     Args:
         cells: The cells.
-        jobs: How many run at the same time; more than one run in processes of their own.
+        jobs: How many run at the same time; if more than one, each in its own process.
 
     Raises:
         FedGuildError: a run failed; those that were under way have been stopped and can be resumed.
@@ -207,13 +207,13 @@ class _Workers:
         )
         self._running.add(process)
         assert process.stderr is not None
-        said = []
+        lines = []
         for line in process.stderr:
-            said.append(line.rstrip())
+            lines.append(line.rstrip())
             note(f"{cell.title}: {line.rstrip()}")
         self._running.discard(process)
         if process.wait() != 0 and not self._stopped.is_set():
-            problem = next((line for line in said if line.startswith("Error: ")), said[-1] if said else "no message")
+            problem = next((line for line in lines if line.startswith("Error: ")), lines[-1] if lines else "no message")
             raise FedGuildError(f"{cell.title} failed: {problem.removeprefix('Error: ')}", f"Its folder: {cell.folder}")
 
 

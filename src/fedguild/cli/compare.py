@@ -1,4 +1,4 @@
-"""`fedguild compare`: several configs over several seeds, or a table that ships, as a paper prints it."""
+"""`fedguild compare`: several configs over several seeds, or a table that ships with FedGuild."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEEDS = (0, 1, 2)
 
 
 class CellEngine(StrEnum):
-    """Engine that the runs of a comparison are made with."""
+    """Engine that executes the runs of a comparison."""
 
     LOCAL = "local"
     RAY = "ray"
@@ -39,17 +39,17 @@ def command(
         list[str],
         typer.Argument(
             metavar="CONFIG|TABLE|KEY=VALUE",
-            help="Presets or YAML files, or a table that ships, then settings on top of each of them.",
+            help="Presets or YAML files, or a table that ships with FedGuild, then settings that override theirs.",
             show_default=False,
         ),
     ],
     seeds: Annotated[
-        str | None, typer.Option("--seeds", help="Seeds, separated by commas; the table's own, or 0,1,2, by default.")
+        str | None, typer.Option("--seeds", help="Seeds, separated by commas; by default the table's, or 0,1,2.")
     ] = None,
     reference: Annotated[
         str | None,
         typer.Option(
-            "--reference", help="Config or row that the others are compared with; the last, or the table's, by default."
+            "--reference", help="Config or row that the others are compared with; by default the table's, or the last."
         ),
     ] = None,
     rows: Annotated[str | None, typer.Option("--rows", help="Rows of the table, separated by commas.")] = None,
@@ -59,7 +59,7 @@ def command(
         typer.Option(
             "--output",
             "-o",
-            help="Folder of all the runs; by default runs/compare, a table's runs/TABLE.",
+            help="Folder for all the runs; by default runs/compare, or runs/TABLE for a table.",
             metavar="PATH",
         ),
     ] = None,
@@ -70,7 +70,7 @@ def command(
         ),
     ] = 1,
     engine: Annotated[
-        CellEngine, typer.Option("--engine", help="local: on this machine; ray: each run a task of a Ray cluster.")
+        CellEngine, typer.Option("--engine", help="local: on this machine; ray: each run as a task of a Ray cluster.")
     ] = CellEngine.LOCAL,
     address: Annotated[
         str | None,
@@ -82,8 +82,8 @@ def command(
     """Run several configs over several seeds and print a paper's table.
 
     Every config and seed is a run in OUTPUT/NAME/seed-N (OUTPUT/COLUMN/ROW/seed-N in a table with columns). Finished
-    runs are kept, half-finished ones are resumed, so the same command continues after an interruption.
-    `fedguild presets` lists the tables that ship.
+    runs are kept, unfinished ones are resumed, so the same command continues after an interruption.
+    `fedguild presets` lists the tables that ship with FedGuild.
     """
     context.obj.resume_with = "the same command again"
     table = _table_among(configs)
@@ -98,7 +98,7 @@ def command(
         return
     overrides = [text for text in configs if "=" in text]
     if len(configs) > len(overrides) + 1:
-        raise ConfigError(f"{table.name} is a table: it is compared alone, with settings on top of every cell.")
+        raise ConfigError(f"{table.name} is a table: give it alone, followed only by settings for every cell.")
     content = table.load()
     wanted = table_cells(table.name, content, _parts(rows), _parts(columns))
     folder = output or Path("runs") / table.name.replace("/", "-")
@@ -118,7 +118,7 @@ class Whole:
 
 
 def _complete(cells: Sequence[Cell], jobs: int, engine: CellEngine, address: str | None, cores: int) -> None:
-    """Brings every cell to its end, here or on a Ray cluster."""
+    """Completes every cell, here or on a Ray cluster."""
     if engine is CellEngine.RAY:
         from fedguild.cli.ray_cells import complete_on_ray
 
@@ -155,7 +155,7 @@ def _show(comparisons: Sequence[Comparison], reference: str, as_json: bool, whol
         note(f"Table: {write_overview(by_column, whole.scores, whole.name, whole.folder)}")
     for column, table in by_column.items():
         for warning in table.warnings:
-            note(f"Careful: {f'{column}: ' if column else ''}{warning}")
+            note(f"Warning: {f'{column}: ' if column else ''}{warning}")
     for page in pages:
         note(f"Report: {page}")
 

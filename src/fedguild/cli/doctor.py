@@ -28,8 +28,8 @@ Verdict = Literal["ok", "missing", "problem"]
 REQUIRED = ("torch", "transformers", "datasets", "safetensors", "numpy", "scipy", "pydantic")
 EXTRAS = {
     "eval": (("peft", "accelerate"), "exported adapters cannot be checked against peft"),
-    "track": (("tensorboard",), "tracking.tensorboard cannot be switched on"),
-    "four-bit": (("bitsandbytes", "accelerate"), "model.load_in_4bit cannot be switched on"),
+    "track": (("tensorboard",), "tracking.tensorboard cannot be enabled"),
+    "four-bit": (("bitsandbytes", "accelerate"), "model.load_in_4bit cannot be enabled"),
     "fusion": (("nevergrad",), "fdlora cannot search its fusion weights"),
     "ray": (("ray",), "runs cannot be spread over GPUs and machines"),
     "flower": (("flwr",), "clients cannot take part over the network"),
@@ -45,7 +45,7 @@ class Finding:
         subject: The package or property that was examined.
         found: Its state.
         verdict: `ok`, `missing` (an option that is not installed) or `problem`.
-        consequence: What will not work, and the remedy; empty where all is well.
+        consequence: What will not work, and the remedy; empty if nothing is wrong.
     """
 
     subject: str
@@ -55,7 +55,7 @@ class Finding:
 
 
 def command(as_json: JsonOption = False) -> None:
-    """Say what is installed, which device is used, and what will not work."""
+    """Show what is installed, which device is used, and what will not work."""
     findings = list(diagnose())
     if as_json:
         show_json([asdict(finding) for finding in findings])
@@ -183,7 +183,10 @@ def _cores() -> Finding:
     counts = f"{cores} cores, {threads} threads"
     if cores and threads > cores:
         return Finding(
-            "processor", counts, "problem", f"more threads than cores slow down: export OMP_NUM_THREADS={cores}"
+            "processor",
+            counts,
+            "problem",
+            f"more threads than cores slow training down: export OMP_NUM_THREADS={cores}",
         )
     return Finding("processor", counts)
 

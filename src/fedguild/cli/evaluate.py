@@ -25,7 +25,7 @@ def command(
 
     `evaluation.clients` in the run's config asks for every client's own model, `evaluation.received` for the
     model that it would receive next, `evaluation.pooled` for its own on all clients' examples. A method without
-    a global model has the clients' own alone.
+    a global model has only the clients' own.
     """
     from fedguild import experiment
     from fedguild.report import units

@@ -35,7 +35,7 @@ def command(
 
     A merged checkpoint has the budget's active experts in its config. Where an adapter alone
     cannot carry the model (FLAME's output scale, fewer active experts, experts trained in full), the
-    merged form is written. A mixture of LoRA experts depends on its input and has neither form.
+    merged form is written. A mixture of LoRA experts depends on its input, so it cannot be exported in either form.
     """
     from fedguild.export import Subject, export_adapter, export_merged
 

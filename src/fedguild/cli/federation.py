@@ -14,7 +14,7 @@ from fedguild.cli.output import note, show, show_json
 
 app = typer.Typer(
     name="federation",
-    help="Run a federation of real clients over TLS: every site keeps its data and takes home its own model.",
+    help="Run a federation of real clients over TLS: every site keeps its data and receives its own model.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -36,10 +36,10 @@ def _examples(*lines: str) -> str:
 def init(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.", show_default=False)],
     overrides: OverridesArgument = None,
-    clients: Annotated[int, typer.Option("--clients", min=1, help="How many clients.")] = 3,
+    clients: Annotated[int, typer.Option("--clients", min=1, help="Number of clients.")] = 3,
     config: Annotated[str, typer.Option("--config", help="The run: a preset or a YAML file.")] = "fedit/tiny-tasks",
     address: Annotated[
-        str, typer.Option("--address", help="Where clients find the server, host:port.")
+        str, typer.Option("--address", help="Address at which clients reach the server, host:port.")
     ] = "127.0.0.1:9443",
     own_data: Annotated[
         bool,
@@ -52,7 +52,9 @@ def init(
     from fedguild.federation.project import write_project
 
     written = write_project(folder, clients, config, overrides or (), address=address, own_data=own_data)
-    note(f"A federation of {clients} clients that runs {written.name}; {folder / 'README.md'} says how to start it.")
+    note(
+        f"A federation of {clients} clients that runs {written.name}; {folder / 'README.md'} explains how to start it."
+    )
     typer.echo(folder)
 
 
@@ -60,7 +62,7 @@ def init(
 def key(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The new private key.", show_default=False)],
 ) -> None:
-    """Make a client's key pair; the public one, beside it, goes to the server's operator."""
+    """Create a client's key pair; the public key, written beside it, goes to the server's operator."""
     from fedguild.federation.keys import write_key
 
     typer.echo(write_key(path))
@@ -68,7 +70,7 @@ def key(
 
 @app.command(epilog=_examples("fedguild federation server guild/server"))
 def server(folder: ServerFolder) -> None:
-    """Start the server and stay: TLS, and only clients whose keys are in its folder."""
+    """Run the server until Ctrl-C, over TLS and only for clients whose keys are in its folder."""
     from fedguild.federation.operations import run_server
 
     run_server(folder, note)
@@ -76,7 +78,7 @@ def server(folder: ServerFolder) -> None:
 
 @app.command(epilog=_examples("fedguild federation client guild/client-000"))
 def client(folder: SiteFolder) -> None:
-    """Start a client and stay: its trainer, and the program that speaks with the server."""
+    """Run a client until Ctrl-C: its trainer, and the program that communicates with the server."""
     from fedguild.federation.operations import run_client
 
     run_client(folder, note)
@@ -85,10 +87,10 @@ def client(folder: SiteFolder) -> None:
 @app.command(epilog=_examples("fedguild federation run guild/server"))
 def run(
     folder: ServerFolder,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Only begin; do not go on with a run.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Only start a new run; do not resume one.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Begin the federation's run, or go on with it from its last complete round."""
+    """Start the federation's run, or resume it from its last complete round."""
     from fedguild.federation.operations import run_federation
 
     outcome = run_federation(folder, note, fresh=fresh)
@@ -102,7 +104,7 @@ def run(
     epilog=_examples("fedguild federation status guild/server", "fedguild federation status guild/server --json")
 )
 def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
-    """Say whether the server is up, who is there, and how far the run is."""
+    """Show whether the server is up, which clients are online, and how far the run is."""
     from fedguild.federation.operations import status_of
 
     state = status_of(folder)
@@ -112,18 +114,18 @@ def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("client", "status", "since", "examples", "budget"):
         table.add_column(heading)
-    for index, said in sorted(state.clients.items(), key=lambda pair: int(pair[0])):
-        node = next((node for node in state.nodes if node.get("node-id") == said.get("node")), {})
+    for index, description in sorted(state.clients.items(), key=lambda pair: int(pair[0])):
+        node = next((node for node in state.nodes if node.get("node-id") == description.get("node")), {})
         table.add_row(
             f"client-{int(index):03d}",
             str(node.get("status", "unknown")),
             str(node.get("online-at", "")),
-            str(said["sizes"]["train"]),
-            str(said["budget"]),
+            str(description["sizes"]["train"]),
+            str(description["budget"]),
         )
     online = sum(node.get("status") == "online" for node in state.nodes)
     note(f"{len(state.nodes)} key(s) are registered, {online} client(s) online.")
-    where = "no run has begun" if state.round is None else f"round {state.round} is complete"
+    where = "no run has started" if state.round is None else f"round {state.round} is complete"
     note(f"The server {'is up' if state.up else 'does not answer'}; {where}.")
     show(table)
 

@@ -12,7 +12,9 @@ ConfigArgument = Annotated[
 ]
 OverridesArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings on top of the config; the later wins.", show_default=False),
+    typer.Argument(
+        metavar="KEY=VALUE", help="Settings that override the config's; later ones win.", show_default=False
+    ),
 ]
 RunFolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a run.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

@@ -28,10 +28,10 @@ BAR = " ▁▂▃▄▅▆▇█"
 def command(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw it, to this SVG file.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw the partition to this SVG file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show which client would get how many examples of which label, before anyone trains."""
+    """Show how many examples of each label every client would get, without training."""
     if plot and plot.suffix != ".svg":
         raise ConfigError(f"--plot writes an SVG file, but {plot} does not end in .svg.")
     settings = load_config(config, overrides or ())

@@ -1,4 +1,4 @@
-"""`fedguild presets`: the configs that ship, and every setting that a config may have."""
+"""`fedguild presets`: the configs that ship with FedGuild, and every setting of a config."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def command(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the configs that ship, or write one out to start your own from."""
+    """List the configs that ship with FedGuild, or print one as a starting point for your own."""
     if settings:
         _list_settings(as_json)
     elif name is None:

@@ -49,7 +49,7 @@ def command(
         typer.Option("--tokens", min=1, help="Tokens of a forward pass; by default training.batch_size sequences."),
     ] = None,
     wire_dtype: Annotated[
-        str, typer.Option("--wire-dtype", metavar="fp32|bf16", help="What a number on the wire is counted as.")
+        str, typer.Option("--wire-dtype", metavar="fp32|bf16", help="Dtype that numbers on the wire are counted in.")
     ] = "fp32",
     checkpointing: Annotated[
         bool | None,
@@ -60,7 +60,8 @@ def command(
         ),
     ] = None,
     published: Annotated[
-        bool, typer.Option("--published", help="Show the papers' figures beside ours, and which setting gives them.")
+        bool,
+        typer.Option("--published", help="Show the papers' figures beside ours, and the matching settings."),
     ] = False,
     markdown: Annotated[bool, typer.Option("--markdown", hidden=True)] = False,
     as_json: JsonOption = False,
@@ -97,7 +98,10 @@ def command(
         return
     show(*tables(costs))
     if settings.training.steps is None and examples is None and known_examples(settings) is None:
-        note(f"The config does not say how many examples a client has: {costs.workload.examples} (see --examples).")
+        note(
+            "The config does not say how many examples a client has; "
+            f"{costs.workload.examples} are assumed (see --examples)."
+        )
 
 
 def _show_published(as_json: bool, markdown: bool) -> None:

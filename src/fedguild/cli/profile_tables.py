@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 VARIES = {
     "no": "exact",
-    "at most": "upper bounds: what is sent depends on the data",
-    "mean": "means over the clients: who is sent how much depends on the data",
+    "at most": "upper bounds: the payloads depend on the data",
+    "mean": "means over the clients: each client's payloads depend on the data",
 }
 
 
@@ -205,7 +205,7 @@ def _table(title: str) -> Table:
 
 
 def server_markdown(servers: Mapping[str, ServerCosts]) -> str:
-    """Returns every method's order of memory and time in Markdown, as it stands in docs/methods/costs.md."""
+    """Returns every method's order of memory and time in Markdown, as in docs/methods/costs.md."""
     heading = ("method", "memory", "time", "bytes of a profile")
     rows = [
         (f"`{name}`", entry.memory, entry.time, VARIES[entry.varies].partition(":")[0])

@@ -49,12 +49,12 @@ class TerminalProgress:
             self.message(text)
 
     def round_started(self, number: int, total: int) -> None:
-        """Begins the bar afresh."""
+        """Resets the bar."""
         self._round = f"round {number}/{total}"
         self._bar.reset(self._task, description=f"{self._title}{self._round}", total=None, loss="")
 
     def step(self, done: int, total: int, loss: float) -> None:
-        """Moves the bar."""
+        """Advances the bar."""
         self._bar.update(self._task, completed=done, total=total, loss=f"loss {loss:.3f}")
 
     def evaluated(self, scores: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""The cells of a comparison as tasks of a Ray cluster: each a run of its own on one GPU, or on CPU cores."""
+"""The cells of a comparison as tasks of a Ray cluster: each a separate run on one GPU, or on CPU cores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def complete_on_ray(cells: Sequence[Cell], address: str | None, cores: int) -> N
         cores: CPU cores of each cell, and its threads; with GPUs each cell has one to itself.
 
     Raises:
-        ConfigError: Ray is missing or cannot be reached, or has fewer cores than a cell wants.
+        ConfigError: Ray is missing or cannot be reached, or has fewer cores than a cell needs.
         FedGuildError: a run failed; the others have been stopped and can be resumed.
     """
     open_cells = [cell for cell in cells if cell.state() != "finished"]
@@ -54,7 +54,7 @@ def complete_on_ray(cells: Sequence[Cell], address: str | None, cores: int) -> N
 
 
 def _finish(ray: Any, done: Any, cell: Cell, others: Sequence[Any]) -> None:
-    """Reports the end of a cell; where it failed, stops the others and raises."""
+    """Reports the end of a cell; if it failed, stops the others and raises."""
     try:
         problem, hint = ray.get(done)
     except ray.exceptions.RayTaskError as error:  # raised by the run itself: not tried again

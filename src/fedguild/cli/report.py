@@ -1,4 +1,4 @@
-"""`fedguild report`: write the page of a run again."""
+"""`fedguild report`: rewrite the HTML page of a run."""
 
 from __future__ import annotations
 

@@ -14,9 +14,10 @@ class PartitionSettings(Section):
 
     scheme: Literal["iid", "dirichlet", "label", "document", "quantity", "power_law"] = Field(
         default="dirichlet",
-        description="iid: at random, in equal sizes; dirichlet: every label spread by Dirichlet(alpha); label: labels "
-        "of its own for every client (one task per client); document: documents kept whole; quantity: at random, in "
-        "sizes by Dirichlet(alpha); power_law: at random, the i-th client's size falling as i to the power -alpha.",
+        description="iid: at random, in equal sizes; dirichlet: every label spread by Dirichlet(alpha); label: "
+        "different labels for every client (one task per client); document: documents kept whole; quantity: at "
+        "random, sizes drawn from Dirichlet(alpha); power_law: at random, the i-th client's size proportional to i to "
+        "the power -alpha.",
     )
     alpha: float = Field(
         default=0.5,
@@ -24,15 +25,15 @@ class PartitionSettings(Section):
         description="Concentration of dirichlet and quantity (100 is nearly even, 0.1 strongly skewed); exponent of "
         "power_law.",
     )
-    minimum: int = Field(default=8, ge=1, description="Fewest examples that a client may end up with.")
+    minimum: int = Field(default=8, ge=1, description="Minimum number of examples per client.")
 
 
 class CapSettings(Section):
-    """Most examples a client keeps of each part; null keeps all."""
+    """Maximum number of examples in each part of a client's data; null keeps all."""
 
-    train: int | None = Field(default=None, ge=1, description="Most training examples per client; null: all.")
-    validation: int | None = Field(default=None, ge=1, description="Most validation examples per client; null: all.")
-    test: int | None = Field(default=None, ge=1, description="Most test examples per client; null: all.")
+    train: int | None = Field(default=None, ge=1, description="Maximum training examples per client; null: all.")
+    validation: int | None = Field(default=None, ge=1, description="Maximum validation examples per client; null: all.")
+    test: int | None = Field(default=None, ge=1, description="Maximum test examples per client; null: all.")
 
 
 class SplitSettings(Section):
@@ -74,17 +75,19 @@ class DataSettings(Section):
         "null: the corpus's usual hub id.",
     )
     test: str | None = Field(
-        default=None, description="Test data, in the same forms; null: the source's own, if it has one."
+        default=None, description="Test data, given like `train`; null: the test split of the source, if it has one."
     )
     template: str | None = Field(default=None, description="Prompt template; null: the corpus's usual one.")
     limit: int | None = Field(
-        default=None, ge=1, description="Most examples read from each of train and test; null: all."
+        default=None, ge=1, description="Maximum number of examples read from each of train and test; null: all."
     )
     max_tokens: int = Field(
-        default=512, ge=8, description="Longest training text in tokens; a longer one loses its prompt's beginning."
+        default=512,
+        ge=8,
+        description="Longest training text in tokens; of longer ones, the start of the prompt is cut off.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the corpus, for example `max_tasks` of natural_instructions."
     )
-    partition: PartitionSettings = Field(default_factory=PartitionSettings, description="Dealing to the clients.")
+    partition: PartitionSettings = Field(default_factory=PartitionSettings, description="Partition over the clients.")
     split: SplitSettings = Field(default_factory=SplitSettings, description="Training, validation and test.")

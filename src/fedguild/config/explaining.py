@@ -31,7 +31,7 @@ _PLAIN = {
     "model_type": "must be a mapping of keys to values",
     "too_short": "must have at least {min_length} item(s)",
     "string_too_short": "must not be empty",
-    "string_pattern_mismatch": "is not of the accepted form ({help})",
+    "string_pattern_mismatch": "does not have the accepted form ({help})",
     "greater_than": "must be greater than {gt:g}",
     "greater_than_equal": "must be at least {ge:g}",
     "less_than": "must be less than {lt:g}",
@@ -105,7 +105,7 @@ def _one_per_location(error: ValidationError) -> Iterator[tuple[Location, list[E
 
 
 def _is_union_tag(part: str | int) -> bool:
-    """Tells pydantic's own names of a union's alternatives from the keys of a config."""
+    """Whether this is pydantic's name for an alternative of a union, and not a key of the config."""
     return isinstance(part, str) and (part in ("int", "constrained-int") or part.startswith("literal["))
 
 
@@ -138,7 +138,7 @@ def _source(location: Location, layers: Sequence[Layer]) -> str:
 
 
 def _holds(settings: Any, location: Location) -> bool:
-    """Tells whether a layer sets the location, itself or by a list or value that replaces all below it."""
+    """Whether a layer sets the location, itself or by a list or value that replaces all below it."""
     for part in location:
         if not isinstance(settings, Mapping):
             return True
@@ -149,7 +149,7 @@ def _holds(settings: Any, location: Location) -> bool:
 
 
 def _hint(location: Location, schema: type[BaseModel]) -> str:
-    """Returns the nearest known key: in the section the key stands in, else of that name elsewhere."""
+    """Returns the nearest known key: one of the same name elsewhere, else one of the key's own section."""
     section, key = _enclosing(location, schema)
     elsewhere = [known for known in known_keys(schema) if known.rsplit(".", 1)[-1] == key]
     if elsewhere:

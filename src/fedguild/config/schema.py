@@ -63,7 +63,7 @@ class ModelSettings(Section):
     path: str = Field(
         default="embedded",
         min_length=1,
-        description="Hugging Face hub id, folder, or `embedded` for the small one in the box.",
+        description="Hugging Face hub id, folder, or `embedded` for the small model that ships with FedGuild.",
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit on the hub; null: the newest.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -77,7 +77,7 @@ class ModelSettings(Section):
     load_in_4bit: bool = Field(default=False, description="Load the backbone in 4 bits; needs a GPU and bitsandbytes.")
     attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="Attention implementation.")
     trust_remote_code: bool = Field(
-        default=False, description="Run Python code that comes with the model. Off for a reason."
+        default=False, description="Run Python code that comes with the model; only for sources that you trust."
     )
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass: less memory, about a third more time."
@@ -93,12 +93,12 @@ class EvaluationSettings(Section):
     split: Literal["test", "validation"] = Field(default="test", description="Which held-out examples are scored.")
     clients: bool = Field(
         default=False,
-        description="Also score every client's own model on its own held-out examples, as it uses it after a round.",
+        description="Also score every client's own model, the one it uses after a round, on its own held-out examples.",
     )
     received: bool = Field(
         default=False,
-        description="Also score, on every client's own held-out examples, the model that it would receive next: the "
-        "same after the aggregation.",
+        description="Also score, on every client's own held-out examples, the model that it would receive next, "
+        "after the aggregation.",
     )
     pooled: bool = Field(
         default=False,
@@ -106,11 +106,11 @@ class EvaluationSettings(Section):
     )
     by: Literal["likelihood", "generation"] = Field(
         default="likelihood",
-        description="How an example with choices is answered: by the likeliest one, or by generating a text that names "
-        "one. Other responses are always generated.",
+        description="How an example with choices is answered; likelihood: by the likeliest choice; generation: by "
+        "generating a text that names one. Other responses are always generated.",
     )
     normalise: Literal["mean", "sum"] = Field(
-        default="mean", description="A choice's likelihood: mean over its tokens, or their sum."
+        default="mean", description="Log-likelihood of a choice: the mean or the sum over its tokens."
     )
     metrics: tuple[str, ...] = Field(
         default=("exact_match", "rouge_l"),
@@ -119,23 +119,25 @@ class EvaluationSettings(Section):
     )
     active_experts: Literal["budget", "method"] = Field(
         default="budget",
-        description="budget: each budget is scored with that budget's active experts, so that methods compare at "
-        "equal inference FLOPs; method: with as many as the method trained with.",
+        description="budget: each budget is scored with its own number of active experts, so that methods are compared "
+        "at equal inference FLOPs; method: with as many as the method trained with.",
     )
-    max_examples: int | None = Field(default=None, ge=1, description="Most examples scored per evaluation; null: all.")
-    max_new_tokens: int = Field(default=128, ge=1, description="Longest generated response, in tokens.")
+    max_examples: int | None = Field(
+        default=None, ge=1, description="Maximum number of examples scored per evaluation; null: all."
+    )
+    max_new_tokens: int = Field(default=128, ge=1, description="Maximum length of a generated response, in tokens.")
     batch_tokens: int = Field(default=8192, ge=64, description="Tokens in one forward pass of the evaluation.")
     perplexity: bool = Field(default=False, description="Also record the perplexity of the reference responses.")
 
 
 class TrackingSettings(Section):
-    """Further sinks of the metrics besides metrics.jsonl."""
+    """Further destinations of the metrics besides metrics.jsonl."""
 
     tensorboard: bool = Field(default=False, description="Also write TensorBoard events; needs the extra `track`.")
 
 
 class Config(Section):
-    """Everything that a run needs to know."""
+    """The complete config of a run."""
 
     name: str = Field(
         default="run",
@@ -143,7 +145,7 @@ class Config(Section):
         description="The run's name in tables and folders: letters, digits, dot, dash and underscore; "
         "by default that of the file or preset.",
     )
-    seed: int = Field(default=0, ge=0, description="Everything random derives from it.")
+    seed: int = Field(default=0, ge=0, description="Seed from which all randomness derives.")
     output: str | None = Field(default=None, description="Folder that the run is written to; null: runs/<name>.")
     method: MethodSettings = Field(description="The federated method and its options.")
     model: ModelSettings = Field(default_factory=ModelSettings, description="The frozen backbone.")
@@ -151,7 +153,9 @@ class Config(Section):
     federation: FederationSettings = Field(default_factory=FederationSettings, description="Clients and rounds.")
     training: TrainingSettings = Field(default_factory=TrainingSettings, description="Local training.")
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings, description="Scoring.")
-    tracking: TrackingSettings = Field(default_factory=TrackingSettings, description="Other sinks of metrics.")
+    tracking: TrackingSettings = Field(
+        default_factory=TrackingSettings, description="Further destinations of the metrics."
+    )
 
     @property
     def run_folder(self) -> Path:

@@ -1,7 +1,7 @@
-"""Settings of a federation with real clients: what a site offers and accepts, and what its server does.
+"""Settings of a federation with real clients: those of a client's site, and those of the server.
 
 `site.yaml` belongs to one organisation and stays with it. It says which data and which model the client
-trains on, and limits what the server may ask for; what is beyond the limits is refused with a reason.
+trains on, and limits what the server may ask for; requests beyond the limits are refused with a reason.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ _Settings = TypeVar("_Settings", bound=Section)
 class SiteDataSettings(DataSettings):
     """The site's own examples. All of them are the client's, unless several clients share one source."""
 
-    seed: int = Field(default=0, ge=0, description="Everything random in reading, dealing and splitting the data.")
+    seed: int = Field(default=0, ge=0, description="Seed for reading, partitioning and splitting the data.")
     shares: int = Field(
-        default=1, ge=1, description="Shares that the source is dealt into by `partition`; 1: all of it is this site's."
+        default=1,
+        ge=1,
+        description="Number of shares that `partition` divides the source into; 1: all of it is this site's.",
     )
-    share: int = Field(default=0, ge=0, description="Which of the shares is this site's, from 0.")
+    share: int = Field(default=0, ge=0, description="Number of this site's share, from 0.")
 
 
 class AcceptSettings(Section):
@@ -39,15 +41,19 @@ class AcceptSettings(Section):
     methods: tuple[str, ...] | None = Field(
         default=None, description="Names of the methods that may run here; null: any."
     )
-    max_steps: int | None = Field(default=None, ge=1, description="Most optimizer steps in a round; null: no limit.")
+    max_steps: int | None = Field(default=None, ge=1, description="Maximum optimizer steps per round; null: no limit.")
     leave: tuple[str, ...] = Field(
         default=("*",),
-        description="Patterns of the names of tensors that may leave, `part/name`, for example `adapter/*`.",
+        description="Name patterns of the tensors that may leave the site, `part/name`, for example `adapter/*`.",
     )
     min_clients: int = Field(
-        default=2, ge=1, description="Fewest clients whose uploads the run's quorum lets it aggregate."
+        default=2,
+        ge=1,
+        description="Minimum number of uploads that the run's quorum must require before it aggregates.",
     )
-    max_upload_bytes: int | None = Field(default=None, ge=1, description="Largest encoded upload; null: no limit.")
+    max_upload_bytes: int | None = Field(
+        default=None, ge=1, description="Maximum size of an encoded upload; null: no limit."
+    )
 
 
 class SiteSettings(Section):
@@ -60,13 +66,21 @@ class SiteSettings(Section):
     )
     key: str = Field(default="node.key", description="This site's private key, as `fedguild federation key` writes it.")
     port: int = Field(
-        default=9094, ge=1, le=65535, description="Port of 127.0.0.1 on which the site's own processes meet."
+        default=9094,
+        ge=1,
+        le=65535,
+        description="Port on 127.0.0.1 through which the site's own processes communicate.",
     )
-    work: str = Field(default="work", description="Folder for the client's memory, logs and the models it takes home.")
+    work: str = Field(
+        default="work", description="Folder for the client's memory, its logs and the models that it receives."
+    )
     budget: str | None = Field(
-        default=None, description="Name of the run's budget that this site can afford; null: as the run deals them."
+        default=None,
+        description="Name of the run's budget that this site can afford; null: the one that the run assigns.",
     )
-    model: ModelSettings = Field(default_factory=ModelSettings, description="The frozen backbone, as it lies here.")
+    model: ModelSettings = Field(
+        default_factory=ModelSettings, description="The frozen backbone, as stored at this site."
+    )
     data: SiteDataSettings = Field(default_factory=SiteDataSettings, description="The site's own examples.")
     accept: AcceptSettings = Field(default_factory=AcceptSettings, description="What the server may ask for.")
 
@@ -84,12 +98,12 @@ class ServerSettings(Section):
         default="nodes", description="Folder with the public keys of the clients, `client-000.pub` and so on."
     )
     state: str = Field(default="state", description="Folder for Flower's database and logs, and for the run.")
-    wait_seconds: float = Field(default=600.0, gt=0, description="How long a run waits for all clients to be there.")
+    wait_seconds: float = Field(default=600.0, gt=0, description="How long a run waits for all clients to connect.")
     reconnect_seconds: float = Field(
         default=120.0,
         ge=0,
-        description="How long a round waits for a client that is not connected. One that was killed needs about a "
-        "minute before Flower lets it in again.",
+        description="How long a round waits for a client that is not connected. After a kill, Flower accepts a "
+        "client again only after about a minute.",
     )
     score_seconds: float = Field(
         default=3600.0, gt=0, description="How long a round waits for the scores that clients compute themselves."
@@ -100,7 +114,7 @@ class ServerSettings(Section):
         "otherwise the clients score their own models on theirs.",
     )
     deliver: bool = Field(
-        default=True, description="Whether every client gets its own model after the last round, to take home."
+        default=True, description="Whether every client receives its own model, to keep, after the last round."
     )
 
 

@@ -24,7 +24,7 @@ ONLY_COLUMN = "all"
 
 
 class TableEntry(Section):
-    """A row or a column: what of it goes into the preset's name, and settings of its own."""
+    """A row or a column: its part of the preset's name, and its settings."""
 
     preset: str | None = Field(
         default=None, description="Its part of the preset's name; null: the name of the row or column."
@@ -33,29 +33,31 @@ class TableEntry(Section):
 
 
 class TableRow(TableEntry):
-    """A row, which may have a score of its own."""
+    """A row, which may set its own score."""
 
-    score: Score | None = Field(default=None, description="The score that the table shows of it; null: the table's.")
+    score: Score | None = Field(default=None, description="The score that the table shows for it; null: the table's.")
 
 
 class Table(Section):
     """A table of several methods under several conditions.
 
-    The settings of a row lie above its preset's, those of a column above both.
+    The settings of a row override its preset's, those of a column override both.
     """
 
     preset: str = Field(description="The preset of a cell; `{row}` and `{column}` stand for their parts of its name.")
     seeds: tuple[int, ...] = Field(default=(0, 1, 2), min_length=1, description="The seeds of every cell.")
     score: Score = Field(
         default="mean",
-        description="The score that the table shows where it has several columns, or rows with scores of their own.",
+        description="The score that the table shows if it has several columns, or rows that set their own score.",
     )
     reference: str = Field(description="The row that the others are compared with.")
     rows: dict[str, TableRow] = Field(min_length=1, description="The methods and variants, in their order.")
     columns: dict[str, TableEntry] = Field(
         default_factory=lambda: {ONLY_COLUMN: TableEntry()}, min_length=1, description="The conditions, in their order."
     )
-    settings: dict[str, Any] = Field(default_factory=dict, description="Settings of every cell, above all others.")
+    settings: dict[str, Any] = Field(
+        default_factory=dict, description="Settings of every cell, which override all others."
+    )
 
     @model_validator(mode="after")
     def _knows_its_reference(self) -> Self:
@@ -65,7 +67,7 @@ class Table(Section):
 
     @property
     def scores(self) -> dict[str, Score]:
-        """Row -> the score that the table shows of it."""
+        """Row -> the score that the table shows for it."""
         return {name: row.score or self.score for name, row in self.rows.items()}
 
 
@@ -135,8 +137,8 @@ def table_cells(name: str, table: Table, rows: Sequence[str] = (), columns: Sequ
     Args:
         name: The table's name, for messages.
         table: The table.
-        rows: The rows wanted; all where empty.
-        columns: The columns wanted; all where empty.
+        rows: The rows wanted; empty for all.
+        columns: The columns wanted; empty for all.
 
     Raises:
         ConfigError: a wanted row or column, or a cell's preset, does not exist.

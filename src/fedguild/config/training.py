@@ -25,28 +25,34 @@ class TrainingSettings(Section):
     )
     momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum of sgd.")
     batch_size: int = Field(default=8, ge=1, description="Examples per client in one forward pass.")
-    accumulation: int = Field(default=1, ge=1, description="Forward passes whose gradients make one optimizer step.")
+    accumulation: int = Field(
+        default=1, ge=1, description="Forward passes whose gradients are accumulated for one optimizer step."
+    )
     epochs: float | None = Field(
         default=None,
         gt=0,
-        description="Passes over its data that a client makes per round, may be a fraction; 1 by default.",
+        description="Passes of a client over its data per round, may be fractional; 1 by default.",
     )
     steps: int | None = Field(
         default=None, ge=1, description="Optimizer steps per client and round, instead of `epochs`."
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Course of the learning rate over one round's steps, down to 0 unless constant."
+        default="constant",
+        description="Learning rate schedule over the steps of a round; linear and cosine decay to 0.",
     )
     warmup: float = Field(
-        default=0.0, ge=0, lt=1, description="Share of a round's steps in which the learning rate rises."
+        default=0.0, ge=0, lt=1, description="Share of a round's steps over which the learning rate warms up."
     )
     round_decay: float = Field(
-        default=1.0, gt=0, le=1, description="Factor on the learning rate from one round to the next."
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Factor by which the learning rate is multiplied from one round to the next.",
     )
     clip_norm: float | None = Field(
         default=1.0,
         gt=0,
-        description="Largest L2 norm of a client's gradient; a larger one is scaled down. null: never.",
+        description="Maximum L2 norm of a client's gradient; larger gradients are scaled down. null: no clipping.",
     )
 
     @model_validator(mode="before")

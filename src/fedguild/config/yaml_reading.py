@@ -18,7 +18,7 @@ class _Loader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.MarkedYAMLError(problem=f"the key '{key}' stands here twice", problem_mark=node.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"the key '{key}' appears twice here", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -35,7 +35,7 @@ def parse(text: str, source: str) -> Any:
         source: Where it comes from, for the error message.
 
     Raises:
-        ConfigError: the text is not YAML, or a key stands twice.
+        ConfigError: the text is not YAML, or a key appears twice.
     """
     try:
         return yaml.load(text, Loader=_Loader)

@@ -1,4 +1,4 @@
-"""Profile of a config, before any data, weights or device are touched; it comes after the stages, beside `setup`."""
+"""Profile of a config, without any data, weights or device; it comes after the stages, beside `setup`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def profile_config(
         config: The config; its data is not read.
         examples: Training examples of a client; None for `known_examples`, or else 1000.
         tokens: Tokens of one forward pass; None for `training.batch_size` sequences.
-        context: Length of a sequence; None for `data.max_tokens`, the longest there may be.
+        context: Length of a sequence; None for `data.max_tokens`, the maximum.
         wire_dtype: The dtype that a number on the wire is counted as: the wire carries fp32, papers count bf16.
         checkpointing: Whether activations are recomputed; None as the config says.
-        tell: Is told which options run otherwise than the config or their defaults say.
+        tell: Receives a line for every option whose value differs from the config or the default.
 
     Raises:
         ConfigError: the method's options do not fit the model or the clients.

@@ -59,7 +59,7 @@ def memory(
         tokens: Tokens of one forward pass, padding included.
         dtype: Dtype of the backbone's weights and activations; trainables are fp32.
         moments: Moments that the optimizer keeps: 2 for Adam, 1 for SGD with momentum, 0 for SGD.
-        checkpointing: Whether only each layer's input is kept, and one layer's insides at a time.
+        checkpointing: Whether only each layer's input is kept, and the activations inside one layer at a time.
         four_bit: Whether linear layers and experts are in NF4 (`fedguild.model.four_bit`).
     """
     counted = cost(model, plan)
@@ -82,7 +82,7 @@ def weight_bytes(model: ModelInfo, dtype: torch.dtype, *, four_bit: bool = False
 
     Args:
         model: The backbone.
-        dtype: Of its weights, and of what stays unpacked.
+        dtype: Dtype of its weights, and of those that are not packed.
         four_bit: Whether linear layers and experts are in NF4; embeddings, routers, norms and the head are
             not. The experts of one layer, or one linear layer, are unpacked at a time.
     """

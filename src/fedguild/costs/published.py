@@ -1,6 +1,6 @@
 """The papers' published cost figures, compared with ours under stated settings.
 
-The claims are data (`costs/published_claims.py`); `compare` computes our figure anew from the model's
+The claims are data (`costs/published_claims.py`); `compare` recomputes our figure from the model's
 config and from the method itself. Papers leave settings open: whether routers have LoRA, how wide an expert
 is, what a megabyte is. A figure is listed once for each reading of interest, which shows the one that
 reproduces it.
@@ -53,7 +53,7 @@ class Setup:
         method: A registered method, with its options.
         budgets: (active experts, rank) of every client; costs are those of the first client, traffic is the mean
             over all.
-        changes: Keys of the model's config with other values.
+        changes: Keys of the model's config that are overridden, with their values.
         rounds: The round whose traffic is counted.
         wire: Dtype of the numbers on the wire.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LIMIT = 2**18
-"""Values that a real tensor may have: 1 MB in fp32."""
+"""Maximum number of values of a real tensor: 1 MB in fp32."""
 META = torch.device("meta")
 _EQUAL = torch.ops.aten.equal.default
 
@@ -26,7 +26,7 @@ class ShapesOnly(TorchDispatchMode):
     """Keeps tensors of more than `limit` values on the meta device.
 
     Args:
-        limit: Values that a real tensor may have; 0 leaves only single values real.
+        limit: Maximum number of values of a real tensor; 0 leaves only single values real.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -78,7 +78,7 @@ class ShapesOnly(TorchDispatchMode):
 
 
 def _least_squares(matrix: Tensor, right: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    """Returns what torch's lstsq of [.., m, n] and [.., m, k] gives, without values; torch has no such kernel."""
+    """Returns the result of lstsq of [.., m, n] and [.., m, k] without values; torch has no meta kernel for it."""
     solution = matrix.mT @ right
     return solution, solution.new_empty(0), solution.new_empty(0), solution.new_empty(0)
 
@@ -114,7 +114,7 @@ def _described(value: Any) -> Any:
 
 
 def _without_generator(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments by name as the meta device takes them: it draws nothing."""
+    """Returns the arguments by name without a generator: the meta device draws nothing."""
     return {name: None if isinstance(value, torch.Generator) else value for name, value in options.items()}
 
 

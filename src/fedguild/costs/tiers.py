@@ -30,7 +30,7 @@ class Workload:
         tokens: Tokens of one forward pass, padding included.
         context_tokens: Length of one sequence.
         training: Settings of its training.
-        dtype: Of the backbone.
+        dtype: Dtype of the backbone.
         checkpointing: Whether activations are recomputed in the backward pass.
         four_bit: Whether linear layers and experts are in 4 bit.
         wire_dtype: The dtype that a floating-point number on the wire is counted as.
@@ -53,7 +53,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Direction:
-    """Bytes in one direction for a client of a tier, the mean over its clients, and over the rounds where these differ.
+    """Bytes in one direction: the mean over a tier's clients, and over the rounds if these differ.
 
     Attributes:
         bytes: Total, with the header.
@@ -85,14 +85,14 @@ class TierProfile:
         plan: Their adapter plan.
         cost: Parameter counts, from which the FLOPs follow.
         steps: Optimizer steps in a round.
-        flops_forward: Of one forward pass.
-        flops_training_step: Of one optimizer step, forward and backward, all its passes.
-        flops_round: Of a round's training, forward and backward; `flops_round_forward` of that.
-        upload: In a later round, as are the downloads.
-        download: To a client that took part in the round before.
-        absent_download: To one that did not; None where all clients take part in every round.
-        first_upload: In the first round, as is `first_download`.
-        peak_memory: Under the run's settings; `memory` under others too.
+        flops_forward: FLOPs of one forward pass.
+        flops_training_step: FLOPs of one optimizer step, forward and backward, all its passes.
+        flops_round: FLOPs of a round's training, forward and backward; `flops_round_forward` of that.
+        upload: Upload in a later round; the downloads are of such a round too.
+        download: Download of a client that took part in the round before.
+        absent_download: Download of one that did not; None if all clients take part in every round.
+        first_upload: Upload in the first round; `first_download` is of that round too.
+        peak_memory: Estimate under the run's settings; `memory` has it under others too.
     """
 
     budget: Budget

@@ -50,7 +50,7 @@ class Exchanges:
         absent: The exchanges, in the last of these rounds, of clients that missed the one before; empty where
             no other client would have taken part in that.
         state_bytes: What the server keeps between two rounds, before the last of these.
-        period: After how many rounds the form of the payloads repeats.
+        period: Number of rounds after which the form of the payloads repeats.
     """
 
     rounds: Sequence[Sequence[Exchange]]
@@ -60,7 +60,7 @@ class Exchanges:
 
     @property
     def later(self) -> Sequence[Sequence[Exchange]]:
-        """The last rounds, as many as it takes for every form that payloads have from then on."""
+        """The last rounds, one for each form that the payloads take from then on."""
         return self.rounds[-self.period :]
 
 
@@ -80,12 +80,12 @@ def exchanges(
     """Returns the payloads exchanged in the first rounds, in bytes.
 
     Args:
-        method: The method, its settings in it.
+        method: The method, with its settings.
         model: The backbone.
         clients: All clients of the federation.
-        budgets: Its tiers, also those that no client has; empty for those of the clients.
-        participants: How many of the clients, the first, take part in each round; None for all.
-        rounds: How many rounds; None for as many as the method's `costs` say show every form of its payloads.
+        budgets: Its tiers, including those without a client; empty for those of the clients.
+        participants: Number of clients, counted from the first, that take part in each round; None for all.
+        rounds: Number of rounds; None for as many as the method's `costs` need to show every form of its payloads.
         absences: Whether to count also the exchanges after an absence.
         wire_dtype: The dtype that floating-point tensors are counted as; the wire itself carries them as they are.
         limit: Values up to which a tensor is real (`fedguild.costs.shapes_only`).

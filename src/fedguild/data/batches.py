@@ -1,10 +1,10 @@
 """Batches: examples as the tensors of one forward pass over several clients.
 
 A batch is *slot-major*: the rows of slot 0 come first, then those of slot 1, and so on. Slots
-may have different numbers of rows, and none at all.
+may have different numbers of rows, or none at all.
 
 An encoder-decoder model reads the prompt, closed by the end token, in its encoder, and predicts
-the response in its decoder, which starts from a token of its own.
+the response in its decoder, which starts from a special token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Seq2Seq:
-    """Special tokens with which an encoder-decoder model takes a text.
+    """Special tokens of an encoder-decoder model's inputs.
 
     Attributes:
         start: Token id that its decoder starts from.
@@ -69,7 +69,7 @@ class SlotBatch:
         group: [P] the group that each target is summed into (the slot, in training).
         position_ids: [R, T] where tokens are not numbered from 0 along the row.
         attention: [R, 1, T, T] bool, True where a query may attend, where that is not causal.
-        decoder_ids: [R, U] the decoder's token ids, padded on the right; None without a decoder of its own.
+        decoder_ids: [R, U] the decoder's token ids, padded on the right; None for a decoder-only model.
         decoder_mask: [R, U] bool, True where the decoder has a token.
     """
 
@@ -109,8 +109,8 @@ class SlotBatch:
 def encode(example: Example, tokenizer: Any, max_tokens: int) -> Encoded:
     """Returns the example as token ids, its response closed by the end-of-sequence token.
 
-    A text longer than `max_tokens` loses the beginning of its prompt, never its response's
-    beginning; a response that alone is longer is cut at its end.
+    A text longer than `max_tokens` loses the beginning of its prompt, never that of its response;
+    a response that is longer by itself is cut at its end.
     """
     prompt = encode_prompt(example.prompt, tokenizer)
     response = tokenizer.encode(
@@ -145,7 +145,7 @@ def collate(rows: Sequence[Sequence[Encoded]], pad_id: int, seq2seq: Seq2Seq | N
     Args:
         rows: The rows of each slot.
         pad_id: Token id of padding.
-        seq2seq: How the model takes a text, if it is an encoder-decoder model.
+        seq2seq: Special tokens of an encoder-decoder model; None for a decoder-only model.
     """
     flat = [(slot, row) for slot, slot_rows in enumerate(rows) for row in slot_rows]
     firsts = [max(row.prompt_length, 1) for _, row in flat]

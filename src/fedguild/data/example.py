@@ -14,10 +14,10 @@ class Example:
             begins (so that `prompt + response` is the training text).
         response: The text that the model should produce; the loss covers its tokens only.
         label: The attribute that a Dirichlet partition draws over (a class, a category, a task).
-        task: The name scores are grouped by (a task family, a test set).
+        task: The name that scores are grouped by (a task family, a test set).
         choices: The candidate responses, where the answer is scored by likelihood; empty where
             the response is generated.
-        answer: Index of the right one in `choices`; None for a generated response.
+        answer: Index of the correct one in `choices`; None for a generated response.
         document: The document that the by-document partition keeps together; empty where there is none.
     """
 

@@ -21,10 +21,10 @@ Parts = list[list[int]]
 SCHEMES: dict[str, str] = {
     "iid": "every client draws from the whole, in equal sizes",
     "dirichlet": "every label is spread over the clients by Dirichlet(alpha); small alpha, strong skew",
-    "label": "every client holds labels of its own (one task per client)",
+    "label": "every client has different labels (one task per client)",
     "document": "every document stays whole on one client, in sizes as equal as that allows",
-    "quantity": "every client draws from the whole, in sizes by Dirichlet(alpha)",
-    "power_law": "every client draws from the whole; the i-th client's size falls as i to the power -alpha",
+    "quantity": "every client draws from the whole, in sizes drawn from Dirichlet(alpha)",
+    "power_law": "every client draws from the whole; the i-th client's size is proportional to i to the power -alpha",
 }
 """Scheme -> one-line description."""
 
@@ -38,7 +38,7 @@ def partition(
     alpha: float = 0.5,
     minimum: int = 1,
 ) -> Parts:
-    """Deals examples to clients.
+    """Assigns examples to clients.
 
     Args:
         scheme: A name in `SCHEMES`.
@@ -47,7 +47,7 @@ def partition(
         rng: Source of all random choices.
         alpha: Concentration of `dirichlet` and `quantity`, exponent of `power_law`; unused by the
             others.
-        minimum: Fewest examples that a client may hold.
+        minimum: Minimum number of examples per client.
 
     Returns:
         For each client the indices into `examples`, ascending.
@@ -99,7 +99,7 @@ def _check_minimum(scheme: str, parts: Parts, minimum: int) -> None:
 
 
 def iid(count: int, clients: int, rng: np.random.Generator) -> Parts:
-    """Deals `count` indices at random, in sizes that differ by one at most."""
+    """Deals `count` indices at random, in sizes that differ by at most one."""
     return _lists(np.array_split(rng.permutation(count), clients))
 
 
@@ -137,7 +137,7 @@ def by_label(labels: Sequence[str], clients: int) -> Parts:
     of_label = _groups(labels)
     if len(of_label) < clients:
         raise DataError(
-            f"The partition 'label' gives every client labels of its own, but {clients} clients share "
+            f"The partition 'label' gives every client different labels, but {clients} clients share "
             f"{len(of_label)} label(s): {', '.join(sorted(of_label)[:20])}.",
             f"Use at most {len(of_label)} clients, or the scheme dirichlet.",
         )
@@ -158,7 +158,7 @@ def by_document(documents: Sequence[str], clients: int, rng: np.random.Generator
     """
     if not all(documents):
         raise DataError(
-            "The partition 'document' needs to know every example's document, which this corpus does not say.",
+            "The partition 'document' needs the document of every example, which this corpus does not have.",
             "Use another scheme, or a corpus with documents (telequad, or instructions with a document column).",
         )
     of_document = _groups(documents)

@@ -22,7 +22,7 @@ class Template:
     """A prompt's wording, with the fields `{instruction}` and `{input}`.
 
     Attributes:
-        help: Where the wording comes from, as one line.
+        help: Origin of the wording, in one line.
         with_input: Used where there is an input.
         without_input: Used where the input is empty; holds `{instruction}` only.
     """
@@ -62,7 +62,7 @@ TEMPLATES: dict[str, Template] = {
         without_input="{instruction}\n",
     ),
     "plain": Template(
-        help="Instruction, input and 'Answer:' on lines of their own; the shortest.",
+        help="Instruction, input and 'Answer:' on separate lines; the shortest.",
         with_input="{instruction}\n{input}\nAnswer:",
         without_input="{instruction}\nAnswer:",
     ),

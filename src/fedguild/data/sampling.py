@@ -11,7 +11,7 @@ from fedguild.errors import DataError
 
 
 def sample(examples: Sequence[Example], limit: int | None, rng: np.random.Generator) -> tuple[Example, ...]:
-    """Returns at most `limit` examples, drawn without replacement, in their own order; all for None.
+    """Returns at most `limit` examples, drawn without replacement, in their original order; all for None.
 
     Raises:
         DataError: `limit` is below 1.

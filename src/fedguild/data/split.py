@@ -1,4 +1,4 @@
-"""Each client's share cut into training, validation and test examples."""
+"""Split of each client's share into training, validation and test examples."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class ClientData:
 def split_clients(
     corpus: Corpus, parts: Sequence[Sequence[int]], rule: SplitSettings | None = None, *, seed: int
 ) -> list[ClientData]:
-    """Cuts every client's share into training, validation and test examples.
+    """Splits every client's share into training, validation and test examples.
 
-    Where a fraction is positive, its split gets at least one example. A client's cut depends on its
-    own share, the seed and its index only.
+    Where a fraction is positive, its split gets at least one example. A client's split depends only on
+    its own share, the seed and its index.
 
     Args:
         corpus: The corpus that was partitioned.
         parts: For each client the indices into `corpus.train`, as from `partition`.
-        rule: How to cut; None for the defaults.
-        seed: Seed of the cut.
+        rule: How to split; None for the defaults.
+        seed: Seed of the split.
 
     Raises:
         DataError: a client has too few examples, or the test source is the corpus and that has no
@@ -123,7 +123,7 @@ def pooled_test(
     Args:
         corpus: The corpus.
         clients: Its clients' data.
-        limit: Keep so many, drawn at random; None keeps all.
+        limit: Keep this many, drawn at random; None keeps all.
         seed: Seed of that draw.
     """
     pool = corpus.test or tuple(example for client in clients for example in client.test)

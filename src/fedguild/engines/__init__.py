@@ -1,1 +1,1 @@
-"""Engines: they run the clients of a round. Methods come before them and never see them."""
+"""Engines, which train the clients of a round. Methods come before them and never depend on them."""

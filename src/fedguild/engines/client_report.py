@@ -1,4 +1,4 @@
-"""Reports of clients about their training, as JSON values, for every engine whose clients are other processes."""
+"""Clients' training reports as JSON values, for the engines whose clients run in other processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ClientReport:
         """Returns the report that `to_json` wrote; other keys are ignored.
 
         Raises:
-            UploadError: the values are not of that form; they may come from a peer.
+            UploadError: the values do not have that form; they may come from an untrusted peer.
         """
         try:
             counts = {name: int(values[name]) for name in ("steps", "tokens", "examples")}
@@ -52,5 +52,5 @@ class ClientReport:
             frequency = None if values["frequency"] is None else torch.tensor(values["frequency"], dtype=torch.float32)
             peak = None if values["peak_memory_bytes"] is None else int(values["peak_memory_bytes"])
         except (KeyError, TypeError, ValueError) as error:
-            raise UploadError(f"An answer lacks a readable report of its training ({error}).") from error
+            raise UploadError(f"A reply has no readable training report ({error}).") from error
         return cls(training, frequency, peak)

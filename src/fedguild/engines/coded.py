@@ -1,4 +1,4 @@
-"""An engine whose payloads are rounded as the codec of the wire would round them."""
+"""An engine that rounds payloads as the codec would on the wire."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fedguild.wire.codec import Codec, through
 
 
 class CodedEngine:
-    """Wraps an engine that hands payloads over as they are, in one process or on one cluster.
+    """Wraps an engine that passes payloads on unchanged, within one process or one cluster.
 
     Args:
         engine: Trains the clients.
-        codec: What downloads and uploads go through.
+        codec: Codec of the downloads and uploads.
     """
 
     def __init__(self, engine: Engine, codec: Codec) -> None:

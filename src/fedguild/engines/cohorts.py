@@ -35,7 +35,7 @@ Member = TypeVar("Member")
 OnStep = Callable[[int, int, float], None]
 
 MEMORY_SHARE = 0.6
-"""Part of the free memory that `auto` fills with clients."""
+"""Share of the free memory that `auto` fills with clients."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class Trained:
     """The result of one client's training.
 
     Attributes:
-        upload: What it sends.
-        memory: What it keeps for its next round; None to keep what it had, as it diverged or has nothing to keep.
+        upload: What the client sends.
+        memory: What it keeps for its next round; None if its memory stays as it was, because the training diverged or
+            there is nothing to keep.
         report: The figures of the training.
     """
 
@@ -55,7 +56,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains one cohort after the other on a backbone.
+    """Trains cohorts on a backbone, one at a time.
 
     Attributes:
         backbone: The frozen model.
@@ -76,7 +77,7 @@ class Trainer:
         work: Sequence[LocalWork],
         round_index: int,
     ) -> list[Trained]:
-        """Trains one cohort; returns what its clients give, in slot order.
+        """Trains one cohort; returns its clients' results, in slot order.
 
         Args:
             method: The method.
@@ -85,7 +86,7 @@ class Trainer:
             round_index: The round, from 1.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room for it.
+            torch.OutOfMemoryError: the cohort does not fit the device's memory.
         """
         reset_peak(self.backbone.device)
         with SlotModel(self.backbone, plans) as model:
@@ -124,16 +125,16 @@ class Trainer:
 
 
 class FittingCohorts(Generic[Member]):
-    """Members in cohorts of a size that is halved for good whenever the memory turns out too small for one.
+    """Splits members into cohorts; the cohort size is halved for good whenever a cohort does not fit the memory.
 
         for cohort in cohorts:
             with cohorts.fitting():
-                ...  # train the cohort; it comes again, in parts, where the memory was full
+                ...  # train the cohort; if memory runs out, it comes again in smaller parts
 
     Args:
-        members: Who is to train.
+        members: The members to train.
         size: Members of the first cohort.
-        device: Whose memory it is.
+        device: The device that they are trained on.
     """
 
     def __init__(self, members: Sequence[Member], size: int, device: torch.device) -> None:
@@ -149,17 +150,17 @@ class FittingCohorts(Generic[Member]):
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """Puts the cohort back, to be halved, where the memory is full inside the block.
+        """Puts the cohort back, to be halved, if memory runs out inside the block.
 
         Raises:
-            FedGuildError: the device does not hold one member.
+            FedGuildError: the device's memory is too small for one member.
         """
         try:
             yield
         except torch.OutOfMemoryError as error:
             if len(self._cohort) == 1:
                 raise FedGuildError(
-                    f"The memory of {self._device} does not hold one client's training.",
+                    f"The memory of {self._device} is too small to train one client.",
                     "Lower training.batch_size or data.max_tokens, or set model.gradient_checkpointing=true.",
                 ) from error
             self._left, self._size = self._cohort + self._left, len(self._cohort) // 2
@@ -167,7 +168,7 @@ class FittingCohorts(Generic[Member]):
 
 
 def plan_groups(planned: Sequence[Planned]) -> list[list[Planned]]:
-    """Returns runs of neighbours that can train in one cohort."""
+    """Returns groups of consecutive tasks that can train in one cohort."""
     return [list(group) for _, group in groupby(planned, key=lambda pair: pair[1].cohort_key)]
 
 
@@ -191,12 +192,12 @@ def split_by_need(
 
 
 def taken_before(left_out: dict[int, Delivery], index: int | None = None) -> list[Delivery]:
-    """Takes out the deliveries of clients before a client, so that all come in client order; all without an index."""
+    """Removes and returns, in client order, the deliveries of the clients before `index`; all of them for None."""
     return [left_out.pop(client) for client in sorted(left_out) if index is None or client < index]
 
 
 def delivery(task: Task, plan: AdapterPlan, trained: Trained) -> Delivery:
-    """Returns what goes to the round."""
+    """Returns the delivery of a trained client."""
     report = trained.report
     return Delivery(task, trained.upload, plan, report.training, report.frequency, report.peak_memory_bytes)
 
@@ -208,7 +209,7 @@ def auto_cohort_size(backbone: Backbone, plan: AdapterPlan, tokens: int, clients
         backbone: The loaded backbone, whose weights are not counted again.
         plan: The largest plan of the clients.
         tokens: Tokens of one client's forward pass, padding included.
-        clients: How many there are.
+        clients: Number of clients.
         free: Free bytes of the device's memory.
     """
     need = memory(

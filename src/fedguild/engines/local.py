@@ -42,7 +42,7 @@ class LocalEngine:
         seed: The run's seed.
         on_step: Called after each optimizer step with the cohort's (steps done, steps in all, mean
             loss).
-        ledger: The changes of the backbone that were received; by default in a folder beside `memory`.
+        ledger: The changes to the backbone that were received; by default in a folder beside `memory`.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class LocalEngine:
     def train(
         self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
-        """Yields every task's delivery, in client order; each client's memory is kept before.
+        """Yields every task's delivery, in client order, after saving each client's memory.
 
-        A client whose training diverged keeps the memory that it had. The deadline is looked at
-        before each cohort: one that has begun is waited for. With `terms.enough`, so many clients
-        train, drawn at random.
+        A client whose training diverged keeps the memory that it had. The deadline is checked
+        before each cohort; a cohort that has started is finished. With `terms.enough`, only that many
+        clients train, drawn at random.
 
-        While they train, the backbone's weights hold the changes that the downloads are about
-        (`fedguild.client.merge_ledger`); where some of those are missing, all clients fail.
+        While they train, the backbone's weights hold the changes that the downloads refer to
+        (`fedguild.client.merge_ledger`); if some of those are missing, all clients fail.
 
         Raises:
-            FedGuildError: the device does not hold one client, or the memory cannot be written.
+            FedGuildError: the device's memory is too small for one client, or a client's memory cannot be written.
             ModelError: the backbone cannot hold the changes.
         """
         planned, left_out = split_by_need(method, model, tasks, terms, self.seed)
@@ -104,12 +104,12 @@ class LocalEngine:
         yield from taken_before(left_out)
 
     def close(self) -> None:
-        """Has nothing to let go of."""
+        """Does nothing: there is nothing to release."""
 
     def _delivered(
         self, cohort: Sequence[Planned], trained: Sequence[Trained], left_out: dict[int, Delivery]
     ) -> Iterator[Delivery]:
-        """Keeps what the clients of a cohort leave in their memories; yields what they deliver, in client order."""
+        """Saves the memories of a cohort's clients; yields their deliveries, in client order."""
         for (task, _), result in zip(cohort, trained, strict=True):
             if result.memory is not None:
                 self.memory.save(task.client.name, task.round, result.memory)

@@ -43,9 +43,9 @@ from fedguild.wire.codec import encode
 TRIES = 3
 """Actors that may die on one cohort before its clients count as failed."""
 START_SECONDS = 900.0
-"""How long an actor may take to load the backbone, including the start of its machine."""
+"""Time limit for an actor to load the backbone, including the start of its machine."""
 LOST = (RayActorError, ObjectLostError)
-"""Raised by Ray when a process or a machine is gone."""
+"""Raised by Ray when a process or a machine is lost."""
 
 
 class RayEngine:
@@ -59,13 +59,13 @@ class RayEngine:
         cohort_size: Clients in one forward and backward pass; `auto` as many as an actor's memory
             holds, and no more than gives every actor its share.
         seed: The run's seed.
-        address: A Ray cluster's; None to use the Ray that this process is connected to, or else to
-            start one on this machine.
-        actors: How many; `auto` as many as the GPUs hold, or one.
+        address: Address of a Ray cluster; None to use the one that this process is connected to, or
+            else to start one on this machine.
+        actors: Number of actors; `auto` as many as the GPUs hold, or one.
         gpu_fraction: Part of a GPU and of its memory that an actor gets.
         cpus_per_actor: CPU cores of an actor, and its threads.
         on_step: Called after each cohort with (cohorts done, cohorts in all, its clients' mean loss).
-        ledger: The changes of the backbone that were received; by default in a folder beside `memory`.
+        ledger: The changes to the backbone that were received; by default in a folder beside `memory`.
 
     Raises:
         ConfigError: Ray cannot be reached, or has no room for the actors.
@@ -115,12 +115,12 @@ class RayEngine:
             actors: list[Plain] = ray.get([actor.describe.remote() for actor in self._actors], timeout=START_SECONDS)
         except GetTimeoutError as error:
             raise FedGuildError(
-                f"The actors of the ray engine did not come up within {START_SECONDS / 60:g} minutes.",
-                "`ray status` says what Ray waits for.",
+                f"The actors of the ray engine did not start within {START_SECONDS / 60:g} minutes.",
+                "`ray status` shows what Ray is waiting for.",
             ) from error
         except RayActorError as error:
             raise FedGuildError(
-                f"An actor of the ray engine did not come up: {str(error).strip()}",
+                f"An actor of the ray engine did not start: {str(error).strip()}",
                 "The backbone must fit the memory of each actor, and every machine needs FedGuild and the model.",
             ) from error
         return actors
@@ -128,14 +128,14 @@ class RayEngine:
     def train(
         self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
-        """Yields every task's delivery, in client order; each client's memory is kept before.
+        """Yields every task's delivery, in client order, after saving each client's memory.
 
-        Cohorts go to the actors as these become free. The deadline is checked before each: a cohort that has
-        begun is waited for. With `terms.enough`, that many clients train, drawn at random as on the local engine.
+        Cohorts go to the actors as these become free. The deadline is checked before each; a cohort that has
+        started is finished. With `terms.enough`, that many clients train, drawn at random as on the local engine.
         The clients of a cohort on which `TRIES` actors died fail.
 
         Raises:
-            FedGuildError: a device does not hold one client, or the memory cannot be written.
+            FedGuildError: a device's memory is too small for one client, or a client's memory cannot be written.
         """
         planned, left_out = split_by_need(method, model, tasks, terms, self.seed)
         for delivered in self._deliveries(method, planned, terms.deadline_seconds):
@@ -211,11 +211,11 @@ class _Scheduler:
     Args:
         method: The method.
         cohorts: All of them, in client order.
-        merges: The changes that the backbone has to hold.
-        memory: What the clients keep.
+        merges: The changes that the backbone must hold.
+        memory: What the clients keep between rounds.
         actors: The engine's actors; a dead one is replaced in place.
         new_actor: Creates an actor.
-        deadline_seconds: No cohort begins later than this from now; None for no deadline.
+        deadline_seconds: No cohort starts later than this after the scheduler's creation; None for no deadline.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class _Scheduler:
         """Waits for a cohort; returns its clients' results, or why there are none. The result is not kept.
 
         Raises:
-            FedGuildError: its actor's device does not hold one client.
+            FedGuildError: the memory of its actor's device is too small for one client.
         """
         while True:
             while position not in self.finished:

@@ -1,7 +1,7 @@
 """Training in an actor of the `ray` engine, and the bytes that go to it and come back.
 
 Nothing here imports Ray. An actor is built from plain values and receives its work as plain values and payloads'
-bytes; a method is built anew from its name and options. None of our classes is pickled.
+bytes; a method is rebuilt from its name and options. None of our classes is pickled.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from fedguild.packing import pack, unpack
 from fedguild.wire.codec import decode, encode
 
 Plain = dict[str, Any]
-"""Numbers, texts, and lists and dicts of them."""
+"""Numbers, strings, and lists and dicts of them."""
 
 
 @dataclass(frozen=True)
 class CohortJob:
-    """A cohort's training, but for the payloads.
+    """The training of a cohort, without its payloads.
 
     Attributes:
         method: Name of the method.
         options: Its options, as JSON values.
         round: The round, from 1.
         clients: The cohort's clients.
-        merge_digest: Which changes the backbone has to hold; empty for none.
+        merge_digest: Digest of the changes that the backbone must hold; empty for none.
     """
 
     method: str
@@ -67,7 +67,7 @@ class CohortActor:
         settings: `TrainingSettings` as a plain dict.
         seed: The run's seed.
         threads: CPU threads to compute with.
-        gpu_fraction: Part of the GPU's memory that is this actor's.
+        gpu_fraction: Part of the GPU's memory that this actor may use.
         examples: All clients' training examples, as `pack_examples` wrote them.
     """
 
@@ -106,7 +106,7 @@ class CohortActor:
 
         Args:
             job: A `CohortJob` as plain values.
-            payloads: Each client's download, then each client's memory, then the changes of the backbone.
+            payloads: Each client's download, then each client's memory, then the changes to the backbone.
 
         Returns:
             `reports`, each client's (or an error as `error` and `hint`); and each client's upload and new memory

@@ -13,15 +13,15 @@ from fedguild.errors import ConfigError
 
 ROUNDING_SLACK = 1e-9
 PATIENCE_SECONDS = 30.0
-"""How long actors wait for resources that other users of the cluster hold."""
+"""Time for which actors wait for resources that other users of the cluster hold."""
 
 
 def connect(address: str | None, cores: int) -> bool:
     """Connects this process to Ray; returns whether this call did so.
 
     Args:
-        address: A cluster's; None for the one that is connected already, or a new one on this machine.
-        cores: Fewest CPU cores of a new one.
+        address: Address of a cluster; None for the one already connected, or a new one on this machine.
+        cores: Minimum number of CPU cores of a new one.
 
     Raises:
         ConfigError: there is no cluster at the address.
@@ -29,7 +29,7 @@ def connect(address: str | None, cores: int) -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # actors do the work here, so they do not stand behind others
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the actors do the work, so they keep normal priority
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:
         options |= {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, cores)}
@@ -39,7 +39,7 @@ def connect(address: str | None, cores: int) -> bool:
         raise ConfigError(
             f"federation.engine.ray.address: there is no Ray cluster at '{address}': {str(error).splitlines()[0]}",
             "Start one with `ray up` or `ray start --head`, or set it to null to start Ray on this machine. A cluster "
-            "that asks for a token wants RAY_AUTH_MODE=token here, and its token in ~/.ray/auth_token.",
+            "with token authentication needs RAY_AUTH_MODE=token here, and its token in ~/.ray/auth_token.",
         ) from error
     return True
 
@@ -72,7 +72,7 @@ def require_room(actors: int, cpus: int, gpu_fraction: float) -> None:
     Resources that others are about to release are waited for, at most `PATIENCE_SECONDS`.
 
     Args:
-        actors: How many.
+        actors: Number of actors.
         cpus: CPU cores of each.
         gpu_fraction: Part of a GPU that each gets; 0 where they compute on the CPU.
 

@@ -1,4 +1,4 @@
-"""After the engines, beside the experiment: export. A run's model in formats that others load.
+"""After the engines, beside the experiment: export. A run's model in formats that other libraries load.
 
 `weights` says how a deployment changes the backbone's weights. `adapter` writes that as a PEFT
 folder, `merged` as a whole Hugging Face checkpoint, both into a folder that appears complete or

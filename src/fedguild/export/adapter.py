@@ -2,7 +2,7 @@
 
 LoRA on linear layers goes into `target_modules`. What transformers holds as bare parameters
 (routers, and experts fused into `gate_up_proj` and `down_proj`) goes into `target_parameters`.
-An expert's gate and up projection have an A and B of their own here but are one parameter there,
+An expert's gate and up projection each have their own A and B here but are one parameter there,
 so they become one adapter of twice the rank, B block-diagonal, with twice the alpha to keep the
 scale. Source: peft 0.21, `tuners/lora/layer.py`, `ParamWrapper.get_delta_factors`.
 """

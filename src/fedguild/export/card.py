@@ -89,7 +89,7 @@ def _facts(origin: Origin, model: ModelInfo, deployment: Deployment) -> dict[str
         **({"client": origin.client} if origin.client else {}),
         **({"LoRA": f"rank {lora.rank}, scale {lora.scale:g}, on {', '.join(lora.targets)}"} if lora else {}),
         **(
-            {"merged beneath": f"the changes of {len(by_version(deployment.merged))} rounds"}
+            {"merged into the base": f"the changes of {len(by_version(deployment.merged))} rounds"}
             if deployment.merged
             else {}
         ),

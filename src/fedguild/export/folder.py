@@ -15,7 +15,7 @@ from fedguild.errors import FedGuildError
 
 
 def require_new(path: Path) -> None:
-    """Raises FedGuildError where `path` is a file or a folder that holds something."""
+    """Raises FedGuildError if `path` is a file or a folder that is not empty."""
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise FedGuildError(f"{path} already exists.", "Choose a folder that is new or empty.")
 
@@ -25,7 +25,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yields a temporary folder beside `path`; on success it is renamed to `path`, else removed.
 
     Raises:
-        FedGuildError: `path` holds something already, or cannot be written (disk full, no
+        FedGuildError: `path` exists and is not empty, or cannot be written (disk full, no
             permission).
     """
     require_new(path)

@@ -2,8 +2,8 @@
 
 Every adapted weight becomes s (W + C + scale · BA + D), computed in fp32 and cast to the backbone's
 dtype, where C are the low-rank changes that the run merged into the backbone, D is the change of what
-is trained in full (experts, routers), and s, the output scale of the layer, falls on the experts' down
-projection alone. The weights are merged, converted to the names of
+is trained in full (experts, routers), and s, the output scale of the layer, applies to the experts' down
+projection only. The weights are merged, converted to the names of
 the model's hub repository and written one after the other; the backbone itself stays as it is.
 """
 
@@ -43,7 +43,7 @@ def write_merged(folder: Path, backbone: Backbone, deployment: Deployment, *, sh
         folder: Where to write; it must exist.
         backbone: The model to merge into; not changed.
         deployment: The adapter, and the active experts for the config.
-        shard_bytes: Size at which a new file of weights is begun.
+        shard_bytes: Size at which a new file of weights is started.
 
     Raises:
         ModelError: the backbone's weights are quantised, or cannot hold what is trained.
@@ -97,7 +97,7 @@ def _merged(
     """Returns factor · (W + scale · BA + D) in the weight's dtype; the weight itself where that is the same.
 
     Args:
-        weight: W, or W + C in fp32, [.., n·out, in], of n modules with a common input, one output above the other.
+        weight: W, or W + C in fp32, [.., n·out, in], of n modules with a common input, their outputs stacked.
         adapted: The modules, where they have LoRA; else empty.
         changed: The modules, where they are trained in full; else empty.
         factor: The layer's output scale, or 1.

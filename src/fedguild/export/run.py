@@ -25,7 +25,7 @@ from fedguild.server.method import Deployment
 from fedguild.setup import Experiment
 
 BASE = "base"
-"""Folder, inside an adapter's, of the base model where that is not on the hub."""
+"""Subfolder of an adapter's folder for the base model, if that is not on the hub."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Subject:
     def __post_init__(self) -> None:
         if bool(self.budget) == bool(self.client):
             raise ConfigError(
-                "An export is of one model: the global one for a budget, or a client's own.",
+                "An export contains one model: the global one for a budget, or a client's own.",
                 "Give either --budget or --client, for example --client client-000.",
             )
 
@@ -94,7 +94,7 @@ def export_adapter(run_folder: Path, subject: Subject, output: Path, round: int 
         ConfigError: the budget or the client is unknown, or there is no global model.
         ModelError: no form holds what the method trains, or the merged form is needed, but the
             backbone is in 4 bit.
-        FedGuildError: the output folder holds something, or cannot be written.
+        FedGuildError: the output folder is not empty, or cannot be written.
     """
     return _write(*_restored(run_folder, subject, output, round), output)
 
@@ -110,7 +110,7 @@ def export_own(experiment: Experiment, excerpt: Payload, number: int, output: Pa
 
     Raises:
         ModelError: no form holds what the method trains.
-        FedGuildError: the output folder holds something, or cannot be written.
+        FedGuildError: the output folder is not empty, or cannot be written.
     """
     require_new(output)
     subject = Subject(client=experiment.clients[0].name)
@@ -126,9 +126,9 @@ def _write(experiment: Experiment, deployment: Deployment, origin: Origin, outpu
     deployment = in_one_adapter(deployment)
     with new_folder(output) as folder:
         base = settings.path
-        in_the_box = packaged(base)
-        if in_the_box:
-            shutil.copytree(in_the_box, folder / BASE)
+        shipped = packaged(base)
+        if shipped:
+            shutil.copytree(shipped, folder / BASE)
             base = str(output.resolve() / BASE)
         write_adapter(folder, model, deployment, base=base, revision=settings.revision)
         write_text(folder / FILE, adapter_card(origin, model, deployment))
@@ -138,7 +138,7 @@ def _write(experiment: Experiment, deployment: Deployment, origin: Origin, outpu
 def export_merged(run_folder: Path, subject: Subject, output: Path, round: int | None = None) -> Exported:
     """Writes a model of a run as a whole Hugging Face checkpoint, its adapter merged in.
 
-    The active experts stand in the checkpoint's config. The arguments and errors are those of
+    The checkpoint's config has the number of active experts. The arguments and errors are those of
     `export_adapter`.
 
     Raises:
@@ -159,7 +159,7 @@ def _merge(experiment: Experiment, deployment: Deployment, origin: Origin, outpu
 def _restored(
     run_folder: Path, subject: Subject, output: Path, round: int | None
 ) -> tuple[Experiment, Deployment, Origin]:
-    """Returns a run with one of its models; what is cheap to check is checked before it is loaded."""
+    """Returns a run with one of its models; cheap checks come before anything is loaded."""
     require_new(output)
     if (run_folder / "config.yaml").is_file():
         subject.require_in(load_config(str(run_folder / "config.yaml")))
@@ -181,7 +181,7 @@ def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subjec
         experiment: The run.
         state: The method's state; for a client's own model, its excerpt.
         number: The round that led to the state.
-        subject: Whose model.
+        subject: The model to return.
     """
     budget, deployment = _deployed(experiment, state, number, subject)
     _require_writable(experiment, deployment.plan)
@@ -214,7 +214,7 @@ def _deployed(experiment: Experiment, state: Payload, number: int, subject: Subj
     if deployment is None:
         _require_writable(experiment, method.plan(model, budget))
         raise ConfigError(
-            f"Under {method.name} every client has a model of its own; there is no global one to export.",
+            f"Under {method.name} every client has its own model; there is no global one to export.",
             "Export a client's: `--client client-000`.",
         )
     return budget, replace(deployment, plan=evaluated_plan(experiment, budget, deployment))

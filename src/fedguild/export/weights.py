@@ -49,7 +49,7 @@ def beyond_weights(plan: AdapterPlan) -> list[str]:
 def folded(deployment: Deployment) -> Deployment:
     """Returns a deployment whose product B R A is one of two factors: B and R A, computed in fp32.
 
-    As it is where there is no factor in the middle.
+    Returned unchanged if there is no factor in the middle.
     """
     plan, tensors = deployment.plan, dict(deployment.tensors)
     for name in [name for name in tensors if name.endswith(".lora_R")]:
@@ -82,7 +82,7 @@ def in_one_adapter(deployment: Deployment) -> Deployment:
     """Returns a deployment without merged changes, whose adapter holds them: of the summed rank, with scale 1.
 
     A factor in the adapter's middle is folded first. The ranks of the adapter, its scale in B, come before
-    those of the changes; a module with fewer ranks than another is filled up with zeros. The model is the
+    those of the changes; a module with fewer ranks than another is padded with zeros. The model is the
     same, up to rounding, unless `merged_beyond` names modules.
     """
     deployment = folded(deployment)
@@ -102,7 +102,7 @@ def in_one_adapter(deployment: Deployment) -> Deployment:
 
 
 def stacked_factors(tensors: Mapping[str, Tensor], modules: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Returns the LoRA of n modules with a common input, one output above the other, as one.
+    """Returns the LoRA of n modules with a common input, their outputs stacked, as one.
 
     Args:
         tensors: Name -> `{module}.lora_A` [.., r, in] and `{module}.lora_B` [.., out, r].

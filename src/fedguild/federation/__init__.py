@@ -8,4 +8,4 @@ on a client's machine must start quickly.
 
 SERVER_FOLDER = "FEDGUILD_SERVER_FOLDER"
 WORK_FOLDER = "FEDGUILD_SITE_WORK"
-"""Environment variables that tell our apps, inside Flower's processes, where their files are."""
+"""Environment variables that tell our apps inside Flower's processes where their files are."""

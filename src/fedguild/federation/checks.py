@@ -1,4 +1,4 @@
-"""Checks of a federation before it starts: each fault in one sentence, with a hint for its repair."""
+"""Checks of a federation before it starts: each fault in one sentence, with a hint on how to fix it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def version_faults() -> Iterator[Fault]:
     if flwr is None:
         yield Fault("Flower (flwr) is not installed.", INSTALL)
     elif not flwr.startswith(f"{FLWR}."):
-        yield Fault(f"Flower {flwr} is installed, but FedGuild speaks to {FLWR}.", INSTALL)
+        yield Fault(f"Flower {flwr} is installed, but FedGuild needs {FLWR}.", INSTALL)
 
 
 def server_faults(folder: Path, settings: ServerSettings) -> Iterator[Fault]:
@@ -78,7 +78,7 @@ def server_faults(folder: Path, settings: ServerSettings) -> Iterator[Fault]:
         clients = 0
     files = [folder / name for name in (settings.authority, settings.certificate, settings.key)]
     missing = [
-        Fault(f"{path} is missing.", "`fedguild federation init` makes an example.")
+        Fault(f"{path} is missing.", "`fedguild federation init` creates an example.")
         for path in files
         if not path.is_file()
     ]
@@ -100,9 +100,9 @@ def site_faults(folder: Path, site: SiteSettings) -> Iterator[Fault]:
     yield from version_faults()
     key, authority = folder / site.key, folder / site.certificate
     if not key.is_file():
-        yield Fault(f"The private key {key} is missing.", f"`fedguild federation key {key}` makes one.")
+        yield Fault(f"The private key {key} is missing.", f"`fedguild federation key {key}` creates one.")
     elif key.stat().st_mode & 0o077:
-        yield Fault(f"Others on this machine can read the private key {key}.", f"chmod 600 {key}", fatal=False)
+        yield Fault(f"Other users of this machine can read the private key {key}.", f"chmod 600 {key}", fatal=False)
     if not authority.is_file():
         yield Fault(f"The authority's certificate {authority} is missing.", "Ask the server's operator for ca.pem.")
     else:
@@ -128,8 +128,8 @@ def connection_faults(server: str, authority: Path) -> Iterator[Fault]:
         yield _untrusted(server, authority, error)
     except (OSError, http.client.HTTPException) as error:
         yield Fault(
-            f"Nobody answers at {server} ({error}).",
-            "Start `fedguild federation server` there, or look at `server` in site.yaml; the client keeps trying.",
+            f"Nothing answers at {server} ({error}).",
+            "Start `fedguild federation server` there, or check `server` in site.yaml; the client keeps trying.",
             fatal=False,
         )
     else:
@@ -145,7 +145,7 @@ def clock_faults(theirs: datetime, ours: datetime) -> Iterator[Fault]:
     if ahead > AHEAD_SECONDS or ahead < -BEHIND_SECONDS:
         direction = "ahead of" if ahead > 0 else "behind"
         yield Fault(
-            f"This machine's clock is {abs(ahead):.0f} s {direction} the server's; Flower takes at most "
+            f"This machine's clock is {abs(ahead):.0f} s {direction} the server's; Flower accepts at most "
             f"{AHEAD_SECONDS:.0f} s ahead and {BEHIND_SECONDS:.0f} s behind.",
             "Set the clocks by NTP on both machines.",
         )
@@ -163,7 +163,7 @@ def certificate_faults(authority: Path, certificate: Path, key: Path) -> Iterato
         signer, signed = (x509.load_pem_x509_certificate(path.read_bytes()) for path in (authority, certificate))
         private = load_pem_private_key(key.read_bytes(), None)
     except (ValueError, TypeError) as error:
-        yield Fault(f"{authority}, {certificate} or {key} is not in PEM form ({error}).", "Make them again.")
+        yield Fault(f"{authority}, {certificate} or {key} is not in PEM form ({error}).", "Create them again.")
         return
     try:
         signed.verify_directly_issued_by(signer)
@@ -173,18 +173,18 @@ def certificate_faults(authority: Path, certificate: Path, key: Path) -> Iterato
             "Use the authority that signed it, or let this one sign a new certificate.",
         )
     if signed.public_key() != private.public_key():
-        yield Fault(f"{key} is not the key of {certificate}.", "Put the certificate and its key back as a pair.")
+        yield Fault(f"{key} is not the key of {certificate}.", "Use a certificate and the key that belongs to it.")
 
 
 def port_faults(host: str, port: int, where: str) -> Iterator[Fault]:
-    """Yields a fault if something listens on a port already."""
+    """Yields a fault if something already listens on a port."""
     try:
         with socket.create_server((host, port)):
             return
     except OSError as error:
         yield Fault(
-            f"Port {port} of {host} cannot be listened on: {error.strerror or error}.",
-            f"End what uses it (perhaps an earlier start of this command), or change {where}.",
+            f"Cannot listen on port {port} of {host}: {error.strerror or error}.",
+            f"Stop the program that uses it (perhaps an earlier start of this command), or change {where}.",
         )
 
 
@@ -201,8 +201,8 @@ def _dates(what: str, path: Path) -> Iterator[Fault]:
         yield Fault(f"{what} {path} expired on {certificate.not_valid_after_utc:%Y-%m-%d}.", "Renew it, on both sides.")
     elif now < certificate.not_valid_before_utc:
         yield Fault(
-            f"{what} {path} is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC, which is not yet.",
-            "Look at this machine's clock.",
+            f"{what} {path} is not valid before {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC.",
+            "Check this machine's clock.",
         )
 
 
@@ -212,10 +212,10 @@ def _untrusted(server: str, authority: Path, error: ssl.SSLCertVerificationError
         return Fault(f"The certificate of {server} has expired.", "Its operator has to renew it.")
     if "mismatch" in reason or "doesn't match" in reason:
         return Fault(
-            f"The certificate of {server} is for another name ({reason}).",
+            f"The certificate of {server} is for a different name ({reason}).",
             "Its operator has to put this name into the certificate, or use the name that is in it.",
         )
     return Fault(
-        f"The certificate of {server} was signed by another authority than {authority} ({reason}).",
+        f"The certificate of {server} was signed by an authority other than {authority} ({reason}).",
         "Ask the server's operator for the authority's certificate, ca.pem.",
     )

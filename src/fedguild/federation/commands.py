@@ -22,7 +22,7 @@ VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",
 }
-"""Keep Flower from reporting its use, looking for updates, and installing packages while it runs."""
+"""Keep Flower from sending telemetry, looking for updates, and installing packages while it runs."""
 
 
 def server_environment(folder: Path, settings: ServerSettings) -> dict[str, str]:
@@ -84,7 +84,7 @@ def start_run(folder: Path, ticket: str) -> list[str]:
 
 
 def list_nodes() -> list[str]:
-    """Returns the command that lists the clients' keys and who is online, as JSON."""
+    """Returns the command that lists the clients' keys and their online status, as JSON."""
     return [_program("flwr"), "supernode", "list", CONNECTION, "--format", "json"]
 
 
@@ -104,7 +104,7 @@ def write_connection(folder: Path, settings: ServerSettings) -> None:
 
 
 def local_host(settings: ServerSettings) -> str:
-    """Returns the address under which the server's own machine reaches it."""
+    """Returns the address at which the server's own machine reaches it."""
     return "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
 
 

@@ -16,7 +16,7 @@ def write_key(path: Path) -> Path:
         The public key's path; the client's operator sends that file, and no other, to the server's operator.
 
     Raises:
-        FedGuildError: there is a key already, or the extra `flower` is not installed.
+        FedGuildError: the file exists already, or the extra `flower` is not installed.
     """
     try:
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -25,7 +25,7 @@ def write_key(path: Path) -> Path:
         raise FedGuildError(f"{error.name} is not installed.", "pip install 'fedguild[flower]'") from error
     if path.exists():
         raise FedGuildError(
-            f"{path} is a key already.", "Choose another file; who loses a key gets a new one registered."
+            f"{path} already exists.", "Choose another file; to replace a lost key, register a new one."
         )
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())

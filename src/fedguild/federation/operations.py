@@ -23,7 +23,7 @@ REGISTERED = "registered.json"
 OUTCOMES, RUN, CHECKPOINTS, MEMBERS = "outcomes", "run", "checkpoints", "members.json"
 START_SECONDS = 60.0
 OUTCOME_SECONDS = 10.0
-"""How long after the end of a run its outcome may take to appear on disk."""
+"""Time limit for the outcome of a finished run to appear on disk."""
 ALREADY_REGISTERED = "already"
 KEY_REFUSED = "[code: 2004]"
 """Printed by Flower's node when the server refuses its key."""
@@ -52,7 +52,7 @@ def run_server(folder: Path, echo: Echo) -> None:
         echo(f"The server listens on {settings.host}:{settings.port}; its log is {server.log}.")
         for line in register_keys(folder / settings.nodes, state, environment):
             echo(line)
-        echo("Ready. Ctrl-C ends it; the runs go on from their last complete round.")
+        echo("Ready. Ctrl-C stops it; runs can be resumed from their last complete round.")
         watch([server], echo, restart=False)
     finally:
         server.terminate()
@@ -64,7 +64,7 @@ def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> l
     Args:
         nodes: The folder of the public keys.
         state: The folder that records which keys are registered.
-        environment: Of Flower's programs.
+        environment: Environment of Flower's programs.
 
     Raises:
         FedGuildError: Flower refuses a file.
@@ -78,10 +78,10 @@ def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> l
         process = _flwr(commands.register(public_key), environment)
         output = " ".join((process.stdout + process.stderr).split())
         if process.returncode == 0:
-            lines.append(f"{public_key.stem} may take part.")
+            lines.append(f"{public_key.stem} is registered.")
         elif ALREADY_REGISTERED not in output:
             raise FedGuildError(
-                f"Flower does not take the key {public_key}: {output[-300:]}", "Send the .pub file, not the key."
+                f"Flower refuses the key {public_key}: {output[-300:]}", "It must be a public key (.pub)."
             )
         registered[public_key.stem] = content
         write_json(path, registered)
@@ -93,7 +93,7 @@ def run_client(folder: Path, echo: Echo) -> None:
 
     Raises:
         ConfigError: the folder, this machine or the connection to the server has faults.
-        FedGuildError: one of the two ends with a fault that only the user can mend.
+        FedGuildError: one of the two ends with a fault that only the user can fix.
     """
     folder, site = folder.resolve(), load_site(folder)
     for fault in require_none(site_faults(folder, site)):
@@ -107,7 +107,7 @@ def run_client(folder: Path, echo: Echo) -> None:
         for child in (trainer, node):
             child.start()
             started.append(child)
-        echo(f"Client {site.client} of {site.server} is up; its logs are in {work}. Ctrl-C ends it.")
+        echo(f"Client {site.client} of {site.server} is up; its logs are in {work}. Ctrl-C stops it.")
         watch(started, echo, restart=True, explain=exit_reason)
     finally:
         for child in reversed(started):
@@ -115,11 +115,11 @@ def run_client(folder: Path, echo: Echo) -> None:
 
 
 def exit_reason(child: Child) -> str:
-    """Returns why a client's process may have ended, in words where Flower prints a number only."""
+    """Returns the likely reason why a client's process ended, in words where Flower prints only a number."""
     if KEY_REFUSED in child.log_tail(15):
         return (
-            "\n  The server does not let this site's key in: it is not registered there, or an earlier connection with "
-            "it has not timed out yet, which takes about a minute."
+            "\n  The server refuses this site's key: it is not registered there, or an earlier connection with it has "
+            "not timed out yet, which takes about a minute."
         )
     return child.log_tail(1)
 
@@ -139,17 +139,15 @@ def run_federation(folder: Path, echo: Echo, *, fresh: bool = False) -> dict[str
     state = folder / settings.state
     begun = (state / RUN / "config.yaml").exists()
     if begun and fresh:
-        raise FedGuildError(
-            f"{state / RUN} already holds a run.", "Leave out --fresh to go on with it, or move it away."
-        )
+        raise FedGuildError(f"{state / RUN} already holds a run.", "Omit --fresh to resume it, or move it away.")
     if begun:
-        echo(f"Going on after round {_last_round(state / RUN) or 0}.")
+        echo(f"Resuming after round {_last_round(state / RUN) or 0}.")
     commands.write_connection(folder, settings)
     environment = commands.server_environment(folder, settings)
     if _nodes(environment) is None:
         raise FedGuildError(
-            f"Nobody answers at {settings.host}:{settings.port}.",
-            f"Is `fedguild federation server` up? Start it with {folder}.",
+            f"Nothing answers at {settings.host}:{settings.port}.",
+            f"Start the server: `fedguild federation server {folder}`.",
         )
     for line in register_keys(folder / settings.nodes, state, environment):
         echo(line)
@@ -171,8 +169,8 @@ def run_federation(folder: Path, echo: Echo, *, fresh: bool = False) -> dict[str
         time.sleep(0.2)
     if not path.is_file():
         raise FedGuildError(
-            "The run's process is gone and left no word.",
-            f"Look at {state / 'server.log'}; the same command goes on from the last complete round.",
+            "The run's process ended without reporting an outcome.",
+            f"Look at {state / 'server.log'}; the same command resumes from the last complete round.",
         )
     outcome: dict[str, Any] = json.loads(path.read_text("utf-8"))
     if outcome["status"] != "done":
@@ -213,7 +211,7 @@ def status_of(folder: Path) -> Status:
 
 
 def _last_round(run: Path) -> int | None:
-    """Returns the last complete round of a run by the names of its checkpoints, which takes no torch."""
+    """Returns the last complete round of a run from the names of its checkpoints, without importing torch."""
     rounds = [path.stem.removeprefix("round-") for path in (run / CHECKPOINTS).glob("round-*.checkpoint")]
     return max((int(number) for number in rounds if number.isdigit()), default=None)
 
@@ -242,7 +240,7 @@ def _wait_until_up(server: Child, settings: ServerSettings, environment: Mapping
 
 
 def _is_listening(settings: ServerSettings) -> bool:
-    """Whether the server's port accepts connections, which is cheaper to ask than `flwr`."""
+    """Whether the server's port accepts connections; cheaper than a call of `flwr`."""
     try:
         with socket.create_connection((commands.local_host(settings), settings.port), timeout=1.0):
             return True

@@ -18,11 +18,11 @@ LONGEST_PAUSE_SECONDS = 10.0
 GOOD_RUN_SECONDS = 60.0
 """A process that ran this long is restarted after the shortest pause."""
 USER_ERROR = 2
-"""Exit status of FedGuild's own commands for a fault that only the user can mend."""
+"""Exit status of FedGuild's own commands for a fault that only the user can fix."""
 
 
 class Child:
-    """A child process in its own process group, so that it is terminated with all that it started.
+    """A child process in its own process group, so that it is terminated with everything it started.
 
     Args:
         name: Its name in messages.
@@ -79,7 +79,7 @@ class Child:
         return None
 
     def terminate(self) -> None:
-        """Terminates it and all that it started; kills what does not comply."""
+        """Terminates it and everything it started; kills what does not stop in time."""
         if self._process is None:
             return
         self._signal(signal.SIGTERM)
@@ -116,7 +116,7 @@ def watch(
         explain: Returns why a child may have ended, on lines of its own.
 
     Raises:
-        FedGuildError: a child ended and is not restarted, or its status says that only the user can mend it.
+        FedGuildError: a child ended and is not restarted, or its status says that only the user can fix the fault.
     """
     stopped = False
 
@@ -139,7 +139,7 @@ def watch(
                 pause = child.restart()
                 if pause is not None:
                     reason = explain(child)
-                    echo(f"The {child.name} ended with status {status}; it is started again in {pause:g} s.{reason}")
+                    echo(f"The {child.name} ended with status {status}; it will be restarted in {pause:g} s.{reason}")
     finally:
         for child in reversed(children):
             child.terminate()

@@ -33,8 +33,8 @@ def write_project(
 ) -> Config:
     """Writes a federation that runs on one machine as it is, and whose folders can be handed to organisations.
 
-    Unless each client has its own data, the clients share the config's: each holds the share that `fedguild run` would
-    deal to it.
+    Unless each client has its own data, the clients share the config's: each gets the share that `fedguild run` would
+    give it.
 
     Args:
         folder: A new or empty folder.
@@ -46,7 +46,7 @@ def write_project(
             the server then has none.
 
     Raises:
-        ConfigError: the config or the address is wrong, or the method does not suit the model or so many clients.
+        ConfigError: the config or the address is wrong, or the method does not suit the model or the number of clients.
         FedGuildError: the folder is not empty, or openssl is missing.
     """
     host, port = _host_and_port(address)

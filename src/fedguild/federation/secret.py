@@ -1,7 +1,7 @@
-"""A site's secret of a run, from which it draws the privacy noise that the server must not be able to reproduce.
+"""A site's secret for a run, from which it derives privacy noise that the server must not be able to reproduce.
 
-The seed of a run is in its config, which the server writes. Noise drawn from that seed alone protects nothing from the
-server.
+The seed of a run is in its config, which the server writes. Noise drawn from that seed alone gives no
+protection from the server.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SECRET_BYTES = 32
 
 
 def run_secret(folder: Path) -> bytes:
-    """Returns the secret of a run: drawn on the first call, the same ever after.
+    """Returns the secret of a run: drawn on the first call, the same from then on.
 
     Args:
-        folder: The site's folder of the run.
+        folder: The site's folder for the run.
 
     Raises:
         FedGuildError: the file cannot be read or written, or is not a secret.
@@ -34,11 +34,11 @@ def run_secret(folder: Path) -> bytes:
             _draw(path)
         secret = path.read_bytes()
     except OSError as error:
-        raise FedGuildError(f"The site's secret cannot be kept in {path}: {error.strerror or error}.") from error
+        raise FedGuildError(f"The site's secret cannot be stored in {path}: {error.strerror or error}.") from error
     if len(secret) != SECRET_BYTES:
         raise FedGuildError(
             f"{path} holds {len(secret)} bytes, not the site's secret of {SECRET_BYTES}.",
-            "Remove it: a new one is drawn, and the run goes on with other noise.",
+            "Remove it: a new one is drawn, and the run continues with different noise.",
         )
     return secret
 
@@ -50,7 +50,7 @@ def private_seed(secret: bytes, config: Config, download: bytes) -> int:
     replies, could cancel it in their difference.
 
     Args:
-        secret: The site's secret of the run.
+        secret: The site's secret for the run.
         config: The run's config as this site has it.
         download: The encoded download.
     """

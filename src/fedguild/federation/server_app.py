@@ -27,7 +27,7 @@ def main(transport: GridTransport, run_config: Mapping[str, Any]) -> None:
 
     folder = Path(os.environ[SERVER_FOLDER])
     settings = load_server(folder)
-    outcome: dict[str, Any] = {"status": "failed", "message": "The server's process was ended.", "hint": ""}
+    outcome: dict[str, Any] = {"status": "failed", "message": "The server's process was terminated.", "hint": ""}
     try:
         result = serve(transport, settings, folder, progress=PrintedProgress())
         outcome = {"status": "done", "folder": str(result.folder), "rounds": result.rounds, "mean": result.mean}

@@ -78,7 +78,7 @@ class RemoteClients:
         model: The backbone's description.
         clients: Client index -> client.
         wait_seconds: How long to wait for scores.
-        progress: Receives a message for every client that has none.
+        progress: Receives a message for every client without scores.
     """
 
     engine: FlowerEngine
@@ -109,19 +109,19 @@ class RemoteClients:
         if not records:
             raise QuorumError(
                 f"No client scored its model in round {number}.",
-                "Look at what `fedguild federation client` says on their machines.",
+                "Check the output of `fedguild federation client` on their machines.",
             )
         return records
 
     def deliver(self, state: Payload, number: int) -> dict[int, Message]:
-        """Sends every client what its own model is made of; returns client index -> reply.
+        """Sends every client the state that its own model is built from; returns client index -> reply.
 
-        Nothing is sent if no folder could hold the model.
+        Nothing is sent if the model cannot be exported to a folder.
         """
         if beside := self._beyond_weights(state):
             self.progress.message(
-                f"No client takes a model home: that of {self.method.name} has a part that acts beside the backbone's "
-                f"weights ({', '.join(beside)}). What a client keeps of its own is in its memory, "
+                f"No client receives a model: that of {self.method.name} has a part that acts beside the backbone's "
+                f"weights ({', '.join(beside)}). What a client keeps between rounds is in its memory, "
                 f"work/runs/{self.engine.registry.run}/{MEMORY}."
             )
             return {}
@@ -166,7 +166,7 @@ def serve(
         poll_seconds: Interval between two polls for replies.
 
     Raises:
-        ConfigError: `run.yaml` is not the config that the run began with.
+        ConfigError: `run.yaml` is not the config that the run started with.
         QuorumError: clients are missing, or too few delivered an upload.
     """
     progress = progress or Silent()
@@ -205,7 +205,7 @@ def prepare_remote(
     """
     if config.evaluation.pooled:
         raise ConfigError(
-            "evaluation.pooled scores every client's model on all clients' examples, but these do not leave them.",
+            "evaluation.pooled scores every client's model on all clients' examples, but those never leave the client.",
             "Set evaluation.pooled=false.",
         )
     given = method_of(config)
@@ -274,9 +274,9 @@ def _check_of(backbone: Backbone, tiers: Mapping[str, Budget]) -> Callable[[int,
         if description.get("fedguild") != fedguild.__version__:
             return f"it runs fedguild {description.get('fedguild')}, the server {fedguild.__version__}"
         if description.get("model") != model_digest(backbone.info):
-            return f"its model has not the form of the server's, {backbone.info.name}: look at model.path in site.yaml"
+            return f"its model does not match the server's, {backbone.info.name}: check model.path in site.yaml"
         if description.get("budget") not in tiers:
-            return f"it says budget '{description.get('budget')}', but the run has {', '.join(tiers)}"
+            return f"its budget is '{description.get('budget')}', but the run has {', '.join(tiers)}"
         sizes = description.get("sizes")
         if not isinstance(sizes, dict) or not all(
             type(sizes.get(name)) is int and sizes[name] >= least
@@ -303,6 +303,6 @@ def _require_same(config: Config, output: Path) -> None:
     original = load_config(str(output / "config.yaml"))
     if original.fingerprint() != config.fingerprint():
         raise ConfigError(
-            f"run.yaml is not what the run in {output} began with.",
-            f"Put run.yaml back as {output / 'config.yaml'} says, or move {output} away to begin a new run.",
+            f"run.yaml is not the config that the run in {output} started with.",
+            f"Restore run.yaml from {output / 'config.yaml'}, or move {output} away to start a new run.",
         )

@@ -1,4 +1,4 @@
-"""The limits that a site sets the server, checked before anything is trained or sent."""
+"""The limits that a site sets for the server, checked before anything is trained or sent."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class SitePolicy:
 
     Attributes:
         methods: Names of the methods that may run; None for any.
-        max_steps: Most optimizer steps in a round; None for no limit.
+        max_steps: Maximum number of optimizer steps in a round; None for no limit.
         leave: Patterns of the names of tensors that may leave the site.
-        min_clients: Fewest clients whose uploads the run may aggregate.
+        min_clients: Minimum number of clients whose uploads the run aggregates.
         max_upload_bytes: Largest encoded upload; None for no limit.
     """
 
@@ -31,7 +31,7 @@ class SitePolicy:
         Args:
             method: Name of its method.
             steps: Optimizer steps of a round on this site.
-            aggregated: Fewest clients whose uploads it aggregates.
+            aggregated: Minimum number of clients whose uploads it aggregates.
         """
         if self.methods is not None and method not in self.methods:
             return f"the method '{method}' is not among accept.methods ({', '.join(self.methods) or 'none'})"

@@ -24,7 +24,7 @@ host: 127.0.0.1
 port: {port}
 wait_seconds: 600
 # Whether this machine has the run's data and scores the global model on its held-out examples. Set it to
-# false where the data is with the clients alone: they then score their own models on their own examples.
+# false if only the clients have data: they then score their own models on their own examples.
 reads_data: {reads_data}
 """
 
@@ -45,8 +45,8 @@ accept:
 
 {model}
 
-# The organisation's own examples. With `shares` above 1 a source is dealt out as in a simulation, and
-# `share` is this client's; for data of its own an organisation sets `shares: 1` and `share: 0`.
+# The organisation's own examples. With `shares` above 1 a source is partitioned as in a simulation, and
+# `share` is this client's part; for data of its own an organisation sets `shares: 1` and `share: 0`.
 {data}
 """
 
@@ -70,7 +70,7 @@ ticket = ""
 
 CERTIFICATES = """#!/bin/sh
 # An example authority and the server's certificate, for SERVER_NAME (a host name or an address) and this machine.
-# In earnest, use a certificate of your organisation's authority and give the clients that authority's instead.
+# In production, use a certificate of your organisation's authority and give the clients that authority's instead.
 set -eu
 umask 077
 name="${SERVER_NAME:-localhost}"
@@ -95,7 +95,7 @@ rm -f server.csr server.ext
 """
 
 NGINX = """# An example for nginx: only the path that clients need is reachable from outside.
-# Flower answers its control and runtime interfaces on the same port, without asking who calls.
+# Flower serves its control and runtime interfaces on the same port, without authenticating the caller.
 server {{
     listen 443 ssl;
     server_name {host};

@@ -206,7 +206,7 @@ class TrainerService:
 
     def _new_session(self, run: str, config: Config) -> _Session:
         if not RUN_NAME.fullmatch(run):
-            raise UploadError(f"a message names a run that is none: {run!r:.50}")
+            raise UploadError(f"a message names an invalid run: {run!r:.50}")
         method = method_of(config)
         load_metrics(config.evaluation.metrics)
         backbone, client_data = self._load_once(config), self._client_data()
@@ -233,10 +233,10 @@ class TrainerService:
 
     def _budget(self, config: Config, tiers: dict[str, Budget]) -> Budget:
         if self.site.client >= config.federation.clients:
-            raise ConfigError(f"the federation has {config.federation.clients} clients, from 0")
+            raise ConfigError(f"the federation's clients are 0 to {config.federation.clients - 1}")
         name = self.site.budget or config.federation.budget_per_client()[self.site.client].name
         if name not in tiers:
-            raise ConfigError(f"its site says budget '{name}', which the run does not have", nearest(name, tiers))
+            raise ConfigError(f"its site sets budget '{name}', which the run does not have", nearest(name, tiers))
         return tiers[name]
 
     def _data_config(self) -> Config:
@@ -276,7 +276,7 @@ def _relink(link: Path, target: str) -> None:
 
 
 def model_digest(model: ModelInfo) -> str:
-    """Returns 16 hexadecimal digits that are equal for models of the same form."""
+    """Returns 16 hexadecimal digits that are equal for models that differ in their names only."""
     return hashlib.sha256(repr(replace(model, name="")).encode()).hexdigest()[:16]
 
 

@@ -32,7 +32,7 @@ class Grid:
         title: What the table shows, with the units.
         header: Column names; a cell's note says what the column stands for.
         rows: The body; every row is as long as the header.
-        rules_before: Indices of rows that a line sets apart from the row above.
+        rules_before: Indices of rows with a rule above them.
     """
 
     title: str

@@ -26,7 +26,7 @@ from fedguild.report.tables import RunTable, routing_grid, run_table, task_grid,
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
 _MOST_OBSERVATIONS_SHOWN = 4
-"""Figures of a method beyond which the others are folded away."""
+"""Number of a method's figures that are shown; the others are collapsed."""
 
 
 def write_report(run_folder: Path) -> Path:
@@ -176,7 +176,7 @@ def _personal(run: Run, table: RunTable) -> dict[str, Any] | None:
 
 
 def _observation(series: Series, place: int) -> dict[str, Any]:
-    """Returns a figure of the method's own, with its caption."""
+    """Returns a figure of one of the method's observations, with its caption."""
     of = f", in {series.unit}" if series.unit else ""
     if series.is_over_rounds:
         caption = (
@@ -222,7 +222,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def _figure(svg: str) -> Markup:
-    """Marks a figure of ours, whose text matplotlib has escaped, as safe to place in the page."""
+    """Marks one of our figures, whose text matplotlib has escaped, as safe to place in the page."""
     return Markup(svg)
 
 

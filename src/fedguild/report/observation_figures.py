@@ -1,4 +1,4 @@
-"""Figures of what a method reports: lines over the rounds, heat maps of the last round or of one row in each."""
+"""Figures of a method's observations: lines over the rounds, and heat maps of the last round or of one row in each."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _heat_map(record: ObservationRecord, key: str) -> str:
 
 
 def _label(axes: Axes, axis: str, labels: Sequence[str]) -> None:
-    """Names the rows or columns; what all labels begin with becomes the name of the axis."""
+    """Names the rows or columns; the labels' common prefix becomes the name of the axis."""
     word, names = split_labels(labels)
     step = -(-len(names) // _MOST_TICKS)
     ticks = range(0, len(names), step)
@@ -104,9 +104,9 @@ def _label(axes: Axes, axis: str, labels: Sequence[str]) -> None:
 
 
 def split_labels(labels: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns what all labels begin with, and what follows: `expert`, `["0", "1"]` of `expert 0`, `expert 1`.
+    """Returns the labels' common prefix, and their remainders: `expert`, `["0", "1"]` of `expert 0`, `expert 1`.
 
-    Labels without a common beginning come back as they are, after an empty word.
+    Labels without a common prefix are returned as they are, with an empty prefix.
     """
     same = takewhile(lambda letters: len(set(letters)) == 1, zip(*labels, strict=False))
     shared = "".join(letters[0] for letters in same) if len(labels) > 1 else ""

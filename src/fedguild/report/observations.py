@@ -45,7 +45,7 @@ class Series:
     def matrix(self) -> ObservationRecord:
         """Returns the last round's matrix; of a figure with one row in a round, the row of every round.
 
-        Rounds that had other columns are left out.
+        Rounds with other columns are left out.
         """
         if not self.is_over_rounds:
             return self.last
@@ -83,7 +83,7 @@ def observed(run: Run) -> list[Series]:
 def observation_grid(runs: Mapping[str, Sequence[Run]]) -> Grid | None:
     """Returns the last round's figures of several methods over their seeds; None where no method reports any.
 
-    A figure's rows and columns may mean something else under another seed (experts start anew), so
+    A figure's rows and columns may mean something else under another seed (experts are drawn anew), so
     seeds are compared by the mean, the smallest and the largest value of a figure, never entry by entry.
 
     Args:
@@ -95,7 +95,7 @@ def observation_grid(runs: Mapping[str, Sequence[Run]]) -> Grid | None:
         for name, unit, cells in _over_seeds(members)
     ]
     header = (Cell("Method"), Cell("Figure"), Cell("Mean"), Cell("Smallest"), Cell("Largest"))
-    title = "What the methods report of the last round, mean ± sample deviation over seeds"
+    title = "The methods' observations in the last round, mean ± sample deviation over seeds"
     return Grid(title, header, tuple(body)) if body else None
 
 

@@ -60,7 +60,7 @@ def write_overview(tables: Mapping[str, ComparisonTable], scores: Mapping[str, s
 
 
 def adds_to(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str]) -> bool:
-    """Returns whether an overview shows what the columns' own tables do not: several columns, or unlike scores."""
+    """Returns whether an overview shows what the columns' own tables do not: several columns, or different scores."""
     labels = {row.label for table in tables.values() for row in table.rows}
     return len(tables) > 1 or len({scores[label] for label in labels}) > 1
 

@@ -40,7 +40,7 @@ def stability_grids(runs: Mapping[str, Sequence[Run]]) -> list[Grid]:
     """Returns, for each method with several seeds, the first entry of each matrix of counts that it reports.
 
     Counts, such as the experts that a client holds, mean the same under every seed; a matrix
-    without a unit need not (experts start anew), and is left out.
+    without a unit need not (experts are drawn anew), and is left out.
 
     Args:
         runs: Label -> the method's runs, one per seed.

@@ -1,4 +1,4 @@
-"""Common style of all figures, and their rendering as SVG inside a page.
+"""Common style of all figures, and their rendering as SVG for a page.
 
 Methods take the colours of Okabe and Ito (2008), which colour-blind readers can tell apart; budgets
 are ordered, so they take one scale from dark to light. Text stays text: it follows the page's font

@@ -10,7 +10,7 @@ from fedguild.report.tables import RunTable
 
 
 def run_summary(table: RunTable) -> list[str]:
-    """Returns, a sentence each, what a run reached, on average and at the smallest budget."""
+    """Returns sentences on a run's scores, on average and at the smallest budget."""
     after = f"After {units.count_of(table.round, 'round')}" if table.round else "Before training"
     if not table.rows or table.mean is None or table.smallest is None:
         return _personal_summary(table, after)
@@ -33,7 +33,7 @@ def run_summary(table: RunTable) -> list[str]:
 
 
 def _personal_summary(table: RunTable, after: str) -> list[str]:
-    """Returns the sentences about a run in which every client has a model of its own."""
+    """Returns the sentences about a run in which every client has its own model."""
     score = units.score(table.mtal if table.mtal is not None else table.received)
     text = f"{after}, {table.method} scores {score} on average over the clients, each on its own data"
     if table.clients_before is not None and table.round:
@@ -54,7 +54,7 @@ def _on_own_data(table: RunTable) -> list[str]:
 
 
 def comparison_summary(table: ComparisonTable) -> list[str]:
-    """Returns, a sentence each, which method leads at the smallest budget, by how much and at what cost.
+    """Returns sentences on the leading method at the smallest budget, its lead and its cost.
 
     The lead is the paired difference over the seeds, compared with the spread between them.
     """
@@ -118,7 +118,7 @@ def _costs(table: ComparisonTable, leader: str, column: str) -> list[str]:
         facts.append(f"the average client sends {share}")
     if not facts:
         return []
-    same = "A token costs the same to infer under both. " if table.equal_inference and column != MTAL else ""
+    same = "Inference costs the same per token under both. " if table.equal_inference and column != MTAL else ""
     return [f"{same}With {leader}, {' and '.join(facts)}."]
 
 

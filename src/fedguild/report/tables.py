@@ -202,7 +202,7 @@ def run_table(run: Run) -> RunTable:
 
 
 def size_of(budget: BudgetFacts) -> tuple[float, float]:
-    """Returns what orders budgets by size: active experts, then rank; unknown counts as largest."""
+    """Returns a sort key of budgets by size: active experts, then rank; unknown counts as largest."""
     return (budget.active_experts or float("inf"), budget.rank or float("inf"))
 
 
@@ -232,11 +232,11 @@ def task_grid(run: Run) -> Grid | None:
 
 
 def routing_grid(routing: RoutingRecord) -> Grid:
-    """Returns how evenly each layer used its experts in a round."""
+    """Returns the evenness of each layer's expert use in a round."""
     columns = zip(routing.entropy, routing.normalised_entropy, routing.gini, strict=True)
     body = [(Cell(str(layer)), *(Cell(f"{value:.3f}") for value in values)) for layer, values in enumerate(columns)]
     header = (Cell("Layer"), Cell("Entropy", "nats"), Cell("Normalised", "1 = even"), Cell("Gini", "0 = even"))
-    return Grid(f"How evenly experts are used, round {routing.round}", header, tuple(body))
+    return Grid(f"Evenness of expert use, round {routing.round}", header, tuple(body))
 
 
 def metric_title(name: str) -> str:

@@ -1,4 +1,4 @@
-"""TensorBoard events with a run's records; figures with columns appear on the page alone."""
+"""TensorBoard events with a run's records; observations with columns appear only on the report's page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Tracker:
     Args:
         folder: The run folder.
         enabled: Whether anything is written.
-        first_round: TensorBoard drops what a run that was stopped wrote from this round on.
+        first_round: TensorBoard drops the events that an interrupted run wrote from this round on.
 
     Raises:
         ConfigError: it is enabled, but TensorBoard is not installed.

@@ -53,7 +53,7 @@ def score(value: float | None) -> str:
 
 
 def score_over(value: float | None, deviation: float | None) -> str:
-    """Returns `0.612 ± 0.130`, a mean with the deviation of what it is over; the mean alone without one."""
+    """Returns `0.612 ± 0.130`, a mean with its deviation; the mean alone without one."""
     return score(value) if value is None or deviation is None else f"{score(value)} ± {deviation:.3f}"
 
 
@@ -72,7 +72,7 @@ def score_spread(spread: Spread | None, *, difference: bool = False) -> str:
 
 
 def ratio(numerator: float, denominator: float) -> str:
-    """Returns how many times as large one number is, `4.8` or `12`; `–` over nothing."""
+    """Returns how many times as large one number is, `4.8` or `12`; `–` for a zero denominator."""
     if not denominator:
         return MISSING
     times = numerator / denominator
@@ -80,7 +80,7 @@ def ratio(numerator: float, denominator: float) -> str:
 
 
 def count(number: int) -> str:
-    """Returns a whole number, its thousands apart by a thin space."""
+    """Returns a whole number, with a thin space between thousands."""
     return f"{number:,}".replace(",", "\u2009")
 
 

@@ -1,1 +1,1 @@
-"""Stage 5 of 9: wire. Payloads at a client's boundary: their encoding, and the count of their bytes."""
+"""Stage 5 of 9: wire. Encoding of payloads for the wire, and counts of their bytes."""

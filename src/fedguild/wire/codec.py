@@ -22,7 +22,7 @@ CODECS: tuple[Codec, ...] = get_args(Codec)
 SMALLEST_SHRUNK = 2048
 """Tensors with fewer values stay exact, and so do vectors and integers: statistics, counts, versions."""
 EXACT_PARTS = ("merge",)
-"""Parts that stay exact whatever their size: changes of the backbone, of which every site holds the same bits."""
+"""Parts that stay exact whatever their size: changes to the backbone, of which every site holds the same bits."""
 BF16, INT8, SCALE = "#bf16", "#int8", "#scale"
 """Suffix of the name of a tensor that was shrunk."""
 _LARGEST = 127
@@ -82,10 +82,10 @@ def shrink(payload: Payload, codec: Codec) -> Payload:
 
 
 def expand(payload: Payload) -> Payload:
-    """Returns the payload that `shrink` was given, its values rounded; whatever the codec was.
+    """Returns the payload that was passed to `shrink`, its values rounded, whatever the codec was.
 
     Raises:
-        UploadError: a scale is missing or does not fit; the payload may come from anybody.
+        UploadError: a scale is missing or does not fit; the payload may come from an untrusted peer.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in payload.tensors.items():
@@ -100,12 +100,12 @@ def expand(payload: Payload) -> Payload:
 
 
 def through(payload: Payload, codec: Codec) -> Payload:
-    """Returns the payload as its receiver has it after the wire."""
+    """Returns the payload as its receiver decodes it."""
     return payload if codec == "fp32" else expand(shrink(payload, codec))
 
 
 def shrunk_shapes(payload: Payload, codec: Codec) -> Payload:
-    """Returns what `shrink` would, without its values: enough to count bytes."""
+    """Returns a payload with the names, shapes and dtypes that `shrink` gives: enough to count bytes."""
     if codec == "fp32":
         return payload
     shapes = {name: tensor.to("meta") for name, tensor in payload.tensors.items()}
@@ -119,7 +119,7 @@ def _is_shrunk(name: str, tensor: Tensor) -> bool:
 
 
 def _to_int8(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a tensor's int8 values and its scales; a row with NaN or infinity has a scale that says so."""
+    """Returns a tensor's int8 values and its scales; a row with NaN or infinity has a non-finite scale."""
     scale = tensor.abs().amax(dim=-1, keepdim=True) / _LARGEST
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
     return (tensor / divisor).nan_to_num(0.0).round().clamp(-_LARGEST, _LARGEST).to(torch.int8), scale

@@ -54,7 +54,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "another run": (lambda reply: replace(reply, run="0" * 32), "the upload is of the run '0000"),
     "another round": (lambda reply: replace(reply, round=99), "the upload is of round 99, but round "),
     "another client": (lambda reply: replace(reply, client=0), "this client was not asked for one"),
-    "no report": (lambda reply: replace(reply, metadata={}), "lacks a readable report"),
+    "no report": (lambda reply: replace(reply, metadata={}), "has no readable training report"),
     "a failure of its own": (lambda reply: reply.reply(failure="out of memory"), "out of memory"),
     "too large": (
         lambda reply: replace(reply, body=bytes(LIMIT_BYTES + 1)),

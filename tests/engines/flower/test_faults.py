@@ -191,7 +191,7 @@ def test_a_client_that_was_restarted_while_it_worked_is_not_waited_for(
     change_replies(last(grid), (1,), lambda reply: None)
     serve_on(grid, config, tmp_path)
     first, second = rounds_of(tmp_path)
-    says(first.rejected[0].reason, "it lost its task: it was restarted while it worked")
+    says(first.rejected[0].reason, "it lost its task: it was restarted during the training")
     assert not second.rejected
 
 
@@ -225,7 +225,7 @@ def test_a_site_refuses_a_run_and_the_server_says_why(refusal: str, config: Conf
     with pytest.raises(QuorumError) as caught:
         serve_on(grid, config, tmp_path, lines, wait_seconds=0.5)
     says(caught.value.message, "client-002", "refused by its site", reason)
-    assert lines.says("does not take part", reason)
+    assert lines.says("cannot take part", reason)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_site_lets_out_no_more_than_it_says(
 def test_a_key_registered_for_one_client_cannot_speak_for_another(config: Config, tmp_path: Path) -> None:
     grid, _ = federation(config, tmp_path)
     last(grid).name = "client-001"
-    with pytest.raises(QuorumError, match="its key was registered for client-001, but it says that it is client-002"):
+    with pytest.raises(QuorumError, match="its key was registered for client-001, but it claims to be client-002"):
         serve_on(grid, config, tmp_path, wait_seconds=0.5)
 
 
@@ -258,7 +258,7 @@ def test_two_machines_cannot_be_one_client(config: Config, tmp_path: Path) -> No
     grid.nodes[300] = LoopbackNode(300, trainers[0].handle)
     lines = Lines()
     serve_on(grid, config, tmp_path, lines)
-    assert lines.says("another node is client-000 already")
+    assert lines.says("another node is already client-000")
 
 
 def test_a_run_below_its_quorum_stops_and_goes_on_when_the_clients_are_back(
@@ -284,7 +284,7 @@ def test_a_server_that_is_killed_goes_on_to_the_same_bits(
         kill_at(patch, moment, 3)
         with pytest.raises(Killed):
             serve_on(grid, config, tmp_path)
-    with pytest.raises(ConfigError, match=r"run\.yaml is not what the run in .* began with"):
+    with pytest.raises(ConfigError, match=r"run\.yaml is not the config that the run in .* started with"):
         serve_on(grid_of(trainers), config.model_copy(update={"seed": config.seed + 1}), tmp_path)
     serve_on(grid_of(trainers), config, tmp_path)
     assert_same(replace(ended(tmp_path / "state" / "run"), memory={}), local)

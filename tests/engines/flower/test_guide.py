@@ -68,7 +68,7 @@ def test_every_command_of_the_guide_runs_as_it_is_written(tmp_path: Path, monkey
     finally:
         for command in reversed(started):
             command.terminate()
-    assert "client-002 is there" in output
+    assert "client-002 has joined" in output
     assert "What does cat number 7 say?" in output
     assert (tmp_path / "guild/server/state/run/report.html").is_file()
     for index in range(3):

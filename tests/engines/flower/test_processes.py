@@ -50,7 +50,7 @@ def test_a_run_over_tls_gives_the_results_of_local_after_kill_minus_nine_of_the_
     checkpoints = sorted(path.stem for path in (federation.run_folder / "checkpoints").glob("*.checkpoint"))
     assert checkpoints[-1] == "round-00001"
     federation.start_server()
-    assert "Going on after round 1." in federation.run()
+    assert "Resuming after round 1." in federation.run()
     identity = (federation.run_folder / "run-id").read_text().strip()
     memory = {}
     for index in range(config.federation.clients):
@@ -72,4 +72,4 @@ def test_a_node_whose_key_is_not_registered_stays_outside(federation: Federation
         wait_for(lambda: node.exit_status() is not None)
     finally:
         node.terminate()
-    assert "does not let this site's key in: it is not registered there" in " ".join(exit_reason(node).split())
+    assert "refuses this site's key: it is not registered there" in " ".join(exit_reason(node).split())

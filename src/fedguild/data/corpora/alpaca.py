@@ -1,6 +1,6 @@
 """Alpaca and AlpaGasus files: instruction, input, output (Taori et al. 2023; Chen et al., ICLR 2024).
 
-These files have no category. Their instructions open with a verb nearly always (`Write`, `Explain`,
+These files have no category. Their instructions nearly always open with a verb (`Write`, `Explain`,
 `Classify`), so the opening word stands in for one: the frequent words are labels, the rest `other`.
 """
 
@@ -41,5 +41,5 @@ SPEC = CorpusSpec(
     template="alpaca",
     hub=HubDataset("mlabonne/alpagasus"),
     read=read,
-    options={"top_labels": "how many opening words are labels of their own (10); the rest is 'other'"},
+    options={"top_labels": "how many opening words become labels (10); the rest become 'other'"},
 )

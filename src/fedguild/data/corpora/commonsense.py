@@ -1,9 +1,9 @@
 """Commonsense-15K and its eight test sets, in the wording of LLM-Adapters (Hu et al., EMNLP 2023).
 
 Every record says which answers it accepts (`Answer format: true/false`), and every response is
-`the correct answer is ...`. Which of the eight sets a record is from is not in the record: it is
-taken from a line-aligned `X.task.txt` beside `X.json`, else from the folder's name, else from how
-the instruction opens, which cannot tell ARC and OpenBookQA apart.
+`the correct answer is ...`. A record does not say which of the eight sets it is from: that is
+taken from a line-aligned `X.task.txt` beside `X.json`, else from the folder's name, else from the
+start of the instruction, which cannot tell ARC and OpenBookQA apart.
 """
 
 from __future__ import annotations

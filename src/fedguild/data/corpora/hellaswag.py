@@ -1,4 +1,4 @@
-"""HellaSwag: the right one of four endings of a text (Zellers et al., ACL 2019)."""
+"""HellaSwag: the correct one of four endings of a text (Zellers et al., ACL 2019)."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ SPEC = CorpusSpec(
     layouts=("JSON lines with ctx, endings, label, and activity_label where present",),
     hub=HubDataset("Rowan/hellaswag"),
     read=read,
-    options={"top_labels": "how many activities are labels of their own (20); the rest is 'other'"},
+    options={"top_labels": "how many activities become labels (20); the rest become 'other'"},
     test_splits=("validation", "valid", "val", "dev", "test"),
 )

@@ -85,7 +85,7 @@ def read(source: Source, template: str, *, label: Label = "task", max_tasks: int
         source: A folder of task files, one such file, or the dataset on the hub.
         template: Name of the prompt template.
         label: What a Dirichlet partition draws over: the task, or its first category (files only).
-        max_tasks: Keep only so many tasks, those with the most training instances.
+        max_tasks: Keep only this many tasks, those with the most training instances.
 
     Raises:
         DataError: a file has no `Definition` or `Instances`, or `label` is unknown.

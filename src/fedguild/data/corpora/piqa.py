@@ -1,4 +1,4 @@
-"""PIQA: the better one of two solutions that should reach a goal (Bisk et al., AAAI 2020)."""
+"""PIQA: the better of two solutions for a goal (Bisk et al., AAAI 2020)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _labelled(source: Source) -> tuple[Table, list[Any] | None]:
 
 
 def read(source: Source, template: str) -> Iterator[Example]:
-    """Yields the goals of one split; choices are the solutions, label is the right one's place."""
+    """Yields the goals of one split; choices are the solutions, label is the position of the correct one."""
     table, labels = _labelled(source)
     required = {name: (name,) for name in ("goal", "sol1", "sol2")}
     if labels is None:

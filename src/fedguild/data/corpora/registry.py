@@ -60,14 +60,14 @@ def load_corpus(
             `owner/name:config@split`); None takes the corpus's own dataset on the hub.
         test: The same for the test examples; None takes the test split of the folder or hub
             dataset that `train` names, where it has one.
-        limit: Keep so many training examples, drawn at random; None keeps all.
+        limit: Keep this many training examples, drawn at random; None keeps all.
         test_limit: The same for test examples.
         seed: Seed of the draw, and of a corpus that is generated.
         template: Name of a prompt template; None takes the corpus's own.
         options: Further keywords of this corpus, as in its `CorpusSpec.options`.
 
     Raises:
-        DataError: the name, an option or the template is unknown; a file is missing or has other
+        DataError: the name, an option or the template is unknown; a file is missing or has the wrong
             columns; the hub cannot be reached; or no example is found.
     """
     spec = corpus_spec(name)
@@ -92,7 +92,7 @@ def _generated(
 ) -> Corpus:
     if train is not None or test is not None or template not in (None, spec.template):
         raise DataError(
-            f"The corpus '{spec.name}' is made, not read: it takes no train, test or template.",
+            f"The corpus '{spec.name}' is generated, not read: it takes no train, test or template.",
             f"Its settings are: {', '.join(spec.options)}.",
         )
     assert spec.generate is not None

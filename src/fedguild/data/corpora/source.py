@@ -41,7 +41,7 @@ class Source:
 
     Attributes:
         where: A local file or folder, or a dataset on the hub.
-        splits: Names that the split may have there, first choice first; `dev+val` joins two.
+        splits: Names that the split may have there, in order of preference; `dev+val` joins two.
         training: The training examples, where this is the test split, so that a reader repeats
             the choices it made there (which tasks, which labels); empty otherwise.
     """
@@ -92,7 +92,7 @@ def split_paths(folder: Path, splits: Sequence[str]) -> list[Path]:
     """Returns the files or subfolders of `folder` that hold the first of `splits` found there.
 
     A subfolder is named like the split; a file's name without its suffix is the split's or ends in
-    it after `_`, `-` or `.` (`snli_1.0_test.jsonl`). The list is empty where no split is there.
+    it after `_`, `-` or `.` (`snli_1.0_test.jsonl`). The list is empty if no split is there.
 
     Raises:
         DataError: two files claim the same split.
@@ -113,7 +113,7 @@ def split_paths(folder: Path, splits: Sequence[str]) -> list[Path]:
 
 
 def is_split(path: Path, part: str) -> bool:
-    """Says whether a table file or a folder is named like the split `part`."""
+    """Whether a table file or a folder is named like the split `part`."""
     if path.is_dir():
         return path.name == part
     return path.suffix in TABLE_SUFFIXES and re.fullmatch(rf"(.*[_.-])?{re.escape(part)}", path.stem) is not None

@@ -26,9 +26,9 @@ class CorpusSpec:
         hub: Its dataset on the Hugging Face hub; None where it has none.
         read: Called as `read(source, template, **options)`; returns the examples of one split.
         generate: Called as `generate(seed=..., **options)` instead of `read`, for a corpus that is
-            made rather than read; returns the whole corpus.
+            generated rather than read; returns the whole corpus.
         options: Name -> help of every further keyword that `read` or `generate` takes.
-        train_splits: Names that the training split may have, first choice first.
+        train_splits: Names that the training split may have, in order of preference.
         test_splits: The same for the test split; where published test labels are withheld, the
             validation split comes first.
         name: As in the config; filled in from the file's name or the entry point's when it is loaded.
@@ -52,7 +52,7 @@ class CorpusSpec:
 
 
 def choice_example(prompt: str, choices: Sequence[str], answer: int, *, label: str, task: str) -> Example:
-    """Returns an example whose response is the right one of `choices`."""
+    """Returns an example whose response is the correct one of `choices`."""
     return Example(prompt, choices[answer], label, task, tuple(choices), answer)
 
 

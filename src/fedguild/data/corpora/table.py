@@ -86,7 +86,7 @@ class Table:
 
 
 def text(value: Any) -> str:
-    """Returns a cell as text without surrounding blanks; empty for a missing one."""
+    """Returns a cell as text without surrounding whitespace; empty for a missing one."""
     return "" if value is None else str(value).strip()
 
 
@@ -130,7 +130,7 @@ def _stream(kind: str, path: Path, **options: Any) -> list[Row]:
     with tempfile.TemporaryDirectory() as cache:
         try:
             return list(read[kind](glob.escape(str(path.resolve())), cache_dir=cache, **options))
-        except Exception as error:  # every reader behind `datasets` has errors of its own
+        except Exception as error:  # every reader behind `datasets` raises its own errors
             raise DataError(f"{path} cannot be read as {kind}: {error}") from error
 
 
@@ -159,7 +159,7 @@ def _read_hub(hub: HubDataset, splits: tuple[str, ...]) -> Table:
         )
     try:
         dataset = load_dataset(hub.name, hub.config or None, split=split, revision=hub.revision or None)
-    except Exception as error:  # the network, the hub and every file format have errors of their own
+    except Exception as error:  # the network, the hub and every file format raise their own errors
         raise _unreachable(hub, error) from error
     return Table(f"{hub}", tuple(dataset.column_names), dataset)
 
@@ -174,7 +174,7 @@ def hub_splits(hub: HubDataset) -> list[str]:
 
     try:
         return list(get_dataset_split_names(hub.name, hub.config or None, revision=hub.revision or None))
-    except Exception as error:  # the network, the hub and every file format have errors of their own
+    except Exception as error:  # the network, the hub and every file format raise their own errors
         raise _unreachable(hub, error) from error
 
 

@@ -40,7 +40,7 @@ class GridTransport:
     """The transport over Flower's Grid (`fedguild.engines.flower.transport.Transport`).
 
     Args:
-        grid: What Flower gives a ServerApp.
+        grid: The Grid that Flower passes to a ServerApp.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -51,7 +51,7 @@ class GridTransport:
         return sorted((Node(info.node_id, info.name) for info in self._grid.get_nodes()), key=lambda node: node.id)
 
     def send(self, node: int, message: Message, *, ttl_seconds: float) -> str:
-        """Sends a message; returns Flower's id of it.
+        """Sends a message; returns the id that Flower gives it.
 
         Raises:
             FedGuildError: Flower's server did not accept the message.
@@ -65,7 +65,7 @@ class GridTransport:
         )
         accepted = [message_id for message_id in self._grid.push_messages([sent]) if message_id]
         if not accepted:
-            raise FedGuildError(f"Flower did not take a message of {len(message.body)} bytes to the node {node}.")
+            raise FedGuildError(f"Flower did not accept a message of {len(message.body)} bytes for node {node}.")
         return accepted[0]
 
     def poll(self, message_id: str) -> Message | NoReply | None:
@@ -119,13 +119,13 @@ def from_records(records: RecordDict) -> Message:
     """Returns the message that `to_records` wrote.
 
     Raises:
-        UploadError: the records are not one.
+        UploadError: the records are not a message of FedGuild.
     """
     try:
         header = records[HEADER][HEADER]
         body = records[BODY][BODY].data  # type: ignore[union-attr]
     except (KeyError, TypeError, AttributeError) as error:
-        raise UploadError(f"A message of Flower is not one of FedGuild's: it lacks {error}.") from error
+        raise UploadError(f"A Flower message does not come from FedGuild: it lacks {error}.") from error
     return Message.from_header(str(header), bytes(body))
 
 

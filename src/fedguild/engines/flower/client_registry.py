@@ -12,11 +12,11 @@ from fedguild.engines.flower.transport import NoReply, Transport
 from fedguild.errors import QuorumError
 
 HELLO_SECONDS = 600.0
-"""How long a node may take to identify itself: its trainer may have to load the model first."""
+"""Time limit for a node to identify itself: its trainer may have to load the model first."""
 POLL_SECONDS = 0.5
 STATUS_SECONDS = 15.0
 GRACE_SECONDS = 60.0
-"""How long a resumed run waits for clients that it could do without."""
+"""Time for which a resumed run waits for clients that its quorum does not need."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ClientRegistry:
         transport: Reaches the nodes.
         run: Identity of the run.
         client_count: How many clients the federation has.
-        run_metadata: What a node is told of the run when it is asked who it is.
+        run_metadata: Metadata of the run, sent to every node that is asked to identify itself.
         check: Returns why a client cannot take part, from its index and description; empty if it can.
         echo: Prints a line for the operator of the server.
         poll_seconds: Interval between two polls for replies.
@@ -65,7 +65,7 @@ class ClientRegistry:
         """Waits until every client has registered; returns client index -> client.
 
         Args:
-            wait_seconds: How long.
+            wait_seconds: Longest time to wait.
             enough: This many clients are enough once `GRACE_SECONDS` have passed; None for all.
 
         Raises:
@@ -81,7 +81,7 @@ class ClientRegistry:
                 return dict(self.clients)
             now = time.monotonic()
             if enough is not None and len(self.clients) >= enough and now - started > GRACE_SECONDS:
-                self.echo(f"Going on without {_names(missing)} for now.")
+                self.echo(f"Continuing without {_names(missing)} for now.")
                 return dict(self.clients)
             if now - started > wait_seconds:
                 raise self._incomplete(missing, wait_seconds)
@@ -91,7 +91,7 @@ class ClientRegistry:
             time.sleep(self.poll_seconds)
 
     def refresh(self) -> None:
-        """Asks new nodes who they are, and registers those whose replies have arrived."""
+        """Asks new nodes to identify themselves, and registers those whose replies have arrived."""
         registered = {client.node for client in self.clients.values()}
         for node in self.transport.nodes():
             if node.id not in registered and node.id not in self._asked and node.id not in self.refused:
@@ -105,7 +105,7 @@ class ClientRegistry:
                 continue
             del self._asked[id]
             if isinstance(reply, NoReply):
-                self.echo(f"A node did not say who it is: {reply.reason}.")
+                self.echo(f"A node did not identify itself: {reply.reason}.")
             else:
                 self._register(id, key_names.get(id, ""), reply)
 
@@ -124,28 +124,29 @@ class ClientRegistry:
         name = key_name or f"client-{reply.client:03d}"
         if reason:
             self.refused[node] = f"{name}: {reason}"
-            self.echo(f"{name} does not take part: {reason}")
+            self.echo(f"{name} cannot take part: {reason}")
             return
         self.clients[reply.client] = RegisteredClient(node, reply.client, reply.metadata)
-        self.echo(f"client-{reply.client:03d} is there: {reply.metadata.get('summary', 'no details')}.")
+        self.echo(f"client-{reply.client:03d} has joined: {reply.metadata.get('summary', 'no details')}.")
 
     def _refusal(self, node: int, key_name: str, reply: Message) -> str:
         """Returns why a node is turned away; empty if it is not."""
         name = f"client-{reply.client:03d}"
         if not 0 <= reply.client < self.client_count:
-            return f"it says that it is client {reply.client}, but the federation has {self.client_count}, from 0"
+            last = self.client_count - 1
+            return f"it claims to be client {reply.client}, but the federation's clients are 0 to {last}"
         if key_name.startswith("client-") and key_name != name:
-            return f"its key was registered for {key_name}, but it says that it is {name}"
+            return f"its key was registered for {key_name}, but it claims to be {name}"
         other = self.clients.get(reply.client)
         if other is not None and other.node != node and other.node in {online.id for online in self.transport.nodes()}:
-            return f"another node is {name} already"
+            return f"another node is already {name}"
         return self.check(reply.client, reply.metadata)
 
     def _incomplete(self, missing: list[int], wait_seconds: float) -> QuorumError:
         reasons = "".join(f"\n  {reason}" for reason in self.refused.values())
         return QuorumError(
-            f"After {wait_seconds:g} s these clients are not there: {_names(missing)}.{reasons}",
-            "Start `fedguild federation client` on their machines and look at what it says, or raise wait_seconds "
+            f"After {wait_seconds:g} s these clients are still missing: {_names(missing)}.{reasons}",
+            "Start `fedguild federation client` on their machines and check its output, or raise wait_seconds "
             "in server.yaml.",
         )
 

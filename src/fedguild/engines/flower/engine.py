@@ -29,7 +29,7 @@ from fedguild.wire.codec import Codec, decode, encode, expand, shrink
 SILENCE_SECONDS = 30.0
 """A client that has not replied for this long is asked whether it still has its task."""
 TTL_SECONDS = 7 * 86400.0
-"""How long Flower keeps a task and its reply."""
+"""Lifetime of a task and its reply in Flower."""
 NOT_CONNECTED = "it is not connected"
 LATE_ROUNDS = 1
 """Replies to tasks of this many rounds back are still accepted."""
@@ -50,7 +50,7 @@ class FlowerEngine:
     Args:
         transport: Reaches the clients' nodes.
         registry: Knows which node is which client.
-        run_metadata: What every request says beside its payload: the run's config.
+        run_metadata: Metadata that accompanies the payload of every request: the run's config.
         uploads: Folder for uploads until they are aggregated.
         codec: Codec of the payloads.
         limit_bytes: Largest encoded upload that is decoded; None for no limit.
@@ -203,7 +203,7 @@ class FlowerEngine:
                 del self._pending[message_id]
             elif task.round == round and task.client.index in restarted:
                 del self._pending[message_id]
-                lost = _Reply(failure="it lost its task: it was restarted while it worked")
+                lost = _Reply(failure="it lost its task: it was restarted during the training")
                 self._record(task, lost, round)
         for client in restarted:
             del self._probes[client]
@@ -239,7 +239,7 @@ class FlowerEngine:
         return _Reply(self._uploads.put(task.round, task.client.index, reply.body), reply.metadata)
 
     def _is_settled(self, task: Task, terms: Terms, deadline: float | None) -> bool:
-        """Whether a task's delivery need not wait any longer."""
+        """Whether a task's delivery can be yielded without waiting any longer."""
         if (task.round, task.client.index) in self._replies:
             return True
         if terms.enough is not None and len(self._succeeded) >= terms.enough:
@@ -247,7 +247,7 @@ class FlowerEngine:
         return deadline is not None and time.monotonic() >= deadline
 
     def _probe_silent_clients(self, tasks: Sequence[Task]) -> None:
-        """Asks the clients that owe a reply who they are: one that answers this first no longer has its task."""
+        """Sends a `hello` to the clients that owe a reply: one that answers it first no longer has its task."""
         owing = {task.client.index for task in self._pending.values()}
         for task in tasks:
             client = task.client.index
@@ -291,7 +291,7 @@ def read_payload(body: bytes, source: str) -> Payload:
 
     Args:
         body: The body.
-        source: Whose payload it is, as the error message names it.
+        source: Origin of the payload, for the error message.
 
     Raises:
         UploadError: the bytes are not a payload.

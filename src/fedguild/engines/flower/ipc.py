@@ -23,11 +23,11 @@ TOKEN_CHARACTERS = 64
 _LENGTH_BYTES = 8
 _CHUNK_BYTES = 2**20
 CONNECT_SECONDS = 5.0
-TRAINER_DIED = "its trainer stopped while it worked; it is started again"
+TRAINER_DIED = "its trainer stopped during the request and is being restarted"
 
 
 def request(folder: Path, message: Message, *, wait_seconds: float = 600.0) -> Message:
-    """Returns the trainer's reply to a message; a reply with a failure if the trainer dies while it works.
+    """Returns the trainer's reply to a message; a reply with a failure if the trainer dies meanwhile.
 
     Args:
         folder: Where the trainer writes its address.

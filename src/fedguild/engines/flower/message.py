@@ -19,11 +19,11 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Message:
-    """A request of the server, or a client's reply to it.
+    """A request from the server, or a client's reply to it.
 
     Attributes:
         kind: `hello` asks a node which client it is, `train` for a round's training, `score` for the scores of the
-            client's own model; `deliver` hands the client what its own model is made of.
+            client's own model; `deliver` sends the client the state that its own model is built from.
         run: Identity of the run, 32 hexadecimal digits.
         round: The round, from 1; 0 before the first.
         client: Index of the client; -1 while the server does not know it.

@@ -1,4 +1,4 @@
-"""The interface between the engine and what carries its messages: list nodes, send, poll for a reply."""
+"""The interface between the engine and its message transport: list nodes, send, poll for a reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uploads on disk until their turn comes, so that the server holds one in memory at a time."""
+"""Storage of uploads on disk until they are aggregated, so that the server holds one in memory at a time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fedguild.files import write_bytes
 
 
 class UploadStore:
-    """A folder of uploads that wait to be aggregated; emptied when it is opened.
+    """A folder of uploads waiting to be aggregated; emptied when it is opened.
 
     Args:
-        folder: Where; created if absent.
+        folder: The folder; created if absent.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -99,7 +99,7 @@ def _distinct(name: str, examples: Iterator[Example], count: int) -> list[Exampl
         repeats = repeats + 1 if example.prompt in by_prompt else 0
         if repeats > _PATIENCE:
             raise DataError(
-                f"Task family '{name}' has no more than {len(by_prompt)} distinct questions, {count} asked for."
+                f"Task family '{name}' has only {len(by_prompt)} distinct questions, but {count} are asked for."
             )
         by_prompt.setdefault(example.prompt, example)
     return list(by_prompt.values())
@@ -125,8 +125,8 @@ SPEC = CorpusSpec(
     metric="exact_match",
     generate=load,
     options={
-        "train_examples": "how many training examples to make (4000)",
-        "test_examples": "how many test examples to make (400)",
+        "train_examples": "how many training examples to generate (4000)",
+        "test_examples": "how many test examples to generate (400)",
         "families": "list of the task families to draw from (all)",
     },
 )

@@ -1,7 +1,7 @@
 """The ten task families, each with the function that draws one of its questions.
 
 Five are known to the embedded checkpoint and five are new to it, yet close enough in skill that
-a short fine-tuning teaches them. Either half holds classified, generated and multiple-choice ones.
+a short fine-tuning teaches them. Either half has classified, generated and multiple-choice ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Family:
         kind: `classified` has the same candidates in every question, `multiple_choice` its own in
             each, `generated` none: the response must match exactly.
         seen: Whether the embedded checkpoint was trained on it.
-        instruction: What every question of the family opens with.
+        instruction: Opening line of every question of the family.
         draw: Draws one question.
     """
 
