@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fedguild import setup
-from fedguild.config import Config
+from fedguild.config import Config, load_config
 from fedguild.model.backbone import Backbone
-from tests.experiment.runs import save_model, small_config
+from tests.experiment.runs import save_model, small_settings
 
 _LOADED: dict[str, Backbone] = {}
 SETTINGS = (
@@ -18,6 +20,17 @@ SETTINGS = (
     "evaluation.max_examples=2",
     "training.steps=1",
 )
+
+
+WITHOUT_RANK = ("flora", "florist")
+"""Methods whose ranks are the budgets'."""
+
+
+def config_of(model: str, base: str, *overrides: str) -> Config:
+    """Returns a config of a few seconds: a preset on a model, with the settings of these tests."""
+    settings = small_settings(Path(model), *SETTINGS, *overrides)
+    no_rank = base.partition("/")[0] in WITHOUT_RANK
+    return load_config(base, [each for each in settings if not (no_rank and each.startswith("method.rank"))])
 
 
 @pytest.fixture(autouse=True)
@@ -38,4 +51,4 @@ def _loaded_once(monkeypatch: pytest.MonkeyPatch, no_report: None) -> None:
 @pytest.fixture(scope="session")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """FedIT with three clients of a random model, two rounds of one step."""
-    return small_config(save_model(tmp_path_factory.mktemp("model")), *SETTINGS, base="fedit/tiny-tasks")
+    return config_of(str(save_model(tmp_path_factory.mktemp("model"))), "fedit/tiny-tasks")

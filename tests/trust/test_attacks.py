@@ -14,9 +14,9 @@ from fedguild.config import Config
 from fedguild.server.guard import not_finite
 from fedguild.server.run_log import EvaluationRecord
 from fedguild.testing import Driven, HostileClient, Message, drive
-from tests.experiment.runs import says, small_config
+from tests.experiment.runs import says
 from tests.trust.attacks import HELLO, SCORE, TRAIN, Attack, filled
-from tests.trust.conftest import SETTINGS
+from tests.trust.conftest import config_of
 
 HOSTILE = 2
 
@@ -104,7 +104,7 @@ def test_values_that_no_decomposition_bears(method: str, config: Config, tmp_pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedguild.setup.LARGEST_VALUE", 3.3e38)
         hostile = attacking("train", lambda request: filled(3e38))
-        other = small_config(Path(config.model.path), *SETTINGS, base=f"{method}/tiny-tasks")
+        other = config_of(config.model.path, f"{method}/tiny-tasks")
         driven = drive(other, tmp_path, [hostile], reads_data=True)
     assert driven.error is None
     assert driven.accepted == {1: [0, 1], 2: [0, 1]}

@@ -13,8 +13,7 @@ from fedguild.config import Config
 from fedguild.server.guard import not_finite
 from fedguild.server.run_log import comparable
 from fedguild.testing import Driven, HostileClient, Message, drive
-from tests.experiment.runs import small_config
-from tests.trust.conftest import SETTINGS
+from tests.trust.conftest import config_of
 from tests.trust.fuzzing import mutate
 from tests.trust.test_attacks import assert_printable
 
@@ -56,9 +55,8 @@ def _delivered(request: Message) -> Message:
 
 
 def fuzz_config(config: Config, method: str) -> Config:
-    model = Path(config.model.path)
-    settings = (*SETTINGS, f"federation.clients={CLIENTS}", f"federation.rounds={ROUNDS}", "federation.quorum=0.4")
-    return small_config(model, *settings, "evaluation.every=3", base=f"{method}/tiny-tasks")
+    size = (f"federation.clients={CLIENTS}", f"federation.rounds={ROUNDS}", "federation.quorum=0.4")
+    return config_of(config.model.path, f"{method}/tiny-tasks", *size, "evaluation.every=3")
 
 
 def honest_alone(config: Config, folder: Path, hostile: Driven) -> Driven:

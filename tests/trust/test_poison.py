@@ -18,9 +18,9 @@ from fedguild.server.guard import not_finite
 from fedguild.setup import fit_method, method_of, model_of
 from fedguild.testing import HostileClient, Message, drive
 from tests.engines.flower.loopback_federation import Lines
-from tests.experiment.runs import assert_same, ended, says, small_config
+from tests.experiment.runs import assert_same, ended, says
 from tests.trust.attacks import filled, uploading
-from tests.trust.conftest import SETTINGS
+from tests.trust.conftest import config_of
 from tests.trust.test_attacks import attacking, changed
 
 
@@ -72,7 +72,7 @@ def test_a_robust_mean_of_a_simulation_and_of_a_federation_are_the_same_bits(con
 )
 def test_a_robust_mean_is_refused_where_there_is_none(method: str, reason: str, config: Config) -> None:
     base = {"fedit": "fedit/tiny-tasks-ranks"}.get(method, f"{method}/tiny-tasks")
-    other = small_config(Path(config.model.path), *SETTINGS, "federation.robust=trimmed_mean", base=base)
+    other = config_of(config.model.path, base, "federation.robust=trimmed_mean")
     with pytest.raises(ConfigError) as caught:
         fit_method(method_of(other), other, model_of(other))
     says(str(caught.value), "federation.robust is trimmed_mean", reason, "federation.norm_factor")
@@ -81,12 +81,12 @@ def test_a_robust_mean_is_refused_where_there_is_none(method: str, reason: str, 
 def test_a_client_whose_download_was_poisoned_is_not_blamed(config: Config, tmp_path: Path) -> None:
     """The state was poisoned before, by whatever means: what cannot be trained from is not the clients' fault."""
 
-    def keep_it_so(request: Message, honest: Callable[[], Message]) -> Message:
-        return filled(float("nan"))(honest())
+    def fail(request: Message, honest: Callable[[], Message]) -> Message:
+        return filled(float("nan"))(honest()) if request.kind == "train" else honest()
 
     begun = drive(config, tmp_path, reads_data=True)
     poison_round_one(begun.folder, config, 1e12)
-    nobody = [HostileClient(index, keep_it_so) for index in range(3)]
+    nobody = [HostileClient(index, fail) for index in range(3)]
     driven = drive(config, tmp_path, nobody, reads_data=True)
     assert isinstance(driven.error, QuorumError)
     says(str(driven.error), "The client is not to blame", "values up to 1e+12", "resume --round")

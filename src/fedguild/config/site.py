@@ -123,8 +123,11 @@ class ServerSettings(Section):
     patience: float | None = Field(
         default=10.0,
         gt=0,
-        description="How long a round waits for its slowest clients once a quorum has delivered, as a multiple of the "
-        "time that the quorum took, but at least a minute; null: as federation.deadline_seconds says.",
+        description="How long a round waits for its slowest clients once a quorum and more than half of them have "
+        "delivered, as a multiple of the time that these took; null: as long as federation.deadline_seconds says.",
+    )
+    patience_seconds: float = Field(
+        default=600.0, ge=0, description="The shortest such wait, also where `patience` would end it earlier."
     )
     sizes: dict[int, Annotated[int, Field(ge=1)]] = Field(
         default={},

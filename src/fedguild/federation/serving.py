@@ -324,7 +324,7 @@ def _patience(config: Config, settings: ServerSettings) -> Patience | None:
     if settings.patience is None:
         return None
     wanted = wanted_count(config.federation.clients, config.federation.participation)
-    return Patience(quorum_count(wanted, config.federation.quorum), settings.patience)
+    return Patience(quorum_count(wanted, config.federation.quorum), settings.patience, settings.patience_seconds)
 
 
 def _wait_for_clients(

@@ -170,7 +170,7 @@ class Score(_Part):
     split: Literal["test", "validation"]
     score: float = Field(ge=0, le=1 + 1e-9, allow_inf_nan=False)
     metrics: dict[Name, Metric | Literal["Infinity"]] = Field(default_factory=dict, max_length=64)
-    by_task: dict[Name, Share] = Field(default_factory=dict, max_length=4096)
+    by_task: dict[Text, Share] = Field(default_factory=dict, max_length=4096)
     examples: Count | None = None
     active_experts: Annotated[int, Field(ge=0, le=LARGEST_CLIENT)] | None = None
     inference_flops_per_token: Annotated[float, Field(ge=0, le=LARGEST_METRIC, allow_inf_nan=False)] | None = None
@@ -200,7 +200,6 @@ class DeliverAnswer(_Part):
 
     folder: Text
     form: Text
-    reason: Text = ""
 
 
 _Model = TypeVar("_Model", bound=_Part)

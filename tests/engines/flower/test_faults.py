@@ -277,16 +277,47 @@ def test_a_method_that_begins_with_every_client_waits_for_every_client(config: C
 def test_a_client_that_says_nothing_does_not_hold_up_a_round_for_ever(
     config: Config, tmp_path: Path, clock: Clock
 ) -> None:
-    """Without a deadline of the round: once a quorum has delivered, the others have a minute."""
+    """Without a deadline of the round: once most have delivered, the others have `patience_seconds`."""
     grid, _ = federation(config, tmp_path)
     change_replies(last(grid), (1,), lambda reply: None)
     answered = last(grid).handle
     last(grid).handle = lambda message: None if message.round == 1 else answered(message)
-    serve_on(grid, config, tmp_path)
+    serve_on(grid, config, tmp_path, patience_seconds=60.0)
     first, second = rounds_of(tmp_path)
     says(first.rejected[0].reason, "did not answer within 6")
     assert 60.0 <= clock.now < 90.0
     assert not second.rejected
+
+
+def test_one_client_that_answers_at_once_does_not_shut_out_those_that_train(
+    config: Config, tmp_path: Path, clock: Clock
+) -> None:
+    """The wait for the last begins when most have delivered, of whom one at least has trained."""
+    one = changed(config, "federation", rounds=1, quorum=0.3)
+    grid, trainers = federation(one, tmp_path)
+
+    def answer_later(node: LoopbackNode, seconds: float) -> None:
+        def handle(message: Message) -> Message | None:
+            reply = trainers[node.id - 100].handle(message)
+            if message.kind == "train":
+                grid.withheld.add(node.id)
+                release.append((clock.now + seconds, node.id))
+            return reply
+
+        node.handle = handle
+
+    release: list[tuple[float, int]] = []
+    answer_later(grid.nodes[100], 1000.0)
+    answer_later(grid.nodes[101], 5000.0)
+    sleep = clock.sleep
+
+    def sleep_and_release(seconds: float) -> None:
+        sleep(seconds + 10.0)
+        grid.withheld -= {node for due, node in release if clock.now >= due}
+
+    clock.sleep = sleep_and_release  # type: ignore[method-assign]
+    serve_on(grid, one, tmp_path, patience_seconds=60.0)
+    assert not rounds_of(tmp_path)[0].rejected
 
 
 def test_a_key_registered_for_one_client_cannot_speak_for_another(config: Config, tmp_path: Path) -> None:

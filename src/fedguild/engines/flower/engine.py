@@ -50,17 +50,25 @@ class Patience:
     """How long a round waits for its slowest clients, so that one that says nothing does not hold it up for ever.
 
     Attributes:
-        quorum: The wait for the others begins when this many clients have delivered.
-        factor: It lasts this many times as long as the quorum took,
+        quorum: The fewest deliveries that a round needs.
+        factor: The others have this many times as long as the first ones took,
         least_seconds: and at least this long.
     """
 
     quorum: int
     factor: float
-    least_seconds: float = 60.0
+    least_seconds: float
+
+    def enough(self, asked: int) -> int:
+        """Returns how many deliveries begin the wait for the others: a quorum, and more than half of the asked.
+
+        Among more than half there is an honest one, unless most clients are hostile: one that answers at once cannot
+        shut out those that train.
+        """
+        return max(self.quorum, asked // 2 + 1)
 
     def deadline(self, started: float, now: float) -> float:
-        """Returns the time at which the wait ends, for a quorum that was complete `now`."""
+        """Returns the time at which the wait ends, where enough have delivered `now`."""
         return now + max(self.least_seconds, self.factor * (now - started))
 
 
@@ -134,8 +142,9 @@ class FlowerEngine:
             while not self._is_settled(task, terms, deadline):
                 self.registry.between_polls()
                 self._receive(round)
-                if lost_patience is None and self.patience and len(self._succeeded) >= self.patience.quorum:
-                    lost_patience = self.patience.deadline(started, time.monotonic())
+                patience, delivered = self.patience, len(self._succeeded)
+                if patience is not None and lost_patience is None and delivered >= patience.enough(len(tasks)):
+                    lost_patience = patience.deadline(started, time.monotonic())
                     deadline = lost_patience if deadline is None else min(deadline, lost_patience)
                 if time.monotonic() - probed > self.silence_seconds:
                     probed = time.monotonic()
