@@ -72,7 +72,7 @@ def test_a_run_over_tls_gives_the_results_of_local_after_kill_minus_nine_of_the_
 
 
 def test_a_run_is_stopped_and_a_key_is_revoked(federation: FederationProcesses, config: Config) -> None:
-    """A second `run` is refused meanwhile; after the revocation the run goes on without its client."""
+    """A second `run` is refused meanwhile; after the revocation the run goes on without its client, until Ctrl-C."""
     rounds = config.federation.model_copy(update={"rounds": 60})
     federation.set_run(config.model_copy(update={"federation": rounds}))
     server = str(federation.folder / "server")
@@ -108,7 +108,9 @@ def test_a_run_is_stopped_and_a_key_is_revoked(federation: FederationProcesses, 
     before, run = last(), federation.start_run()
     try:
         wait_for(lambda: last() > before, run)
-        stopped(run)
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(120) == 130, run.output()
+        assert "The run was stopped by its operator" in run.output()
     finally:
         run.terminate()
     assert [rejection.client for rejection in complete()[-1].rejected] == [1]
