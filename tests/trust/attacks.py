@@ -110,7 +110,7 @@ TRAIN: dict[str, tuple[Attack, str]] = {
     "a frequency that is no number": (saying(frequency=[[math.nan] * 8] * 2), "frequency"),
     "a frequency of 1e308": (saying(frequency=[[1e308] * 8] * 2), "frequency"),
     "a frequency of text": (saying(frequency="much"), "frequency"),
-    "metadata that is empty": (lambda answer: replace(answer, metadata={}), "lacks a readable report"),
+    "metadata that is empty": (lambda answer: replace(answer, metadata={}), "no readable training report"),
     "a header that is no JSON": (framed("{"), "unreadable header"),
     "a header of lists": (framed(nested(1000)), "unreadable header"),
     "a header of 40 levels": (

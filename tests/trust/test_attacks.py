@@ -75,7 +75,7 @@ def test_attacks_on_the_question_who_a_client_is(config: Config, tmp_path: Path)
     hostile = attacking("hello", next_attack, nodes=len(HELLO) + 1)
     driven = drive(config, tmp_path, [hostile], reads_data=True)
     assert driven.error is None
-    refused = [line for line in driven.lines if "client-002 does not take part" in line or "did not say" in line]
+    refused = [line for line in driven.lines if "client-002 cannot take part" in line or "did not identify" in line]
     assert len(refused) >= len(HELLO)
     assert next_attack(Message("hello", "")) is None, "an attack was not tried"
     assert driven.accepted == {1: [0, 1, 2], 2: [0, 1, 2]}

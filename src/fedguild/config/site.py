@@ -99,12 +99,12 @@ class ServerSettings(Section):
     )
     state: str = Field(default="state", description="Folder for Flower's database and logs, and for the run.")
     wait_seconds: float = Field(
-        default=600.0, gt=0, description="How long a run waits for the clients that it cannot begin without."
+        default=600.0, gt=0, description="How long a run waits for the clients that it cannot start without."
     )
     grace_seconds: float = Field(
         default=60.0,
         ge=0,
-        description="How long a run that could begin with the clients that are there waits for the others.",
+        description="How long a run that could start with the clients that have joined waits for the others.",
     )
     reconnect_seconds: float = Field(
         default=120.0,

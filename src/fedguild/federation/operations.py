@@ -133,8 +133,8 @@ def revoke(folder: Path, name: str) -> str:
         if fault and UNKNOWN not in fault:
             raise FedGuildError(
                 f"The run takes nothing from {name} any more, but Flower's server still lets it in: {fault[-300:]}",
-                f"Is `fedguild federation server` up? Then repeat the command, or end the server and begin {folder} "
-                "again.",
+                f"Is `fedguild federation server` up? Then repeat the command, or restart the server in {folder} "
+                "to shut it out.",
             )
     return f"{name} is out; a new key in {settings.nodes}/{name}.pub lets it in again."
 
@@ -193,7 +193,7 @@ def run_federation(
         `status`: `done`, `stopped` or `started`; and what else is known.
 
     Raises:
-        FedGuildError: the server is not up, the run failed, another run is going on, or `fresh` is set and a run
+        FedGuildError: the server is not up, the run failed, another run is in progress, or `fresh` is set and a run
             exists.
     """
     folder, settings = folder.resolve(), load_server(folder)
@@ -287,7 +287,7 @@ def stop_federation(folder: Path, echo: Echo, wait_seconds: float = STOP_SECONDS
     busy = holder(state / RUN)
     if busy is None:
         withdraw_request(state)
-        echo("No run is going on.")
+        echo("No run is in progress.")
         return False
     echo(f"Stopping {busy}.")
     request_stop(state, "fedguild federation stop")
@@ -311,7 +311,7 @@ class Status:
         up: Whether the server answers.
         nodes: Name, status and time of every registered client, as Flower has them.
         round: The last complete round; None before a run has begun.
-        running: The process of the run that is going on, and since when; empty if none is.
+        running: The process of the run in progress, and since when; empty if there is none.
         stopping: Whether it was asked to stop.
         clients: Client -> its description of itself at the start of the run.
     """

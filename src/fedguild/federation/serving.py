@@ -330,14 +330,14 @@ def _patience(config: Config, settings: ServerSettings) -> Patience | None:
 def _wait_for_clients(
     registry: ClientRegistry, config: Config, settings: ServerSettings, members: Members, *, needs_all: bool
 ) -> None:
-    """Waits for the clients without which the run cannot begin or go on, and admits those that are there.
+    """Waits for the clients without which the run cannot start or resume, and admits those that have joined.
 
     Args:
         registry: Knows who is there.
         config: The run's config.
         settings: The server's settings.
         members: Of the run.
-        needs_all: Whether the method begins with all clients, since its first state depends on each of them.
+        needs_all: Whether the method needs all clients at the start, since its first state depends on each of them.
     """
     federation = config.federation
     wanted = wanted_count(federation.clients, federation.participation)

@@ -27,7 +27,7 @@ def stop_is_requested(state: Path) -> bool:
 
 
 def withdraw_request(state: Path) -> None:
-    """Removes the request, before a run begins and after it has stopped."""
+    """Removes the request, before a run starts and after it has stopped."""
     (state / STOP).unlink(missing_ok=True)
 
 

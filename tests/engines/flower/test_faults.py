@@ -256,7 +256,7 @@ def test_a_run_begins_with_a_quorum_and_others_join_at_the_next_round(
     change_replies(grid.nodes[100], (1,), lambda reply: setattr(last(grid), "online", True) or reply)
     lines = Lines()
     serve_on(grid, three, tmp_path, lines, grace_seconds=3.0, reconnect_seconds=60.0)
-    assert lines.says("Going on without client-002 for now")
+    assert lines.says("Continuing without client-002 for now")
     first, *later = rounds_of(tmp_path)
     assert {each.client: each.reason for each in first.rejected} == {2: "it is not connected"}
     assert not any(record.rejected for record in later)

@@ -96,7 +96,7 @@ def test_a_run_is_stopped_and_a_key_is_revoked(federation: FederationProcesses, 
         wait_for(lambda: last() >= 1, run)
         second = command("run", server)
         assert second.process.wait(60) == 2
-        assert "is going on already: process" in " ".join(second.output().split())
+        assert "is already in progress: process" in " ".join(second.output().split())
         stopped(run)
     finally:
         run.terminate()

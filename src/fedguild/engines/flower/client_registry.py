@@ -15,7 +15,7 @@ from fedguild.wire.schema import HelloAnswer, printable, read_metadata
 HELLO_SECONDS = 600.0
 """Time limit for a node to identify itself: its trainer may have to load the model first."""
 LONGEST_PAUSE_SECONDS = 600.0
-"""A node that does not identify itself is asked again after a second, then after twice as long each time, up to this."""
+"""A node that does not identify itself is asked again after a second, then twice as long each time, up to this."""
 POLL_SECONDS = 0.5
 STATUS_SECONDS = 15.0
 GRACE_SECONDS = 60.0
@@ -70,7 +70,7 @@ class ClientRegistry:
     refused: dict[int, str] = field(default_factory=dict)
     _asked: dict[int, str] = field(default_factory=dict)
     _failed: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Node -> how often it did not say who it is, and when it is asked again."""
+    """Node -> how often it did not identify itself, and when it is asked again."""
 
     def wait_for_clients(
         self, wait_seconds: float, enough: int | None = None, grace_seconds: float = GRACE_SECONDS
