@@ -56,6 +56,8 @@ METHOD = "method.json"
 """The file in a run's folder with every option of its method, as it runs."""
 ACCEPTED = "accepted"
 """Key of the clients whose uploads of the round are included in a checkpoint's state."""
+LOG_SEAL = "log_seal"
+"""Key of the seal of the run's log, which the log must still have when the run resumes from a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def resume(
             (output / RunLog.FILE).unlink(missing_ok=True)
             experiment = (preparation or prepare)(config, output, progress)
             return _rounds(experiment, _begin(experiment), first=1)
-        RunLog(output).truncate_after(saved.round)
+        RunLog(output).truncate_after(saved.round, saved.extra.get(LOG_SEAL))
         if round is not None:
             checkpoint.remove_after(output / CHECKPOINTS, round)
         accepted = saved.extra.get(ACCEPTED, ())
@@ -274,7 +276,7 @@ def _save(experiment: Experiment, number: int, state: Payload, accepted: Collect
         number,
         state,
         fingerprint=experiment.config.fingerprint(),
-        extra={ACCEPTED: list(accepted)},
+        extra={ACCEPTED: list(accepted), LOG_SEAL: RunLog(experiment.folder).seal},
         keep=experiment.config.federation.keep_checkpoints,
     )
     experiment.memory.forget(checkpoint.rounds(folder)[0])

@@ -224,3 +224,24 @@ def test_only_its_user_can_read_a_log(tmp_path: Path) -> None:
     log.append(evaluation(0))
     assert log.path.stat().st_mode & 0o777 == 0o600
     assert log.path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_records_that_are_missing_from_the_end_show_against_the_seal(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    assert log.seal == "0" * 16
+    log.append(evaluation(0), client(1))
+    first = log.seal
+    log.append(complete_round(1))
+    last = RunLog(tmp_path).seal
+    assert len({"0" * 16, first, last}) == 3
+    log.append(client(2))
+    log.truncate_after(1, last)
+    assert log.seal == last
+    lines = log.path.read_bytes().splitlines(keepends=True)
+    log.path.write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(CheckpointError, match="records are missing"):
+        log.truncate_after(1, last)
+    assert log.path.read_bytes() == b"".join(lines[:-1])
+    log.path.unlink()
+    with pytest.raises(CheckpointError, match="records are missing"):
+        log.truncate_after(1, last)

@@ -82,19 +82,20 @@ def test_attacks_on_the_question_who_a_client_is(config: Config, tmp_path: Path)
     assert_printable(driven)
 
 
-@pytest.mark.parametrize("attack", SCORE)
-def test_attacks_on_the_scores(attack: str, config: Config, tmp_path: Path) -> None:
-    hostile = attacking("score", lambda request: SCORE[attack] if request.round == 2 else None)
+def test_attacks_on_the_scores(config: Config, tmp_path: Path) -> None:
+    """One after each round; those after round 0 are honest."""
+    attacks = list(SCORE.values())
+    config = changed(changed(config, "federation", rounds=len(attacks)), "evaluation", every=1)
+    hostile = attacking("score", lambda request: attacks[request.round - 1] if request.round else None)
     driven = drive(config, tmp_path, [hostile])
     assert driven.error is None
-    last = [record for record in driven.records if isinstance(record, EvaluationRecord) and record.round == 2]
-    assert [(record.scope, record.name) for record in last] == [
-        ("client", "client-000"),
-        ("client", "client-001"),
-        ("summary", "mtal"),
-    ]
-    assert all(0 <= record.score <= 1 for record in last)
-    assert any("client 2 has no scores" in line for line in driven.lines)
+    scores = [record for record in driven.records if isinstance(record, EvaluationRecord)]
+    assert sum(record.name == "client-002" for record in scores) == 1
+    for number, name in enumerate(SCORE, start=1):
+        recorded = [(record.scope, record.name) for record in scores if record.round == number]
+        assert recorded == [("client", "client-000"), ("client", "client-001"), ("summary", "mtal")], name
+    assert all(0 <= record.score <= 1 for record in scores)
+    assert sum("client 2 has no scores" in line for line in driven.lines) == len(attacks)
     assert_printable(driven)
 
 

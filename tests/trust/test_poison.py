@@ -160,3 +160,15 @@ def test_a_resume_leaves_no_half_written_files(config: Config, tmp_path: Path) -
         (folder / ".state.x7.part").write_bytes(b"half")
     experiment.resume(tmp_path / "run", round=3)
     assert not list((tmp_path / "run").rglob("*.part"))
+
+
+def test_a_log_that_lost_records_of_a_complete_round_is_found(config: Config, tmp_path: Path) -> None:
+    """Also if whole lines are missing from its end, which no line's own seal shows."""
+    run_of(config, tmp_path / "run")
+    log = tmp_path / "run" / "metrics.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(CheckpointError, match="records are missing"):
+        experiment.resume(tmp_path / "run")
+    experiment.resume(tmp_path / "run", round=2)
+    assert len(log.read_bytes().splitlines()) == len(lines)

@@ -300,16 +300,36 @@ class RunLog:
         """
         return [record for record, _ in self._lines()]
 
-    def truncate_after(self, round: int) -> None:
+    @property
+    def seal(self) -> str:
+        """The seal of the last line, which stands for the whole log."""
+        if not self.path.exists():
+            return chained.START
+        with open(self.path, "rb", buffering=0) as stream:
+            return self._last_seal(stream, stream.seek(0, os.SEEK_END))
+
+    def truncate_after(self, round: int, seal: str | None = None) -> None:
         """Drops the records of every round after `round`, atomically.
 
+        Args:
+            round: The last round whose records are kept.
+            seal: The log's seal after that round, if it is known.
+
         Raises:
-            CheckpointError: a complete line is damaged.
+            CheckpointError: a complete line is damaged, or records of a kept round are missing from the end.
             FedGuildError: the file cannot be written; its content is unchanged.
         """
-        if self.path.exists():
-            kept = [content for record, content in self._lines() if record.round <= round]
-            write_bytes(self.path, _chain(kept, chained.START)[0])
+        if not self.path.exists() and seal in (None, chained.START):
+            return
+        kept = [content for record, content in self._lines() if record.round <= round]
+        content, found = _chain(kept, chained.START)
+        if seal is not None and found != seal:
+            raise CheckpointError(
+                f"{self.path} does not end round {round} with the record that it had when the round was complete: "
+                "records are missing.",
+                "Restore the file, or go back to an earlier round with `fedguild resume FOLDER --round N`.",
+            )
+        write_bytes(self.path, content)
 
     def _last_seal(self, stream: IO[bytes], end: int) -> str:
         """Returns the seal of the last line of a log that is `end` bytes long."""
@@ -342,7 +362,8 @@ class RunLog:
     def _damaged(self, number: int, fault: str) -> CheckpointError:
         return CheckpointError(
             f"{self.path}, line {number} is not a record of a run: {fault}.",
-            "The file was damaged or edited; restore it, or remove that line and all after it, and resume the run.",
+            "The file was damaged or edited; restore it, or remove that line and those after it and go back to an "
+            "earlier round with `fedguild resume FOLDER --round N`.",
         )
 
     def _parse(self, line: bytes, number: int) -> Record:

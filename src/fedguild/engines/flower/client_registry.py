@@ -173,7 +173,7 @@ class ClientRegistry:
         if not 0 <= reply.client < self.client_count:
             last = self.client_count - 1
             return f"it claims to be client {reply.client}, but the federation's clients are 0 to {last}"
-        if key_name.startswith("client-") and key_name != name:
+        if key_name and key_name != name:
             return f"its key was registered for {key_name}, but it claims to be {name}"
         if self.is_revoked(reply.client):
             return "its key was revoked"
