@@ -61,7 +61,10 @@ def test_a_killed_process_releases_the_lock_at_once(other, tmp_path: Path) -> No
 def test_a_folder_that_nothing_came_of_is_removed_again(tmp_path: Path) -> None:
     with pytest.raises(KeyError), run_lock(tmp_path / "new" / "run"):
         raise KeyError
-    assert not (tmp_path / "new" / "run").exists()
+    assert not (tmp_path / "new").exists()
+    with run_lock(tmp_path / "new" / "run"):
+        (tmp_path / "new" / "other").mkdir()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["other"]
     (tmp_path / "there").mkdir()
     with run_lock(tmp_path / "there"):
         pass

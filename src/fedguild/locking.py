@@ -56,7 +56,7 @@ def run_lock(folder: Path) -> Iterator[None]:
     Raises:
         CheckpointError: another process holds it; the message names it and says since when.
     """
-    existed = folder.exists()
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     make_folder(folder)
     lock = FileLock(folder / LOCK, timeout=0, mode=PRIVATE_FILE)
     try:
@@ -71,9 +71,11 @@ def run_lock(folder: Path) -> Iterator[None]:
         yield
     finally:
         (folder / HOLDER).unlink(missing_ok=True)
-        if not existed and [path.name for path in folder.iterdir()] == [LOCK]:
+        if made and [path.name for path in folder.iterdir()] == [LOCK]:
             (folder / LOCK).unlink()
-            folder.rmdir()
+            with contextlib.suppress(OSError):  # another process may have put something beside it
+                for each in made:
+                    each.rmdir()
         lock.release()
 
 
