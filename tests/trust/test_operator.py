@@ -15,7 +15,7 @@ from fedguild.federation.stopping import request_stop, stop_is_requested
 from fedguild.locking import holder
 from fedguild.testing import HostileClient, Message, drive
 from tests.experiment.runs import says
-from tests.trust.attacks import TRAIN
+from tests.trust.attacks import HELLO, TRAIN
 from tests.trust.test_attacks import attacking, changed
 
 
@@ -81,6 +81,17 @@ def test_the_audit_log_says_who_joined_and_what_became_of_every_upload(config: C
     says(first["rejected"]["2"], reason)
     assert second["accepted"] == [0, 1, 2]
     assert all(entry["examples"] > 0 for entry in entries if entry["event"] == "joined")
+
+
+def test_a_run_that_never_began_stands_in_the_audit_log_with_its_reason(config: Config, tmp_path: Path) -> None:
+    strict = changed(config, "federation", quorum=1.0)
+    attack = HELLO["another version"]
+    driven = drive(strict, tmp_path, [attacking("hello", lambda request: attack)], wait_seconds=0.5)
+    assert driven.error is not None
+    *joined, stopped = AuditLog(tmp_path / "state").read()
+    assert [entry["event"] for entry in joined] == ["started", "refused"]
+    says(joined[1]["reason"], "it runs fedguild 9.9")
+    says(stopped["reason"], "still missing: client-002")
 
 
 def test_everything_of_a_run_belongs_to_its_user_alone(config: Config, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from fedguild.engines.flower.client_registry import POLL_SECONDS, ClientRegistry
 from fedguild.engines.flower.engine import FlowerEngine, Patience
 from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import Transport
-from fedguild.errors import ConfigError, FedGuildError, QuorumError, UploadError
+from fedguild.errors import CheckpointError, ConfigError, FedGuildError, QuorumError, UploadError
 from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.weights import beyond_weights
 from fedguild.federation.audit import AuditLog
@@ -221,8 +221,11 @@ def serve(
     state = folder / settings.state
     config, output, audit = load_config(str(folder / settings.run)), state / RUN, AuditLog(state)
     prepared: list[Experiment] = []
+    holds_lock = False
 
     def prepare(config: Config, output: Path, progress: Progress | None) -> Experiment:
+        nonlocal holds_lock
+        holds_lock = True
         withdraw_request(state)
         audit.append("started", run=run_identity(output), fingerprint=config.fingerprint())
         prepared.append(prepare_remote(transport, config, settings, output, progress or Silent(), poll_seconds))
@@ -232,6 +235,8 @@ def serve(
         if (output / "config.yaml").exists():
             _require_same(config, output)
             result = runs.resume(output, progress=progress, preparation=prepare, round=round)
+        elif round is not None:
+            raise CheckpointError(f"{output} holds no run that could go back to round {round}.")
         else:
             result = runs.run(config, output, progress=progress, preparation=prepare)
         remote = prepared[0].remote
@@ -240,7 +245,7 @@ def serve(
                 saved = checkpoint.load(output / runs.CHECKPOINTS, result.rounds, fingerprint=config.fingerprint())
                 remote.deliver(saved.state, result.rounds)
     except FedGuildError as error:
-        if prepared:
+        if holds_lock:
             audit.append("stopped", reason=error.message)
             withdraw_request(state)
         raise
