@@ -14,9 +14,23 @@ SOURCE = Path(__file__).parents[1] / "src" / "fedguild"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 STAGES = ("config", "data", "model", "client", "wire", "server", "evaluation", "costs", "report")
-BELOW = ("errors", "plugins", "seeding", "heap", "files", "payload", "packing", "sealed", "progress", "environment")
+BELOW = (
+    *("errors", "plugins", "seeding", "heap", "files", "payload", "packing", "sealed", "chained", "locking"),
+    *("progress", "environment"),
+)
 """What every stage may use, and what uses no stage."""
-LAST = ("setup", "costs.from_config", "recording", "scoring", "experiment", "export", "federation", "cli", "__main__")
+LAST = (
+    "setup",
+    "costs.from_config",
+    "recording",
+    "scoring",
+    "experiment",
+    "export",
+    "federation",
+    "testing",
+    "cli",
+    "__main__",
+)
 """What uses every stage, in this order."""
 
 

@@ -18,7 +18,12 @@ def test_text_and_json_are_utf8_and_parents_are_made(tmp_path):
     assert (tmp_path / "a" / "b.txt").read_bytes() == "é".encode()
     assert json.loads((tmp_path / "a" / "b.json").read_text()) == {"k": [1, "é"]}
     assert (tmp_path / "a" / "b.json").read_bytes().endswith(b"}\n")
-    assert (tmp_path / "a" / "b.txt").stat().st_mode & 0o777 == 0o644
+
+
+def test_only_its_user_can_read_what_is_written(tmp_path):
+    write_text(tmp_path / "a" / "b" / "c.txt", "x")
+    assert (tmp_path / "a" / "b" / "c.txt").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "a").stat().st_mode & 0o777 == (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 
 def test_new_content_replaces_old_and_leaves_nothing_beside_it(tmp_path):

@@ -48,6 +48,10 @@ class QuorumError(FedGuildError):
     """Fewer clients than the quorum delivered a valid upload in a round."""
 
 
+class StoppedError(FedGuildError):
+    """The operator stopped the run."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns a hint that names the known word nearest to `name` and lists the choices."""
     choices = sorted(known)

@@ -13,14 +13,17 @@ from fedguild.config import Config, load_config
 from fedguild.environment import describe_environment
 from fedguild.errors import CheckpointError
 from fedguild.files import write_json, write_text
+from fedguild.locking import run_lock
 from fedguild.payload import Payload
-from fedguild.progress import Progress
+from fedguild.progress import Progress, Silent
 from fedguild.recording import client_records, observation_records, routing_record
 from fedguild.report.html import write_report
 from fedguild.report.tracking import Tracker
 from fedguild.scoring import evaluate_state
+from fedguild.sealed import remove_leftovers
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
+from fedguild.server.checkpoint import Checkpoint
 from fedguild.server.merge_history import merges
 from fedguild.server.rounds import Outcome, frequencies, run_round
 from fedguild.server.run_log import (
@@ -32,7 +35,17 @@ from fedguild.server.run_log import (
     RunLog,
     StrayUpload,
 )
-from fedguild.setup import Experiment, PreparedData, Split, make_engine, method_of, method_record, prepare, prepare_data
+from fedguild.setup import (
+    Experiment,
+    PreparedData,
+    Split,
+    guard_of,
+    make_engine,
+    method_of,
+    method_record,
+    prepare,
+    prepare_data,
+)
 
 __all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
 
@@ -43,6 +56,8 @@ METHOD = "method.json"
 """The file in a run's folder with every option of its method, as it runs."""
 ACCEPTED = "accepted"
 """Key of the clients whose uploads of the round are included in a checkpoint's state."""
+LOG_SEAL = "log_seal"
+"""Key of the seal of the run's log, which the log must still have when the run resumes from a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -86,36 +101,60 @@ def run(
         preparation: Builds the experiment; None for simulated clients on this machine alone.
 
     Raises:
-        CheckpointError: the folder already holds a run.
+        CheckpointError: the folder already holds a run, or another process is working on it.
         FedGuildError: anything in the config, the data or the model that the user can fix.
     """
-    if (output / "config.yaml").exists():
-        raise CheckpointError(
-            f"{output} already holds a run.", f"Continue with `fedguild resume {output}`, or choose another folder."
-        )
-    experiment = (preparation or prepare)(config, output, progress)
-    return _rounds(experiment, _begin(experiment), first=1)
-
-
-def resume(output: Path, *, progress: Progress | None = None, preparation: Preparation | None = None) -> RunResult:
-    """Continues a run from its last complete round.
-
-    Raises:
-        CheckpointError: the folder holds no run, or its newest checkpoint is damaged.
-    """
-    config = _written_config(output)
-    last = checkpoint.latest(output / CHECKPOINTS)
-    if last is None:
-        (output / RunLog.FILE).unlink(missing_ok=True)
+    with run_lock(output):
+        if (output / "config.yaml").exists():
+            raise CheckpointError(
+                f"{output} already holds a run.", f"Continue with `fedguild resume {output}`, or choose another folder."
+            )
         experiment = (preparation or prepare)(config, output, progress)
         return _rounds(experiment, _begin(experiment), first=1)
-    saved = checkpoint.load(output / CHECKPOINTS, last, fingerprint=config.fingerprint())
-    RunLog(output).truncate_after(last)
-    accepted = saved.extra.get(ACCEPTED, ())
-    experiment = (preparation or prepare)(config, output, progress)
-    if experiment.remote is None:
-        MergeLedger.beside(experiment.memory).refill(merges(saved.state))
-    return _rounds(experiment, saved.state, first=last + 1, accepted=accepted)
+
+
+def resume(
+    output: Path,
+    *,
+    progress: Progress | None = None,
+    preparation: Preparation | None = None,
+    round: int | None = None,
+) -> RunResult:
+    """Continues a run from its last complete round.
+
+    Args:
+        output: The run's folder.
+        progress: Receiver of progress reports; told if a damaged checkpoint is skipped for the one before it.
+        preparation: As in `run`.
+        round: Goes back to this round, whose checkpoint must still be there; what came after it is removed.
+
+    Raises:
+        CheckpointError: the folder holds no run, another process is working on it, no checkpoint is left, or there is
+            none of `round`.
+    """
+    config = _written_config(output)
+    with run_lock(output):
+        remove_leftovers(output, below=True)
+        saved = _saved(config, output, progress or Silent(), round)
+        if saved is None:
+            (output / RunLog.FILE).unlink(missing_ok=True)
+            experiment = (preparation or prepare)(config, output, progress)
+            return _rounds(experiment, _begin(experiment), first=1)
+        RunLog(output).truncate_after(saved.round, saved.extra.get(LOG_SEAL))
+        if round is not None:
+            checkpoint.remove_after(output / CHECKPOINTS, round)
+        accepted = saved.extra.get(ACCEPTED, ())
+        experiment = (preparation or prepare)(config, output, progress)
+        if experiment.remote is None:
+            MergeLedger.beside(experiment.memory).refill(merges(saved.state))
+        return _rounds(experiment, saved.state, first=saved.round + 1, accepted=accepted)
+
+
+def _saved(config: Config, output: Path, progress: Progress, round: int | None) -> Checkpoint | None:
+    folder, fingerprint = output / CHECKPOINTS, config.fingerprint()
+    if round is None:
+        return checkpoint.load_newest(folder, fingerprint=fingerprint, tell=progress.message)
+    return checkpoint.load(folder, round, fingerprint=fingerprint)
 
 
 def evaluate(output: Path, *, round: int | None = None, split: Split = "test") -> RunResult:
@@ -163,6 +202,7 @@ def _rounds(experiment: Experiment, state: Payload, first: int, accepted: Collec
     config, log = experiment.config, RunLog(experiment.folder)
     rules, model = config.federation, experiment.backbone.info
     total, saving_seconds = config.federation.rounds, 0.0
+    guard = guard_of(experiment)
     with (
         closing(make_engine(experiment)) as engine,
         Tracker(experiment.folder, enabled=config.tracking.tensorboard, first_round=first) as tracker,
@@ -170,11 +210,24 @@ def _rounds(experiment: Experiment, state: Payload, first: int, accepted: Collec
         for number in range(first, total + 1):
             experiment.progress.round_started(number, total)
             started = time.perf_counter()
+            if experiment.remote is not None:
+                experiment.clients = experiment.remote.current()
             outcome = run_round(
-                number, experiment.method, state, model, experiment.clients, engine, rules, accepted, seed=config.seed
+                number,
+                experiment.method,
+                state,
+                model,
+                experiment.clients,
+                engine,
+                rules,
+                accepted,
+                seed=config.seed,
+                guard=guard,
             )
             state, accepted = outcome.state, outcome.accepted
             _tell(experiment.progress, outcome)
+            if experiment.remote is not None:
+                experiment.remote.note(outcome)
             records: list[Record] = [*client_records(outcome, model)]
             records += routing_record(number, frequencies(outcome.deliveries), outcome.tokens())
             records += observation_records(number, experiment.method.observe(state, model))
@@ -223,7 +276,7 @@ def _save(experiment: Experiment, number: int, state: Payload, accepted: Collect
         number,
         state,
         fingerprint=experiment.config.fingerprint(),
-        extra={ACCEPTED: list(accepted)},
+        extra={ACCEPTED: list(accepted), LOG_SEAL: RunLog(experiment.folder).seal},
         keep=experiment.config.federation.keep_checkpoints,
     )
     experiment.memory.forget(checkpoint.rounds(folder)[0])

@@ -12,26 +12,37 @@ from typing import Any
 
 from fedguild.errors import FedGuildError
 
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+"""Permissions of what FedGuild writes: a run holds what clients uploaded and what was learned from their data."""
+
+
+def make_folder(folder: Path) -> None:
+    """Creates a folder, and those above it that are missing, which only the user can enter."""
+    missing = [folder, *folder.parents]
+    for each in reversed([each for each in missing if not each.exists()]):
+        each.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside `path`; on success it is synced and renamed onto `path`.
 
-    On any error the temporary file is removed and `path` keeps its content.
+    On any error the temporary file is removed and `path` keeps its content. Only the user can read the file, as only
+    the user can enter the folders that are created for it.
 
     Raises:
         FedGuildError: the file cannot be written (disk full, no permission).
     """
     temporary: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
         os.close(handle)
         temporary = Path(name)
         yield temporary
         with open(temporary, "rb+") as written:
             os.fsync(written.fileno())
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, PRIVATE_FILE)
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except OSError as error:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from math import prod
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import from_json
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
@@ -37,6 +40,9 @@ _DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 """The dtypes that may be packed, in the order in which safetensors lays them out."""
+_ITEM_BYTES = {name: dtype.itemsize for dtype, name in _DTYPE_NAMES.items()}
+MOST_DIMENSIONS = 8
+LARGEST_DIMENSION = 2**40
 
 
 def pack(tensors: Mapping[str, Tensor], scalars: Mapping[str, Scalar]) -> bytes:
@@ -81,20 +87,61 @@ def unpack(data: bytes) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
     Raises:
         FedGuildError: the bytes are not such a file; the message is a clause saying why.
     """
+    scalars = _read_scalars(_checked_header(data).get(_SCALARS_KEY, "{}"))
     try:
         tensors = load_safetensors(data)
     except SafetensorError as error:
         raise FedGuildError(str(error).removeprefix("Error while deserializing: ")) from error
-    except KeyError as error:
-        raise FedGuildError(f"unsupported dtype {error}") from error
-    header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")])
-    scalars = _read_scalars(header.get("__metadata__", {}).get(_SCALARS_KEY, "{}"))
     return {name: tensors[name] for name in sorted(tensors)}, scalars
 
 
 def tensor_bytes(tensor: Tensor) -> int:
     """Returns the bytes of a tensor's values, the header not counted."""
     return tensor.numel() * tensor.element_size()
+
+
+class _Entry(BaseModel):
+    """A tensor in the header of a safetensors file."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    dtype: str
+    shape: list[Annotated[int, Field(ge=0, le=LARGEST_DIMENSION)]] = Field(max_length=MOST_DIMENSIONS)
+    data_offsets: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = Field(strict=False)
+
+
+_HEADER: TypeAdapter[dict[str, _Entry]] = TypeAdapter(dict[str, _Entry])
+
+
+def _checked_header(data: bytes) -> dict[str, str]:
+    """Returns the metadata of a safetensors file whose header is of the form that `pack` writes.
+
+    Raises:
+        FedGuildError: it is not; safetensors and torch would raise whatever they meet first, or ask for more memory
+            than there is.
+    """
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    if length > len(data) - _LENGTH_BYTES:
+        raise FedGuildError(f"its header is said to have {length} bytes, of which it lacks some")
+    try:
+        header = from_json(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
+    except ValueError as error:
+        raise FedGuildError(f"its header is not JSON ({error})") from error
+    metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise FedGuildError("its header is not an object with an object of texts as its metadata")
+    try:
+        entries = _HEADER.validate_python(header)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        raise FedGuildError(f"its header is malformed ({first['loc'][-1]!r:.80}: {first['msg']})") from error
+    for name, entry in entries.items():
+        if entry.dtype not in _ITEM_BYTES:
+            raise FedGuildError(f"unsupported dtype {entry.dtype!r:.20} of {name!r:.80}")
+        begin, end = entry.data_offsets
+        if end - begin != prod(entry.shape) * _ITEM_BYTES[entry.dtype]:
+            raise FedGuildError(f"the shape {entry.shape} of {name!r:.80} does not fit its {end - begin} bytes")
+    return metadata
 
 
 def _metadata(scalars: Mapping[str, Scalar]) -> dict[str, str]:

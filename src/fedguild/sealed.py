@@ -42,9 +42,9 @@ def read_sealed(path: Path) -> bytes:
     return content
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Removes half-written files of a killed process from `folder`."""
-    for leftover in folder.glob(".*.part"):
+def remove_leftovers(folder: Path, *, below: bool = False) -> None:
+    """Removes half-written files of a killed process from `folder`, and from all folders below it if asked to."""
+    for leftover in (folder.rglob if below else folder.glob)(".*.part"):
         leftover.unlink(missing_ok=True)
 
 

@@ -38,11 +38,13 @@ from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.seeding import numpy_rng
 from fedguild.server.engine import Engine
+from fedguild.server.guard import LARGEST_VALUE, NORM_FACTOR, Guard
 from fedguild.server.method import Method
+from fedguild.server.rounds import Outcome
 from fedguild.server.run_log import EvaluationRecord
 
 Split = Literal["test", "validation"]
-MEMORY = "clients"
+MEMORY, SPOOL = "clients", "spool"
 IDENTITY = "run-id"
 
 
@@ -80,6 +82,14 @@ class Remote(Protocol):
     @property
     def engine(self) -> Engine:
         """The engine that trains these clients."""
+        ...
+
+    def current(self) -> list[ClientInfo]:
+        """Returns all clients of the federation, as they are known before a round; some may be away."""
+        ...
+
+    def note(self, outcome: Outcome) -> None:
+        """Takes note of a complete round, for those who audit it."""
         ...
 
     def score(
@@ -175,8 +185,24 @@ def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method
     for budget in budgets.values():
         if model.moe:
             model.require_active_experts(budget.active_experts, f"federation.budgets: '{budget.name}'")
-        adapter_shapes(model, method.plan(model, budget))
+    shapes = [adapter_shapes(model, method.plan(model, budget)) for budget in budgets.values()]
+    _require_mean(method, federation.robust, equal_shapes=all(one == shapes[0] for one in shapes))
     return method, budgets
+
+
+def _require_mean(method: Method, robust: str, *, equal_shapes: bool) -> None:
+    """Raises ConfigError if the config wants a robust mean where the method's aggregate is none."""
+    if robust == "none" or (method.is_mean and equal_shapes):
+        return
+    reason = (
+        f"the aggregate of {method.name} is not a mean of the clients' adapters, weighted by client alone"
+        if not method.is_mean
+        else "the clients' adapters differ in shape between the budgets"
+    )
+    raise ConfigError(
+        f"federation.robust is {robust}, but {reason}.",
+        "Set federation.robust=none; federation.norm_factor bounds what one upload can change with every method.",
+    )
 
 
 def method_record(given: Method, method: Method) -> dict[str, Any]:
@@ -255,6 +281,24 @@ def make_engine(experiment: Experiment) -> Engine:
     federation = experiment.config.federation
     engine = _ENGINES[federation.engine.name](experiment)
     return engine if federation.codec == "fp32" else CodedEngine(engine, federation.codec)
+
+
+def guard_of(experiment: Experiment) -> Guard | None:
+    """Returns the protection of a run's state: always with real clients, in a simulation where the config asks for it.
+
+    A simulation's clients run this program's own code, and its engines agree bit for bit.
+    """
+    rules, real = experiment.config.federation, experiment.remote is not None
+    factor = (NORM_FACTOR if real else None) if rules.norm_factor == "auto" else rules.norm_factor
+    if not real and factor is None and rules.robust == "none":
+        return None
+    return Guard(
+        experiment.folder / SPOOL,
+        norm_factor=factor,
+        robust=rules.robust,
+        trim=rules.trim,
+        largest_value=LARGEST_VALUE if real else None,
+    )
 
 
 def _local_engine(experiment: Experiment) -> Engine:

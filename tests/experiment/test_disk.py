@@ -87,19 +87,15 @@ def test_a_disk_that_is_full_from_the_start_takes_the_same_command_again(
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: b"\0" * len(content)])
-def test_a_damaged_checkpoint_points_to_the_round_before(
-    command: Command, complaint: Complaint, olmoe_folder: Path, whole: Ended, damage: Callable[[bytes], bytes]
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
+    command: Command, olmoe_folder: Path, whole: Ended, damage: Callable[[bytes], bytes]
 ) -> None:
     assert command("run", TASKS, *small_settings(olmoe_folder), "--output", "out").exit_code == 0
     file = Path("out") / CHECKPOINTS / "round-00003.checkpoint"
     file.write_bytes(damage(file.read_bytes()))
-    lines = RunLog(Path("out")).path.read_bytes()
-    told = complaint("resume", "out")
-    says(told, f"{file} is damaged", "Round 2 is complete: remove the checkpoint of round 3 to resume from it")
-    assert RunLog(Path("out")).path.read_bytes() == lines
-    file.unlink()
     resumed = command("resume", "out", "--json")
     assert resumed.exit_code == 0, resumed.output
+    says(" ".join(resumed.stderr.split()), f"{file} is damaged", "It is skipped for the checkpoint before it")
     assert json.loads(resumed.stdout)["folder"] == "out"
     assert_same(ended(Path("out")), whole)
 

@@ -130,14 +130,14 @@ def test_the_rules_of_a_round_are_those_of_the_config(olmoe_folder, monkeypatch,
     )
     given: dict[str, object] = {}
 
-    def round_begun(*arguments: object, seed: int) -> None:
-        given.update(rules=arguments[6], seed=seed)
+    def round_begun(*arguments: object, seed: int, guard: object) -> None:
+        given.update(rules=arguments[6], seed=seed, guard=guard)
         raise Killed
 
     monkeypatch.setattr("fedguild.experiment.run_round", round_begun)
     with pytest.raises(Killed):
         experiment.run(config, tmp_path / "run")
-    assert given == {"rules": config.federation, "seed": 5}
+    assert given == {"rules": config.federation, "seed": 5, "guard": None}, "a simulation compares no uploads"
     assert config.federation.norm_limit == 7.0
 
 

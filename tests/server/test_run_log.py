@@ -183,3 +183,65 @@ def test_arrays_of_the_wrong_shape_are_refused() -> None:
 def test_an_unknown_field_is_refused() -> None:
     with pytest.raises(ValidationError, match="extra"):
         client(1, mood="good")
+
+
+def test_damage_anywhere_is_found(tmp_path: Path) -> None:
+    """A flipped bit in any byte but the last newline, which is a line cut by a kill."""
+    log = RunLog(tmp_path)
+    log.append(evaluation(0), client(1), complete_round(1))
+    whole = log.path.read_bytes()
+    for place in range(0, len(whole) - 1, 7):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        log.path.write_bytes(bytes(damaged))
+        with pytest.raises(CheckpointError, match="is not a record of a run"):
+            RunLog(tmp_path).read()
+
+
+@pytest.mark.parametrize("order", [(0, 2), (1, 2), (0, 2, 1), (0, 0, 1, 2), (1, 0, 2)])
+def test_a_line_that_is_missing_repeated_or_moved_is_found(order: tuple[int, ...], tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.append(evaluation(0), client(1))
+    RunLog(tmp_path).append(complete_round(1))
+    lines = log.path.read_bytes().splitlines(keepends=True)
+    log.path.write_bytes(b"".join(lines[number] for number in order))
+    with pytest.raises(CheckpointError, match="it was changed, moved or removed"):
+        log.read()
+
+
+def test_a_log_of_0_2_0_is_read_and_sealed_when_its_run_goes_on(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.path.write_text("".join(record.model_dump_json() + "\n" for record in (evaluation(0), evaluation(1))))
+    assert log.read() == [evaluation(0), evaluation(1)]
+    log.truncate_after(0)
+    log.append(evaluation(1))
+    assert log.read() == [evaluation(0), evaluation(1)]
+    assert all("seal" in json.loads(line) for line in log.path.read_text().splitlines())
+
+
+def test_only_its_user_can_read_a_log(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run")
+    log.append(evaluation(0))
+    assert log.path.stat().st_mode & 0o777 == 0o600
+    assert log.path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_records_that_are_missing_from_the_end_show_against_the_seal(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    assert log.seal == "0" * 16
+    log.append(evaluation(0), client(1))
+    first = log.seal
+    log.append(complete_round(1))
+    last = RunLog(tmp_path).seal
+    assert len({"0" * 16, first, last}) == 3
+    log.append(client(2))
+    log.truncate_after(1, last)
+    assert log.seal == last
+    lines = log.path.read_bytes().splitlines(keepends=True)
+    log.path.write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(CheckpointError, match="records are missing"):
+        log.truncate_after(1, last)
+    assert log.path.read_bytes() == b"".join(lines[:-1])
+    log.path.unlink()
+    with pytest.raises(CheckpointError, match="records are missing"):
+        log.truncate_after(1, last)

@@ -18,6 +18,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
+INTERRUPTED = 130
+"""Exit status of a run that its operator stopped, as of a program that Ctrl-C ended."""
 ServerFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The server's folder.", show_default=False)]
 SiteFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The client's folder.", show_default=False)]
 
@@ -84,20 +86,71 @@ def client(folder: SiteFolder) -> None:
     run_client(folder, note)
 
 
-@app.command(epilog=_examples("fedguild federation run guild/server"))
+@app.command(
+    epilog=_examples(
+        "fedguild federation run guild/server",
+        "fedguild federation run guild/server --detach",
+        "fedguild federation run guild/server --round 4",
+    )
+)
 def run(
     folder: ServerFolder,
     fresh: Annotated[bool, typer.Option("--fresh", help="Only start a new run; do not resume one.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once the run has started; it continues in the background.")
+    ] = False,
+    round: Annotated[
+        int | None, typer.Option("--round", min=0, help="Go back to this round, whose checkpoint is still there.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Start the federation's run, or resume it from its last complete round."""
+    """Start the federation's run, or resume it from its last complete round; Ctrl-C stops it."""
     from fedguild.federation.operations import run_federation
 
-    outcome = run_federation(folder, note, fresh=fresh)
+    outcome = run_federation(folder, note, fresh=fresh, detach=detach, round=round)
     if as_json:
         show_json(outcome)
-    else:
+    elif outcome["status"] != "stopped":
         typer.echo(outcome["folder"])
+    if outcome["status"] == "stopped":
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command(epilog=_examples("fedguild federation stop guild/server"))
+def stop(folder: ServerFolder) -> None:
+    """Stop the run in progress; `run` resumes it from its last complete round."""
+    from fedguild.federation.operations import stop_federation
+
+    stop_federation(folder, note)
+
+
+@app.command(epilog=_examples("fedguild federation revoke guild/server client-002"))
+def revoke(
+    folder: ServerFolder,
+    client: Annotated[str, typer.Argument(metavar="CLIENT", help="The client, client-002.", show_default=False)],
+) -> None:
+    """Revoke a client's key, also during a run."""
+    from fedguild.federation.operations import revoke as revoke_key
+
+    note(revoke_key(folder, client))
+
+
+@app.command(
+    epilog=_examples("fedguild federation audit guild/server", "fedguild federation audit guild/server --json")
+)
+def audit(folder: ServerFolder, as_json: JsonOption = False) -> None:
+    """Check the audit log's chain and show it: who joined, what was asked, accepted, rejected, revoked, delivered."""
+    from fedguild.config.site import load_server
+    from fedguild.federation.audit import AuditLog
+
+    entries = AuditLog(folder / load_server(folder).state).read()
+    if as_json:
+        show_json(entries)
+        return
+    for entry in entries:
+        values = ", ".join(f"{key} {value}" for key, value in entry.items() if key not in ("time", "event"))
+        typer.echo(f"{entry['time']}  {entry['event']}: {values}")
+    note(f"{len(entries)} entries; none was changed, moved or removed before the last.")
 
 
 @app.command(
@@ -127,6 +180,8 @@ def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
     note(f"{len(state.nodes)} key(s) are registered, {online} client(s) online.")
     where = "no run has started" if state.round is None else f"round {state.round} is complete"
     note(f"The server {'is up' if state.up else 'does not answer'}; {where}.")
+    going_on = f"{'A run is stopping' if state.stopping else 'A run is in progress'}: {state.running}."
+    note(going_on if state.running else "No run is in progress.")
     show(table)
 
 

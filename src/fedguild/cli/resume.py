@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from fedguild.cli.options import JsonOption, RunFolderArgument
 from fedguild.cli.progress import TerminalProgress
 from fedguild.cli.results import show_run
 
-EXAMPLES = ("fedguild resume runs/flame-tiny-tasks",)
+EXAMPLES = ("fedguild resume runs/flame-tiny-tasks", "fedguild resume runs/flame-tiny-tasks --round 4")
+RoundOption = Annotated[
+    int | None,
+    typer.Option(
+        "--round", min=0, help="Go back to this round, whose checkpoint is still there; later ones are removed."
+    ),
+]
 
 
-def command(context: typer.Context, folder: RunFolderArgument, as_json: JsonOption = False) -> None:
+def command(
+    context: typer.Context, folder: RunFolderArgument, round: RoundOption = None, as_json: JsonOption = False
+) -> None:
     """Continue a run from its last complete round, with the results of an uninterrupted run."""
     from fedguild import experiment
 
     context.obj.resume_with = f"fedguild resume {folder}"
     with TerminalProgress() as progress:
-        result = experiment.resume(folder, progress=progress)
+        result = experiment.resume(folder, progress=progress, round=round)
     show_run(result.folder, as_json)

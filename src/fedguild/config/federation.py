@@ -114,6 +114,20 @@ class FederationSettings(Section):
         gt=0,
         description="Maximum L2 norm of an upload; uploads beyond it are rejected. null: no limit.",
     )
+    norm_factor: Literal["auto"] | Annotated[float, Field(gt=0)] | None = Field(
+        default="auto",
+        description="Largest norm of the change that an upload makes, as a multiple of the round's median, part by "
+        "part, in rounds with at least 4 uploads; auto: 10 with real clients, none in a simulation. null: no bound.",
+    )
+    robust: Literal["none", "trimmed_mean", "median", "clipped"] = Field(
+        default="none",
+        description="Estimate in place of the mean over the clients, for methods whose aggregate is one: per value the "
+        "mean without the extremes, or the median, both with equal weights; or the weighted mean of changes that are "
+        "clipped to the round's median norm.",
+    )
+    trim: float = Field(
+        default=0.2, gt=0, lt=0.5, description="Share of the clients that trimmed_mean leaves out at either end."
+    )
     keep_checkpoints: int = Field(default=2, ge=1, description="Number of rounds whose checkpoints stay on disk.")
 
     @model_validator(mode="after")

@@ -27,6 +27,13 @@ NOT_IN_FINGERPRINT = (
     ("federation", "keep_checkpoints"),
     ("evaluation", "batch_tokens"),
 )
+LEFT_OUT_BY_DEFAULT = (
+    ("federation", "norm_factor"),
+    ("federation", "robust"),
+    ("federation", "trim"),
+)
+"""Settings that came after runs had been written: at their default they are not in the fingerprint, so that such runs
+go on."""
 
 
 class MethodSettings(Section):
@@ -178,5 +185,8 @@ class Config(Section):
             for section in sections:
                 holder = holder[section]
             del holder[key]
+        for section, key in LEFT_OUT_BY_DEFAULT:
+            if getattr(getattr(self, section), key) == type(getattr(self, section)).model_fields[key].default:
+                del settings[section][key]
         canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()

@@ -7,7 +7,7 @@ trains on, and limits what the server may ask for; requests beyond the limits ar
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -98,7 +98,14 @@ class ServerSettings(Section):
         default="nodes", description="Folder with the public keys of the clients, `client-000.pub` and so on."
     )
     state: str = Field(default="state", description="Folder for Flower's database and logs, and for the run.")
-    wait_seconds: float = Field(default=600.0, gt=0, description="How long a run waits for all clients to connect.")
+    wait_seconds: float = Field(
+        default=600.0, gt=0, description="How long a run waits for the clients that it cannot start without."
+    )
+    grace_seconds: float = Field(
+        default=60.0,
+        ge=0,
+        description="How long a run that could start with the clients that have joined waits for the others.",
+    )
     reconnect_seconds: float = Field(
         default=120.0,
         ge=0,
@@ -112,6 +119,28 @@ class ServerSettings(Section):
         default=False,
         description="Whether the server has the run's data, and scores the global model on its held-out examples; "
         "otherwise the clients score their own models on theirs.",
+    )
+    patience: float | None = Field(
+        default=10.0,
+        gt=0,
+        description="How long a round waits for its slowest clients once a quorum and more than half of them have "
+        "delivered, as a multiple of the time that these took; null: as long as federation.deadline_seconds says.",
+    )
+    patience_seconds: float = Field(
+        default=600.0, ge=0, description="The shortest such wait, also where `patience` would end it earlier."
+    )
+    sizes: dict[int, Annotated[int, Field(ge=1)]] = Field(
+        default={},
+        description="Client -> the number of training examples by which it weighs, whatever it claims.",
+    )
+    max_examples: int | None = Field(
+        default=None, ge=1, description="Most examples by which a client weighs; null: no such limit."
+    )
+    examples_factor: float | None = Field(
+        default=10.0,
+        gt=0,
+        description="Most examples by which a client weighs, as a multiple of the clients' median, where there are at "
+        "least 3; null: no such limit.",
     )
     deliver: bool = Field(
         default=True, description="Whether every client receives its own model, to keep, after the last round."

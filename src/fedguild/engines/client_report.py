@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fedguild.client.cohort import LocalReport
 from fedguild.errors import UploadError
+from fedguild.model.info import ModelInfo
+from fedguild.wire.schema import TrainAnswer, read_metadata
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,38 @@ class ClientReport:
     def from_json(cls, values: Mapping[str, Any]) -> ClientReport:
         """Returns the report that `to_json` wrote; other keys are ignored.
 
+        What comes from a peer goes through `from_peer`.
+
         Raises:
-            UploadError: the values do not have that form; they may come from an untrusted peer.
+            UploadError: the values are not of that form.
         """
         try:
             counts = {name: int(values[name]) for name in ("steps", "tokens", "examples")}
             training = LocalReport(**counts, loss=float(values["loss"]), seconds=float(values["seconds"]))
             frequency = None if values["frequency"] is None else torch.tensor(values["frequency"], dtype=torch.float32)
             peak = None if values["peak_memory_bytes"] is None else int(values["peak_memory_bytes"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UploadError(f"A reply has no readable training report ({error}).") from error
         return cls(training, frequency, peak)
+
+    @classmethod
+    def from_peer(cls, values: Mapping[str, Any], model: ModelInfo) -> ClientReport:
+        """Returns the report of a client on another machine, all of whose values are in range.
+
+        Args:
+            values: What came with its upload.
+            model: The backbone's description, of which the frequencies must have the shape.
+
+        Raises:
+            UploadError: a value is missing, of another type or out of range, or the frequencies are those of another
+                model.
+        """
+        answer = read_metadata(TrainAnswer, values, "A reply has no readable training report")
+        expected = (len(model.moe), model.moe[0].num_experts) if model.moe else None
+        found = answer.shape()
+        if found is not None and found != expected:
+            raise UploadError(
+                f"A reply reports the activations of {found[0]} layers with {found[1]} experts, but the model "
+                f"{f'has {expected[0]} with {expected[1]}' if expected else 'is dense'}."
+            )
+        return cls.from_json(values)

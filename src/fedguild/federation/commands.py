@@ -10,7 +10,7 @@ from pathlib import Path
 from fedguild.config.site import ServerSettings, SiteSettings
 from fedguild.errors import FedGuildError
 from fedguild.federation import SERVER_FOLDER, WORK_FOLDER
-from fedguild.files import write_text
+from fedguild.files import make_folder, write_text
 
 CONNECTION = "guild"
 """The name of the server in Flower's own config."""
@@ -69,17 +69,26 @@ def trainer(folder: Path) -> list[str]:
     return [sys.executable, "-m", "fedguild", "federation", "trainer", str(folder.resolve())]
 
 
-def register(public_key: Path) -> list[str]:
-    """Returns the command that registers a client's key under the name of its file."""
-    return [_program("flwr"), "supernode", "register", str(public_key.resolve()), CONNECTION, "--name", public_key.stem]
+def enrolment() -> list[str]:
+    """Returns the command that registers and revokes keys (`fedguild.engines.flower.enrolment`)."""
+    return [sys.executable, "-m", "fedguild.engines.flower.enrolment", CONNECTION]
 
 
-def start_run(folder: Path, ticket: str) -> list[str]:
-    """Returns the command that starts a run and streams its output."""
+def start_run(folder: Path, ticket: str, *, stream: bool = True, round: int | None = None) -> list[str]:
+    """Returns the command that starts a run.
+
+    Args:
+        folder: The server's folder.
+        ticket: The name under which the run leaves its outcome.
+        stream: Whether it streams the run's output and ends with it.
+        round: The round to go back to; None to go on.
+    """
+    values = f'ticket="{ticket}"' + ("" if round is None else f" round={round}")
     return [
         _program("flwr"),
         *("run", str((folder / "app").resolve()), CONNECTION),
-        *("--stream", "--run-config", f'ticket="{ticket}"'),
+        *(["--stream"] if stream else []),
+        *("--run-config", values),
     ]
 
 
@@ -112,7 +121,7 @@ def _environment(home: Path) -> dict[str, str]:
     """Returns this process's environment with Flower's variables, its own folder, and its programs on the path."""
     programs = str(Path(sys.executable).parent)
     path = os.pathsep.join([programs, os.environ.get("PATH", os.defpath)])
-    home.mkdir(parents=True, exist_ok=True)
+    make_folder(home)
     return {**os.environ, **VARIABLES, "FLWR_HOME": str(home), "PATH": path, "NO_COLOR": "1"}
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from fedguild.errors import FedGuildError
-from fedguild.files import write_text
+from fedguild.files import make_folder, write_text
 
 
 def write_key(path: Path) -> Path:
@@ -29,7 +29,7 @@ def write_key(path: Path) -> Path:
         )
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(private)
     public = path.with_suffix(".pub")

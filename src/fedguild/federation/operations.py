@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,13 +16,21 @@ from uuid import uuid4
 from fedguild.config.site import ServerSettings, load_server, load_site
 from fedguild.errors import FedGuildError
 from fedguild.federation import commands
+from fedguild.federation.audit import AuditLog
 from fedguild.federation.checks import require_none, server_faults, site_faults
 from fedguild.federation.processes import Child, watch
-from fedguild.files import write_json
+from fedguild.federation.revocation import Revocations
+from fedguild.federation.stopping import request_stop, stop_is_requested, withdraw_request
+from fedguild.files import make_folder, write_json
+from fedguild.locking import holder
 
 REGISTERED = "registered.json"
 OUTCOMES, RUN, CHECKPOINTS, MEMBERS = "outcomes", "run", "checkpoints", "members.json"
 START_SECONDS = 60.0
+STOP_SECONDS = 120.0
+ENROLMENT_SECONDS = 600.0
+UNKNOWN = "no key is registered"
+"""Said of a key that Flower does not know, by `fedguild.engines.flower.enrolment`."""
 OUTCOME_SECONDS = 10.0
 """Time limit for the outcome of a finished run to appear on disk."""
 ALREADY_REGISTERED = "already"
@@ -69,23 +78,65 @@ def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> l
     Raises:
         FedGuildError: Flower refuses a file.
     """
-    lines, path = [], state / REGISTERED
+    path = state / REGISTERED
     registered: dict[str, str] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    for public_key in sorted(nodes.glob("*.pub")):
-        content = public_key.read_text("utf-8").strip()
-        if registered.get(public_key.stem) == content:
-            continue
-        process = _flwr(commands.register(public_key), environment)
-        output = " ".join((process.stdout + process.stderr).split())
-        if process.returncode == 0:
-            lines.append(f"{public_key.stem} is registered.")
-        elif ALREADY_REGISTERED not in output:
+    keys = {key.stem: key for key in sorted(nodes.glob("*.pub"))}
+    contents = {name: key.read_text("utf-8").strip() for name, key in keys.items()}
+    new = {name: str(key.resolve()) for name, key in keys.items() if registered.get(name) != contents[name]}
+    if not new:
+        return []
+    lines, revocations, audit = [], Revocations(state), AuditLog(state)
+    for name, fault in _enrol({"register": new}, environment):
+        if not fault:
+            lines.append(f"{name} is registered.")
+            revocations.remove(name)
+            audit.append("registered", client=name)
+        elif ALREADY_REGISTERED not in fault:
             raise FedGuildError(
-                f"Flower refuses the key {public_key}: {output[-300:]}", "It must be a public key (.pub)."
+                f"Flower refuses the key {keys[name]}: {fault[-300:]}", "It must be a public key (.pub)."
             )
-        registered[public_key.stem] = content
+        registered[name] = contents[name]
         write_json(path, registered)
     return lines
+
+
+def revoke(folder: Path, name: str) -> str:
+    """Revokes a client's key, also while a run goes on, which from then on takes nothing from this client.
+
+    Args:
+        folder: The server's folder; its server is up.
+        name: The client, `client-002`.
+
+    Returns:
+        A line that says what was done.
+
+    Raises:
+        FedGuildError: there is no such client, or Flower's server does not answer.
+    """
+    folder, settings = folder.resolve(), load_server(folder)
+    state, key = folder / settings.state, folder / settings.nodes / f"{name}.pub"
+    path = state / REGISTERED
+    registered: dict[str, str] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    if not key.is_file() and name not in registered:
+        known = ", ".join(sorted({*registered, *(each.stem for each in key.parent.glob("*.pub"))})) or "none"
+        raise FedGuildError(f"No key is registered for {name}.", f"Registered: {known}.")
+    Revocations(state).add(name)
+    AuditLog(state).append("revoked", client=name)
+    if key.is_file():
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        make_folder(key.parent / "revoked")
+        key.replace(key.parent / "revoked" / f"{name}-{stamp}.pub")
+    if registered.pop(name, None) is not None:
+        write_json(path, registered)
+    commands.write_connection(folder, settings)
+    for _, fault in _enrol({"revoke": [name]}, commands.server_environment(folder, settings)):
+        if fault and UNKNOWN not in fault:
+            raise FedGuildError(
+                f"The run takes nothing from {name} any more, but Flower's server still lets it in: {fault[-300:]}",
+                f"Is `fedguild federation server` up? Then repeat the command, or restart the server in {folder} "
+                "to shut it out.",
+            )
+    return f"{name} is out; a new key in {settings.nodes}/{name}.pub lets it in again."
 
 
 def run_client(folder: Path, echo: Echo) -> None:
@@ -124,24 +175,39 @@ def exit_reason(child: Child) -> str:
     return child.log_tail(1)
 
 
-def run_federation(folder: Path, echo: Echo, *, fresh: bool = False) -> dict[str, Any]:
+def run_federation(
+    folder: Path, echo: Echo, *, fresh: bool = False, detach: bool = False, round: int | None = None
+) -> dict[str, Any]:
     """Starts or resumes the run of a server's folder; returns its outcome.
+
+    Ctrl-C stops the run, so that the same command goes on with it; a second Ctrl-C does not wait for that.
 
     Args:
         folder: The server's folder; its server is up.
         echo: Prints a line for the user.
         fresh: Refuse to resume a run.
+        detach: Return as soon as the run has started, with the status `started`; it goes on by itself.
+        round: Go back to this round of the run.
+
+    Returns:
+        `status`: `done`, `stopped` or `started`; and what else is known.
 
     Raises:
-        FedGuildError: the server is not up, the run stopped, or `fresh` is set and a run exists.
+        FedGuildError: the server is not up, the run failed, another run is in progress, or `fresh` is set and a run
+            exists.
     """
     folder, settings = folder.resolve(), load_server(folder)
     state = folder / settings.state
+    if (busy := holder(state / RUN)) is not None:
+        raise FedGuildError(
+            f"The run in {state / RUN} is already in progress: {busy}.",
+            f"`fedguild federation status {folder}` shows how far it is, `fedguild federation stop {folder}` stops it.",
+        )
     begun = (state / RUN / "config.yaml").exists()
     if begun and fresh:
         raise FedGuildError(f"{state / RUN} already holds a run.", "Omit --fresh to resume it, or move it away.")
     if begun:
-        echo(f"Resuming after round {_last_round(state / RUN) or 0}.")
+        echo(f"Resuming after round {(_last_round(state / RUN) or 0) if round is None else round}.")
     commands.write_connection(folder, settings)
     environment = commands.server_environment(folder, settings)
     if _nodes(environment) is None:
@@ -151,19 +217,24 @@ def run_federation(folder: Path, echo: Echo, *, fresh: bool = False) -> dict[str
         )
     for line in register_keys(folder / settings.nodes, state, environment):
         echo(line)
+    withdraw_request(state)
     ticket = uuid4().hex
     path = state / OUTCOMES / f"{ticket}.json"
+    command = commands.start_run(folder, ticket, stream=not detach, round=round)
     with subprocess.Popen(
-        commands.start_run(folder, ticket),
+        command,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=folder,
+        start_new_session=True,
     ) as run:
-        assert run.stdout is not None
-        for line in run.stdout:
-            echo(line.rstrip())
+        _follow(run, echo, state)
+    if detach:
+        if run.returncode:
+            raise FedGuildError("Flower did not start the run.", f"Look at {state / 'server.log'}.")
+        return {"status": "started", "folder": str(state / RUN), "ticket": ticket}
     deadline = time.monotonic() + OUTCOME_SECONDS
     while not path.is_file() and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -173,9 +244,63 @@ def run_federation(folder: Path, echo: Echo, *, fresh: bool = False) -> dict[str
             f"Look at {state / 'server.log'}; the same command resumes from the last complete round.",
         )
     outcome: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    if outcome["status"] != "done":
+    if outcome["status"] == "failed":
         raise FedGuildError(f"The run stopped: {outcome['message']}", outcome["hint"])
     return outcome
+
+
+def _follow(run: subprocess.Popen[str], echo: Echo, state: Path) -> None:
+    """Prints a run's output to its end; Ctrl-C asks the run to stop, and a second one ends the wait for that.
+
+    Raises:
+        KeyboardInterrupt: the user did not wait.
+    """
+    assert run.stdout is not None
+    asked = False
+    while True:
+        try:
+            for line in run.stdout:
+                echo(line.rstrip())
+            return
+        except KeyboardInterrupt:
+            if asked:
+                run.terminate()
+                raise
+            asked = True
+            request_stop(state, "Ctrl-C")
+            echo("Stopping the run; Ctrl-C again does not wait for that, and the run still stops.")
+
+
+def stop_federation(folder: Path, echo: Echo, wait_seconds: float = STOP_SECONDS) -> bool:
+    """Stops the run of a server's folder, so that `run` goes on with it; returns whether there was one.
+
+    Args:
+        folder: The server's folder.
+        echo: Prints a line for the user.
+        wait_seconds: How long to wait for its end.
+
+    Raises:
+        FedGuildError: it has not stopped in that time.
+    """
+    folder, settings = folder.resolve(), load_server(folder)
+    state = folder / settings.state
+    busy = holder(state / RUN)
+    if busy is None:
+        withdraw_request(state)
+        echo("No run is in progress.")
+        return False
+    echo(f"Stopping {busy}.")
+    request_stop(state, "fedguild federation stop")
+    deadline = time.monotonic() + wait_seconds
+    while holder(state / RUN) is not None:
+        if time.monotonic() > deadline:
+            raise FedGuildError(
+                f"The run has not stopped within {wait_seconds:g} s: {busy}.",
+                "It stops when it next waits for a client; what it computes itself, for example scores, it finishes.",
+            )
+        time.sleep(0.2)
+    echo(f"Stopped after round {_last_round(state / RUN) or 0}; `fedguild federation run {folder}` goes on with it.")
+    return True
 
 
 @dataclass(frozen=True)
@@ -186,12 +311,16 @@ class Status:
         up: Whether the server answers.
         nodes: Name, status and time of every registered client, as Flower has them.
         round: The last complete round; None before a run has begun.
+        running: The process of the run in progress, and since when; empty if there is none.
+        stopping: Whether it was asked to stop.
         clients: Client -> its description of itself at the start of the run.
     """
 
     up: bool
     nodes: list[dict[str, Any]] = field(default_factory=list)
     round: int | None = None
+    running: str = ""
+    stopping: bool = False
     clients: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -201,11 +330,13 @@ def status_of(folder: Path) -> Status:
     commands.write_connection(folder, settings)
     nodes = _nodes(commands.server_environment(folder, settings))
     run = folder / settings.state / RUN
-    members = run / MEMBERS
+    members, busy = run / MEMBERS, holder(run)
     return Status(
         up=nodes is not None,
         nodes=nodes or [],
         round=_last_round(run),
+        running="" if busy is None else str(busy),
+        stopping=busy is not None and stop_is_requested(folder / settings.state),
         clients=json.loads(members.read_text("utf-8")) if members.is_file() else {},
     )
 
@@ -246,6 +377,29 @@ def _is_listening(settings: ServerSettings) -> bool:
             return True
     except OSError:
         return False
+
+
+def _enrol(work: Mapping[str, Any], environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Registers and revokes keys; returns each name with its fault, empty if there is none.
+
+    Raises:
+        FedGuildError: Flower's server does not answer.
+    """
+    process = subprocess.run(
+        commands.enrolment(),
+        env=environment,
+        input=json.dumps(work),
+        capture_output=True,
+        text=True,
+        timeout=ENROLMENT_SECONDS,
+        check=False,
+    )
+    answers = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    if process.returncode:
+        raise FedGuildError(
+            f"Flower's server did not answer: {process.stderr.strip()[-300:]}", "Is `fedguild federation server` up?"
+        )
+    return [(answer["name"], answer["fault"]) for answer in answers]
 
 
 def _flwr(command: list[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

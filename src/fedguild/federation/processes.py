@@ -11,18 +11,24 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedguild.errors import FedGuildError
+from fedguild.federation.watchdog import Watchdog, dying_with_parent
+from fedguild.files import PRIVATE_FILE, make_folder
 
 TERMINATE_SECONDS = 8.0
 WATCH_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 10.0
 GOOD_RUN_SECONDS = 60.0
 """A process that ran this long is restarted after the shortest pause."""
+PRIVATE_UMASK = 0o077
 USER_ERROR = 2
 """Exit status of FedGuild's own commands for a fault that only the user can fix."""
 
 
 class Child:
     """A child process in its own process group, so that it is terminated with everything it started.
+
+    It also ends when this process does, however that happens (`fedguild.federation.watchdog`). Only the user can read
+    what it writes.
 
     Args:
         name: Its name in messages.
@@ -41,6 +47,7 @@ class Child:
         self._pause = 0.5
         self._restart_at: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._watchdog: Watchdog | None = None
 
     @property
     def pid(self) -> int:
@@ -50,8 +57,9 @@ class Child:
     def start(self) -> None:
         """Starts the process."""
         self._started, self._restart_at = time.monotonic(), None
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "ab") as log:
+        self._dismiss_watchdog()
+        make_folder(self.log.parent)
+        with open(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE), "ab") as log:
             self._process = subprocess.Popen(
                 self._command,
                 env=self._environment,
@@ -60,7 +68,10 @@ class Child:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                umask=PRIVATE_UMASK,
+                preexec_fn=dying_with_parent(),
             )
+        self._watchdog = Watchdog(self.pid)
 
     def exit_status(self) -> int | None:
         """Returns its exit status; None while it runs."""
@@ -87,6 +98,12 @@ class Child:
             self._process.wait(TERMINATE_SECONDS)
         self._signal(signal.SIGKILL)
         self._process.wait()
+        self._dismiss_watchdog()
+
+    def _dismiss_watchdog(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.dismiss()
+            self._watchdog = None
 
     def log_tail(self, lines: int = 5) -> str:
         """Returns the last lines of its log, each on a line of its own."""

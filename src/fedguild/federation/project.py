@@ -15,7 +15,7 @@ from fedguild.config.site import SERVER_FILE, SITE_FILE
 from fedguild.errors import ConfigError, FedGuildError
 from fedguild.federation import templates
 from fedguild.federation.keys import write_key
-from fedguild.files import write_text
+from fedguild.files import make_folder, write_text
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import check_config
 
@@ -73,7 +73,7 @@ def write_project(
 def _write_client(folder: Path, config: Config, index: int, address: str, own_data: bool) -> None:
     name = f"client-{index:03d}"
     site = folder / name
-    site.mkdir(parents=True)
+    make_folder(site)
     public = write_key(site / "node.key")
     write_text(folder / "server" / "nodes" / f"{name}.pub", public.read_text("utf-8"))
     shutil.copyfile(folder / "server" / "certificates" / "ca.pem", site / "ca.pem")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fedguild.config import Config
 from fedguild.errors import FedGuildError
+from fedguild.files import make_folder
 
 FILE = "secret"
 """The file beside the client's memory of a run; readable by its owner alone."""
@@ -59,7 +60,7 @@ def private_seed(secret: bytes, config: Config, download: bytes) -> int:
 
 def _draw(path: Path) -> None:
     """Writes a new secret atomically, readable by its owner alone."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.part")
     temporary.unlink(missing_ok=True)
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

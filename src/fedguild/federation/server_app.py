@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedguild.engines.flower.adapter import make_server_app
-from fedguild.errors import FedGuildError
+from fedguild.errors import FedGuildError, StoppedError
 from fedguild.federation import SERVER_FOLDER
 from fedguild.files import write_json
 
@@ -29,8 +29,13 @@ def main(transport: GridTransport, run_config: Mapping[str, Any]) -> None:
     settings = load_server(folder)
     outcome: dict[str, Any] = {"status": "failed", "message": "The server's process was terminated.", "hint": ""}
     try:
-        result = serve(transport, settings, folder, progress=PrintedProgress())
+        back_to = int(run_config.get("round", -1))
+        round = None if back_to < 0 else back_to
+        result = serve(transport, settings, folder, progress=PrintedProgress(), round=round)
         outcome = {"status": "done", "folder": str(result.folder), "rounds": result.rounds, "mean": result.mean}
+    except StoppedError as error:
+        outcome = {"status": "stopped", "message": error.message, "hint": error.hint}
+        print(f"{error}", flush=True)
     except FedGuildError as error:
         outcome |= {"message": error.message, "hint": error.hint}
         print(f"The run stopped: {error}", flush=True)

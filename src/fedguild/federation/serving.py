@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,14 +18,18 @@ from fedguild.config import Config, load_config
 from fedguild.config.site import ServerSettings
 from fedguild.data import Corpus, PartitionTable
 from fedguild.engines.flower.client_registry import POLL_SECONDS, ClientRegistry
-from fedguild.engines.flower.engine import FlowerEngine
+from fedguild.engines.flower.engine import FlowerEngine, Patience
 from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import Transport
-from fedguild.errors import ConfigError, QuorumError
+from fedguild.errors import CheckpointError, ConfigError, FedGuildError, QuorumError, UploadError
 from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.weights import beyond_weights
+from fedguild.federation.audit import AuditLog
+from fedguild.federation.members import Members
+from fedguild.federation.revocation import Revocations
+from fedguild.federation.stopping import stop_if_requested, withdraw_request
 from fedguild.federation.trainer_service import model_digest, run_metadata
-from fedguild.files import write_json
+from fedguild.locking import run_lock
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.packing import pack
@@ -34,6 +37,7 @@ from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.server import checkpoint
 from fedguild.server.method import Method
+from fedguild.server.rounds import Outcome
 from fedguild.server.run_log import EvaluationRecord
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (
@@ -49,6 +53,7 @@ from fedguild.setup import (
     run_identity,
     tell_fitted,
 )
+from fedguild.wire.schema import DeliverAnswer, ScoreAnswer, read_metadata
 
 RUN, UPLOADS, MEMBERS = "run", "uploads", "members.json"
 
@@ -76,17 +81,46 @@ class RemoteClients:
         engine: Reaches them.
         method: The run's method.
         model: The backbone's description.
-        clients: Client index -> client.
+        members: Those that were admitted.
+        tiers: Name -> budget.
+        dealt: The budget of each client as the run deals them, for those that are not there yet.
         wait_seconds: How long to wait for scores.
         progress: Receives a message for every client without scores.
+        audit: The audit log.
     """
 
     engine: FlowerEngine
     method: Method
     model: ModelInfo
-    clients: Mapping[int, ClientInfo]
+    members: Members
+    tiers: Mapping[str, Budget]
+    dealt: Sequence[str]
     wait_seconds: float
     progress: Progress
+    audit: AuditLog
+
+    def note(self, outcome: Outcome) -> None:
+        """Writes a round into the audit log."""
+        self.audit.append(
+            "round",
+            round=outcome.round,
+            asked=[client.index for client in outcome.asked],
+            accepted=outcome.accepted,
+            rejected={str(client): reason for client, reason in sorted(outcome.rejected.items())},
+            unneeded=outcome.unneeded,
+            strays=[asdict(stray) for stray in outcome.strays],
+        )
+
+    def current(self) -> list[ClientInfo]:
+        """Returns all clients, after admitting those that have come since; one that never came has no examples."""
+        self.engine.registry.refresh()
+        self.members.admit(self.engine.registry.clients)
+        return [self._client(index) for index in range(len(self.dealt))]
+
+    def _client(self, index: int) -> ClientInfo:
+        described = self.members.described.get(index)
+        budget = self.dealt[index] if described is None else described["budget"]
+        return ClientInfo(index, self.tiers[budget], self.members.examples(index))
 
     def score(
         self, scope: Literal["client", "received"], state: Payload, number: int, split: Split
@@ -101,9 +135,12 @@ class RemoteClients:
         for client, reply in replies.items():
             failure = reply.failure
             try:
-                records += [EvaluationRecord.model_validate(record) for record in reply.metadata.get("records", ())]
-            except ValidationError:
-                failure = "its scores cannot be read"
+                if not failure:
+                    answer = read_metadata(ScoreAnswer, reply.metadata, "its scores cannot be read")
+                    score = answer.of(f"client-{client:03d}", number, scope, split)
+                    records.append(EvaluationRecord.model_validate(score.model_dump()))
+            except (UploadError, ValidationError) as error:
+                failure = error.message if isinstance(error, UploadError) else "its scores cannot be read"
             if failure:
                 self.progress.message(f"Round {number}: client {client} has no scores: {failure}")
         if not records:
@@ -127,8 +164,15 @@ class RemoteClients:
             return {}
         replies = self._ask("deliver", state, number, {})
         for client, reply in replies.items():
-            result = reply.failure or f"{reply.metadata.get('folder')} ({reply.metadata.get('form')})"
+            result = reply.failure
+            try:
+                if not result:
+                    answer = read_metadata(DeliverAnswer, reply.metadata, "its answer cannot be read")
+                    result = f"{answer.folder} ({answer.form})"
+            except UploadError as error:
+                result = error.message
             self.progress.message(f"The model of client {client}: {result}")
+            self.audit.append("delivered", client=client, result=result)
         return replies
 
     def _ask(
@@ -138,12 +182,12 @@ class RemoteClients:
         return self.engine.ask(kind, number, partial(self._excerpt, state), self.wait_seconds, metadata)
 
     def _excerpt(self, state: Payload, client: int) -> bytes:
-        part = self.method.excerpt(state, self.model, self.clients[client])
+        part = self.method.excerpt(state, self.model, self._client(client))
         return pack(part.tensors, part.scalars)
 
     def _beyond_weights(self, state: Payload) -> list[str]:
         """Returns the parts of the clients' models that no checkpoint holds; they are the same for all."""
-        client = next(iter(self.clients.values()))
+        client = self._client(0)
         excerpt = self.method.excerpt(state, self.model, client)
         return beyond_weights(self.method.personalize(excerpt, self.model, client, Payload()).plan)
 
@@ -155,6 +199,7 @@ def serve(
     *,
     progress: Progress | None = None,
     poll_seconds: float = POLL_SECONDS,
+    round: int | None = None,
 ) -> runs.RunResult:
     """Starts the run of a server's folder, or resumes it from its last complete round.
 
@@ -164,28 +209,47 @@ def serve(
         folder: The server's folder; its relative paths start here.
         progress: Receives the run's progress.
         poll_seconds: Interval between two polls for replies.
+        round: Goes back to this round of the run; None to go on from its last complete one.
 
     Raises:
         ConfigError: `run.yaml` is not the config that the run started with.
+        CheckpointError: another process is working on the run.
         QuorumError: clients are missing, or too few delivered an upload.
+        StoppedError: the operator stopped the run.
     """
     progress = progress or Silent()
-    config, output = load_config(str(folder / settings.run)), folder / settings.state / RUN
+    state = folder / settings.state
+    config, output, audit = load_config(str(folder / settings.run)), state / RUN, AuditLog(state)
     prepared: list[Experiment] = []
+    holds_lock = False
 
     def prepare(config: Config, output: Path, progress: Progress | None) -> Experiment:
+        nonlocal holds_lock
+        holds_lock = True
+        withdraw_request(state)
+        audit.append("started", run=run_identity(output), fingerprint=config.fingerprint())
         prepared.append(prepare_remote(transport, config, settings, output, progress or Silent(), poll_seconds))
         return prepared[0]
 
-    if (output / "config.yaml").exists():
-        _require_same(config, output)
-        result = runs.resume(output, progress=progress, preparation=prepare)
-    else:
-        result = runs.run(config, output, progress=progress, preparation=prepare)
-    remote = prepared[0].remote
-    if settings.deliver and isinstance(remote, RemoteClients):
-        saved = checkpoint.load(output / runs.CHECKPOINTS, result.rounds, fingerprint=config.fingerprint())
-        remote.deliver(saved.state, result.rounds)
+    try:
+        if (output / "config.yaml").exists():
+            _require_same(config, output)
+            result = runs.resume(output, progress=progress, preparation=prepare, round=round)
+        elif round is not None:
+            raise CheckpointError(f"{output} holds no run that could go back to round {round}.")
+        else:
+            result = runs.run(config, output, progress=progress, preparation=prepare)
+        remote = prepared[0].remote
+        if settings.deliver and isinstance(remote, RemoteClients):
+            with run_lock(output):
+                saved = checkpoint.load(output / runs.CHECKPOINTS, result.rounds, fingerprint=config.fingerprint())
+                remote.deliver(saved.state, result.rounds)
+    except FedGuildError as error:
+        if holds_lock:
+            audit.append("stopped", reason=error.message)
+            withdraw_request(state)
+        raise
+    audit.append("ended", rounds=result.rounds)
     return result
 
 
@@ -208,6 +272,8 @@ def prepare_remote(
             "evaluation.pooled scores every client's model on all clients' examples, but those never leave the client.",
             "Set evaluation.pooled=false.",
         )
+    state = output.parent
+    audit = AuditLog(state)
     given = method_of(config)
     load_metrics(config.evaluation.metrics)
     method, tiers = fit_method(given, config, model_of(config))
@@ -223,8 +289,12 @@ def prepare_remote(
         check=_check_of(backbone, tiers),
         echo=progress.message,
         poll_seconds=poll_seconds,
+        revoked=Revocations(state).names,
+        between_polls=partial(stop_if_requested, state),
+        refusal=lambda node, name, reason: audit.append("refused", node=str(node), name=name, reason=reason),
     )
-    descriptions = _wait_for_clients(registry, config, settings, output)
+    members = Members(output / MEMBERS, settings, progress.message, audit.append)
+    _wait_for_clients(registry, config, settings, members, needs_all=type(method).enroll is not Method.enroll)
     engine = FlowerEngine(
         transport,
         registry,
@@ -233,38 +303,52 @@ def prepare_remote(
         codec=config.federation.codec,
         limit_bytes=config.federation.upload_limit_bytes,
         reconnect_seconds=settings.reconnect_seconds,
+        patience=_patience(config, settings),
         poll_seconds=poll_seconds,
     )
-    clients = {
-        index: ClientInfo(index, tiers[description["budget"]], description["sizes"]["train"])
-        for index, description in sorted(descriptions.items())
-    }
+    engine.expect_absent([index for index in range(config.federation.clients) if index not in registry.clients])
+    dealt = [tier.name for tier in config.federation.budget_per_client()]
+    remote = RemoteClients(
+        engine, method, backbone.info, members, tiers, dealt, settings.score_seconds, progress, audit
+    )
     return Experiment(
         config,
         output,
         method,
-        _remote_data(data, descriptions),
+        _remote_data(data, members.described, config.federation.clients),
         backbone,
         list(tiers.values()),
-        list(clients.values()),
+        remote.current(),
         ClientMemory(output / MEMORY),
         progress,
-        RemoteClients(engine, method, backbone.info, clients, settings.score_seconds, progress),
+        remote,
     )
 
 
+def _patience(config: Config, settings: ServerSettings) -> Patience | None:
+    if settings.patience is None:
+        return None
+    wanted = wanted_count(config.federation.clients, config.federation.participation)
+    return Patience(quorum_count(wanted, config.federation.quorum), settings.patience, settings.patience_seconds)
+
+
 def _wait_for_clients(
-    registry: ClientRegistry, config: Config, settings: ServerSettings, output: Path
-) -> dict[int, Mapping[str, Any]]:
-    """Returns every client's description of itself; a resumed run waits for a quorum only."""
-    path, federation = output / MEMBERS, config.federation
-    if not (output / "config.yaml").exists() or not path.is_file():
-        clients = sorted(registry.wait_for_clients(settings.wait_seconds).items())
-        write_json(path, {str(index): {**client.description, "node": str(client.node)} for index, client in clients})
-        return {index: client.description for index, client in clients}
+    registry: ClientRegistry, config: Config, settings: ServerSettings, members: Members, *, needs_all: bool
+) -> None:
+    """Waits for the clients without which the run cannot start or resume, and admits those that have joined.
+
+    Args:
+        registry: Knows who is there.
+        config: The run's config.
+        settings: The server's settings.
+        members: Of the run.
+        needs_all: Whether the method needs all clients at the start, since its first state depends on each of them.
+    """
+    federation = config.federation
     wanted = wanted_count(federation.clients, federation.participation)
-    registry.wait_for_clients(settings.wait_seconds, enough=quorum_count(wanted, federation.quorum))
-    return {int(index): description for index, description in json.loads(path.read_text("utf-8")).items()}
+    begun = len(members.described) == federation.clients
+    enough = None if needs_all and not begun else quorum_count(wanted, federation.quorum)
+    members.admit(registry.wait_for_clients(settings.wait_seconds, enough, settings.grace_seconds))
 
 
 def _check_of(backbone: Backbone, tiers: Mapping[str, Budget]) -> Callable[[int, Mapping[str, Any]], str]:
@@ -277,20 +361,15 @@ def _check_of(backbone: Backbone, tiers: Mapping[str, Budget]) -> Callable[[int,
             return f"its model does not match the server's, {backbone.info.name}: check model.path in site.yaml"
         if description.get("budget") not in tiers:
             return f"its budget is '{description.get('budget')}', but the run has {', '.join(tiers)}"
-        sizes = description.get("sizes")
-        if not isinstance(sizes, dict) or not all(
-            type(sizes.get(name)) is int and sizes[name] >= least
-            for name, least in (("train", 1), ("validation", 0), ("test", 0))
-        ):
-            return "it does not say how many examples it has"
         return ""
 
     return check
 
 
-def _remote_data(data: PreparedData | None, descriptions: Mapping[int, Mapping[str, Any]]) -> RemoteData:
+def _remote_data(data: PreparedData | None, described: Mapping[int, Mapping[str, Any]], clients: int) -> RemoteData:
+    nobody: Mapping[str, Any] = {"sizes": {}}
     counts = {
-        name: [descriptions[index]["sizes"][name] for index in sorted(descriptions)]
+        name: [described.get(index, nobody)["sizes"].get(name, 0) for index in range(clients)]
         for name in ("train", "validation", "test")
     }
     if data is not None:

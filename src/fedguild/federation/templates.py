@@ -66,6 +66,7 @@ clientapp = "fedguild.federation.client_app:app"
 
 [tool.flwr.app.config]
 ticket = ""
+round = -1
 """
 
 CERTIFICATES = """#!/bin/sh

@@ -24,7 +24,7 @@ from fedguild.data import ClientData
 from fedguild.data.batches import encode as encode_example
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.flower.engine import read_payload
-from fedguild.engines.flower.message import Message, MessageKind
+from fedguild.engines.flower.message import Message
 from fedguild.engines.local import LocalEngine
 from fedguild.environment import installed
 from fedguild.errors import ConfigError, FedGuildError, UploadError, nearest
@@ -51,6 +51,7 @@ from fedguild.setup import (
 )
 from fedguild.wire.accounting import size_bytes
 from fedguild.wire.codec import encode, shrink
+from fedguild.wire.schema import MessageKind, Request, ScoreRequest, read_metadata
 
 MODELS, LATEST = "models", "latest"
 """Folder of the models that a client takes home, and the link to the newest."""
@@ -157,9 +158,9 @@ class TrainerService:
 
     def _score(self, message: Message) -> Message:
         experiment = self._session(message.run, self._addressed_config(message)).experiment
-        scope, split = message.metadata["scope"], message.metadata["split"]
+        wanted = read_metadata(ScoreRequest, message.metadata, "the request for scores cannot be read")
         excerpt = _state(message)
-        records = score_clients(experiment, scope, lambda _: excerpt, message.round, split)
+        records = score_clients(experiment, wanted.scope, lambda _: excerpt, message.round, wanted.split)
         return message.reply(metadata={"records": [record.model_dump(mode="json") for record in records]})
 
     def _deliver(self, message: Message) -> Message:
@@ -181,8 +182,9 @@ class TrainerService:
     def _config(self, message: Message) -> Config:
         """Returns the run's config, with this site's model and data in place of the server's."""
         try:
-            config = Config.model_validate(message.metadata["config"])
-        except (KeyError, pydantic.ValidationError) as error:
+            request = read_metadata(Request, message.metadata, "the request names no run")
+            config = Config.model_validate(request.config)
+        except (UploadError, pydantic.ValidationError) as error:
             raise ConfigError(
                 "the server's config cannot be read here: is the same version of fedguild installed on both sides? "
                 f"({str(error).splitlines()[0]})"

@@ -94,6 +94,7 @@ class FDLoRA(Method):
         "O(C n)",
         note="A client's search for its fusion weights runs forward passes that are not counted.",
     )
+    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns one LoRA, the same for every budget: the two adapters take turns in it."""

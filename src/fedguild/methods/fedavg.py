@@ -50,6 +50,7 @@ class FedAvg(Method):
     Settings = FedAvgSettings
     settings: FedAvgSettings
     costs = RUNNING_MEAN
+    is_mean = True
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
         """Returns the method with LoRA on attention in place of gates and experts if the model is dense."""

@@ -65,6 +65,7 @@ class FedIT(Method):
     Settings = FedITSettings
     settings: FedITSettings
     costs = RUNNING_MEAN
+    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the method's rank, or at the budget's, with the model's active experts or the budget's."""

@@ -66,6 +66,7 @@ class FedPrompt(Method):
     Settings = FedPromptSettings
     settings: FedPromptSettings
     costs = RUNNING_MEAN
+    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a soft prompt and no LoRA, the same for every budget."""

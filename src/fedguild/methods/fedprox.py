@@ -54,6 +54,7 @@ class FedProx(Method):
     Settings = FedProxSettings
     settings: FedProxSettings
     costs = RUNNING_MEAN
+    is_mean = True
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
         """Returns the method with LoRA on attention in place of gates and experts if the model is dense."""

@@ -58,6 +58,7 @@ class FedPTuning(Method):
     Settings = FedPTuningSettings
     settings: FedPTuningSettings
     costs = RUNNING_MEAN
+    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns an encoded prompt and no LoRA, the same for every budget."""

@@ -60,6 +60,7 @@ class FedSALoRA(Method):
     Settings = FedSALoRASettings
     settings: FedSALoRASettings
     costs = RUNNING_MEAN
+    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget, with the budget's active experts."""

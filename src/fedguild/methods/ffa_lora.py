@@ -58,6 +58,7 @@ class FFALoRA(Method):
     Settings = FFALoRASettings
     settings: FFALoRASettings
     costs = RUNNING_MEAN
+    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA whose A is frozen, with the budget's active experts."""

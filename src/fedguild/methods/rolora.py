@@ -71,6 +71,7 @@ class RoLoRA(Method):
         period=2,
         note="Parameters, FLOPs and memory are those of training A and B together: an upper bound, as they take turns.",
     )
+    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget, with the budget's active experts and both factors."""

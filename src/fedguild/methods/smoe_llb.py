@@ -66,6 +66,7 @@ class SmoeLlb(Method):
     settings: SmoeLlbSettings
     needs_experts = True
     costs = RUNNING_MEAN
+    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts."""

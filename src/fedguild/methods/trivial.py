@@ -62,6 +62,7 @@ class Trivial(Method):
         trains="every budget",
         note="Every client takes part in the federation of every budget: FLOPs and bytes of a round are their sum.",
     )
+    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank; all of the model's experts stay active."""

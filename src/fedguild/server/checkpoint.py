@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from fedguild.errors import CheckpointError, FedGuildError
 from fedguild.packing import Scalar, pack, unpack
@@ -106,6 +108,43 @@ def load(folder: Path, round: int, *, fingerprint: str) -> Checkpoint:
         tensors, header = _read(path)
     except CheckpointError as error:
         raise CheckpointError(error.message, _way_back(folder, round)) from error
+    return _checked(path, tensors, header, fingerprint)
+
+
+def load_newest(folder: Path, *, fingerprint: str, tell: Callable[[str], None]) -> Checkpoint | None:
+    """Returns the newest checkpoint that is not damaged; None if the folder holds none at all.
+
+    Args:
+        folder: Folder of the run's checkpoints.
+        fingerprint: Of the run, as `save` got it.
+        tell: Receives a message for every checkpoint that is skipped.
+
+    Raises:
+        CheckpointError: all are damaged, or the newest undamaged one was written by another version or belongs to
+            another run.
+    """
+    damaged: CheckpointError | None = None
+    for round in reversed(rounds(folder)):
+        try:
+            tensors, header = _read(_path(folder, round))
+        except CheckpointError as error:
+            damaged = damaged or CheckpointError(error.message, _way_back(folder, round))
+            tell(f"{error.message} It is skipped for the checkpoint before it.")
+            continue
+        return _checked(_path(folder, round), tensors, header, fingerprint)
+    if damaged is not None:
+        raise damaged
+    return None
+
+
+def remove_after(folder: Path, round: int) -> None:
+    """Removes the checkpoints of all rounds after one, to which a run goes back."""
+    for known in rounds(folder):
+        if known > round:
+            _path(folder, known).unlink()
+
+
+def _checked(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any], fingerprint: str) -> Checkpoint:
     if header["format"] != FORMAT:
         raise CheckpointError(
             f"{path} has format {header['format']}, but this version of FedGuild reads format {FORMAT}.",

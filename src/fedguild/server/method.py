@@ -114,6 +114,8 @@ class Method(ABC):
         Settings: The options, each declared once with help and range.
         needs_experts: Whether it runs on mixture-of-experts models only.
         costs: The order of the server's work.
+        is_mean: Whether `aggregate` depends on the uploads by a mean of their part `adapter` only, with one weight for
+            each client; a robust estimate may then take the mean's place (`federation.robust`).
         settings: The options of this instance.
     """
 
@@ -122,6 +124,7 @@ class Method(ABC):
     Settings: ClassVar[type[BaseModel]]
     needs_experts: ClassVar[bool] = False
     costs: ClassVar[ServerCosts] = ServerCosts()
+    is_mean: ClassVar[bool] = False
     settings: Any
 
     def __init_subclass__(cls, **options: Any) -> None:

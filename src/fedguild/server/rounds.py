@@ -6,7 +6,7 @@ or unexpected one is left out and recorded, and too few valid uploads are an err
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -14,16 +14,18 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.config.federation import FederationSettings
-from fedguild.errors import UploadError
+from fedguild.errors import CheckpointError, UploadError
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.clock import Clock
 from fedguild.server.engine import Delivery, Engine, Task, Terms
+from fedguild.server.guard import LARGEST_VALUE, Guard, largest_value, not_finite
 from fedguild.server.method import Method, Upload
 from fedguild.server.sampling import require_quorum, sample, wanted_count
-from fedguild.server.validation import check_size, check_upload
+from fedguild.server.validation import check_size, check_upload, unusable
 from fedguild.wire.accounting import Traffic, count_traffic, size_bytes
 from fedguild.wire.codec import shrunk_shapes
+from fedguild.wire.schema import printable
 
 NOTHING = "nothing was delivered"
 
@@ -94,6 +96,7 @@ def run_round(
     accepted_before: Collection[int] = (),
     *,
     seed: int,
+    guard: Guard | None = None,
 ) -> Outcome:
     """Runs one round.
 
@@ -112,10 +115,14 @@ def run_round(
         rules: The rules of sampling, quorum and valid uploads.
         accepted_before: `Outcome.accepted` of the round before, whose uploads `state` holds.
         seed: The run's seed, for the sampling.
+        guard: Protection of the state against valid uploads; the server then holds them on disk and aggregates
+            after the last.
 
     Raises:
         QuorumError: there were too few valid uploads; the earlier state is unchanged.
+        CheckpointError: the state, before the round or after it, has NaN or infinity.
     """
+    _require_finite(state, f"before round {round_index}")
     # sample
     asked = sample(round_index, clients, rules.participation, seed, over_selection=rules.over_selection)
     wanted = min(wanted_count(len(clients), rules.participation), len(asked))
@@ -124,13 +131,18 @@ def run_round(
     with outcome.clock.phase("download"):
         tasks = [Task(round_index, client, method.download(state, model, client)) for client in asked]
     # train, validate and aggregate, one upload after the other
-    intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, frozenset(accepted_before))
-    with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:  # ends the engine's work on errors too
-        outcome.state = method.aggregate(state, uploads)
+    largest = None if guard is None else guard.largest_value
+    intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, frozenset(accepted_before), largest)
+    with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:  # the engine ends its work in any case
+        if guard is None:
+            outcome.state = method.aggregate(state, uploads)
+        else:
+            outcome.state = guard.aggregate(method, state, intake.with_downloads(uploads), intake.withdraw)
     # record
     intake.close()
     reasons = {client.name: outcome.rejected[client.index] for client in asked if client.index in outcome.rejected}
     require_quorum(len(outcome.accepted), wanted, rules.quorum, reasons)
+    _require_finite(outcome.state, f"after round {round_index}")
     return outcome
 
 
@@ -147,7 +159,9 @@ class _Intake:
         tasks: Sequence[Task],
         wanted: int,
         accepted_before: frozenset[int],
+        largest_value: float | None = None,
     ) -> None:
+        self.largest_value = largest_value
         self.method, self.model, self.engine, self.rules = method, model, engine, rules
         self.outcome, self.wanted, self.accepted_before = outcome, wanted, accepted_before
         self.tasks = {task.client.index: task for task in tasks}
@@ -179,6 +193,24 @@ class _Intake:
                     yield upload
         yield from self._late_uploads()
 
+    def with_downloads(self, uploads: Iterable[Upload]) -> Iterator[tuple[Upload, Payload]]:
+        """Yields each upload with the download that it answers."""
+        for upload in uploads:
+            index = upload.client.index
+            task = self.tasks[index] if upload.round == self.outcome.round else self.late[index].task
+            yield upload, task.download
+
+    def withdraw(self, upload: Upload, reason: str) -> None:
+        """Records that an upload, accepted as it arrived, is not aggregated after all."""
+        index, reason = upload.client.index, printable(reason)
+        if upload.round == self.outcome.round:
+            self.accepted.discard(index)
+            self.outcome.rejected[index] = reason
+        strays = self.outcome.strays
+        for position, stray in enumerate(strays):
+            if (stray.round, stray.client, stray.dropped) == (upload.round, index, ""):
+                strays[position] = replace(stray, dropped=reason)
+
     def close(self) -> None:
         """Completes the outcome: every client that was asked is accepted, rejected or not needed."""
         outcome = self.outcome
@@ -200,7 +232,7 @@ class _Intake:
         if index in self.accepted:
             self._stray(delivery, f"the client's upload of round {outcome.round} was aggregated already")
             return None
-        self._count(self.tasks[index], delivery.upload)
+        delivery = self._counted(delivery)
         self.arrived[index] = replace(delivery, upload=None)
         outcome.rejected.pop(index, None)
         self.unneeded.discard(index)
@@ -209,7 +241,7 @@ class _Intake:
             return None
         reason = delivery.failure or self._rejection(self.tasks[index], delivery.upload)
         if reason or delivery.upload is None:
-            outcome.rejected[index] = reason or NOTHING
+            outcome.rejected[index] = printable(reason) or NOTHING
             return None
         self.accepted.add(index)
         return Upload(outcome.round, delivery.task.client, delivery.upload)
@@ -251,10 +283,27 @@ class _Intake:
             if self.rules.upload_limit_bytes is not None:
                 check_size(self._size_bytes(upload), self.rules.upload_limit_bytes, client=client)
             expected = self.method.expected_upload(self.model, task.client, task.download)
-            check_upload(upload, expected, client=client, norm_limit=self.rules.norm_limit)
+            check_upload(
+                upload,
+                expected,
+                client=client,
+                norm_limit=self.rules.norm_limit,
+                expected_scalars=self.method.expected_scalars(task.download),
+                largest_value=self.largest_value,
+            )
         except UploadError as error:
-            return error.message
+            return error.message + _blame(task.download)
         return ""
+
+    def _counted(self, delivery: Delivery) -> Delivery:
+        """Counts a delivery's bytes; returns it, without its upload if that cannot even be counted."""
+        task = self.tasks[delivery.task.client.index]
+        try:
+            self._count(task, delivery.upload)
+        except Exception as error:
+            self._count(task, None)
+            return replace(delivery, upload=None, failure=unusable(error))
+        return delivery
 
     def _count(self, task: Task, upload: Payload | None) -> None:
         """Adds an attempt's bytes to its client's."""
@@ -267,8 +316,32 @@ class _Intake:
         return size_bytes(shrunk_shapes(upload, self.rules.codec))
 
     def _stray(self, delivery: Delivery, dropped: str) -> None:
-        size = 0 if delivery.upload is None else self._size_bytes(delivery.upload)
-        self.outcome.strays.append(Stray(delivery.task.round, delivery.task.client.index, size, dropped))
+        try:
+            size = 0 if delivery.upload is None else self._size_bytes(delivery.upload)
+        except Exception as error:
+            size, dropped = 0, unusable(error)
+        self.outcome.strays.append(Stray(delivery.task.round, delivery.task.client.index, size, printable(dropped)))
+
+
+def _require_finite(state: Payload, when: str) -> None:
+    broken = not_finite(state)
+    if broken:
+        raise CheckpointError(
+            f"The state {when} has NaN or infinity in '{broken}'; it is not saved.",
+            "`fedguild resume FOLDER --round N` goes back to the checkpoint of an earlier round; training that "
+            "diverges needs a lower learning rate or training.clip_norm.",
+        )
+
+
+def _blame(download: Payload) -> str:
+    """Returns what a rejection adds where the client was given values from which nobody could train."""
+    largest = largest_value(download)
+    if largest <= LARGEST_VALUE:
+        return ""
+    return (
+        f" The client is not to blame: it was sent values up to {largest:.4g}, which an earlier round brought into the "
+        "state; `resume --round` goes back before it."
+    )
 
 
 def frequencies(deliveries: Sequence[Delivery]) -> Mapping[int, Tensor]:

@@ -1,5 +1,8 @@
 """The log of a run: typed records, one JSON object per line of `metrics.jsonl`.
 
+The lines are hash-chained (`fedguild.chained`): a line that was damaged, removed or moved is found when the log is
+read. Logs that 0.2.0 wrote have no seals, and are read as they are.
+
 Each record belongs to a round (0 is before training), so a resumed run can truncate the file after its last complete
 round and continue with the same lines as an uninterrupted run.
 """
@@ -7,15 +10,17 @@ round and continue with the same lines as an uninterrupted run.
 from __future__ import annotations
 
 import errno
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from fedguild import chained
 from fedguild.errors import CheckpointError, FedGuildError
-from fedguild.files import write_bytes
+from fedguild.files import PRIVATE_FILE, make_folder, write_bytes
 
 MEASURED_FIELDS = frozenset({"seconds", "phase_seconds", "peak_memory_bytes"})
 """The fields that depend on the machine and on timing; all others are the same in every repetition."""
@@ -259,6 +264,8 @@ class RunLog:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / self.FILE
+        self._end = (0, chained.START)
+        """The length of the log after this object's last append, and the seal of its last line."""
 
     def append(self, *records: Record) -> None:
         """Writes the records and waits until they are on the disk.
@@ -266,11 +273,11 @@ class RunLog:
         Raises:
             FedGuildError: they cannot be written (disk full, no permission); the earlier lines are kept.
         """
-        content = "".join(record.model_dump_json() + "\n" for record in records).encode()
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a+b", buffering=0) as stream:
+            make_folder(self.path.parent)
+            with open(self.path, "a+b", buffering=0, opener=_private) as stream:
                 end = _drop_incomplete_line(stream)
+                content, seal = _sealed_lines(records, self._last_seal(stream, end))
                 try:
                     if stream.write(content) != len(content):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -278,6 +285,7 @@ class RunLog:
                 except OSError:
                     stream.truncate(end)
                     raise
+            self._end = (end + len(content), seal)
         except OSError as error:
             raise FedGuildError(
                 f"Cannot write {self.path}: {error.strerror or error}.",
@@ -292,20 +300,71 @@ class RunLog:
         """
         return [record for record, _ in self._lines()]
 
-    def truncate_after(self, round: int) -> None:
+    @property
+    def seal(self) -> str:
+        """The seal of the last line, which stands for the whole log."""
+        if not self.path.exists():
+            return chained.START
+        with open(self.path, "rb", buffering=0) as stream:
+            return self._last_seal(stream, stream.seek(0, os.SEEK_END))
+
+    def truncate_after(self, round: int, seal: str | None = None) -> None:
         """Drops the records of every round after `round`, atomically.
 
+        Args:
+            round: The last round whose records are kept.
+            seal: The log's seal after that round, if it is known.
+
         Raises:
-            CheckpointError: a complete line is damaged.
+            CheckpointError: a complete line is damaged, or records of a kept round are missing from the end.
             FedGuildError: the file cannot be written; its content is unchanged.
         """
-        if self.path.exists():
-            write_bytes(self.path, b"".join(line for record, line in self._lines() if record.round <= round))
+        if not self.path.exists() and seal in (None, chained.START):
+            return
+        kept = [content for record, content in self._lines() if record.round <= round]
+        content, found = _chain(kept, chained.START)
+        if seal is not None and found != seal:
+            raise CheckpointError(
+                f"{self.path} does not end round {round} with the record that it had when the round was complete: "
+                "records are missing.",
+                "Restore the file, or go back to an earlier round with `fedguild resume FOLDER --round N`.",
+            )
+        write_bytes(self.path, content)
+
+    def _last_seal(self, stream: IO[bytes], end: int) -> str:
+        """Returns the seal of the last line of a log that is `end` bytes long."""
+        if end != self._end[0]:
+            stream.seek(0)
+            last = stream.read(end).rstrip(b"\n").rpartition(b"\n")[2]
+            if not chained.is_sealed(last):
+                return chained.START
+            return json.loads(last)[chained.SEAL]  # type: ignore[no-any-return]
+        return self._end[1]
 
     def _lines(self) -> list[tuple[Record, bytes]]:
+        """Returns every complete record with its line, without its seal."""
         content = self.path.read_bytes() if self.path.exists() else b""
         lines = content[: _complete_length(content)].split(b"\n")[:-1]
-        return [(self._parse(line, number), line + b"\n") for number, line in enumerate(lines, start=1)]
+        records, seal = [], chained.START
+        begun = False
+        for number, line in enumerate(lines, start=1):
+            begun = begun or chained.is_sealed(line)
+            if begun:
+                try:
+                    line, seal = chained.unsealed(line, seal)
+                except ValueError as error:
+                    if not chained.is_sealed(line):
+                        self._parse(line, number)
+                    raise self._damaged(number, str(error)) from error
+            records.append((self._parse(line, number), line))
+        return records
+
+    def _damaged(self, number: int, fault: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path}, line {number} is not a record of a run: {fault}.",
+            "The file was damaged or edited; restore it, or remove that line and those after it and go back to an "
+            "earlier round with `fedguild resume FOLDER --round N`.",
+        )
 
     def _parse(self, line: bytes, number: int) -> Record:
         try:
@@ -313,10 +372,24 @@ class RunLog:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
-            raise CheckpointError(
-                f"{self.path}, line {number} is not a record of a run: {f'{where}: ' if where else ''}{first['msg']}.",
-                "The file was damaged or edited; restore it, or remove that line.",
-            ) from error
+            raise self._damaged(number, f"{f'{where}: ' if where else ''}{first['msg']}") from error
+
+
+def _sealed_lines(records: Sequence[Record], before: str) -> tuple[bytes, str]:
+    """Returns records as sealed lines, and the seal of the last."""
+    return _chain([record.model_dump_json().encode() for record in records], before)
+
+
+def _chain(contents: Sequence[bytes], before: str) -> tuple[bytes, str]:
+    lines = []
+    for content in contents:
+        line, before = chained.sealed(content.decode(), before)
+        lines.append(line)
+    return b"".join(lines), before
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, PRIVATE_FILE)
 
 
 def _drop_incomplete_line(stream: IO[bytes]) -> int:

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from fedguild.errors import UploadError
-from fedguild.payload import Payload, Scalar
+from fedguild.payload import ADAPTER, Payload, Scalar
+from fedguild.wire.schema import printable
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes that an upload's tensors may have; the server computes in fp32."""
+SPARE_BYTES = 2**20
+"""Room for an upload's scalars and the frame of its header."""
+_LONGEST_NAME_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,27 @@ def check_size(size_bytes: int, limit_bytes: int | None, *, client: str) -> None
         )
 
 
+def check_plausible_size(size_bytes: int, expected: Mapping[str, tuple[int, ...]], *, client: str) -> None:
+    """Raises if no upload of these shapes can have so many bytes, whatever its dtypes and scalars; nothing is decoded.
+
+    Raises:
+        UploadError: it is too large; the message names the client and both sizes.
+    """
+    largest = SPARE_BYTES + sum(_LONGEST_NAME_BYTES + 8 * math.prod(shape) for shape in expected.values())
+    if size_bytes > largest:
+        raise UploadError(
+            f"{client}: the upload has {size_bytes} bytes, but one of its form has at most {largest}, in fp64."
+        )
+
+
 def check_upload(
-    payload: Payload, expected: Mapping[str, tuple[int, ...]], *, client: str, norm_limit: float | None = None
+    payload: Payload,
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    client: str,
+    norm_limit: float | None = None,
+    expected_scalars: Mapping[str, Scalar] | None = None,
+    largest_value: float | None = None,
 ) -> None:
     """Raises unless an upload has the expected form and finite values; reads every value once.
 
@@ -94,14 +117,18 @@ def check_upload(
         expected: Name -> shape of exactly the tensors that it must have; it may lack those whose shape is `Omissible`.
         client: The client's name, for the message.
         norm_limit: Upper limit of the L2 norm over all its tensors together; None for no limit.
+        expected_scalars: Scalars that it must have, of the same types; it may have more.
+        largest_value: Largest magnitude in its part `adapter`; None for no limit.
 
     Raises:
         UploadError: a name is missing or unknown, a shape or dtype is wrong, a value is NaN or
-            infinite, or the norm is beyond the limit. The message names client and tensor.
+            infinite, or a value or the norm is beyond its limit. The message names client and tensor.
     """
     _check_names(payload.tensors, expected, client)
     norms = {name: _checked_norm(name, tensor, expected[name], client) for name, tensor in payload.tensors.items()}
-    _check_scalars(payload.scalars, client)
+    _check_scalars(payload.scalars, expected_scalars or {}, client)
+    if largest_value is not None:
+        _check_magnitudes(payload, largest_value, client)
     norm = math.hypot(*norms.values())
     if norm_limit is not None and norm > norm_limit:
         largest = max(norms, key=norms.__getitem__)
@@ -142,10 +169,26 @@ def _checked_norm(name: str, tensor: Tensor, shape: tuple[int, ...], client: str
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
-def _check_scalars(scalars: Mapping[str, Scalar], client: str) -> None:
+def _check_magnitudes(payload: Payload, largest: float, client: str) -> None:
+    for name, tensor in payload.part(ADAPTER).items():
+        found = float(tensor.abs().max()) if tensor.numel() else 0.0
+        if found > largest:
+            raise UploadError(f"{client}: '{ADAPTER}/{name}' has a value of {found:.4g}, beyond {largest:g}.")
+
+
+def _check_scalars(scalars: Mapping[str, Scalar], expected: Mapping[str, Scalar], client: str) -> None:
     for name, value in scalars.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UploadError(f"{client}: the scalar '{name}' is {value}, but a finite number is expected.")
+    for name, example in expected.items():
+        if type(scalars.get(name)) is not type(example):
+            kind = type(example).__name__
+            raise UploadError(f"{client}: the scalar '{name}' is {scalars.get(name)!r:.40}, but a {kind} is expected.")
+
+
+def unusable(error: Exception) -> str:
+    """Returns the failure of a client whose answer passed the checks, but raised an error where it was used."""
+    return f"its answer cannot be used: {type(error).__name__}: {printable(str(error), 200)}"
 
 
 def _few(names: set[str]) -> str:

@@ -211,7 +211,7 @@ def test_a_client_that_comes_back_as_another_node_takes_part_again(config: Confi
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"methods": ["flame"]}, "the method 'fedit' is not among accept.methods (flame)"),
-    "clients": ({"min_clients": 3}, "the uploads of only 2 client(s), below accept.min_clients of 3"),
+    "clients": ({"min_clients": 4}, "the uploads of only 3 client(s), below accept.min_clients of 4"),
     "steps": ({"max_steps": 2}, "a round asks for 3 steps, beyond accept.max_steps of 2"),
 }
 
@@ -219,7 +219,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_a_site_refuses_a_run_and_the_server_says_why(refusal: str, config: Config, tmp_path: Path) -> None:
     accept, reason = REFUSALS[refusal]
-    config = changed(config, "training", steps=3)
+    config = changed(changed(config, "training", steps=3), "federation", quorum=1.0)
     grid, _ = federation(config, tmp_path, accept=accept)
     lines = Lines()
     with pytest.raises(QuorumError) as caught:
@@ -246,7 +246,82 @@ def test_a_site_lets_out_no_more_than_it_says(
     assert all(record.upload_bytes == 0 for record in records if record.client == 2)
 
 
+def test_a_run_begins_with_a_quorum_and_others_join_at_the_next_round(
+    config: Config, local: Ended, tmp_path: Path
+) -> None:
+    """The one that comes late weighs by the size that it says when it comes."""
+    three = changed(config, "federation", rounds=3)
+    grid, _ = federation(three, tmp_path)
+    last(grid).online = False
+    change_replies(grid.nodes[100], (1,), lambda reply: setattr(last(grid), "online", True) or reply)
+    lines = Lines()
+    serve_on(grid, three, tmp_path, lines, grace_seconds=3.0, reconnect_seconds=60.0)
+    assert lines.says("Continuing without client-002 for now")
+    first, *later = rounds_of(tmp_path)
+    assert {each.client: each.reason for each in first.rejected} == {2: "it is not connected"}
+    assert not any(record.rejected for record in later)
+    records = [record for record in RunLog(tmp_path / "state" / "run").read() if isinstance(record, ClientRecord)]
+    examples = {record.round: record.examples for record in records if record.client == 2}
+    assert examples[1] == 0
+    assert examples[2] == examples[3] > 0
+
+
+def test_a_method_that_begins_with_every_client_waits_for_every_client(config: Config, tmp_path: Path) -> None:
+    other = small_config(Path(config.model.path), *QUICK, "evaluation.every=99", base="fedmoe/tiny-tasks")
+    grid, _ = federation(other, tmp_path)
+    last(grid).online = False
+    with pytest.raises(QuorumError, match=r"After 5 s these clients are not there: client-002"):
+        serve_on(grid, other, tmp_path, grace_seconds=0.0)
+
+
+def test_a_client_that_says_nothing_does_not_hold_up_a_round_for_ever(
+    config: Config, tmp_path: Path, clock: Clock
+) -> None:
+    """Without a deadline of the round: once most have delivered, the others have `patience_seconds`."""
+    grid, _ = federation(config, tmp_path)
+    change_replies(last(grid), (1,), lambda reply: None)
+    answered = last(grid).handle
+    last(grid).handle = lambda message: None if message.round == 1 else answered(message)
+    serve_on(grid, config, tmp_path, patience_seconds=60.0)
+    first, second = rounds_of(tmp_path)
+    says(first.rejected[0].reason, "did not answer within 6")
+    assert 60.0 <= clock.now < 90.0
+    assert not second.rejected
+
+
+def test_one_client_that_answers_at_once_does_not_shut_out_those_that_train(
+    config: Config, tmp_path: Path, clock: Clock
+) -> None:
+    """The wait for the last begins when most have delivered, of whom one at least has trained."""
+    one = changed(config, "federation", rounds=1, quorum=0.3)
+    grid, trainers = federation(one, tmp_path)
+
+    def answer_later(node: LoopbackNode, seconds: float) -> None:
+        def handle(message: Message) -> Message | None:
+            reply = trainers[node.id - 100].handle(message)
+            if message.kind == "train":
+                grid.withheld.add(node.id)
+                release.append((clock.now + seconds, node.id))
+            return reply
+
+        node.handle = handle
+
+    release: list[tuple[float, int]] = []
+    answer_later(grid.nodes[100], 1000.0)
+    answer_later(grid.nodes[101], 5000.0)
+    sleep = clock.sleep
+
+    def sleep_and_release(seconds: float) -> None:
+        sleep(seconds + 10.0)
+        grid.withheld -= {node for due, node in release if clock.now >= due}
+
+    clock.sleep = sleep_and_release  # type: ignore[method-assign]
+    serve_on(grid, one, tmp_path, patience_seconds=60.0)
+    assert not rounds_of(tmp_path)[0].rejected
+
+
 def test_a_key_registered_for_one_client_cannot_speak_for_another(config: Config, tmp_path: Path) -> None:
+    config = changed(config, "federation", quorum=1.0)
     grid, _ = federation(config, tmp_path)
     last(grid).name = "client-001"
     with pytest.raises(QuorumError, match="its key was registered for client-001, but it claims to be client-002"):

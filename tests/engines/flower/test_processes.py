@@ -9,13 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fedguild import experiment
 from fedguild.config import Config
 from fedguild.federation.keys import write_key
 from fedguild.federation.operations import exit_reason
+from fedguild.server.run_log import RoundRecord, RunLog
 from tests.engines.equality import newest_memory, site_memory
-from tests.engines.flower.federation_processes import FederationProcesses, free_ports, running_cheaply, wait_for
+from tests.engines.flower.federation_processes import (
+    Command,
+    FederationProcesses,
+    free_ports,
+    running_cheaply,
+    wait_for,
+)
 from tests.engines.flower.loopback_federation import QUICK, small_config
 from tests.experiment.runs import assert_same, ended, save_model
 
@@ -57,6 +65,55 @@ def test_a_run_over_tls_gives_the_results_of_local_after_kill_minus_nine_of_the_
         memory |= site_memory(federation.site(index) / "work" / "runs" / identity)
     assert_same(replace(ended(federation.run_folder), memory=memory), newest_memory(ended(tmp_path / "local")))
     assert federation.trainer_log(2).count("Loading ") == 1
+    private = [federation.folder / "server" / "state", federation.site(2) / "work"]
+    files = [path for folder in private for path in folder.rglob("*") if not path.is_symlink()]
+    assert any(path.name == "flower.db" for path in files)
+    assert not {str(path): oct(path.stat().st_mode) for path in files if path.stat().st_mode & 0o077}
+
+
+def test_a_run_is_stopped_and_a_key_is_revoked(federation: FederationProcesses, config: Config) -> None:
+    """A second `run` is refused meanwhile; after the revocation the run goes on without its client, until Ctrl-C."""
+    rounds = config.federation.model_copy(update={"rounds": 60})
+    federation.set_run(config.model_copy(update={"federation": rounds}))
+    server = str(federation.folder / "server")
+
+    def command(*words: str) -> Command:
+        return Command(["federation", *words], federation.folder / f"{words[0]}.out")
+
+    def last() -> int:
+        return max((record.round for record in complete()), default=0)
+
+    def complete() -> list[RoundRecord]:
+        return [record for record in RunLog(federation.run_folder).read() if isinstance(record, RoundRecord)]
+
+    def stopped(run: Command) -> None:
+        stop = command("stop", server)
+        assert stop.process.wait(120) == 0, stop.output()
+        assert run.process.wait(60) == 130, run.output()
+
+    run = federation.start_run()
+    try:
+        wait_for(lambda: last() >= 1, run)
+        second = command("run", server)
+        assert second.process.wait(60) == 2
+        assert "is already in progress: process" in " ".join(second.output().split())
+        stopped(run)
+    finally:
+        run.terminate()
+    revoke = command("revoke", server, "client-001")
+    assert revoke.process.wait(60) == 0, revoke.output()
+    assert "client-001 is out" in revoke.output()
+    path = federation.folder / "server" / "server.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "grace_seconds": 1, "reconnect_seconds": 0}))
+    before, run = last(), federation.start_run()
+    try:
+        wait_for(lambda: last() > before, run)
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(120) == 130, run.output()
+        assert "The run was stopped by its operator" in run.output()
+    finally:
+        run.terminate()
+    assert [rejection.client for rejection in complete()[-1].rejected] == [1]
 
 
 def test_a_node_whose_key_is_not_registered_stays_outside(federation: FederationProcesses) -> None:

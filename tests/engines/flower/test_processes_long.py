@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fedguild import experiment
@@ -103,6 +104,25 @@ def test_kill_minus_nine_of_a_trainer_a_node_and_the_server_changes_no_bit(
         replace(remote, records=scores(remote.records), memory={}),
         replace(local, records=scores(local.records), memory={}),
     )
+
+
+def test_kill_minus_nine_of_the_parents_leaves_no_process_and_all_start_again_at_once(
+    federation: FederationProcesses, model: Path
+) -> None:
+    assert federation.server is not None
+    parents = [federation.server.process, federation.clients[2].process]
+    families = [psutil.Process(parent.pid).children(recursive=True) for parent in parents]
+    for parent in parents:
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+    _, alive = psutil.wait_procs([member for family in families for member in family], timeout=30)
+    assert not [member for member in alive if member.status() != psutil.STATUS_ZOMBIE]
+    federation.start_server()
+    federation.start_client(2)
+    federation.set_run(config_of("fedit", model))
+    federation.run()
+    rounds = [record for record in RunLog(federation.run_folder).read() if isinstance(record, RoundRecord)]
+    assert not rounds[-1].rejected
 
 
 def test_a_client_with_another_fault_each_round_is_left_out_each_time(

@@ -18,6 +18,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import Node, NoReply
 from fedguild.errors import FedGuildError, UploadError
+from fedguild.wire.schema import printable
 
 HEADER, BODY = "header", "body"
 _BYTES = "fedguild.bytes"
@@ -71,12 +72,14 @@ class GridTransport:
     def poll(self, message_id: str) -> Message | NoReply | None:
         """Returns the reply to a message, if it has arrived."""
         for reply in self._grid.pull_messages([message_id]):
-            if reply.has_error():
-                return NoReply(_describe(reply.error.code, reply.error.reason or ""))
             try:
+                if reply.has_error():
+                    return NoReply(_describe(reply.error.code, reply.error.reason or ""))
                 return from_records(reply.content)
             except UploadError as error:
                 return NoReply(error.message)
+            except Exception as error:
+                return NoReply(f"its answer cannot be read: {type(error).__name__}: {printable(str(error), 200)}")
         return None
 
 
@@ -131,4 +134,4 @@ def from_records(records: RecordDict) -> Message:
 
 def _describe(code: int, reason: str) -> str:
     description = _ERRORS.get(code, f"Flower reports error {code}")
-    return description if code == _NODE_GONE or not reason else f"{description} ({reason[:300]})"
+    return description if code == _NODE_GONE or not reason else f"{description} ({printable(reason, 300)})"

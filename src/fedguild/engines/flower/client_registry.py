@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import NoReply, Transport
-from fedguild.errors import QuorumError
+from fedguild.errors import QuorumError, UploadError
+from fedguild.wire.schema import HelloAnswer, printable, read_metadata
 
 HELLO_SECONDS = 600.0
 """Time limit for a node to identify itself: its trainer may have to load the model first."""
+LONGEST_PAUSE_SECONDS = 600.0
+"""A node that does not identify itself is asked again after a second, then twice as long each time, up to this."""
 POLL_SECONDS = 0.5
 STATUS_SECONDS = 15.0
 GRACE_SECONDS = 60.0
-"""Time for which a resumed run waits for clients that its quorum does not need."""
+"""Time for which a run waits for clients that its quorum does not need."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,9 @@ class ClientRegistry:
         check: Returns why a client cannot take part, from its index and description; empty if it can.
         echo: Prints a line for the operator of the server.
         poll_seconds: Interval between two polls for replies.
+        revoked: Returns the names of the clients whose keys were revoked.
+        between_polls: Called whenever the server waits; may raise to end the wait.
+        refusal: Called with the node, name and reason of everyone who is turned away.
         clients: Client index -> the client.
         refused: Node -> the client that it claims to be, and why it was turned away.
     """
@@ -57,16 +63,24 @@ class ClientRegistry:
     check: Callable[[int, Mapping[str, Any]], str] = lambda client, description: ""
     echo: Callable[[str], None] = lambda line: None
     poll_seconds: float = POLL_SECONDS
+    revoked: Callable[[], Collection[str]] = frozenset
+    between_polls: Callable[[], None] = lambda: None
+    refusal: Callable[[int, str, str], None] = lambda node, name, reason: None
     clients: dict[int, RegisteredClient] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     _asked: dict[int, str] = field(default_factory=dict)
+    _failed: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Node -> how often it did not identify itself, and when it is asked again."""
 
-    def wait_for_clients(self, wait_seconds: float, enough: int | None = None) -> dict[int, RegisteredClient]:
+    def wait_for_clients(
+        self, wait_seconds: float, enough: int | None = None, grace_seconds: float = GRACE_SECONDS
+    ) -> dict[int, RegisteredClient]:
         """Waits until every client has registered; returns client index -> client.
 
         Args:
             wait_seconds: Longest time to wait.
-            enough: This many clients are enough once `GRACE_SECONDS` have passed; None for all.
+            enough: This many clients are enough once `grace_seconds` have passed; None for all.
+            grace_seconds: Time to wait for the other clients if enough are there.
 
         Raises:
             QuorumError: clients are missing after `wait_seconds`; the message names them, and those that were turned
@@ -75,12 +89,13 @@ class ClientRegistry:
         started = last_status = time.monotonic()
         self.echo(f"Waiting for {self.client_count} client(s), at most {wait_seconds:g} s.")
         while True:
+            self.between_polls()
             self.refresh()
             missing = [index for index in range(self.client_count) if index not in self.clients]
             if not missing:
                 return dict(self.clients)
             now = time.monotonic()
-            if enough is not None and len(self.clients) >= enough and now - started > GRACE_SECONDS:
+            if enough is not None and len(self.clients) >= enough and now - started > min(grace_seconds, wait_seconds):
                 self.echo(f"Continuing without {_names(missing)} for now.")
                 return dict(self.clients)
             if now - started > wait_seconds:
@@ -94,7 +109,9 @@ class ClientRegistry:
         """Asks new nodes to identify themselves, and registers those whose replies have arrived."""
         registered = {client.node for client in self.clients.values()}
         for node in self.transport.nodes():
-            if node.id not in registered and node.id not in self._asked and node.id not in self.refused:
+            _, ask_again = self._failed.get(node.id, (0, 0.0))
+            waits = node.id in self._asked or time.monotonic() < ask_again
+            if node.id not in registered and node.id not in self.refused and not waits:
                 self._asked[node.id] = self.transport.send(
                     node.id, Message("hello", self.run, metadata=dict(self.run_metadata)), ttl_seconds=HELLO_SECONDS
                 )
@@ -105,12 +122,22 @@ class ClientRegistry:
                 continue
             del self._asked[id]
             if isinstance(reply, NoReply):
-                self.echo(f"A node did not identify itself: {reply.reason}.")
+                failures = self._failed.get(id, (0, 0.0))[0] + 1
+                pause = min(2.0 ** (failures - 1), LONGEST_PAUSE_SECONDS)
+                self._failed[id] = (failures, time.monotonic() + pause)
+                self.echo(f"A node did not identify itself: {printable(reply.reason)}.")
             else:
                 self._register(id, key_names.get(id, ""), reply)
 
+    def is_revoked(self, client: int) -> bool:
+        """Whether a client's key was revoked."""
+        return f"client-{client:03d}" in self.revoked()
+
     def node_of(self, client: int) -> int | None:
         """Returns the node of a client, asking new nodes if the known one is gone; None if it is not connected."""
+        if self.is_revoked(client):
+            self.clients.pop(client, None)
+            return None
         online = {node.id for node in self.transport.nodes()}
         registered = self.clients.get(client)
         if registered is not None and registered.node in online:
@@ -120,27 +147,40 @@ class ClientRegistry:
         return registered.node if registered is not None and registered.node in online else None
 
     def _register(self, node: int, key_name: str, reply: Message) -> None:
-        reason = reply.failure or self._refusal(node, key_name, reply)
         name = key_name or f"client-{reply.client:03d}"
-        if reason:
-            self.refused[node] = f"{name}: {reason}"
-            self.echo(f"{name} cannot take part: {reason}")
+        answer, reason = None, reply.failure
+        try:
+            if not reason:
+                answer = read_metadata(HelloAnswer, reply.metadata, "its description of itself is malformed")
+                reason = self._refusal(node, key_name, reply, answer)
+        except UploadError as error:
+            reason = error.message
+        except Exception as error:
+            reason = f"its description of itself cannot be used: {type(error).__name__}"
+        if reason or answer is None:
+            self.refused[node] = printable(f"{name}: {reason}")
+            self.refusal(node, name, printable(reason))
+            self.echo(printable(f"{name} cannot take part: {reason}"))
             return
-        self.clients[reply.client] = RegisteredClient(node, reply.client, reply.metadata)
-        self.echo(f"client-{reply.client:03d} has joined: {reply.metadata.get('summary', 'no details')}.")
+        self.clients[reply.client] = RegisteredClient(node, reply.client, answer.model_dump())
+        self.echo(f"client-{reply.client:03d} has joined: {answer.summary}.")
 
-    def _refusal(self, node: int, key_name: str, reply: Message) -> str:
+    def _refusal(self, node: int, key_name: str, reply: Message, answer: HelloAnswer) -> str:
         """Returns why a node is turned away; empty if it is not."""
         name = f"client-{reply.client:03d}"
+        if reply.kind != "hello" or reply.run != self.run:
+            return "its reply is not to the request to identify itself"
         if not 0 <= reply.client < self.client_count:
             last = self.client_count - 1
             return f"it claims to be client {reply.client}, but the federation's clients are 0 to {last}"
-        if key_name.startswith("client-") and key_name != name:
+        if key_name and key_name != name:
             return f"its key was registered for {key_name}, but it claims to be {name}"
+        if self.is_revoked(reply.client):
+            return "its key was revoked"
         other = self.clients.get(reply.client)
         if other is not None and other.node != node and other.node in {online.id for online in self.transport.nodes()}:
             return f"another node is already {name}"
-        return self.check(reply.client, reply.metadata)
+        return self.check(reply.client, answer.model_dump())
 
     def _incomplete(self, missing: list[int], wait_seconds: float) -> QuorumError:
         reasons = "".join(f"\n  {reason}" for reason in self.refused.values())

@@ -8,14 +8,14 @@ task (its machine was restarted) and is not waited for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.flower.client_registry import POLL_SECONDS, ClientRegistry
-from fedguild.engines.flower.message import Message, MessageKind
+from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import NoReply, Transport
 from fedguild.engines.flower.upload_store import UploadStore
 from fedguild.errors import FedGuildError, UploadError
@@ -23,8 +23,9 @@ from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late
 from fedguild.server.method import Method
-from fedguild.server.validation import Envelope, check_envelope
+from fedguild.server.validation import Envelope, check_envelope, check_plausible_size, unusable
 from fedguild.wire.codec import Codec, decode, encode, expand, shrink
+from fedguild.wire.schema import MessageKind
 
 SILENCE_SECONDS = 30.0
 """A client that has not replied for this long is asked whether it still has its task."""
@@ -44,6 +45,33 @@ class _Reply:
     failure: str = ""
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long a round waits for its slowest clients, so that one that says nothing does not hold it up for ever.
+
+    Attributes:
+        quorum: The fewest deliveries that a round needs.
+        factor: The others have this many times as long as the first ones took,
+        least_seconds: and at least this long.
+    """
+
+    quorum: int
+    factor: float
+    least_seconds: float
+
+    def enough(self, asked: int) -> int:
+        """Returns how many deliveries begin the wait for the others: a quorum, and more than half of the asked.
+
+        Among more than half there is an honest one, unless most clients are hostile: one that answers at once cannot
+        shut out those that train.
+        """
+        return max(self.quorum, asked // 2 + 1)
+
+    def deadline(self, started: float, now: float) -> float:
+        """Returns the time at which the wait ends, where enough have delivered `now`."""
+        return now + max(self.least_seconds, self.factor * (now - started))
+
+
 class FlowerEngine:
     """Trains the clients of a round on their own machines.
 
@@ -58,6 +86,7 @@ class FlowerEngine:
         silence_seconds: A client that has not replied for this long is asked whether it still has its task.
         reconnect_seconds: How long to wait for a client that is not connected; one that did not reconnect in that time
             is not waited for again until it has been seen.
+        patience: How long the slowest clients are waited for; None for as long as the round's deadline says.
     """
 
     def __init__(
@@ -72,7 +101,9 @@ class FlowerEngine:
         poll_seconds: float = POLL_SECONDS,
         silence_seconds: float = SILENCE_SECONDS,
         reconnect_seconds: float = 0.0,
+        patience: Patience | None = None,
     ) -> None:
+        self.patience = patience
         self.transport = transport
         self.registry = registry
         self.run_metadata = dict(run_metadata)
@@ -89,6 +120,7 @@ class FlowerEngine:
         self._replies: dict[tuple[int, int], _Reply] = {}
         self._succeeded: set[int] = set()
         self._late: list[tuple[Task, _Reply]] = []
+        self._shapes_of: Callable[[Task], Mapping[str, tuple[int, ...]]] | None = None
 
     def train(
         self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
@@ -97,22 +129,33 @@ class FlowerEngine:
         if not tasks:
             return
         started, round = time.monotonic(), tasks[0].round
+        self._shapes_of = lambda task: method.expected_upload(model, task.client, task.download)
         self._receive(round)
         yield from self._late_deliveries(method, model, round)
         self._probes, self._succeeded, self._unsent = {}, set(), {}
         for task in tasks:
             self._send(task)
         deadline = None if terms.deadline_seconds is None else started + terms.deadline_seconds
+        lost_patience: float | None = None
         probed = started
         for task in tasks:
             while not self._is_settled(task, terms, deadline):
+                self.registry.between_polls()
                 self._receive(round)
+                patience, delivered = self.patience, len(self._succeeded)
+                if patience is not None and lost_patience is None and delivered >= patience.enough(len(tasks)):
+                    lost_patience = patience.deadline(started, time.monotonic())
+                    deadline = lost_patience if deadline is None else min(deadline, lost_patience)
                 if time.monotonic() - probed > self.silence_seconds:
                     probed = time.monotonic()
                     self._probe_silent_clients(tasks)
                 time.sleep(0.0 if self._is_settled(task, terms, deadline) else self.poll_seconds)
-            yield self._delivery(method, model, task, terms)
+            yield self._delivery(method, model, task, terms, time.monotonic() - started)
         yield from self._late_deliveries(method, model, round)
+
+    def expect_absent(self, clients: Collection[int]) -> None:
+        """Does not wait for these clients, which were waited for already, until they have been seen."""
+        self._absent.update(clients)
 
     def close(self) -> None:
         """Does nothing: Flower ends its processes itself."""
@@ -148,13 +191,12 @@ class FlowerEngine:
                 pending[message_id] = request
         deadline = time.monotonic() + wait_seconds
         while pending and time.monotonic() < deadline:
+            self.registry.between_polls()
             for message_id, request in list(pending.items()):
                 reply = self.transport.poll(message_id)
                 if reply is not None:
                     del pending[message_id]
-                    if isinstance(reply, NoReply):
-                        reply = request.reply(failure=reply.reason)
-                    replies[request.client] = reply
+                    replies[request.client] = _answer_to(request, reply)
             time.sleep(self.poll_seconds if pending else 0)
         for request in pending.values():
             replies[request.client] = request.reply(failure=f"did not answer within {wait_seconds:g} s")
@@ -226,6 +268,10 @@ class FlowerEngine:
             return _Reply(failure=reply.reason)
         if reply.failure:
             return _Reply(failure=reply.failure)
+        if self.registry.is_revoked(task.client.index):
+            return _Reply(failure="its key was revoked")
+        if reply.kind != "train":
+            return _Reply(failure=f"it answered a request to train with an answer to '{reply.kind}'")
         envelope = Envelope(reply.run, reply.round, reply.client, len(reply.body))
         try:
             check_envelope(
@@ -234,6 +280,8 @@ class FlowerEngine:
                 asked=[(task.round, task.client.index)],
                 limit_bytes=self.limit_bytes,
             )
+            if self._shapes_of is not None:
+                check_plausible_size(len(reply.body), self._shapes_of(task), client=task.client.name)
         except UploadError as error:
             return _Reply(failure=error.message)
         return _Reply(self._uploads.put(task.round, task.client.index, reply.body), reply.metadata)
@@ -258,14 +306,15 @@ class FlowerEngine:
                 request = Message("hello", self.registry.run, task.round, client, metadata=self.run_metadata)
                 self._probes[client] = self.transport.send(node, request, ttl_seconds=TTL_SECONDS)
 
-    def _delivery(self, method: Method, model: ModelInfo, task: Task, terms: Terms) -> Delivery:
+    def _delivery(self, method: Method, model: ModelInfo, task: Task, terms: Terms, waited_seconds: float) -> Delivery:
         reply = self._replies.pop((task.round, task.client.index), None)
         if reply is not None:
             return self._decoded(method, model, task, reply)
         plan = method.plan(model, task.client.budget)
         if terms.enough is not None and len(self._succeeded) >= terms.enough:
             return not_needed(task, plan, len(self._succeeded))
-        return too_late(task, plan, terms.deadline_seconds or 0.0)
+        in_time = terms.deadline_seconds is None or waited_seconds < terms.deadline_seconds
+        return too_late(task, plan, round(waited_seconds) if in_time else terms.deadline_seconds or 0.0)
 
     def _late_deliveries(self, method: Method, model: ModelInfo, round: int) -> Iterator[Delivery]:
         late, self._late = self._late, []
@@ -278,12 +327,27 @@ class FlowerEngine:
         plan = method.plan(model, task.client.budget)
         if reply.upload is None:
             return Delivery(task, None, plan, failure=reply.failure)
+        body = self._uploads.take(reply.upload)
         try:
-            upload = read_payload(self._uploads.take(reply.upload), task.client.name)
-            report = ClientReport.from_json(reply.metadata)
+            report = ClientReport.from_peer(reply.metadata, model)
+            upload = read_payload(body, task.client.name)
         except UploadError as error:
             return Delivery(task, None, plan, failure=error.message)
+        except Exception as error:
+            return Delivery(task, None, plan, failure=unusable(error))
         return Delivery(task, upload, plan, report.training, report.frequency, report.peak_memory_bytes)
+
+
+def _answer_to(request: Message, reply: Message | NoReply) -> Message:
+    """Returns the answer to a request; one with a failure where there is none, or it answers something else."""
+    if isinstance(reply, NoReply):
+        return request.reply(failure=reply.reason)
+    if reply.failure:
+        return request.reply(failure=reply.failure)
+    for part in ("kind", "run", "round", "client"):
+        if (found := getattr(reply, part)) != (wanted := getattr(request, part)):
+            return request.reply(failure=f"its answer is for {part} {found}, but {wanted} was asked")
+    return reply
 
 
 def read_payload(body: bytes, source: str) -> Payload:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fedguild.engines.flower.message import Message
 from fedguild.errors import FedGuildError, UploadError
+from fedguild.files import make_folder
 
 ADDRESS_FILE = "trainer.json"
 TOKEN_CHARACTERS = 64
@@ -104,7 +105,7 @@ def _connect(folder: Path) -> tuple[socket.socket, str]:
 
 
 def _write_address(path: Path, port: int, token: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_suffix(".part")
     temporary.unlink(missing_ok=True)
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 from fedguild.errors import UploadError
+from fedguild.wire.schema import MessageKind, printable, read_header
 
-MessageKind = Literal["hello", "train", "score", "deliver"]
-MESSAGE_KINDS: tuple[MessageKind, ...] = get_args(MessageKind)
 _LENGTH_BYTES = 8
 
 
@@ -28,7 +27,7 @@ class Message:
         round: The round, from 1; 0 before the first.
         client: Index of the client; -1 while the server does not know it.
         codec: Codec of the tensors in `body` (`fedguild.wire.codec`).
-        failure: In a reply: why the request failed; empty on success.
+        failure: In a reply: why the request failed, on one line; empty on success.
         metadata: JSON values that accompany the body.
         body: An encoded payload; may be empty.
     """
@@ -74,20 +73,9 @@ class Message:
         """Returns the message that was sent as a header and a body.
 
         Raises:
-            UploadError: the header is malformed.
+            UploadError: the header is not of its schema (`fedguild.wire.schema`).
         """
-        try:
-            message = cls(**json.loads(header), body=body)
-        except (ValueError, TypeError) as error:
-            raise UploadError(f"A message has an unreadable header ({error}).") from error
-        texts = (message.run, message.codec, message.failure)
-        numbers = (message.round, message.client)
-        well_formed = (
-            message.kind in MESSAGE_KINDS
-            and all(isinstance(text, str) for text in texts)
-            and all(type(number) is int for number in numbers)
-            and isinstance(message.metadata, dict)
+        read = read_header(header)
+        return cls(
+            read.kind, read.run, read.round, read.client, read.codec, printable(read.failure), read.metadata, body
         )
-        if not well_formed:
-            raise UploadError(f"A message has a header of the wrong form: {header[:200]}.")
-        return message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedguild.files import write_bytes
+from fedguild.files import make_folder, write_bytes
 
 
 class UploadStore:
@@ -16,7 +16,7 @@ class UploadStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         for leftover in folder.iterdir():
             leftover.unlink()
 

@@ -92,6 +92,7 @@ class PflMoe(Method):
         "O(C n)",
         note="A client's personal adapter and gate stay with it; their training comes on top of the FLOPs here.",
     )
+    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns one LoRA, the same for every budget: in training the two adapters take turns in it."""

@@ -1,0 +1,62 @@
+"""Hash-chained JSON lines: each line's last field, `seal`, is a checksum of the line and of all lines before it.
+
+A line that was changed, removed, repeated or moved breaks the chain; only lines that are missing from the end do not.
+Other readers see plain JSON lines with one more field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+
+SEAL = "seal"
+_DIGITS = 16
+_SUFFIX = re.compile(rb',"seal":"([0-9a-f]{16})"\}')
+_SUFFIX_BYTES = len(b',"seal":""}') + _DIGITS
+START = "0" * _DIGITS
+"""The seal before the first line."""
+
+
+def sealed(content: str, before: str) -> tuple[bytes, str]:
+    """Returns a line with its seal, ending in a newline, and the seal.
+
+    Args:
+        content: A JSON object with at least one field, on one line.
+        before: The seal of the line before it, or `START`.
+    """
+    seal = _seal(content.encode(), before)
+    return f'{content[:-1]},"{SEAL}":"{seal}"}}\n'.encode(), seal
+
+
+def unsealed(line: bytes, before: str) -> tuple[bytes, str]:
+    """Returns a line's content without its seal, and the seal.
+
+    Args:
+        line: The line, without its newline.
+        before: The seal of the line before it, or `START`.
+
+    Raises:
+        ValueError: the line has no seal, or one that does not follow from the line and those before it.
+    """
+    found = _SUFFIX.fullmatch(line[-_SUFFIX_BYTES:])
+    if found is None:
+        raise ValueError("it has no seal")
+    content, seal = line[:-_SUFFIX_BYTES] + b"}", found[1].decode()
+    if seal != _seal(content, before):
+        raise ValueError("its seal does not follow from it and the lines before it: it was changed, moved or removed")
+    return content, seal
+
+
+def is_sealed(line: bytes) -> bool:
+    """Whether a line ends with a seal, true or not."""
+    return _SUFFIX.fullmatch(line[-_SUFFIX_BYTES:]) is not None
+
+
+def _seal(content: bytes, before: str) -> str:
+    return hashlib.sha256(before.encode() + content).hexdigest()[:_DIGITS]
+
+
+def as_line(values: dict[str, object]) -> str:
+    """Returns values as a JSON object on one line."""
+    return json.dumps(values, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,71 @@
+"""A program that registers and revokes clients' keys with Flower's server, any number of them over one connection.
+
+Flower's own command starts a Python process for every key, which takes seconds. This one reads a JSON object from its
+standard input and writes a line of JSON for every key: its name, and why it was not taken or found, empty if it was.
+
+    {"register": {"client-000": "nodes/client-000.pub"}, "revoke": ["client-001"]}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flwr.cli.flower_config import read_superlink_connection
+from flwr.cli.supernode.register import try_load_public_key
+from flwr.cli.utils import flwr_cli_exc_handler, init_http_client_from_connection
+from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
+
+DELETED = "deleted"
+"""Status of a node whose key was revoked before."""
+UNKNOWN = "no key is registered under this name"
+
+
+def main(connection: str, work: Mapping[str, Any], write: Callable[[str], None]) -> None:
+    """Does what a JSON object asks for.
+
+    Args:
+        connection: The name of the server in Flower's config.
+        work: `register`, name -> path of a public key; `revoke`, names.
+        write: Writes a line.
+    """
+    client = init_http_client_from_connection(read_superlink_connection(connection))
+    try:
+        for name, path in work.get("register", {}).items():
+            write(_line(name, partial(_register, client, name, Path(path))))
+        for name in work.get("revoke", []):
+            write(_line(name, partial(_revoke, client, name)))
+    finally:
+        client.close()
+
+
+def _register(client: Any, name: str, path: Path) -> str:
+    with flwr_cli_exc_handler():
+        client.RegisterNode(request=RegisterNodeRequest(public_key=try_load_public_key(path), name=name))
+    return ""
+
+
+def _revoke(client: Any, name: str) -> str:
+    with flwr_cli_exc_handler():
+        nodes = client.ListNodes(ListNodesRequest()).nodes_info
+        ids = [node.node_id for node in nodes if node.name == name and not node.unregistered_at]
+        for id in ids:
+            client.UnregisterNode(request=UnregisterNodeRequest(node_id=id))
+    return "" if ids else UNKNOWN
+
+
+def _line(name: str, work: Callable[[], str]) -> str:
+    """Returns the line of one key; the fault of one is none of the others'."""
+    try:
+        fault = work()
+    except (Exception, SystemExit) as error:
+        fault = " ".join(f"{getattr(error, 'message', '')} {error}".split()) or type(error).__name__
+    return json.dumps({"name": name, "fault": fault})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.load(sys.stdin), lambda line: print(line, flush=True))

@@ -1,0 +1,75 @@
+"""The audit log of a federation: who joined, and what was asked, accepted, rejected, revoked and delivered.
+
+Append-only JSON lines, hash-chained (`fedguild.chained`): a line that was changed, removed or moved is found by
+`fedguild federation audit`. The chain shows that the log was edited, not by whom; whoever can write the file can also
+write all of it anew, so an operator who must answer for it copies the last seal to another place now and then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from fedguild import chained
+from fedguild.errors import CheckpointError
+from fedguild.files import PRIVATE_FILE, make_folder
+
+AUDIT = "audit.jsonl"
+
+
+class AuditLog:
+    """The audit log in a server's state folder; several processes may append to it.
+
+    Args:
+        state: The folder; created by the first entry.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self.path = state / AUDIT
+
+    def append(self, event: str, **values: Any) -> None:
+        """Writes an entry with the time, and waits until it is on the disk.
+
+        Args:
+            event: What happened: `started`, `joined`, `refused`, `size`, `round`, `stopped`, `delivered`, `ended`,
+                `registered` or `revoked`.
+            values: What is known about it, as JSON values.
+        """
+        make_folder(self.path.parent)
+        entry = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **values}
+        with (
+            FileLock(self.path.with_name(f".{AUDIT}.lock"), mode=PRIVATE_FILE),
+            open(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE_FILE), "r+b", buffering=0) as stream,
+        ):
+            whole = stream.read() or b""
+            lines = whole[: whole.rfind(b"\n") + 1]
+            if len(lines) < len(whole):
+                stream.truncate(len(lines))
+            last = lines.rstrip(b"\n").rpartition(b"\n")[2]
+            before = str(json.loads(last)[chained.SEAL]) if chained.is_sealed(last) else chained.START
+            stream.write(chained.sealed(chained.as_line(entry), before)[0])
+            os.fsync(stream.fileno())
+
+    def read(self) -> list[dict[str, Any]]:
+        """Returns all entries; none if there is no log.
+
+        Raises:
+            CheckpointError: the chain is broken; the message names the first line that does not fit.
+        """
+        entries, before = [], chained.START
+        content = self.path.read_bytes() if self.path.is_file() else b""
+        for number, line in enumerate(content[: content.rfind(b"\n") + 1].split(b"\n")[:-1], start=1):
+            try:
+                entry, before = chained.unsealed(line, before)
+                entries.append(json.loads(entry))
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{self.path}, line {number} is not what was written: {error}.",
+                    "The lines before it are as they were; those after it prove nothing.",
+                ) from error
+        return entries

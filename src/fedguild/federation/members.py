@@ -1,0 +1,104 @@
+"""The clients that were admitted to a run, and their weights, which are the operator's to set.
+
+A client's weight in an average is its number of training examples, which only the client knows. What it claims is
+capped, or replaced by the size that the operator agreed on with it, and fixed when the client is admitted: what it says
+later is reported and changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fedguild.config.site import ServerSettings
+from fedguild.engines.flower.client_registry import RegisteredClient
+from fedguild.files import write_json
+
+FEWEST_COMPARED = 3
+"""With fewer clients a median of their sizes says nothing about one of them."""
+EXAMPLES = "examples"
+"""Key of a member's weight in its description."""
+
+
+@dataclass
+class Members:
+    """The members of a run, on disk.
+
+    Attributes:
+        path: The file, JSON: client index -> its description, its node, and `examples`, its weight.
+        settings: The server's settings, of which `sizes`, `max_examples` and `examples_factor` count.
+        echo: Prints a line for the operator.
+        audit: Receives what is to stand in the audit log: an event and its values.
+        described: Client index -> the same as in the file.
+    """
+
+    path: Path
+    settings: ServerSettings
+    echo: Callable[[str], None] = lambda line: None
+    audit: Callable[..., None] = lambda event, **values: None
+    described: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path.is_file():
+            self.described = {int(index): each for index, each in json.loads(self.path.read_text("utf-8")).items()}
+            for each in self.described.values():
+                each.setdefault(EXAMPLES, each["sizes"]["train"])
+
+    def admit(self, clients: Mapping[int, RegisteredClient]) -> list[int]:
+        """Admits the clients that are new, and reports those that say something else than before.
+
+        Returns:
+            The indices of the new members.
+        """
+        new = [index for index in sorted(clients) if index not in self.described]
+        sizes = {index: client.description["sizes"]["train"] for index, client in clients.items()}
+        known = {index: each["sizes"]["train"] for index, each in self.described.items()}
+        weights = admitted_sizes({**sizes, **known}, self.settings)
+        for index, client in sorted(clients.items()):
+            if index in new:
+                self._admit(client, weights[index])
+            elif sizes[index] != known[index]:
+                self.echo(
+                    f"client-{index:03d} now says that it has {sizes[index]} training examples, and said "
+                    f"{known[index]} before; its weight stays {self.described[index][EXAMPLES]}."
+                )
+                self.audit("size", client=index, said=known[index], says=sizes[index])
+                self.described[index]["sizes"] = dict(client.description["sizes"])
+        if new:
+            self._write()
+        return new
+
+    def examples(self, index: int) -> int:
+        """Returns a client's weight; 0 if it is no member."""
+        return int(self.described[index][EXAMPLES]) if index in self.described else 0
+
+    def _admit(self, client: RegisteredClient, weight: int) -> None:
+        claimed = client.description["sizes"]["train"]
+        self.described[client.client] = {**client.description, "node": str(client.node), EXAMPLES: weight}
+        self.audit("joined", client=client.client, node=str(client.node), claimed=claimed, examples=weight)
+        if weight != claimed:
+            self.echo(
+                f"client-{client.client:03d} says that it has {claimed} training examples; it weighs as much as "
+                f"{weight} (sizes, max_examples and examples_factor in server.yaml)."
+            )
+
+    def _write(self) -> None:
+        write_json(self.path, {str(index): each for index, each in sorted(self.described.items())})
+
+
+def admitted_sizes(claimed: Mapping[int, int], settings: ServerSettings) -> dict[int, int]:
+    """Returns client index -> the number of examples by which it weighs.
+
+    Args:
+        claimed: Client index -> the number of training examples that it claims.
+        settings: Sizes that are pinned, and caps on the others.
+    """
+    sizes = {index: settings.sizes.get(index, size) for index, size in claimed.items()}
+    cap = float("inf") if settings.max_examples is None else float(settings.max_examples)
+    if settings.examples_factor is not None and len(sizes) >= FEWEST_COMPARED:
+        cap = min(cap, max(1.0, settings.examples_factor * median(sizes.values())))
+    return {index: size if index in settings.sizes else int(min(size, cap)) for index, size in sizes.items()}

@@ -1,0 +1,42 @@
+"""The clients whose keys were revoked, on disk, where a run that goes on looks for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fedguild.files import write_json
+
+REVOKED = "revoked.json"
+
+
+class Revocations:
+    """The names of the clients whose keys were revoked.
+
+    Args:
+        state: The server's state folder.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self.path = state / REVOKED
+        self._read: tuple[tuple[int, int], frozenset[str]] | None = None
+
+    def names(self) -> frozenset[str]:
+        """Returns the names; cheap enough to ask at every poll."""
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            return frozenset()
+        stamp = (status.st_mtime_ns, status.st_ino)
+        if self._read is None or self._read[0] != stamp:
+            self._read = (stamp, frozenset(json.loads(self.path.read_text("utf-8"))))
+        return self._read[1]
+
+    def add(self, name: str) -> None:
+        """Adds a name."""
+        write_json(self.path, sorted({*self.names(), name}))
+
+    def remove(self, name: str) -> None:
+        """Removes the name of a client whose new key was registered."""
+        if name in self.names():
+            write_json(self.path, sorted(self.names() - {name}))

@@ -1,0 +1,66 @@
+"""The audit log, and chained lines."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fedguild.errors import CheckpointError
+from fedguild.federation.audit import AuditLog
+
+
+def test_entries_come_back_in_order_and_only_their_user_can_read_them(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path / "state")
+    assert log.read() == []
+    log.append("joined", client=0, examples=5)
+    AuditLog(tmp_path / "state").append("revoked", client="client-000", why="é\n\x1b")
+    first, second = log.read()
+    assert (first["event"], first["client"], first["examples"]) == ("joined", 0, 5)
+    assert (second["event"], second["why"]) == ("revoked", "é\n\x1b")
+    assert first["time"] <= second["time"]
+    assert log.path.stat().st_mode & 0o777 == 0o600
+    assert log.path.parent.stat().st_mode & 0o777 == 0o700
+    assert len(log.path.read_text("utf-8").splitlines()) == 2
+
+
+def test_several_writers_make_one_chain(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: AuditLog(tmp_path).append("round", round=number), range(40)))
+    assert sorted(entry["round"] for entry in AuditLog(tmp_path).read()) == list(range(40))
+
+
+def test_an_entry_cut_by_a_kill_is_dropped_by_the_next(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path)
+    log.append("joined", client=0)
+    with open(log.path, "ab") as stream:
+        stream.write(b'{"time":"20')
+    assert len(log.read()) == 1
+    log.append("joined", client=1)
+    assert [entry["client"] for entry in log.read()] == [0, 1]
+
+
+@pytest.mark.parametrize("edit", ["change", "remove", "move", "repeat"])
+def test_an_edit_is_found(edit: str, tmp_path: Path) -> None:
+    log = AuditLog(tmp_path)
+    for client in range(4):
+        log.append("joined", client=client)
+    lines = log.path.read_bytes().splitlines(keepends=True)
+    edited = {
+        "change": [lines[0], lines[1].replace(b'"client":1', b'"client":7'), *lines[2:]],
+        "remove": [lines[0], *lines[2:]],
+        "move": [lines[0], lines[2], lines[1], lines[3]],
+        "repeat": [lines[0], lines[0], *lines[1:]],
+    }[edit]
+    log.path.write_bytes(b"".join(edited))
+    with pytest.raises(CheckpointError, match="line 2 is not what was written"):
+        log.read()
+
+
+def test_lines_are_plain_json(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path)
+    log.append("joined", client=0)
+    (line,) = log.path.read_text().splitlines()
+    assert set(json.loads(line)) == {"time", "event", "client", "seal"}

@@ -1,0 +1,80 @@
+"""Nobody is orphaned: what a process started ends with it, also when it is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fedguild.federation import watchdog
+from fedguild.federation.processes import Child
+
+PARENT = """
+import os, sys, time
+from pathlib import Path
+from fedguild.federation import processes, watchdog
+if sys.argv[2] == "portable":
+    processes.dying_with_parent = lambda: None
+program = '''
+import socket, subprocess, sys, time
+listener = socket.create_server(("127.0.0.1", 0))
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], pass_fds=[listener.fileno()])
+print(listener.getsockname()[1], flush=True)
+time.sleep(600)
+'''
+folder = Path(sys.argv[1])
+child = processes.Child("helper", [sys.executable, "-c", program], dict(os.environ), folder / "helper.log", folder)
+child.start()
+while not child.log_tail():
+    time.sleep(0.01)
+print(child.log_tail().strip(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("way", ["linux", "portable"])
+def test_sigkill_of_a_parent_leaves_no_process_and_no_port(way: str, tmp_path: Path) -> None:
+    """Neither the child nor what it started, which has the port open, too; with the kernel's signal and without."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path), way], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        port = int(parent.stdout.readline())
+        family = psutil.Process(parent.pid).children(recursive=True)
+        assert len(family) == 3, "a child, its own child, and the watchdog"
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+        _, alive = psutil.wait_procs(family, timeout=20)
+        for member in alive:
+            member.kill()
+        assert not [member for member in alive if member.status() != psutil.STATUS_ZOMBIE]
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+def test_a_watchdog_that_is_dismissed_leaves_the_group_alone() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True) as process:
+        watchdog.Watchdog(process.pid).dismiss()
+        assert process.poll() is None
+        process.kill()
+
+
+def test_what_a_child_writes_only_its_user_can_read(tmp_path: Path) -> None:
+    program = "open('made', 'w').close(); import os; os.mkdir('folder'); print('up')"
+    child = Child(
+        "helper", [sys.executable, "-c", program], dict(os.environ), tmp_path / "logs" / "helper.log", tmp_path
+    )
+    child.start()
+    try:
+        assert child._process is not None
+        child._process.wait(20)
+    finally:
+        child.terminate()
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert modes == {"logs": 0o700, "helper.log": 0o600, "made": 0o600, "folder": 0o700}

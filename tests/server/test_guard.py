@@ -1,0 +1,194 @@
+"""Protection of the state: bounds relative to the round, robust estimates, and an aggregate that is always finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.errors import QuorumError, UploadError
+from fedguild.methods import build_method
+from fedguild.methods.fedprox import FedProx
+from fedguild.payload import Payload
+from fedguild.server.guard import Guard, change_norms, largest_value, not_finite, robust_centre
+from fedguild.server.method import Upload
+from tests.oracles import robust as oracle
+
+START = torch.tensor([[1.0, -2.0], [0.5, 4.0]])
+STATE = Payload({"adapter/x": START})
+CHANGES = (0.1, 0.3, 0.2, -0.2, 0.4)
+EXAMPLES = (10, 20, 30, 40, 50)
+
+
+class Sensitive(FedProx):
+    """Averages, but cannot compute anything from a value of 13, nor anything finite from two of 7 together."""
+
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+        seen = list(uploads)
+        values = [float(upload.payload.tensors["adapter/x"][0, 0]) for upload in seen]
+        if 13.0 in values:
+            raise RuntimeError("the decomposition did not converge\x1b[2K")
+        aggregate = super().aggregate(state, seen)
+        return Payload({"adapter/x": torch.full((2, 2), math.nan)}) if values.count(7.0) > 1 else aggregate
+
+
+def method(kind: type[FedProx] = FedProx) -> FedProx:
+    return kind(build_method("fedprox", {}).settings)
+
+
+def uploads(*values: Tensor, examples: Sequence[int] = EXAMPLES) -> list[tuple[Upload, Payload]]:
+    """Returns the uploads of clients 0, 1, ..., each with the download that it answers."""
+    clients = [ClientInfo(index, Budget("all", 0, 2), examples[index]) for index in range(len(values))]
+    return [
+        (Upload(3, client, Payload({"adapter/x": value})), STATE) for client, value in zip(clients, values, strict=True)
+    ]
+
+
+def moved(*changes: float) -> list[tuple[Upload, Payload]]:
+    generator = torch.Generator().manual_seed(0)
+    return uploads(*(START + change * torch.randn(2, 2, generator=generator) for change in changes))
+
+
+class Rejected(dict[int, str]):
+    def __call__(self, upload: Upload, reason: str) -> None:
+        self[upload.client.index] = reason
+
+
+def aggregate(
+    folder: Path, given: list[tuple[Upload, Payload]], kind: type[FedProx] = FedProx, **options: Any
+) -> tuple[Tensor, Rejected]:
+    rejected = Rejected()
+    state = Guard(folder / "spool", **options).aggregate(method(kind), STATE, given, rejected)
+    assert not list((folder / "spool").iterdir()), "uploads stay on disk"
+    return state.tensors["adapter/x"], rejected
+
+
+def plain(given: list[tuple[Upload, Payload]]) -> Tensor:
+    return method().aggregate(STATE, [upload for upload, _ in given]).tensors["adapter/x"]
+
+
+def test_honest_uploads_are_aggregated_to_the_same_bits(tmp_path: Path) -> None:
+    found, rejected = aggregate(tmp_path, moved(*CHANGES))
+    assert torch.equal(found, plain(moved(*CHANGES)))
+    assert not rejected
+
+
+def test_a_change_far_beyond_the_rounds_median_is_left_out(tmp_path: Path) -> None:
+    given = [*moved(*CHANGES[:4]), *uploads(*[START] * 4, START + 1e4)[4:]]
+    found, rejected = aggregate(tmp_path, given)
+    assert torch.equal(found, plain(moved(*CHANGES[:4])))
+    assert list(rejected) == [4]
+    assert "the change of 'adapter' has the norm 2e+04, beyond 10 times the round's median of" in rejected[4]
+
+
+def test_the_bound_is_the_factor_times_the_median(tmp_path: Path) -> None:
+    ones = torch.ones(2, 2) / 2
+    given = uploads(START + ones, START + ones, START + ones, START + 3.99 * ones, START + 4.01 * ones)
+    assert list(aggregate(tmp_path, given, norm_factor=4.0)[1]) == [4]
+
+
+def test_a_large_adapter_that_was_received_is_no_change(tmp_path: Path) -> None:
+    """What counts is the distance from the download, not the norm of what is sent."""
+    far = Payload({"adapter/x": 1e3 * START})
+    given = [(upload, far) for upload, _ in uploads(*(1e3 * START + 0.1 * step for step in range(1, 6)))]
+    assert not aggregate(tmp_path, given)[1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_uploads_are_not_compared(count: int, tmp_path: Path) -> None:
+    changes = (0.1, 0.1, 1e4)[-count:]
+    assert not aggregate(tmp_path, moved(*changes))[1]
+
+
+def test_no_factor_is_no_bound(tmp_path: Path) -> None:
+    assert not aggregate(tmp_path, moved(0.1, 0.1, 0.1, 0.1, 1e4), norm_factor=None)[1]
+
+
+def test_an_upload_that_breaks_the_aggregation_is_the_one_that_is_left_out(tmp_path: Path) -> None:
+    """Not the honest one with the largest change."""
+    good = [START + 0.1, START + 20.0, START - 0.1, START + 0.2]
+    found, rejected = aggregate(tmp_path, uploads(*good, torch.full((2, 2), 13.0)), Sensitive, norm_factor=None)
+    assert torch.equal(found, plain(uploads(*good)))
+    assert list(rejected) == [4]
+    assert rejected[4].startswith(
+        "the aggregate with it cannot be computed (its answer cannot be used: RuntimeError: the"
+    )
+    assert "\x1b" not in rejected[4]
+
+
+def test_uploads_that_break_it_together_go_one_by_one(tmp_path: Path) -> None:
+    good = [START + 0.1, START - 0.1, START + 0.2]
+    sevens = [torch.full((2, 2), 7.0), torch.full((2, 2), 7.0)]
+    found, rejected = aggregate(tmp_path, uploads(*good, *sevens), Sensitive, norm_factor=None)
+    assert list(rejected) == [3]
+    assert rejected[3] == "the aggregate with it has NaN or infinity in 'adapter/x'"
+    assert torch.equal(
+        found,
+        method().aggregate(STATE, [u for u, _ in uploads(*good, *sevens) if u.client.index != 3]).tensors["adapter/x"],
+    )
+
+
+def test_a_method_that_never_gets_a_finite_state_is_an_error(tmp_path: Path) -> None:
+    class Broken(FedProx):
+        def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+            list(uploads)
+            return Payload({"adapter/x": torch.full((2, 2), math.inf)})
+
+    with pytest.raises(QuorumError, match="cannot be computed: has NaN or infinity in 'adapter/x'"):
+        aggregate(tmp_path, moved(*CHANGES), Broken)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("trim", [0.1, 0.2, 0.45])
+def test_robust_centres_are_those_of_the_definitions(count: int, trim: float) -> None:
+    values = [torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
+    torch.testing.assert_close(robust_centre(values, "median", trim).double(), oracle.median(values))
+    found = robust_centre(values, "trimmed_mean", trim).double()
+    torch.testing.assert_close(found, oracle.trimmed_mean(values, trim))
+
+
+def test_tensors_of_unequal_shapes_have_no_robust_centre() -> None:
+    with pytest.raises(UploadError, match="differ in shape"):
+        robust_centre([torch.ones(2), torch.ones(3)], "median", 0.2)
+
+
+@pytest.mark.parametrize("kind", ["median", "trimmed_mean"])
+def test_a_robust_centre_takes_the_means_place(kind: Any, tmp_path: Path) -> None:
+    given = moved(0.1, 0.3, 0.2, -0.2, 1e5)
+    values = [upload.payload.tensors["adapter/x"] for upload, _ in given]
+    expected = oracle.median(values) if kind == "median" else oracle.trimmed_mean(values, 0.2)
+    found, rejected = aggregate(tmp_path, given, robust=kind, norm_factor=None)
+    torch.testing.assert_close(found.double(), expected)
+    assert float((found - START).abs().max()) < 1.0
+    assert not rejected
+
+
+def test_clipped_changes_have_the_rounds_median_norm_at_most(tmp_path: Path) -> None:
+    given = moved(0.1, 0.3, 0.2, -0.2, 1e5)
+    values = [upload.payload.tensors["adapter/x"] for upload, _ in given]
+    found, _ = aggregate(tmp_path, given, robust="clipped", norm_factor=None)
+    expected = oracle.clipped_mean(START, values, EXAMPLES)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_norms_are_of_the_change_by_part() -> None:
+    """Statistics, of which the download has nothing, may differ as much as the clients' data."""
+    upload = Payload({"adapter/x": START + 3.0, "adapter/new": torch.full((4,), 2.0), "counts/f": torch.ones(9)})
+    assert change_norms(upload, STATE) == {"adapter": pytest.approx(math.sqrt(4 * 9 + 4 * 4))}
+    received = Payload({**STATE.tensors, "experts/w": torch.zeros(9)})
+    trained = Payload({**upload.tensors, "experts/w": torch.ones(9)})
+    assert change_norms(trained, received)["experts"] == pytest.approx(3.0)
+
+
+def test_values_that_are_not_finite_are_named() -> None:
+    assert not not_finite(Payload({"a": torch.ones(2), "n": torch.tensor([2**62])}, {"s": 1.0, "t": "x"}))
+    assert not_finite(Payload({"a": torch.ones(2), "b": torch.tensor([1.0, math.nan])})) == "b"
+    assert not_finite(Payload({}, {"s": math.inf})) == "s"
+    assert largest_value(Payload({"adapter/a": torch.tensor([-3.0, 2.0]), "other/b": torch.tensor([9.0])})) == 3.0
+    assert largest_value(Payload({"adapter/a": torch.tensor([math.nan])})) == math.inf

@@ -1,0 +1,54 @@
+"""Fixtures of the tests with hostile clients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedguild import setup
+from fedguild.config import Config, load_config
+from fedguild.model.backbone import Backbone
+from tests.experiment.runs import save_model, small_settings
+
+_LOADED: dict[str, Backbone] = {}
+SETTINGS = (
+    "federation.clients=3",
+    "federation.rounds=2",
+    "federation.cohort_size=1",
+    "evaluation.every=99",
+    "evaluation.max_examples=2",
+    "training.steps=1",
+)
+
+
+WITHOUT_RANK = ("flora", "florist")
+"""Methods whose ranks are the budgets'."""
+
+
+def config_of(model: str, base: str, *overrides: str) -> Config:
+    """Returns a config of a few seconds: a preset on a model, with the settings of these tests."""
+    settings = small_settings(Path(model), *SETTINGS, *overrides)
+    no_rank = base.partition("/")[0] in WITHOUT_RANK
+    return load_config(base, [each for each in settings if not (no_rank and each.startswith("method.rank"))])
+
+
+@pytest.fixture(autouse=True)
+def _loaded_once(monkeypatch: pytest.MonkeyPatch, no_report: None) -> None:
+    """Loads every model once for all runs, servers and trainers in this process."""
+    load_model = setup.load_model
+
+    def load(config: Config) -> Backbone:
+        key = config.model.model_dump_json()
+        if key not in _LOADED:
+            _LOADED[key] = load_model(config)
+        return _LOADED[key]
+
+    for module in ("setup", "testing", "federation.serving"):
+        monkeypatch.setattr(f"fedguild.{module}.load_model", load)
+
+
+@pytest.fixture(scope="session")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """FedIT with three clients of a random model, two rounds of one step."""
+    return config_of(str(save_model(tmp_path_factory.mktemp("model"))), "fedit/tiny-tasks")

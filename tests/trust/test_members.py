@@ -1,0 +1,84 @@
+"""Weights are the operator's: claims are capped or replaced, and do not change unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedguild.config import Config
+from fedguild.config.site import ServerSettings
+from fedguild.engines.flower.client_registry import RegisteredClient
+from fedguild.federation.members import Members, admitted_sizes
+from fedguild.server.run_log import ClientRecord
+from fedguild.testing import HostileClient, Message, drive
+from tests.trust.test_attacks import changed
+
+
+def settings(**values: object) -> ServerSettings:
+    return ServerSettings.model_validate(values)
+
+
+def client(index: int, examples: int) -> RegisteredClient:
+    sizes = {"train": examples, "validation": 0, "test": 0}
+    return RegisteredClient(100 + index, index, {"budget": "all", "sizes": sizes})
+
+
+@pytest.mark.parametrize(
+    ("claims", "given", "expected"),
+    [
+        ({0: 50, 1: 60, 2: 10**9}, {}, {0: 50, 1: 60, 2: 600}),
+        ({0: 50, 1: 60, 2: 10**9}, {"examples_factor": None}, {0: 50, 1: 60, 2: 10**9}),
+        ({0: 50, 1: 60, 2: 10**9}, {"examples_factor": None, "max_examples": 55}, {0: 50, 1: 55, 2: 55}),
+        ({0: 50, 1: 60, 2: 10**9}, {"sizes": {2: 40}}, {0: 50, 1: 60, 2: 40}),
+        ({0: 50, 1: 60, 2: 70}, {"sizes": {0: 9000}}, {0: 9000, 1: 60, 2: 70}),
+        ({0: 1, 1: 10**9}, {}, {0: 1, 1: 10**9}),
+        ({0: 50, 1: 60, 2: 70}, {}, {0: 50, 1: 60, 2: 70}),
+    ],
+)
+def test_sizes_are_capped_or_pinned(claims: dict[int, int], given: dict[str, object], expected: dict[int, int]) -> None:
+    assert admitted_sizes(claims, settings(**given)) == expected
+
+
+def test_a_size_that_changes_is_reported_and_changes_nothing(tmp_path: Path) -> None:
+    lines: list[str] = []
+    members = Members(tmp_path / "members.json", settings(), lines.append)
+    assert members.admit({0: client(0, 50)}) == [0]
+    assert members.admit({0: client(0, 5000)}) == []
+    assert lines == ["client-000 now says that it has 5000 training examples, and said 50 before; its weight stays 50."]
+    members.admit({0: client(0, 5000)})
+    assert len(lines) == 1
+    again = Members(tmp_path / "members.json", settings(), lines.append)
+    assert again.examples(0) == 50
+    assert again.examples(1) == 0
+
+
+def claiming(examples: int) -> Callable[[Message, Callable[[], Message]], Message]:
+    def answer(request: Message, honest: Callable[[], Message]) -> Message:
+        true = honest()
+        if request.kind != "hello":
+            return true
+        sizes = {**true.metadata["sizes"], "train": examples}
+        return replace(true, metadata={**true.metadata, "sizes": sizes})
+
+    return answer
+
+
+def test_a_claim_of_10_to_the_8_examples_does_not_make_the_aggregate_its_own(config: Config, tmp_path: Path) -> None:
+    """Its upload weighs at most ten times the median's, and what the operator pinned if so."""
+    one = changed(config, "federation", rounds=1)
+    hostile = HostileClient(2, claiming(10**8))
+    driven = drive(one, tmp_path / "capped", [hostile], reads_data=True)
+    weights = [record.examples for record in driven.records if isinstance(record, ClientRecord)]
+    assert weights[2] == 10 * sorted(weights)[1]
+    assert any("client-002 says that it has 100000000 training examples" in line for line in driven.lines)
+    honest = drive(one, tmp_path / "honest", reads_data=True)
+    true = [record.examples for record in honest.records if isinstance(record, ClientRecord)]
+    pinned = drive(one, tmp_path / "pinned", [hostile], reads_data=True, sizes={2: true[2]})
+    assert honest.state is not None
+    assert pinned.state is not None
+    for name, value in honest.state.tensors.items():
+        assert torch.equal(pinned.state.tensors[name], value)

@@ -1,0 +1,107 @@
+"""What the operator does while a run goes on: stop it, revoke a key, read the audit log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fedguild.config import Config
+from fedguild.errors import CheckpointError, StoppedError
+from fedguild.federation.audit import AuditLog
+from fedguild.federation.revocation import Revocations
+from fedguild.federation.stopping import request_stop, stop_is_requested
+from fedguild.locking import holder
+from fedguild.testing import HostileClient, Message, drive
+from tests.experiment.runs import says
+from tests.trust.attacks import HELLO, TRAIN
+from tests.trust.test_attacks import attacking, changed
+
+
+def doing(client: int, round: int, deed: Callable[[], object]) -> HostileClient:
+    """Returns an honest client; something happens while it trains in a round."""
+
+    def answer(request: Message, honest: Callable[[], Message]) -> Message:
+        if (request.kind, request.round) == ("train", round):
+            deed()
+        return honest()
+
+    return HostileClient(client, answer)
+
+
+def test_a_run_that_is_stopped_goes_on_to_the_same_bits(config: Config, tmp_path: Path) -> None:
+    three = changed(config, "federation", rounds=3)
+    state = tmp_path / "stopped" / "state"
+    stopped = drive(three, tmp_path / "stopped", [doing(0, 2, lambda: request_stop(state, "a test"))], reads_data=True)
+    assert isinstance(stopped.error, StoppedError)
+    assert [record.round for record in stopped.rounds] == [1, 2], "it stops when it next waits for a client"
+    assert not stop_is_requested(state)
+    assert holder(stopped.folder) is None
+    again = drive(three, tmp_path / "stopped", reads_data=True)
+    whole = drive(three, tmp_path / "whole", reads_data=True)
+    assert again.error is None
+    assert again.state is not None
+    assert whole.state is not None
+    assert all(torch.equal(again.state.tensors[name], value) for name, value in whole.state.tensors.items())
+
+
+def test_a_second_loop_on_the_run_is_refused_and_the_first_goes_on(config: Config, tmp_path: Path) -> None:
+    """And what the first one's clients have uploaded stays where it is."""
+    errors: list[Exception | None] = []
+    second = doing(1, 1, lambda: errors.append(drive(config, tmp_path, reads_data=True).error))
+    driven = drive(config, tmp_path, [second], reads_data=True)
+    assert driven.error is None
+    assert isinstance(errors[0], CheckpointError)
+    says(str(errors[0]), "is in use by process", "since")
+    assert [record.round for record in driven.rounds] == [1, 2]
+
+
+def test_a_key_that_is_revoked_while_a_run_goes_on(config: Config, tmp_path: Path) -> None:
+    """What its client uploads is not used any more, even if it had been asked before."""
+    revoke = doing(2, 1, lambda: Revocations(tmp_path / "state").add("client-002"))
+    driven = drive(config, tmp_path, [revoke], reads_data=True)
+    assert driven.error is None
+    assert driven.rejected[1] == {2: "its key was revoked"}
+    assert driven.rejected[2] == {2: "it is not connected"}
+    Revocations(tmp_path / "state").remove("client-002")
+    assert Revocations(tmp_path / "state").names() == frozenset()
+
+
+def test_the_audit_log_says_who_joined_and_what_became_of_every_upload(config: Config, tmp_path: Path) -> None:
+    attack, reason = TRAIN["values of 1e30"]
+    hostile = attacking("train", lambda request: attack if request.round == 1 else None)
+    driven = drive(config, tmp_path, [hostile], deliver=True)
+    assert driven.error is None
+    entries = AuditLog(tmp_path / "state").read()
+    events = [entry["event"] for entry in entries]
+    assert events == ["started", *["joined"] * 3, *["round"] * 2, *["delivered"] * 3, "ended"]
+    first, second = (entry for entry in entries if entry["event"] == "round")
+    assert (first["asked"], first["accepted"], list(first["rejected"])) == ([0, 1, 2], [0, 1], ["2"])
+    says(first["rejected"]["2"], reason)
+    assert second["accepted"] == [0, 1, 2]
+    assert all(entry["examples"] > 0 for entry in entries if entry["event"] == "joined")
+
+
+def test_a_run_that_never_began_stands_in_the_audit_log_with_its_reason(config: Config, tmp_path: Path) -> None:
+    strict = changed(config, "federation", quorum=1.0)
+    attack = HELLO["another version"]
+    driven = drive(strict, tmp_path, [attacking("hello", lambda request: attack)], wait_seconds=0.5)
+    assert driven.error is not None
+    *joined, stopped = AuditLog(tmp_path / "state").read()
+    assert [entry["event"] for entry in joined] == ["started", "refused"]
+    says(joined[1]["reason"], "it runs fedguild 9.9")
+    says(stopped["reason"], "still missing: client-002")
+
+
+def test_everything_of_a_run_belongs_to_its_user_alone(config: Config, tmp_path: Path) -> None:
+    drive(config, tmp_path / "server", reads_data=True)
+    modes = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "server").rglob("*") if not path.is_symlink()}
+    assert modes
+    open_to_others = {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}
+    assert not open_to_others
+
+
+def test_no_uploads_and_no_half_written_files_are_left(config: Config, tmp_path: Path) -> None:
+    driven = drive(config, tmp_path, reads_data=True)
+    assert not [path for path in driven.folder.rglob("*") if path.suffix in (".part", ".upload")]

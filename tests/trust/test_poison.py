@@ -1,0 +1,174 @@
+"""No poison in the state: not by one upload, not by the disk, and nobody honest is blamed for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedguild import experiment
+from fedguild.config import Config
+from fedguild.errors import CheckpointError, ConfigError, QuorumError
+from fedguild.experiment import CHECKPOINTS
+from fedguild.server import checkpoint
+from fedguild.server.guard import not_finite
+from fedguild.setup import fit_method, method_of, model_of
+from fedguild.testing import HostileClient, Message, drive
+from tests.engines.flower.loopback_federation import Lines
+from tests.experiment.runs import assert_same, ended, says
+from tests.trust.attacks import filled, uploading
+from tests.trust.conftest import config_of
+from tests.trust.test_attacks import attacking, changed
+
+
+def test_an_upload_of_1e30_is_rejected_and_its_sender_is_the_one_who_is(config: Config, tmp_path: Path) -> None:
+    driven = drive(config, tmp_path, [attacking("train", lambda request: filled(1e30))], reads_data=True)
+    assert driven.error is None
+    assert driven.accepted == {1: [0, 1], 2: [0, 1]}
+    assert driven.state is not None
+    assert not not_finite(driven.state)
+
+
+def test_a_change_of_a_thousand_times_the_others_is_rejected_where_four_upload(config: Config, tmp_path: Path) -> None:
+    larger = uploading(lambda tensors: {name: value + 50.0 for name, value in tensors.items()})
+    four = changed(config, "federation", clients=4)
+    driven = drive(four, tmp_path, [attacking("train", lambda request: larger)], reads_data=True)
+    assert driven.error is None
+    assert driven.accepted == {1: [0, 1, 3], 2: [0, 1, 3]}
+    says(driven.rejected[1][2], "beyond 10 times the round's median", "federation.norm_factor")
+
+
+def test_an_honest_federation_of_four_rejects_nobody_and_computes_what_a_simulation_does(
+    config: Config, tmp_path: Path
+) -> None:
+    four = changed(config, "federation", clients=4)
+    driven = drive(four, tmp_path / "real", reads_data=True)
+    experiment.run(four, tmp_path / "simulated")
+    assert not any(driven.rejected.values())
+    assert_same(replace(ended(driven.folder), memory={}), replace(ended(tmp_path / "simulated"), memory={}))
+
+
+def test_a_robust_mean_of_a_simulation_and_of_a_federation_are_the_same_bits(config: Config, tmp_path: Path) -> None:
+    four = changed(config, "federation", clients=4, robust="median")
+    driven = drive(four, tmp_path / "real", reads_data=True)
+    experiment.run(four, tmp_path / "simulated")
+    assert_same(replace(ended(driven.folder), memory={}), replace(ended(tmp_path / "simulated"), memory={}))
+    plain = drive(changed(config, "federation", clients=4), tmp_path / "plain", reads_data=True)
+    assert driven.state is not None
+    assert plain.state is not None
+    assert any(not torch.equal(driven.state.tensors[name], value) for name, value in plain.state.tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("flora", "the aggregate of flora is not a mean of the clients' adapters"),
+        ("flame", "the aggregate of flame is not a mean of the clients' adapters"),
+        ("fedit", "the clients' adapters differ in shape between the budgets"),
+    ],
+)
+def test_a_robust_mean_is_refused_where_there_is_none(method: str, reason: str, config: Config) -> None:
+    base = {"fedit": "fedit/tiny-tasks-ranks"}.get(method, f"{method}/tiny-tasks")
+    other = config_of(config.model.path, base, "federation.robust=trimmed_mean")
+    with pytest.raises(ConfigError) as caught:
+        fit_method(method_of(other), other, model_of(other))
+    says(str(caught.value), "federation.robust is trimmed_mean", reason, "federation.norm_factor")
+
+
+def test_a_client_whose_download_was_poisoned_is_not_blamed(config: Config, tmp_path: Path) -> None:
+    """The state was poisoned before, by whatever means: what cannot be trained from is not the clients' fault."""
+
+    def fail(request: Message, honest: Callable[[], Message]) -> Message:
+        return filled(float("nan"))(honest()) if request.kind == "train" else honest()
+
+    begun = drive(config, tmp_path, reads_data=True)
+    poison_round_one(begun.folder, config, 1e12)
+    nobody = [HostileClient(index, fail) for index in range(3)]
+    driven = drive(config, tmp_path, nobody, reads_data=True)
+    assert isinstance(driven.error, QuorumError)
+    says(str(driven.error), "The client is not to blame", "values up to 1e+12", "resume --round")
+
+
+def test_a_state_that_is_not_finite_is_not_trained_from(config: Config, tmp_path: Path) -> None:
+    experiment.run(config, tmp_path / "run")
+    poison_round_one(tmp_path / "run", config, float("nan"))
+    with pytest.raises(CheckpointError, match="The state before round 2 has NaN or infinity"):
+        experiment.resume(tmp_path / "run")
+
+
+def poison_round_one(folder: Path, config: Config, value: float) -> None:
+    """Writes the first round's checkpoint again, with one value everywhere; that of the second is removed."""
+    saved = checkpoint.load(folder / CHECKPOINTS, 1, fingerprint=config.fingerprint())
+    tensors = {name: torch.full_like(tensor, value) for name, tensor in saved.state.tensors.items()}
+    state = replace(saved.state, tensors=tensors)
+    checkpoint.save(folder / CHECKPOINTS, 1, state, fingerprint=config.fingerprint(), extra=saved.extra)
+
+
+def run_of(config: Config, folder: Path) -> Config:
+    config = changed(config, "federation", rounds=4, keep_checkpoints=3)
+    experiment.run(config, folder)
+    return config
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def test_a_damaged_newest_checkpoint_is_skipped_for_the_one_before_with_a_message(
+    config: Config, tmp_path: Path
+) -> None:
+    run_of(config, tmp_path / "run")
+    whole = ended(tmp_path / "run")
+    damage(tmp_path / "run" / CHECKPOINTS / "round-00004.checkpoint")
+    damage(tmp_path / "run" / CHECKPOINTS / "round-00003.checkpoint")
+    lines = Lines()
+    experiment.resume(tmp_path / "run", progress=lines)
+    assert lines.says("round-00004.checkpoint is damaged", "It is skipped for the checkpoint before it")
+    assert lines.says("round-00003.checkpoint is damaged")
+    assert_same(ended(tmp_path / "run"), whole)
+
+
+def test_no_checkpoint_is_left(config: Config, tmp_path: Path) -> None:
+    run_of(config, tmp_path / "run")
+    for path in (tmp_path / "run" / CHECKPOINTS).iterdir():
+        damage(path)
+    with pytest.raises(CheckpointError, match=r"round-00004\.checkpoint is damaged"):
+        experiment.resume(tmp_path / "run")
+
+
+def test_resume_goes_back_to_a_round_by_hand(config: Config, tmp_path: Path) -> None:
+    run_of(config, tmp_path / "run")
+    whole = ended(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="holds no checkpoint of round 1"):
+        experiment.resume(tmp_path / "run", round=1)
+    lines = Lines()
+    result = experiment.resume(tmp_path / "run", round=2, progress=lines)
+    assert result.rounds == 4
+    assert checkpoint.rounds(tmp_path / "run" / CHECKPOINTS) == [2, 3, 4]
+    assert_same(ended(tmp_path / "run"), whole)
+
+
+def test_a_resume_leaves_no_half_written_files(config: Config, tmp_path: Path) -> None:
+    run_of(config, tmp_path / "run")
+    for folder in (tmp_path / "run", tmp_path / "run" / CHECKPOINTS, tmp_path / "run" / "clients" / "client-000"):
+        folder.mkdir(exist_ok=True, parents=True)
+        (folder / ".state.x7.part").write_bytes(b"half")
+    experiment.resume(tmp_path / "run", round=3)
+    assert not list((tmp_path / "run").rglob("*.part"))
+
+
+def test_a_log_that_lost_records_of_a_complete_round_is_found(config: Config, tmp_path: Path) -> None:
+    """Also if whole lines are missing from its end, which no line's own seal shows."""
+    run_of(config, tmp_path / "run")
+    log = tmp_path / "run" / "metrics.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(CheckpointError, match="records are missing"):
+        experiment.resume(tmp_path / "run")
+    experiment.resume(tmp_path / "run", round=2)
+    assert len(log.read_bytes().splitlines()) == len(lines)
