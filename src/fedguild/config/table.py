@@ -17,7 +17,7 @@ from fedguild.config.yaml_reading import parse
 from fedguild.errors import ConfigError, nearest
 
 TABLES_FOLDER = Path(__file__).parent / "tables"
-Score = Literal["mean", "mtal", "received", "pooled"]
+Score = Literal["mean", "mtal", "trained", "received", "pooled"]
 """Mean over budgets of the global model, or a mean over clients; see `evaluation` in the config."""
 ONLY_COLUMN = "all"
 """The column of a table that has no others."""

@@ -39,6 +39,7 @@ from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (
     MEMORY,
     Experiment,
+    OwnScope,
     PreparedData,
     Split,
     fit_method,
@@ -88,9 +89,7 @@ class RemoteClients:
     wait_seconds: float
     progress: Progress
 
-    def score(
-        self, scope: Literal["client", "received"], state: Payload, number: int, split: Split
-    ) -> list[EvaluationRecord]:
+    def score(self, scope: OwnScope, state: Payload, number: int, split: Split) -> list[EvaluationRecord]:
         """Returns the clients' scores on their own held-out examples, in client order.
 
         Raises:
