@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fedguild.client.budget import Budget
 from fedguild.errors import ConfigError
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_router import FullRouter
@@ -14,6 +15,7 @@ from fedguild.model.adapters.part import AdapterPart
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.targets import fitting_targets
+from fedguild.server.limits import require_within_rank
 
 Rank = Annotated[int, Field(ge=1, description="LoRA rank r")]
 Alpha = Annotated[float, Field(gt=0, description="LoRA's alpha; the scale is alpha / rank")]
@@ -21,10 +23,17 @@ Targets = Annotated[
     tuple[str, ...],
     Field(description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts"),
 ]
+Scale = Annotated[
+    Literal["common", "own"] | Annotated[float, Field(gt=0)],
+    Field(
+        description="factor on a client's product B A: common, alpha / the highest rank; own, alpha / its own rank; "
+        "or a number, the same for all"
+    ),
+]
 Dropout = Annotated[float, Field(ge=0, lt=1, description="dropout on the input of LoRA on linear layers")]
 Weights = Annotated[
     Literal["size", "uniform"],
-    Field(description="a client's weight in the average: its number of examples, or the same for all"),
+    Field(description="a client's weight in the average: its number of examples, or the same for all that have any"),
 ]
 
 
@@ -45,6 +54,28 @@ class LoraSettings(MethodSettings):
     def scale(self) -> float:
         """Factor on the product of a LoRA of rank r, alpha / r."""
         return self.alpha / self.rank
+
+
+class UnequalRanksSettings(MethodSettings):
+    """The options of a method whose clients train LoRA of unequal ranks."""
+
+    rank: int = Field(20, ge=1, description="the highest LoRA rank of all clients")
+    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; `scale` says what divides it")
+    scale: Scale = "own"
+    targets: Targets = ("attention", "experts")
+
+    def scale_of(self, budget: Budget) -> float:
+        """Returns the factor on the product of a budget's LoRA.
+
+        Raises:
+            ConfigError: it is the highest rank's, and the budget's rank is above that.
+        """
+        if self.scale == "own":
+            return self.alpha / budget.rank
+        if self.scale == "common":
+            require_within_rank(budget, self.rank)
+            return self.alpha / self.rank
+        return self.scale
 
 
 def fitting_defaults(settings: BaseModel, model: ModelInfo) -> dict[str, Any]:
