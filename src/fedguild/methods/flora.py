@@ -42,11 +42,11 @@ from fedguild.seeding import new_seed
 from fedguild.server.low_rank import weighted_product
 from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Deployment, Method, ServerCosts, Upload
-from fedguild.server.settings import Dropout, UnequalRanksSettings
+from fedguild.server.settings import AnyRanksSettings, Dropout
 from fedguild.server.uploads import collected, scaled_products
 
 
-class FloraSettings(UnequalRanksSettings):
+class FloraSettings(AnyRanksSettings):
     """The options of FLoRA; the released code's scale is 2, as its alpha is twice a client's rank."""
 
     dropout: Dropout = 0.0

@@ -49,7 +49,7 @@ from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import Factors, Svd, by_module, decompose, named, weighted_product
 from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Deployment, Method, ServerCosts, Upload
-from fedguild.server.settings import Dropout, UnequalRanksSettings
+from fedguild.server.settings import AnyRanksSettings, Dropout
 from fedguild.server.uploads import collected, scaled_products
 
 PAIR = "pair"
@@ -58,7 +58,7 @@ COUNT = "rounds_aggregated"
 """The state's scalar that makes every round's fresh adapters differ."""
 
 
-class FloristSettings(UnequalRanksSettings):
+class FloristSettings(AnyRanksSettings):
     """The options of FLoRIST; the released code's scale is 2."""
 
     threshold: float = Field(0.9, gt=0, le=1, description="tau, the share of the squared singular values that is kept")

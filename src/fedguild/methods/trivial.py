@@ -37,11 +37,11 @@ from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.aggregation import rank_axis
 from fedguild.server.method import Deployment, Method, ServerCosts, Upload, in_part
-from fedguild.server.settings import Dropout, Targets, UnequalRanksSettings
+from fedguild.server.settings import AnyRanksSettings, Dropout, Targets
 from fedguild.server.uploads import mean_adapter
 
 
-class TrivialSettings(UnequalRanksSettings):
+class TrivialSettings(AnyRanksSettings):
     """The options of trivial."""
 
     targets: Targets = ("attention", "router", "experts")

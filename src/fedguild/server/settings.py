@@ -15,7 +15,6 @@ from fedguild.model.adapters.part import AdapterPart
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.targets import fitting_targets
-from fedguild.server.limits import require_within_rank
 
 Rank = Annotated[int, Field(ge=1, description="LoRA rank r")]
 Alpha = Annotated[float, Field(gt=0, description="LoRA's alpha; the scale is alpha / rank")]
@@ -57,7 +56,7 @@ class LoraSettings(MethodSettings):
 
 
 class UnequalRanksSettings(MethodSettings):
-    """The options of a method whose clients train LoRA of unequal ranks."""
+    """The options of a method whose clients train LoRA of unequal ranks, up to the rank that the server keeps."""
 
     rank: int = Field(20, ge=1, description="the highest LoRA rank of all clients")
     alpha: float = Field(16.0, gt=0, description="LoRA's alpha; `scale` says what divides it")
@@ -65,17 +64,44 @@ class UnequalRanksSettings(MethodSettings):
     targets: Targets = ("attention", "experts")
 
     def scale_of(self, budget: Budget) -> float:
-        """Returns the factor on the product of a budget's LoRA.
+        """Returns the factor on the product of a budget's LoRA; see `scale_by_rank`."""
+        return scale_by_rank(self.scale, self.alpha, self.rank, budget)
+
+
+class AnyRanksSettings(MethodSettings):
+    """The options of a method whose clients train LoRA of any ranks, as the server keeps none of them."""
+
+    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; `scale` says what divides it")
+    scale: Scale = "own"
+    highest_rank: int = Field(20, ge=1, description="the highest LoRA rank of all clients, which scale common needs")
+    targets: Targets = ("attention", "experts")
+
+    def scale_of(self, budget: Budget) -> float:
+        """Returns the factor on the product of a budget's LoRA; see `scale_by_rank`.
 
         Raises:
-            ConfigError: it is the highest rank's, and the budget's rank is above that.
+            ConfigError: the scale is common, and the budget's rank is above the highest.
         """
-        if self.scale == "own":
-            return self.alpha / budget.rank
-        if self.scale == "common":
-            require_within_rank(budget, self.rank)
-            return self.alpha / self.rank
-        return self.scale
+        if self.scale == "common" and budget.rank > self.highest_rank:
+            raise ConfigError(
+                f"Budget '{budget.name}' has rank {budget.rank}, but method.highest_rank is {self.highest_rank}.",
+                "Set method.highest_rank to the highest rank of federation.budgets.",
+            )
+        return scale_by_rank(self.scale, self.alpha, self.highest_rank, budget)
+
+
+def scale_by_rank(scale: Literal["common", "own"] | float, alpha: float, highest: int, budget: Budget) -> float:
+    """Returns the factor on the product of a budget's LoRA.
+
+    Args:
+        scale: `common`, alpha / `highest`; `own`, alpha / the budget's rank; or the factor.
+        alpha: LoRA's alpha.
+        highest: The highest rank of all clients.
+        budget: Whose.
+    """
+    if scale == "own":
+        return alpha / budget.rank
+    return alpha / highest if scale == "common" else scale
 
 
 def fitting_defaults(settings: BaseModel, model: ModelInfo) -> dict[str, Any]:
