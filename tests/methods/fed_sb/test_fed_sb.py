@@ -377,7 +377,6 @@ def test_the_gradients_are_sent_whole_where_they_are_small_enough(olmoe_backbone
     for limit, expected in ((size, "dense"), (size - 1, "sketch"), (0, "sketch")):
         method = fed_sb(dense_limit_bytes=limit)
         assert method.start_on(model) == expected
-        assert method.fitted(model, 3, exact=True).settings.start == expected
         who, state = client(0, LARGE), method.start(model, [LARGE], torch_rng(0, "start"))
         expecting = method.expected_upload(model, who, method.download(state, model, who))
         leaves = {name.rpartition(".")[2] for name in expecting}

@@ -193,11 +193,6 @@ class FedSB(Method):
         """Returns whether A and B are lost, once there are any."""
         return {LOST: False} if download.scalars.get(STAGE) == "training" else {}
 
-    def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
-        """Returns the method with targets and a start that fit the model."""
-        method = super().fitted(model, clients, exact=exact)
-        return method.with_options(start=FedSB(method.settings).start_on(model))
-
     def start_on(self, model: ModelInfo) -> Literal["dense", "sketch", "random"]:
         """Returns where A and B come from on this model."""
         if self.settings.start != "auto":

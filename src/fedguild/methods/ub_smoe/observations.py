@@ -58,7 +58,9 @@ class BudgetFigures:
     def add(self, upload: Upload) -> None:
         """Adds a client's share of idle expert-steps and the size of what it injected."""
         sent = upload.payload.part(TRAINING)
-        named = {f"{upload.client.budget.name}/{name}": sent[name].clamp(min=0) for name in (IDLE, RATIO)}
+        named = {
+            f"{upload.client.budget.name}/{name}": sent[name].clamp(min=0) for name in (IDLE, RATIO) if name in sent
+        }
         self._mean.add(named, float(upload.client.examples))
         self._shapes |= {name: torch.zeros_like(value) for name, value in named.items()}
 
