@@ -1,5 +1,5 @@
 # make demo: the whole thing on two CPU cores, offline once the packages are there.
-# make test, test-long, check, docs, bench: for those who change it.
+# make test, test-long, check, docs, tables, bench: for those who change it.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 DEMO := runs/demo
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-long lint types check docs bench clean
+.PHONY: demo test test-long lint types check docs tables tables-recorded bench clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks \
@@ -35,6 +35,14 @@ check: lint types test
 # The tables and indexes of the documentation, from the code and the methods' pages.
 docs: $(VENV)/.developer
 	$(BIN)/python docs/generate.py
+
+# The papers' tables of docs/methods/records/plan.yaml: run what is missing, record every cell, write the pages.
+# One of them: make tables TABLE=flame/table-2-tiny. From the records alone, in seconds: make tables-recorded.
+tables: $(VENV)/.developer
+	$(BIN)/python docs/tables.py $(TABLE)
+
+tables-recorded: $(VENV)/.developer
+	$(BIN)/python docs/tables.py --recorded
 
 bench: $(VENV)/.developer
 	for script in $$(grep -l __main__ benchmarks/*.py); do $(BIN)/python $$script || exit 1; done

@@ -12,12 +12,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fedguild.cli.profile_tables import server_markdown
+from fedguild.config import tables
 from fedguild.config.reference import as_markdown, settings_of
 from fedguild.config.schema import Config
 from fedguild.methods import METHODS
+from fedguild.report.recorded import claims_markdown, read_records, table_page
 
 ROOT = Path(__file__).parents[1]
 METHOD_PAGES = ROOT / "docs" / "methods"
+RECORDS = METHOD_PAGES / "records"
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FACTS = ("Trains", "Sent up", "The client keeps", "The server combines", "Use it when")
 """The list of the section "In short", in this order; the columns of the index."""
@@ -59,6 +62,21 @@ def _server_costs(page: Path) -> str:
     return server_markdown({name: METHODS.load(name).costs for name in METHODS})
 
 
+def _recorded(page: Path) -> str:
+    """Returns the recorded tables: all of them in results.md, the claims of its own on a method's page."""
+    records = read_records(RECORDS)
+    parts = []
+    for shipped in tables():
+        of_table = [record for record in records if record.table == shipped.name]
+        if not of_table:
+            continue
+        if page.stem == "results":
+            parts.append(table_page(shipped.name, shipped.description, shipped.load(), of_table))
+        elif shipped.name.startswith(f"{page.stem}/") and (content := shipped.load()).claims:
+            parts.append(f"`{shipped.name}`:\n\n{claims_markdown(content, of_table)}")
+    return "\n".join(parts) or "No table has been recorded yet: `make tables`.\n"
+
+
 def _titles(page: Path) -> str:
     """Returns every method with its title, for the README."""
     found = [plugin for plugin in METHODS.found() if plugin.origin == "fedguild"]
@@ -97,6 +115,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "options": _options,
     "settings": _settings,
     "server-costs": _server_costs,
+    "recorded": _recorded,
     "titles": _titles,
     "index": _index,
 }

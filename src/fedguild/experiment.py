@@ -71,9 +71,10 @@ class RunResult:
         mean: Mean over the budgets, or over the clients if every client has its own model.
         report: The report's page.
         own: Client -> score of its own model on its own data; empty if not evaluated.
-        received: Client -> score of the model that it would receive next; empty if not evaluated.
-        pooled: Client -> score of its own model on all clients' data; empty if not evaluated.
-        summaries: `mean`, `mtal`, `received` and `pooled`, those that were evaluated.
+        trained: Client -> score of the model that its training left; empty if not evaluated.
+        received: Client -> score of the model with which it would begin its next round; empty if not evaluated.
+        pooled: Client -> score of the latter on all clients' data; empty if not evaluated.
+        summaries: `mean`, `mtal`, `trained`, `received` and `pooled`, those that were evaluated.
         deviations: Summaries over clients -> the sample standard deviation, if there are at least two clients.
     """
 
@@ -83,6 +84,7 @@ class RunResult:
     mean: float
     report: Path
     own: Mapping[str, float] = field(default_factory=dict)
+    trained: Mapping[str, float] = field(default_factory=dict)
     received: Mapping[str, float] = field(default_factory=dict)
     pooled: Mapping[str, float] = field(default_factory=dict)
     summaries: Mapping[str, float] = field(default_factory=dict)
@@ -306,16 +308,16 @@ def _written_config(folder: Path) -> Config:
 
 def _result(experiment: Experiment, number: int, records: Sequence[Record], report: Path) -> RunResult:
     scored = [record for record in records if isinstance(record, EvaluationRecord)]
-    scores, own_scores, received_scores, pooled_scores, summaries = (
+    scores, own_scores, trained_scores, received_scores, pooled_scores, summaries = (
         {record.name: record.score for record in scored if record.scope == scope}
-        for scope in ("budget", "client", "received", "pooled", "summary")
+        for scope in ("budget", "client", "trained", "received", "pooled", "summary")
     )
     deviations = {
         record.name: record.metrics["deviation"]
         for record in scored
         if record.scope == "summary" and "deviation" in record.metrics
     }
-    mean = summaries.get("mean", summaries.get("mtal", 0.0))
+    mean = next((summaries[name] for name in ("mean", "mtal", "trained", "received") if name in summaries), 0.0)
     return RunResult(
         experiment.folder,
         number,
@@ -323,6 +325,7 @@ def _result(experiment: Experiment, number: int, records: Sequence[Record], repo
         mean,
         report,
         own=own_scores,
+        trained=trained_scores,
         received=received_scores,
         pooled=pooled_scores,
         summaries=summaries,

@@ -18,7 +18,7 @@ from fedguild.server.method import Observation
 from fedguild.server.rounds import Outcome
 from fedguild.server.run_log import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
 
-Where = tuple[Literal["budget", "client", "received", "pooled"], int, Literal["test", "validation"]]
+Where = tuple[Literal["budget", "client", "trained", "received", "pooled"], int, Literal["test", "validation"]]
 
 
 def client_records(outcome: Outcome, model: ModelInfo) -> list[ClientRecord]:
@@ -79,7 +79,7 @@ def evaluation_record(
 
 
 def summary_record(
-    name: Literal["mean", "mtal", "received", "pooled"], records: Sequence[EvaluationRecord]
+    name: Literal["mean", "mtal", "trained", "received", "pooled"], records: Sequence[EvaluationRecord]
 ) -> EvaluationRecord:
     """Returns the record of a mean over budgets (`mean`), or over the clients with examples (`mtal` and the others).
 

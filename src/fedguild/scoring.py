@@ -1,4 +1,4 @@
-"""Scoring of a run's models: the global model at every budget, and each client's own model."""
+"""Scoring of a run's models: the global model at every budget, and each client's: its own, as trained, as received."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedguild.payload import Payload
 from fedguild.recording import Where, evaluation_record, summary_record
 from fedguild.server.method import Deployment
 from fedguild.server.run_log import EvaluationRecord, Record
-from fedguild.setup import Experiment, Split
+from fedguild.setup import Experiment, OwnScope, Split
 
 Model = tuple[str, Budget, Deployment]
 """A model's name (that of its budget or client), the budget that it runs at, and its deployment."""
@@ -42,17 +42,20 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
     global_models = [(budget.name, budget, deployment) for budget, deployment in deployed if deployment is not None]
     records = _scored(experiment, global_models, [pooled] * len(global_models), ("budget", number, split))
     summary: list[Record] = [summary_record("mean", records)] if records else []
-    if settings.clients or not global_models:
+    if settings.clients or not (global_models or settings.trained):
         scored = _client_scores(experiment, "client", state, number, split)
         summary.append(summary_record("mtal", scored))
         records += scored
-    if settings.received:
-        scored = _client_scores(experiment, "received", state, number, split)
-        summary.append(summary_record("received", scored))
+    protocols: list[Literal["trained", "received"]] = []
+    protocols += ["trained"] if settings.trained else []
+    protocols += ["received"] if settings.received else []
+    for protocol in protocols:
+        scored = _client_scores(experiment, protocol, state, number, split)
+        summary.append(summary_record(protocol, scored))
         records += scored
     if settings.pooled:
-        models = _own_models(experiment, _excerpts(experiment, state), number)
-        scored = _scored(experiment, models, [pooled] * len(models), ("pooled", number, split))
+        models = _models(experiment, "received", _excerpts(experiment, state), number)
+        scored = _scored_once(experiment, models, pooled, ("pooled", number, split))
         summary.append(summary_record("pooled", scored))
         records += scored
     experiment.progress.evaluated(
@@ -63,7 +66,7 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
 
 
 def _client_scores(
-    experiment: Experiment, scope: Literal["client", "received"], state: Payload, number: int, split: Split
+    experiment: Experiment, scope: OwnScope, state: Payload, number: int, split: Split
 ) -> list[EvaluationRecord]:
     """Returns every client's score on its own held-out examples, computed where the examples are stored."""
     if experiment.remote is not None:
@@ -73,7 +76,7 @@ def _client_scores(
 
 def score_clients(
     experiment: Experiment,
-    scope: Literal["client", "received"],
+    scope: OwnScope,
     excerpt_of: Callable[[ClientInfo], Payload],
     number: int,
     split: Split,
@@ -82,12 +85,13 @@ def score_clients(
 
     Args:
         experiment: The run; with real clients, the run of one of them.
-        scope: `client` for a client's own model, `received` for the model that it would receive next.
+        scope: `client` for a client's own model, `trained` for the model that its training left, `received` for the one
+            with which it would begin its next round.
         excerpt_of: Returns a client's excerpt of the state.
         number: The round that led to the state.
         split: The split with the examples.
     """
-    models = _own_models(experiment, excerpt_of, number) if scope == "client" else _next_models(experiment, excerpt_of)
+    models = _models(experiment, scope, excerpt_of, number)
     limit = experiment.config.evaluation.max_examples
     held_out = [getattr(data, split)[:limit] for data in experiment.data.clients]
     return _scored(experiment, models, held_out, (scope, number, split))
@@ -166,20 +170,39 @@ def _excerpts(experiment: Experiment, state: Payload) -> Callable[[ClientInfo], 
     return lambda client: experiment.method.excerpt(state, experiment.backbone.info, client)
 
 
-def _own_models(experiment: Experiment, excerpt_of: Callable[[ClientInfo], Payload], number: int) -> list[Model]:
-    """Returns the model that each client uses after the round."""
-    kept = [experiment.memory.load(client.name, number + 1) for client in experiment.clients]
+def _models(
+    experiment: Experiment, scope: OwnScope, excerpt_of: Callable[[ClientInfo], Payload], number: int
+) -> list[Model]:
+    """Returns a model of every client after a round, as `score_clients` names them."""
     return [
-        _personal(experiment, excerpt_of(client), client, memory)
-        for client, memory in zip(experiment.clients, kept, strict=True)
+        (client.name, client.budget, _model(experiment, scope, excerpt_of(client), client, number))
+        for client in experiment.clients
     ]
 
 
-def _next_models(experiment: Experiment, excerpt_of: Callable[[ClientInfo], Payload]) -> list[Model]:
-    """Returns the model that each client would receive next."""
-    return [_personal(experiment, excerpt_of(client), client, Payload()) for client in experiment.clients]
+def _model(experiment: Experiment, scope: OwnScope, excerpt: Payload, client: ClientInfo, number: int) -> Deployment:
+    method, info = experiment.method, experiment.backbone.info
+    memory = experiment.memory.load(client.name, number + 1)
+    if scope == "client":
+        return method.personalize(excerpt, info, client, memory)
+    kept = experiment.memory.trained
+    if scope == "trained" and kept is not None and (left := kept.load(client.name, number + 1)).tensors:
+        return method.as_trained(excerpt, info, client, memory, left)
+    return method.as_received(excerpt, info, client, memory)
 
 
-def _personal(experiment: Experiment, excerpt: Payload, client: ClientInfo, memory: Payload) -> Model:
-    deployment = experiment.method.personalize(excerpt, experiment.backbone.info, client, memory)
-    return client.name, client.budget, deployment
+def _scored_once(
+    experiment: Experiment, models: Sequence[Model], examples: Sequence[Example], where: Where
+) -> list[EvaluationRecord]:
+    """Scores several models on the same examples; those that are one and the same are scored once."""
+    distinct: dict[object, Model] = {}
+    keys = []
+    for model in models:
+        _, budget, deployment = model
+        tensors = tuple(_identity(deployment.tensors))
+        key = (budget, deployment.plan, tensors, tuple(_identity(deployment.merged)))
+        keys.append(key)
+        distinct.setdefault(key, model)
+    scored = _scored(experiment, list(distinct.values()), [examples] * len(distinct), where)
+    by_key = dict(zip(distinct, scored, strict=True))
+    return [by_key[key].model_copy(update={"name": name}) for key, (name, _, _) in zip(keys, models, strict=True)]

@@ -44,6 +44,8 @@ from fedguild.server.rounds import Outcome
 from fedguild.server.run_log import EvaluationRecord
 
 Split = Literal["test", "validation"]
+OwnScope = Literal["client", "trained", "received"]
+"""Whose scores a client takes on its own examples: its own model, the same as trained, and as received."""
 MEMORY, SPOOL = "clients", "spool"
 IDENTITY = "run-id"
 
@@ -92,10 +94,8 @@ class Remote(Protocol):
         """Takes note of a complete round, for those who audit it."""
         ...
 
-    def score(
-        self, scope: Literal["client", "received"], state: Payload, number: int, split: Split
-    ) -> list[EvaluationRecord]:
-        """Returns the scores of every client's own model, or of the model that it would receive next."""
+    def score(self, scope: OwnScope, state: Payload, number: int, split: Split) -> list[EvaluationRecord]:
+        """Returns the scores of every client's own model, or of the model as it was trained or would be received."""
         ...
 
 
@@ -249,7 +249,7 @@ def prepare(config: Config, output: Path, progress: Progress | None = None) -> E
         ClientInfo(index, tiers[tier.name], len(data.clients[index].train))
         for index, tier in enumerate(config.federation.budget_per_client())
     ]
-    memory = ClientMemory(output / MEMORY)
+    memory = ClientMemory(output / MEMORY, trained=config.evaluation.trained)
     return Experiment(config, output, method, data, backbone, list(tiers.values()), clients, memory, progress)
 
 

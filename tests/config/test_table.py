@@ -70,14 +70,23 @@ def test_what_a_table_shows_of_a_row_is_scored(name: str) -> None:
         assert config.evaluation.received or score != "received", (cell.row, cell.column)
 
 
+@pytest.mark.parametrize("table", tables(), ids=lambda table: table.name)
+def test_the_rows_of_a_shipped_table_are_scored_alike(table: ShippedTable) -> None:
+    """One protocol in a column: every row has the table's score, and its runs take it."""
+    content = table.load()
+    assert set(content.scores.values()) == {content.score}
+    setting = {"mtal": "clients"}.get(content.score, content.score)
+    if content.score != "mean":
+        for cell in table_cells(table.name, content):
+            config = cell.config()
+            assert getattr(config.evaluation, setting), f"{cell.row}, {cell.column}: evaluation.{setting}"
+
+
 def test_a_rows_own_score_lies_above_the_tables() -> None:
     table = small_table().model_copy(update={"score": "mtal"})
     assert table.scores == {"flame": "mtal", "mine": "mtal"}
     rows = {**table.rows, "mine": table.rows["mine"].model_copy(update={"score": "pooled"})}
     assert table.model_copy(update={"rows": rows}).scores == {"flame": "mtal", "mine": "pooled"}
-    scores = shipped("fedalign-moe/figures-13-14-tiny").load().scores
-    assert {row for row, score in scores.items() if score == "mean"} == {"fedavg", "averaged-gates"}
-    assert set(scores.values()) == {"mean", "pooled"}
 
 
 def test_a_column_has_no_score(tmp_path: Path) -> None:

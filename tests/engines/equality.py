@@ -28,6 +28,7 @@ SETTINGS = (
     "evaluation.every=2",
     "evaluation.max_examples=2",
     "evaluation.clients=true",
+    "evaluation.trained=true",
     "data.options={train_examples: 96, test_examples: 12, families: [sum, reverse]}",
 )
 MakeEngine = Callable[[Experiment], Engine]

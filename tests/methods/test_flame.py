@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedguild.client.budget import Budget
+from fedguild.client.budget import Budget, ClientInfo
 from fedguild.errors import ConfigError, ModelError
 from fedguild.methods import build_method
 from fedguild.methods.fedit import FedIT
@@ -124,6 +124,32 @@ def test_aggregation(clients: int, temperature: float, olmoe_backbone: Backbone)
         else:
             expected = weighted_mean(values, [torch.tensor(float(n)) for n in examples], before)
         torch.testing.assert_close(found[name].double(), expected.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_by_k_i_a_budget_weighs_what_its_data_weigh() -> None:
+    """Two clients of as many examples and the same routing, k = 8 and k = 1: at t = 2 as published 64 to 1."""
+    shares = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    sums = []
+    for by_active in (False, True):
+        weights = []
+        for active in (8, 1):
+            who = ClientInfo(0, Budget("one", active, 1), 10)
+            sent = upload(who, routing={experts_of(0): shares * active / 8})
+            weights.append(flame(temperature=2.0, frequency_by_active=by_active).gamma(sent)[experts_of(0)])
+        sums.append(float(weights[0].sum() / weights[1].sum()))
+        torch.testing.assert_close(weights[0] / weights[0].sum(), weights[1] / weights[1].sum())
+    assert sums == pytest.approx([64.0, 1.0])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0, 8.0])
+def test_gamma_by_k_i(temperature: float) -> None:
+    frequency = [0.0, 0.25, 1.0, 0.75]
+    who = ClientInfo(0, Budget("four", 4, 1), 7)
+    found = flame(temperature=temperature, frequency_by_active=True).gamma(
+        upload(who, routing={experts_of(0): torch.tensor(frequency)})
+    )
+    expected = [oracle.gamma(value / 4, temperature, 7) for value in frequency]
+    assert found[experts_of(0)].tolist() == pytest.approx(expected)
 
 
 def test_temperature_zero_is_averaging_by_size(olmoe_backbone: Backbone) -> None:

@@ -68,6 +68,7 @@ CASES = {
     "fedavg on full experts": Case({"experts": "full", "personal": True}),
     "fedavg on a dense model": Case({"rank": 2, "gate": "none", "experts": "none", "targets": ["attention"]}, "llama"),
     "fed-sb": Case({"rank": 2, "targets": _EVERYTHING, "step_size": 0.05}),
+    "fed-sb from sketches": Case({"rank": 2, "targets": _EVERYTHING, "step_size": 0.05, "start": "sketch"}),
     "fed-sb from whole gradients": Case(
         {"rank": 2, "targets": ["attention"], "start": "dense", "step_size": 0.05, "weights": "uniform"}, "llama"
     ),

@@ -76,6 +76,8 @@ def regulariser(
                 if form == "bernoulli":
                     rest = math.log(max(1 - reference[e], 1e-8))
                     term = term + (1 - p[e]) * (safe_log(1 - p[e]) - rest)
+                if form == "generalised":
+                    term = term - p[e] + reference[e]
                 layer = layer + alpha[e] * term
         total = total + layer / max(1, sum(real))
     return total / len(layers)

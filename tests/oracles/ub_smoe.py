@@ -148,3 +148,44 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     both = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
     return both / sum((a - mean_x) ** 2 for a in x)
+
+
+class OwnNorms:
+    """One client's and one layer's gradient norms, expert by expert, over the steps of a round.
+
+    Args:
+        experts: M.
+    """
+
+    def __init__(self, experts: int) -> None:
+        self.norms: list[list[float]] = [[] for _ in range(experts)]
+        self.idle = self.steps = 0
+        self.injected: list[float] = []
+
+    def add(self, gradients: Sequence[Tensor], tokens_on: Sequence[int]) -> None:
+        """Takes in a step: the layer's gradients [M, …] of each tensor, and the tokens of each expert."""
+        for expert, tokens in enumerate(tokens_on):
+            self.steps += 1
+            if tokens:
+                self.norms[expert].append(math.sqrt(sum(float((g[expert].double() ** 2).sum()) for g in gradients)))
+            else:
+                self.idle += 1
+
+    def reference(self, expert: int) -> float:
+        """The mean of an expert's own norms; of the whole layer's where it has none."""
+        known = self.norms[expert] or [norm for norms in self.norms for norm in norms]
+        return sum(known) / len(known) if known else 0.0
+
+    def mean(self) -> float:
+        """The mean over all expert-steps with tokens."""
+        every = [norm for norms in self.norms for norm in norms]
+        return sum(every) / len(every)
+
+
+def next_phi(phi: float, rate: float, uniform: float, zeta: float, low: float, high: float, kind: str) -> float:
+    """Eq. 13 and 14 for one expert, by the three readings of phi's range."""
+    target = math.tanh(uniform / (rate + 1e-6) - 1)
+    if kind == "scale":
+        target *= high if target > 0 else -low
+    phi = (1 - zeta) * target + zeta * phi
+    return min(max(phi, low), high) if kind == "clamp" else phi

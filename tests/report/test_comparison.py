@@ -174,7 +174,7 @@ def test_the_outcome_of_a_run_with_one_budget_or_none(run: Run) -> None:
 def test_the_outcome_of_a_run_with_models_of_the_clients_own(run: Run, personal_run: Run) -> None:
     lead, received = run_summary(run_table(personal_run))
     assert "fedamole scores 0.655 on average over the clients" in lead
-    assert received == "The models that they would receive next score 0.555."
+    assert received == "As received next, their models score 0.555."
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_a_comparison_without_global_models(personal_runs: Runs) -> None:
     difference = table.difference("fedamole", "mtal")
     assert difference is not None
     assert (difference.mean, difference.count) == (pytest.approx(0.125), 2)
-    assert [cell.text for cell in table.score_grid().header] == ["Method", "MTAL", "Received"]
+    assert [cell.text for cell in table.score_grid().header] == ["Method", "MTAL", "As received"]
     assert "under each budget" not in table.score_grid().title
     assert table.score_grid().rows[2][0].text == "fedamole \u2212 random"
     lead, costs = comparison_summary(table)

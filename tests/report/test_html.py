@@ -84,7 +84,7 @@ def test_the_page_of_a_run(run_folder: Path) -> None:
 def test_the_page_of_a_run_in_which_every_client_has_a_model_of_its_own(personal_folder: Path) -> None:
     page = write_report(personal_folder).read_text()
     assert_self_contained(page)
-    for text in ("Scores by client", "Received next", "what the server would send it", "Observations of the method"):
+    for text in ("Scores by client", "As received", "what the server would send it", "Observations of the method"):
         assert text in page
     assert "Scores by budget" not in page
     assert "Utilisation entropy, in nats, over the rounds." in page
@@ -107,7 +107,7 @@ def test_figures_beyond_the_first_are_folded_away(personal_folder: Path, tmp_pat
 def test_the_page_of_a_comparison_without_global_models(personal_folder: Path, tmp_path: Path) -> None:
     page = write_comparison({"fedamole": [personal_folder]}, tmp_path).read_text()
     assert_self_contained(page)
-    for text in ("MTAL", "Received", "Observations of the methods", "utilisation entropy (nats)"):
+    for text in ("MTAL", "As received", "Observations of the methods", "utilisation entropy (nats)"):
         assert text in page
     assert "active experts, so inference costs the same" not in page
 

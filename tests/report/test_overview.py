@@ -31,7 +31,7 @@ def table(runs: dict[str, list[Run]]) -> ComparisonTable:
 def test_every_row_shows_its_own_score_and_the_header_says_so(table: ComparisonTable) -> None:
     grid = overview({"a": table, "b": table}, SCORES, "mine")
     assert grid.title == (
-        "mine: own models on all data, mean over clients; fedit-ranks: global model, mean over budgets; "
+        "mine: clients' models as received, on all data; fedit-ranks: global model, mean over budgets; "
         "mean ± sample deviation over 3 seeds"
     )
     ranks = table.row("fedit-ranks").spread("mean")
@@ -66,7 +66,7 @@ def test_one_column_has_an_overview_only_where_its_rows_have_unlike_scores(
     assert adds_to({"": table}, SCORES)
     assert "mine: " not in write_overview({"": table}, alike, "mine", tmp_path).read_text()
     text = write_overview({"": table}, SCORES, "mine", tmp_path).read_text()
-    assert text.startswith("**mine: own models on all data, mean over clients; fedit-ranks: global model")
+    assert text.startswith("**mine: clients' models as received, on all data; fedit-ranks: global model")
 
 
 def test_a_row_without_its_score_shows_a_gap(runs: dict[str, list[Run]]) -> None:

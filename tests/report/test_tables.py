@@ -82,7 +82,7 @@ def test_own_models_and_those_received_next_stand_side_by_side(personal_run: Run
         "Examples",
         "Before",
         "Own model",
-        "Received next",
+        "As received",
     ]
     assert [cell.text for cell in grid.rows[2]] == ["client-002", "b3", "–", "0.520", "0.640", "0.540"]
     last = [cell.text for cell in grid.rows[-1]]
@@ -94,15 +94,30 @@ def test_own_models_and_those_received_next_stand_side_by_side(personal_run: Run
         "examples": None,
         "before": pytest.approx(0.52),
         "own": pytest.approx(0.64),
+        "trained": None,
         "received": pytest.approx(0.54),
     }
+
+
+def test_as_trained_and_as_received_stand_side_by_side(personal_run: Run) -> None:
+    """The fixture's own models, read as the models as trained: the same figures under the other names."""
+    own = [e for e in personal_run.evaluations if e.scope == "client"]
+    trained = [e.model_copy(update={"scope": "trained"}) for e in own]
+    received = [e for e in personal_run.evaluations if e.scope == "received"]
+    run = dataclasses.replace(personal_run, evaluations=[*trained, *received])
+    table = run_table(run)
+    assert (table.mtal, table.trained) == (None, pytest.approx(0.655))
+    assert table.clients_before == pytest.approx(0.535)
+    assert [cell.text for cell in table.grid().header][3:] == ["Before", "As trained", "As received"]
+    assert [cell.text for cell in table.grid().rows[2]] == ["client-002", "b3", "–", "0.520", "0.640", "0.540"]
+    assert [cell.text for cell in table.grid().rows[-1]][4:] == ["0.655 ± 0.024", "0.555 ± 0.024"]
 
 
 def test_beside_budgets_the_clients_own_data_are_two_lines_below(run: Run) -> None:
     received = [e.model_copy(update={"scope": "received"}) for e in run.evaluations if e.scope == "client"]
     table = run_table(dataclasses.replace(run, evaluations=[*run.evaluations, *received]))
     last = [row[0].text for row in table.grid().rows[-2:]]
-    assert last == ["Clients' own models, own data", "Models received next, own data"]
+    assert last == ["Clients' own models, own data", "Clients' models as received, own data"]
     assert [row[3].text for row in table.grid().rows[-2:]] == ["0.655 ± 0.024"] * 2
     assert "± sample deviation over clients" in table.grid().title
 
@@ -111,7 +126,7 @@ def test_models_received_next_may_be_all_that_was_scored(personal_run: Run) -> N
     only = [e for e in personal_run.evaluations if e.scope == "received"]
     table = run_table(dataclasses.replace(personal_run, evaluations=only))
     assert (table.mtal, table.received) == (None, pytest.approx(0.555))
-    assert [cell.text for cell in table.grid().header][3:] == ["Before", "Received next"]
+    assert [cell.text for cell in table.grid().header][3:] == ["Before", "As received"]
 
 
 def test_the_table_prints_the_same_numbers_everywhere(run: Run) -> None:

@@ -207,3 +207,18 @@ def test_expert_weights_and_rank_rows_together():
     mean.add(padded, {name: gamma[:, None, None] * held[name] for name in padded})
     found = mean.result({"experts.up_proj.lora_B": torch.full((2, 3, 2), -1.0)})["experts.up_proj.lora_B"]
     assert found.tolist() == [[[1.0, -1.0]] * 3, [[-1.0, -1.0]] * 3]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("first", [True, False])
+def test_what_has_no_weight_may_be_anything(wrong, first):
+    """For the whole tensor, and for one expert of three; the others are their clients' weighted mean."""
+    good, bad = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.full((3, 2), wrong)
+    fallback = torch.zeros(3, 2)
+    members = [(bad, 0.0), (good, 2.0)] if first else [(good, 2.0), (bad, 0.0)]
+    assert torch.equal(mean_of(*zip(*members, strict=True), fallback), good)
+    partly = good.clone()
+    partly[1] = wrong
+    members = [(partly, torch.tensor([1.0, 0.0, 1.0])), (good, torch.tensor([1.0, 1.0, 0.0]))]
+    assert torch.equal(mean_of(*zip(*(members if first else members[::-1]), strict=True), fallback), good)
+    assert torch.equal(mean_of([bad], [0.0], fallback), fallback)

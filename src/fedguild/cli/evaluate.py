@@ -23,9 +23,9 @@ def command(
 ) -> None:
     """Score a run's models again: the global one as every budget runs it, and those that its config asks for.
 
-    `evaluation.clients` in the run's config asks for every client's own model, `evaluation.received` for the
-    model that it would receive next, `evaluation.pooled` for its own on all clients' examples. A method without
-    a global model has only the clients' own.
+    `evaluation.clients` in the run's config asks for every client's own model, `evaluation.trained` and
+    `evaluation.received` for its model as trained and as received, `evaluation.pooled` for the latter on all clients'
+    examples. A method without a global model has only the clients' own.
     """
     from fedguild import experiment
     from fedguild.report import units
@@ -33,8 +33,8 @@ def command(
     result = experiment.evaluate(folder, round=round, split=split)
     if as_json:
         shown = {"folder": str(folder), "split": split, "scores": dict(result.scores), "mean": result.mean}
-        if result.own or result.received or result.pooled:
-            shown |= {name: dict(getattr(result, name)) for name in ("own", "received", "pooled")}
+        if result.own or result.trained or result.received or result.pooled:
+            shown |= {name: dict(getattr(result, name)) for name in ("own", "trained", "received", "pooled")}
             shown |= {"summaries": dict(result.summaries), "deviations": dict(result.deviations)}
         show_json(shown)
         return
@@ -48,7 +48,8 @@ def command(
         (title, {**scores, "mean": result.summaries[summary], "deviation": result.deviations.get(summary)})
         for title, scores, summary in (
             ("own model", result.own, "mtal"),
-            ("received", result.received, "received"),
+            ("as trained", result.trained, "trained"),
+            ("as received", result.received, "received"),
             ("all data", result.pooled, "pooled"),
         )
         if scores

@@ -88,6 +88,11 @@ class Cohort:
         seed: The run's seed.
         pad_id: Token id of padding.
         on_step: Called after each optimizer step with (steps done, total steps, mean loss).
+        keep_trained: Whether to copy what the training leaves, to be scored.
+
+    Attributes:
+        trained: With `keep_trained`, every client's adapter as its training left it, frozen tensors included; what
+            `leave` says where a method calls it. Empty before.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class Cohort:
         seed: int,
         pad_id: int = 0,
         on_step: Callable[[int, int, float], None] | None = None,
+        keep_trained: bool = False,
     ) -> None:
         self.model = model
         self.work = tuple(work)
@@ -110,6 +116,8 @@ class Cohort:
         self.optimizer = SlotOptimizer(model.trainables, settings)
         self.reports = [LocalReport() for _ in work]
         self.kept: list[dict[str, Tensor]] = [{} for _ in work]
+        self.keep_trained = keep_trained
+        self.trained: list[dict[str, Tensor]] = [{} for _ in work]
         self.routing: RoutingStatistics | None = None
         self._on_step = on_step
         self._before: tuple[Tensor, Tensor] | None = None
@@ -130,6 +138,14 @@ class Cohort:
     def keep(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
         """Stores tensors in the client's memory, for its next participation."""
         self.kept[slot].update(tensors)
+
+    def leave(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
+        """Says what a client's own model is right after its training, where that is not what its slot trained.
+
+        It is kept only for scoring, as the argument `trained` of `Method.as_trained`.
+        """
+        if self.keep_trained:
+            self.trained[slot] = {name: value.clone() for name, value in tensors.items()}
 
     def hold_out(self, slot: int, fraction: float, limit: int) -> Sequence[Encoded]:
         """Holds examples out of a client's training, the same ones in every round.
@@ -190,8 +206,10 @@ class Cohort:
                 seed=self.seed,
                 pad_id=self.pad_id,
                 on_step=self._on_step,
+                keep_trained=self.keep_trained,
             )
             yield again
+        self.trained = again.trained
         for report, more in zip(self.reports, again.reports, strict=True):
             report.add(more)
         if self.routing is None or again.routing is None:
@@ -264,6 +282,8 @@ class Cohort:
                 if self._on_step is not None:
                     self._on_step(index + 1, total, self.mean_loss())
         self.model.dropout.seed(None)
+        if self.keep_trained:
+            self.trained = [self.model.read(slot, frozen=True) for slot in range(len(self.work))]
         self._share_time(time.perf_counter() - started)
 
     def mean_loss(self) -> float:

@@ -15,6 +15,8 @@ from fedguild.packing import pack, unpack
 from fedguild.payload import Payload
 from fedguild.sealed import read_sealed, remove_leftovers, write_sealed
 
+TRAINED = "trained"
+"""Name of the folder with the models that clients' training left."""
 _SUFFIX = ".memory"
 _FILE_NAME = re.compile(r"round-(\d+)" + re.escape(_SUFFIX))
 
@@ -24,10 +26,16 @@ class ClientMemory:
 
     Args:
         folder: Folder of the files; it need not exist. A real client has its own.
+        trained: Whether to keep beside them the models that the clients' training left.
+
+    Attributes:
+        trained: Those models, in the folder `trained` beside `folder`; None where they are not kept. No method sees
+            them: they are there to be scored.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, trained: bool = False) -> None:
         self.folder = folder
+        self.trained = ClientMemory(folder.parent / TRAINED) if trained else None
         self._crowded: set[str] | None = None
 
     def load(self, client: str, before_round: int) -> Payload:
@@ -64,6 +72,8 @@ class ClientMemory:
         ones only those that may have more than one memory, so the cost of a round does not depend on the number of
         clients.
         """
+        if self.trained is not None:
+            self.trained.forget(older_than_round)
         crowded = set()
         for client in sorted(self._clients() if self._crowded is None else self._crowded):
             remove_leftovers(self.folder / client)

@@ -45,6 +45,11 @@ def by_version(merges: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     return dict(sorted(found.items()))
 
 
+def up_to(merges: Mapping[str, Tensor], version: int) -> dict[str, Tensor]:
+    """Returns the changes of the versions up to one, of `{version}/{name}`: the very tensors."""
+    return {name: tensor for name, tensor in merges.items() if int(name.partition("/")[0]) <= version}
+
+
 def digest(before: str, content: bytes) -> str:
     """Returns the digest of a chain of versions: of the digest before, and of the newest version's bytes."""
     return hashlib.sha256(before.encode() + hashlib.sha256(content).digest()).hexdigest()

@@ -102,14 +102,20 @@ class EvaluationSettings(Section):
         default=False,
         description="Also score every client's own model, the one it uses after a round, on its own held-out examples.",
     )
+    trained: bool = Field(
+        default=False,
+        description="Also score, on every client's own held-out examples, the model as its own training left it, "
+        "before any average. The clients then keep it on their disks.",
+    )
     received: bool = Field(
         default=False,
-        description="Also score, on every client's own held-out examples, the model that it would receive next, "
-        "after the aggregation.",
+        description="Also score, on every client's own held-out examples, the model with which it would begin its next "
+        "round: what it gets after the aggregation, with what it kept for that.",
     )
     pooled: bool = Field(
         default=False,
-        description="Also score every client's own model on all clients' held-out examples together.",
+        description="Also score the models with which the clients would begin their next round on all clients' "
+        "held-out examples together.",
     )
     by: Literal["likelihood", "generation"] = Field(
         default="likelihood",

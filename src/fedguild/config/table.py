@@ -17,7 +17,7 @@ from fedguild.config.yaml_reading import parse
 from fedguild.errors import ConfigError, nearest
 
 TABLES_FOLDER = Path(__file__).parent / "tables"
-Score = Literal["mean", "mtal", "received", "pooled"]
+Score = Literal["mean", "mtal", "trained", "received", "pooled"]
 """Mean over budgets of the global model, or a mean over clients; see `evaluation` in the config."""
 ONLY_COLUMN = "all"
 """The column of a table that has no others."""
@@ -36,6 +36,16 @@ class TableRow(TableEntry):
     """A row, which may set its own score."""
 
     score: Score | None = Field(default=None, description="The score that the table shows for it; null: the table's.")
+
+
+class Claim(Section):
+    """A claim of the paper that the table can decide: one row scores higher than others."""
+
+    says: str = Field(description="The claim, in a few words.")
+    higher: str = Field(description="The row that scores higher.")
+    lower: tuple[str, ...] = Field(min_length=1, description="The rows that it scores higher than.")
+    score: str | None = Field(default=None, description="A budget's name or a score; null: the table's score.")
+    columns: tuple[str, ...] = Field(default=(), description="Where it is claimed; all columns where empty.")
 
 
 class Table(Section):
@@ -58,6 +68,17 @@ class Table(Section):
     settings: dict[str, Any] = Field(
         default_factory=dict, description="Settings of every cell, which override all others."
     )
+
+    claims: tuple[Claim, ...] = Field(default=(), description="Claims of the paper that the table can decide.")
+
+    @model_validator(mode="after")
+    def _knows_what_is_claimed(self) -> Self:
+        for claim in self.claims:
+            unknown = [row for row in (claim.higher, *claim.lower) if row not in self.rows]
+            unknown += [column for column in claim.columns if column not in self.columns]
+            if unknown:
+                raise ValueError(f"the claim '{claim.says}' names {', '.join(unknown)}, no row or column of the table")
+        return self
 
     @model_validator(mode="after")
     def _knows_its_reference(self) -> Self:

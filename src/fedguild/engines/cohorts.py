@@ -15,6 +15,8 @@ import psutil
 import torch
 
 from fedguild.client.cohort import Cohort, LocalWork
+from fedguild.client.memory import ClientMemory
+from fedguild.client.merge_ledger import VERSION, merge_version
 from fedguild.config.training import TrainingSettings
 from fedguild.costs.memory import memory
 from fedguild.engines.client_report import ClientReport
@@ -47,11 +49,25 @@ class Trained:
         memory: What it keeps for its next round; None if its memory stays as it was, because the training diverged or
             there is nothing to keep.
         report: The figures of the training.
+        left: Its model as the training left it, to be scored, with the version of the backbone that it trained on;
+            None where that is not asked for.
     """
 
     upload: Payload
     memory: Payload | None
     report: ClientReport
+    left: Payload | None = None
+
+    def remember(self, memory: ClientMemory, client: str, round_index: int) -> None:
+        """Writes what the client keeps.
+
+        Raises:
+            FedGuildError: it cannot be written.
+        """
+        if self.memory is not None:
+            memory.save(client, round_index, self.memory)
+        if self.left is not None and memory.trained is not None:
+            memory.trained.save(client, round_index, self.left)
 
 
 @dataclass(frozen=True)
@@ -76,6 +92,8 @@ class Trainer:
         plans: Sequence[AdapterPlan],
         work: Sequence[LocalWork],
         round_index: int,
+        *,
+        keep_trained: bool = False,
     ) -> list[Trained]:
         """Trains one cohort; returns its clients' results, in slot order.
 
@@ -84,6 +102,7 @@ class Trainer:
             plans: What each client trains.
             work: Each client's part, in the same order.
             round_index: The round, from 1.
+            keep_trained: Whether to return the models that the training leaves.
 
         Raises:
             torch.OutOfMemoryError: the cohort does not fit the device's memory.
@@ -98,6 +117,7 @@ class Trainer:
                 seed=self.seed,
                 pad_id=self.backbone.tokenizer.pad_token_id if self.backbone.tokenizer is not None else 0,
                 on_step=self.on_step,
+                keep_trained=keep_trained,
             )
             uploads = method.local_update(cohort)
         peak = peak_bytes(self.backbone.device)
@@ -108,8 +128,11 @@ class Trainer:
                 upload,
                 Payload(kept) if kept and all(bool(tensor.isfinite().all()) for tensor in kept.values()) else None,
                 ClientReport(replace(report), None if frequency is None else frequency[:, slot], peak),
+                Payload(left, {VERSION: merge_version(work[slot].download)}) if keep_trained else None,
             )
-            for slot, (upload, kept, report) in enumerate(zip(uploads, cohort.kept, cohort.reports, strict=True))
+            for slot, (upload, kept, report, left) in enumerate(
+                zip(uploads, cohort.kept, cohort.reports, cohort.trained, strict=True)
+            )
         ]
 
     def cohort_size(self, plans: Sequence[AdapterPlan], longest: int, free: int) -> int:

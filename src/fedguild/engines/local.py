@@ -99,7 +99,13 @@ class LocalEngine:
                         continue
                     with cohorts.fitting():
                         work = [self._work(task) for task, _ in cohort]
-                        trained = self.trainer.train(method, [plan for _, plan in cohort], work, cohort[0][0].round)
+                        trained = self.trainer.train(
+                            method,
+                            [plan for _, plan in cohort],
+                            work,
+                            cohort[0][0].round,
+                            keep_trained=self.memory.trained is not None,
+                        )
                         yield from self._delivered(cohort, trained, left_out)
         yield from taken_before(left_out)
 
@@ -111,8 +117,7 @@ class LocalEngine:
     ) -> Iterator[Delivery]:
         """Saves the memories of a cohort's clients; yields their deliveries, in client order."""
         for (task, _), result in zip(cohort, trained, strict=True):
-            if result.memory is not None:
-                self.memory.save(task.client.name, task.round, result.memory)
+            result.remember(self.memory, task.client.name, task.round)
         for (task, plan), result in zip(cohort, trained, strict=True):
             yield from taken_before(left_out, task.client.index)
             yield delivery(task, plan, result)

@@ -167,8 +167,7 @@ class RayEngine:
                 yield from (Delivery(task, None, plan, failure=trained) for task, plan in cohort)
                 continue
             for (task, _), result in zip(cohort, trained, strict=True):
-                if result.memory is not None:
-                    self.memory.save(task.client.name, task.round, result.memory)
+                result.remember(self.memory, task.client.name, task.round)
             if self.on_step is not None:
                 losses = [result.report.training.loss for result in trained]
                 self.on_step(position + 1, len(cohorts), sum(losses) / len(losses))
@@ -263,7 +262,7 @@ class _Scheduler:
                 self._requeue(position)
                 continue
             return [
-                decode_result(report, *payloads[2 * slot : 2 * slot + 2])
+                decode_result(report, *payloads[3 * slot : 3 * slot + 3])
                 for slot, report in enumerate(finished.summary["reports"])
             ]
 
@@ -279,7 +278,7 @@ class _Scheduler:
             tasks = [task for task, _ in self.cohorts[position]]
             downloads = [self._put(task.download) for task in tasks]
             memories = [encode(self.memory.load(task.client.name, task.round)) for task in tasks]
-            job = _job(self.method, self.cohorts[position])
+            job = _job(self.method, self.cohorts[position], keep_trained=self.memory.trained is not None)
             train = self.actors[seat].train.options(num_returns=2)
             summary, payloads = train.remote(job, *downloads, *memories, self.merges)
             self.running[summary] = seat, position, payloads
@@ -315,13 +314,13 @@ class _Scheduler:
         return self.downloads[content]
 
 
-def _job(method: Method, members: Sequence[Planned]) -> Plain:
+def _job(method: Method, members: Sequence[Planned], *, keep_trained: bool = False) -> Plain:
     """Returns a cohort's job as plain values; the method is identified by its name and options alone."""
     first, *_ = tasks = [task for task, _ in members]
     options = method.settings.model_dump(mode="json")
     digest = str(first.download.scalars.get(DIGEST, ""))
     clients = tuple(task.client for task in tasks)
-    return CohortJob(method.name, options, first.round, clients, digest).to_plain()
+    return CohortJob(method.name, options, first.round, clients, digest, keep_trained).to_plain()
 
 
 def _content(download: Payload) -> Any:

@@ -40,6 +40,7 @@ class CohortJob:
         round: The round, from 1.
         clients: The cohort's clients.
         merge_digest: Digest of the changes that the backbone must hold; empty for none.
+        keep_trained: Whether to return the models that the training leaves.
     """
 
     method: str
@@ -47,6 +48,7 @@ class CohortJob:
     round: int
     clients: tuple[ClientInfo, ...]
     merge_digest: str = ""
+    keep_trained: bool = False
 
     def to_plain(self) -> Plain:
         """Returns the job as plain values."""
@@ -109,8 +111,8 @@ class CohortActor:
             payloads: Each client's download, then each client's memory, then the changes to the backbone.
 
         Returns:
-            `reports`, each client's (or an error as `error` and `hint`); and each client's upload and new memory
-            (empty for none).
+            `reports`, each client's (or an error as `error` and `hint`); and each client's upload, new memory, and
+            model as trained (each empty for none).
         """
         request = CohortJob.from_plain(job)
         method, clients = build_method(request.method, request.options), request.clients
@@ -126,7 +128,9 @@ class CohortActor:
             for cohort in cohorts:
                 plans = [method.plan(self.trainer.backbone.info, work.client.budget) for work in cohort]
                 with cohorts.fitting():
-                    trained += self.trainer.train(method, plans, cohort, request.round)
+                    trained += self.trainer.train(
+                        method, plans, cohort, request.round, keep_trained=request.keep_trained
+                    )
         except FedGuildError as error:
             return {"error": error.message, "hint": error.hint}, []
         reports = [result.report.to_json() for result in trained]
@@ -153,14 +157,17 @@ class CohortActor:
         return min(free, share - torch.cuda.memory_allocated(device))
 
 
-def encode_payloads(result: Trained) -> tuple[bytes, bytes]:
-    """Returns the bytes of a client's upload and of its new memory; empty for no new memory."""
-    return encode(result.upload), b"" if result.memory is None else encode(result.memory)
+def encode_payloads(result: Trained) -> tuple[bytes, bytes, bytes]:
+    """Returns the bytes of a client's upload, of its new memory and of its model as trained; empty for none."""
+    kept = (result.memory, result.left)
+    memory, left = (b"" if payload is None else encode(payload) for payload in kept)
+    return encode(result.upload), memory, left
 
 
-def decode_result(report: Plain, upload: bytes, memory: bytes) -> Trained:
+def decode_result(report: Plain, upload: bytes, memory: bytes, left: bytes) -> Trained:
     """Returns the result that a client's report and `encode_payloads` came from."""
-    return Trained(decode(upload), decode(memory) if memory else None, ClientReport.from_json(report))
+    kept, trained = (decode(content) if content else None for content in (memory, left))
+    return Trained(decode(upload), kept, ClientReport.from_json(report), trained)
 
 
 def pack_examples(examples: Mapping[int, Sequence[Encoded]]) -> bytes:

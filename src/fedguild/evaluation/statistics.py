@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+
+from scipy import stats
 
 from fedguild.errors import DataError
 
@@ -30,6 +33,16 @@ def spread(values: Sequence[float]) -> Spread:
     if not values:
         raise DataError("A mean over seeds needs at least one seed.")
     return Spread(fmean(values), stdev(values) if len(values) > 1 else 0.0, len(values))
+
+
+def half_width(values: Spread) -> float:
+    """Returns half the width of the 95 % confidence interval of a mean over seeds, by Student's t.
+
+    Infinite for one seed, which says nothing about the spread.
+    """
+    if values.count < 2:
+        return math.inf
+    return float(stats.t.ppf(0.975, values.count - 1)) * values.std / math.sqrt(values.count)
 
 
 def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Spread:

@@ -43,6 +43,7 @@ from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (
     MEMORY,
     Experiment,
+    OwnScope,
     PreparedData,
     Split,
     fit_method,
@@ -122,9 +123,7 @@ class RemoteClients:
         budget = self.dealt[index] if described is None else described["budget"]
         return ClientInfo(index, self.tiers[budget], self.members.examples(index))
 
-    def score(
-        self, scope: Literal["client", "received"], state: Payload, number: int, split: Split
-    ) -> list[EvaluationRecord]:
+    def score(self, scope: OwnScope, state: Payload, number: int, split: Split) -> list[EvaluationRecord]:
         """Returns the clients' scores on their own held-out examples, in client order.
 
         Raises:

@@ -215,7 +215,7 @@ class TrainerService:
         method, tiers = fit_method(method, config, backbone.info)
         client = ClientInfo(self.site.client, self._budget(config, tiers), len(client_data.train))
         folder = self.work / "runs" / run
-        memory = ClientMemory(folder / MEMORY)
+        memory = ClientMemory(folder / MEMORY, trained=config.evaluation.trained)
         experiment = Experiment(
             config,
             folder,

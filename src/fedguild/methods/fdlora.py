@@ -129,6 +129,7 @@ class FDLoRA(Method):
             fusions = self._search(cohort, personal, few_shot)
         for slot, (adapter, weights) in enumerate(zip(personal, fusions, strict=True)):
             cohort.keep(slot, {**with_part(PERSONAL, adapter), WEIGHTS: weights})
+            cohort.leave(slot, fused(weights, cohort.work[slot].download.part(ADAPTER), adapter))
         return uploads
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
@@ -149,6 +150,10 @@ class FDLoRA(Method):
         if not memory.tensors:
             return deployment
         return Deployment(deployment.plan, fused(memory.tensors[WEIGHTS], deployment.tensors, memory.part(PERSONAL)))
+
+    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Returns the new theta_s fused with the theta_p that the client kept."""
+        return self.personalize(excerpt, model, client, memory)
 
     def _search(
         self, cohort: Cohort, personal: Sequence[Mapping[str, Tensor]], few_shot: Sequence[Sequence[Encoded]]

@@ -14,9 +14,9 @@ Symbols: w_i `weights` (|D_i| or 1), r `rank`, alpha `alpha`, s = alpha / r.
 Deviations and additions:
     - Averaging A and B separately is not averaging their products; this is part of the method.
     - `rank_by_budget` gives each client its budget's rank: the first r_i ranks of the global A, B
-      go down, and each rank is averaged over the clients that hold it. The scale alpha / rank stays that of the full
-      rank, so that a rank has the same meaning for every client. It is the rank-compressed contrast to FLAME (the
-      budgets of FLAME Table 1), without HetLoRA's pruning and sparsity weights.
+      go down, and each rank is averaged over the clients that hold it. The scale stays by default that of the full
+      rank, alpha / rank (`scale`), so that a rank has the same meaning for every client. It is the rank-compressed
+      contrast to FLAME (the budgets of FLAME Table 1), without HetLoRA's pruning and sparsity weights.
     - `active_experts: budget` trains with the budget's active experts, as UB-SMoE's homogeneous setting does, in which
       all clients have the same budget (its Table 4). The rank-budget baselines leave all experts active.
     - `personal` is FedIT-FT, as FedAMoLE compares with it: a client's own model is its adapter after
@@ -26,6 +26,7 @@ Deviations and additions:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -41,12 +42,15 @@ from fedguild.payload import ADAPTER, Payload
 from fedguild.server.aggregation import WeightedMean, pad_rank, truncate_rank
 from fedguild.server.limits import require_within_rank, require_within_top_k
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
-from fedguild.server.settings import Dropout, LoraSettings, Weights
+from fedguild.server.settings import Dropout, Rank, Scale, UnequalRanksSettings, Weights
 from fedguild.server.uploads import weight_of
 
 
-class FedITSettings(LoraSettings):
-    """The options of FedIT."""
+class FedITSettings(UnequalRanksSettings):
+    """The options of FedIT; without `rank_by_budget` the scale is alpha / rank, or the number that `scale` is."""
+
+    rank: Rank = 20
+    scale: Scale = "common"
 
     dropout: Dropout = 0.0
     weights: Weights = "size"
@@ -72,7 +76,8 @@ class FedIT(Method):
         settings = self.settings
         rank = require_within_rank(budget, settings.rank) if settings.rank_by_budget else settings.rank
         active = require_within_top_k(model, budget) if settings.active_experts == "budget" else None
-        return AdapterPlan((Lora(rank, settings.scale, settings.targets, settings.dropout),), active)
+        scale = settings.scale_of(replace(budget, rank=rank))
+        return AdapterPlan((Lora(rank, scale, settings.targets, settings.dropout),), active)
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""

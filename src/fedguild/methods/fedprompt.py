@@ -40,6 +40,7 @@ from fedguild.payload import ADAPTER, Payload
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
 from fedguild.server.settings import MethodSettings
+from fedguild.server.uploads import weight_of
 
 TEXT = (
     "Generate a clear and direct response that accurately fulfills the task based on the provided instruction "
@@ -87,7 +88,7 @@ class FedPrompt(Method):
         for upload in uploads:
             prompt = upload.payload.part(ADAPTER)
             before = before or prompt
-            mean.add(prompt, 1.0)
+            mean.add(prompt, weight_of(upload, "uniform"))
         return Payload.of({ADAPTER: mean.result(before)})
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:

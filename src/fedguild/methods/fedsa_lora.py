@@ -98,6 +98,10 @@ class FedSALoRA(Method):
         plan = self.plan(model, client.budget)
         return Deployment(plan, own_adapter(model, plan, excerpt, memory))
 
+    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Returns the shared A with the B that the client kept."""
+        return self.personalize(excerpt, model, client, memory)
+
 
 def own_adapter(model: ModelInfo, plan: AdapterPlan, shared: Payload, memory: Payload) -> dict[str, Tensor]:
     """Returns a client's adapter: the shared A, and the B that it kept or, if it kept none, 0."""

@@ -24,6 +24,8 @@ Readings and deviations (docs/methods/flame.md):
     - s_i is one number per layer (the paper omits the layer index); `shared` has one for all layers.
     - a_i^j / S_i is the fraction of the client's training tokens, padding excluded, for which expert
       j was active; `step` counts optimizer steps instead, which saturates at 1.
+    - a_i^j / S_i sums to k_i over the experts, so that Eq. 6 favours clients with many active experts, and the more
+      so the larger t is. `frequency_by_active` divides it by k_i.
     - The clients' s_i are not averaged into any client's training. They are uploaded (one number per
       layer) so that the global model can be evaluated at a budget with the mean s of its clients.
     - An expert that no client activated keeps its global value; 0^0 = 1, so t = 0 is Eq. 4.
@@ -50,6 +52,7 @@ from fedguild.server.aggregation import WeightedMean, activation_weights, weight
 from fedguild.server.limits import require_within_top_k
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload, in_part
 from fedguild.server.settings import LoraSettings, Targets
+from fedguild.server.uploads import weight_of
 
 Value = TypeVar("Value")
 RESCALER = "rescaler"
@@ -67,6 +70,11 @@ class FlameSettings(LoraSettings):
     temperature: float = Field(2.0, ge=0, description="t of Eq. 6; 0 averages by size, and the paper advises 2 to 4")
     frequency: Literal["token", "step"] = Field(
         "token", description="what a_i^j / S_i counts: tokens, or optimizer steps with at least one activation"
+    )
+    frequency_by_active: bool = Field(
+        False,
+        description="whether a_i^j / S_i is divided by k_i, so that Eq. 6 weighs experts and not budgets: the mean of "
+        "a_i^j / S_i over the experts is k_i / M",
     )
 
 
@@ -115,14 +123,18 @@ class Flame(Method):
         for upload in uploads:
             lora, scales = upload.payload.part(ADAPTER), upload.payload.part(RESCALER)
             adapter.add(lora, weights_by_name(lora, self.gamma(upload), float(upload.client.examples)))
-            rescaler.add({f"{upload.client.budget.name}/{name}": scale for name, scale in scales.items()}, 1.0)
+            rescaler.add(
+                {f"{upload.client.budget.name}/{name}": scale for name, scale in scales.items()},
+                weight_of(upload, "uniform"),
+            )
         return Payload.of(
             {ADAPTER: adapter.result(state.part(ADAPTER)), RESCALER: rescaler.result(state.part(RESCALER))}
         )
 
     def gamma(self, upload: Upload) -> dict[str, Tensor]:
         """Returns each layer's gamma_i [M] = (a_i^j / S_i)^t |D_i|, by the path of its experts (Eq. 6)."""
-        frequency = upload.payload.part(ROUTING)
+        active = upload.client.budget.active_experts if self.settings.frequency_by_active else 1
+        frequency = {experts: share / active for experts, share in upload.payload.part(ROUTING).items()}
         return activation_weights(frequency, upload.client.examples, self.settings.temperature)
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
@@ -145,6 +157,10 @@ class Flame(Method):
         """Returns the global LoRA with the client's own k_i and s_i."""
         deployment = self.deploy(excerpt, model, client.budget)
         return Deployment(deployment.plan, {**deployment.tensors, **memory.tensors})
+
+    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Returns the global LoRA with the client's own s_i, with which it begins the next round."""
+        return self.personalize(excerpt, model, client, memory)
 
 
 def split(tensors: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:

@@ -7,20 +7,20 @@ The algorithm, in our words:
     1  server: start LoRA of the highest rank r (A random, B = 0)
     2  each round, for the sampled clients c:
     3      server: send A_c = A[:r_c], B_c = B[:, :r_c]; after the first round these are
-               B_c = U[:, :r_c] S[:r_c] r_c / alpha,  A_c = V^T[:r_c]
-    4      client: minimise the mean loss with (alpha / r_c) B_c A_c on every adapted layer
-    5      server: Delta W = sum_c p_c (alpha / r_c) B_c A_c
+               B_c = U[:, :r_c] S[:r_c] / s_c,  A_c = V^T[:r_c]
+    4      client: minimise the mean loss with s_c B_c A_c on every adapted layer
+    5      server: Delta W = sum_c p_c s_c B_c A_c
     6      server: U S V^T = Delta W, the singular value decomposition, up to rank r
 
-Symbols: r_c `budget.rank`, r `rank`, alpha `alpha`, p_c = n_c / sum n over the round's clients,
-Delta W `weighted_product`, U S V^T `decompose`.
+Symbols: r_c `budget.rank`, r `rank`, s_c `scale_of` (alpha / r_c unless `scale` says otherwise),
+p_c = n_c / sum n over the round's clients, Delta W `weighted_product`, U S V^T `decompose`.
 
 Readings and deviations (docs/methods/flexlora.md):
     - Delta W is never formed. Its rank is at most sum r_c, so QR of the clients' stacked factors and
       the decomposition of a small matrix give the same U, S, V. Each expert is decomposed separately.
     - The state holds U S and V^T up to rank r: truncations of a singular value decomposition are
       nested, so that every budget's is a slice of it. The sign of a pair of singular vectors is fixed.
-    - Every client's scale is alpha / r_c of its own rank; it is folded into Delta W and undone for
+    - Every client's scale, by default alpha / r_c of its own rank, is folded into Delta W and undone for
       the next client. (The released code never calls the helper that changes the ranks.)
     - If the clients' ranks add up to less than r, the remaining rows are the previous A made
       orthogonal to the others, with B = 0; a null-space vector of the whole Delta W would do as well.
@@ -45,12 +45,12 @@ from fedguild.server.aggregation import truncate_rank
 from fedguild.server.limits import require_within_rank
 from fedguild.server.low_rank import Factors, by_module, decompose, named, stack, truncate, weighted_product
 from fedguild.server.method import Deployment, Method, ServerCosts, Upload
-from fedguild.server.settings import Dropout, LoraSettings
+from fedguild.server.settings import Dropout, UnequalRanksSettings
 from fedguild.server.uploads import collected, scaled_products
 
 
-class FlexLoRASettings(LoraSettings):
-    """The options of FlexLoRA; `rank` is the highest that the server keeps, a client's scale is alpha / its rank."""
+class FlexLoRASettings(UnequalRanksSettings):
+    """The options of FlexLoRA; `rank` is also the highest that the server keeps."""
 
     dropout: Dropout = 0.0
 
@@ -70,13 +70,13 @@ class FlexLoRA(Method):
     )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
-        """Returns LoRA at the budget's rank with the scale alpha / r_c; all of the model's experts stay active."""
+        """Returns LoRA at the budget's rank with its scale; all of the model's experts stay active."""
         rank, settings = require_within_rank(budget, self.settings.rank), self.settings
         return AdapterPlan((Lora(rank, self.scale_of(budget), settings.targets, settings.dropout),))
 
     def scale_of(self, budget: Budget) -> float:
-        """Returns alpha / r_c."""
-        return self.settings.alpha / budget.rank
+        """Returns s_c."""
+        return self.settings.scale_of(budget)
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1; Delta W is 0."""

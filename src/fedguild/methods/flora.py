@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from pydantic import Field
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
@@ -43,18 +42,13 @@ from fedguild.seeding import new_seed
 from fedguild.server.low_rank import weighted_product
 from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Deployment, Method, ServerCosts, Upload
-from fedguild.server.settings import Alpha, Dropout, MethodSettings, Targets
+from fedguild.server.settings import AnyRanksSettings, Dropout
 from fedguild.server.uploads import collected, scaled_products
 
 
-class FloraSettings(MethodSettings):
-    """The options of FLoRA; a client's scale is alpha / its budget's rank."""
+class FloraSettings(AnyRanksSettings):
+    """The options of FLoRA; the released code's scale is 2, as its alpha is twice a client's rank."""
 
-    alpha: Alpha = 16.0
-    scale: float | None = Field(
-        None, gt=0, description="one scale for all ranks in place of alpha / rank; 2 is the paper's alpha = 2 rank"
-    )
-    targets: Targets = ("attention", "experts")
     dropout: Dropout = 0.0
 
 
@@ -81,7 +75,7 @@ class Flora(Method):
 
     def scale_of(self, budget: Budget) -> float:
         """Returns s_c."""
-        return self.settings.scale or self.settings.alpha / budget.rank
+        return self.settings.scale_of(budget)
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Returns the state of the published backbone; Delta W is 0."""

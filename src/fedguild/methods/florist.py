@@ -49,7 +49,7 @@ from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import Factors, Svd, by_module, decompose, named, weighted_product
 from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Deployment, Method, ServerCosts, Upload
-from fedguild.server.settings import Alpha, Dropout, MethodSettings, Targets
+from fedguild.server.settings import AnyRanksSettings, Dropout
 from fedguild.server.uploads import collected, scaled_products
 
 PAIR = "pair"
@@ -58,8 +58,8 @@ COUNT = "rounds_aggregated"
 """The state's scalar that makes every round's fresh adapters differ."""
 
 
-class FloristSettings(MethodSettings):
-    """The options of FLoRIST; a client's scale is alpha / its budget's rank."""
+class FloristSettings(AnyRanksSettings):
+    """The options of FLoRIST; the released code's scale is 2."""
 
     threshold: float = Field(0.9, gt=0, le=1, description="tau, the share of the squared singular values that is kept")
     next_round: Literal["merge", "truncate"] = Field(
@@ -67,8 +67,6 @@ class FloristSettings(MethodSettings):
         description="use of the pair in the next round: merged into the backbone under a fresh LoRA, or as the LoRA "
         "that clients start from at their rank",
     )
-    alpha: Alpha = 16.0
-    targets: Targets = ("attention", "experts")
     dropout: Dropout = 0.0
 
 
@@ -91,13 +89,13 @@ class Florist(Method):
     )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
-        """Returns LoRA at the budget's rank with the scale alpha / r_c; all of the model's experts stay active."""
+        """Returns LoRA at the budget's rank with its scale; all of the model's experts stay active."""
         lora = Lora(budget.rank, self.scale_of(budget), self.settings.targets, self.settings.dropout)
         return AdapterPlan((lora,))
 
     def scale_of(self, budget: Budget) -> float:
         """Returns s_c."""
-        return self.settings.alpha / budget.rank
+        return self.settings.scale_of(budget)
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Returns the state of the published backbone, without a pair."""

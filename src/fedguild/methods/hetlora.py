@@ -25,7 +25,9 @@ Readings and deviations (docs/methods/hetlora.md):
     - The norm of line 6 is that of the whole client, the root of the sum of squares over its
       matrices; `norm_scope: module` weighs every matrix by its own. If all norms are 0, the clients
       have equal weights. `weights: size` weighs by the number of examples, as FlexLoRA's authors do.
-    - One scale alpha / r for all ranks, so that a rank has the same meaning for every client.
+    - By default one scale alpha / r for all ranks, so that a rank has the same meaning for every client. With
+      `scale: own` the factors are averaged as they are, as in the released code, and each client runs them at
+      alpha / r_k of its budget's rank, which pruning does not change.
     - Ranks that no client of the round holds keep their global value, and those whose holders have no
       weight are averaged uniformly; zeros in A and B alike would never train again.
     - A pruned rank stays pruned. The server learns of it from the upload, which then lacks the part
@@ -55,7 +57,8 @@ from fedguild.server.aggregation import Weight, WeightedMean, pad_rank, rank_axi
 from fedguild.server.limits import require_within_rank
 from fedguild.server.low_rank import DOWN, UP, by_module, product_norm
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
-from fedguild.server.settings import Dropout, LoraSettings
+from fedguild.server.settings import Dropout, Scale, UnequalRanksSettings
+from fedguild.server.uploads import weight_of
 from fedguild.server.validation import Omissible
 
 TAIL = "tail"
@@ -64,8 +67,10 @@ RANKS = "ranks"
 """The state's tensor with r_k of every client, [clients] int64."""
 
 
-class HetLoRASettings(LoraSettings):
-    """The options of HetLoRA; `rank` is the highest of all clients, the scale is alpha / rank for all of them."""
+class HetLoRASettings(UnequalRanksSettings):
+    """The options of HetLoRA; the released code's scale is `own`, 16 / a client's rank."""
+
+    scale: Scale = "common"
 
     dropout: Dropout = 0.0
     penalty_weight: float = Field(1e-3, ge=0, description="lambda, weight of the penalty on a client's last ranks")
@@ -96,7 +101,7 @@ class HetLoRA(Method):
         """Returns LoRA at the budget's rank, the highest that its clients ever have; all experts stay active."""
         settings = self.settings
         rank = require_within_rank(budget, settings.rank)
-        return AdapterPlan((Lora(rank, settings.scale, settings.targets, settings.dropout),))
+        return AdapterPlan((Lora(rank, settings.scale_of(budget), settings.targets, settings.dropout),))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
@@ -150,7 +155,7 @@ class HetLoRA(Method):
             ranks[upload.client.index] = rank_of(adapter)
             weighted.add(adapter, self._weights(adapter, upload.client))
             if self.settings.weights == "norm":
-                uniform.add(adapter, 1.0)
+                uniform.add(adapter, weight_of(upload, "uniform"))
         adapter = weighted.result(uniform.result(state.part(ADAPTER)))
         return Payload({**with_part(ADAPTER, adapter), RANKS: ranks})
 
@@ -197,7 +202,7 @@ class HetLoRA(Method):
 
     def _weights(self, adapter: Mapping[str, Tensor], client: ClientInfo) -> Weight | dict[str, Weight]:
         """Returns w_k before it is divided by its sum (line 6): one number, or one for each matrix."""
-        if self.settings.weights == "size":
+        if self.settings.weights == "size" or not client.examples:
             return float(client.examples)
         wide = {name: value.double() for name, value in adapter.items()}
         norms = {module: product_norm(factors) for module, factors in by_module(wide).items()}

@@ -11,7 +11,8 @@ The algorithm, in our words, for the budgets b with the ranks r_b:
     4          A, B = A^b, B^b; minimise the mean loss over its response tokens, all experts active
     5          server: A^b = sum_i n_i A_i / sum_i n_i, and B^b alike            (FLAME Eq. 3-4)
 
-Symbols: b `budget.name`, r_b `budget.rank`, alpha `alpha`, s = alpha / r_b, n_i `client.examples`.
+Symbols: b `budget.name`, r_b `budget.rank`, alpha `alpha`, s = alpha / r_b unless `scale` says otherwise,
+n_i `client.examples`.
 
 Readings and deviations (docs/methods/trivial.md):
     - The federations of all budgets are one run: a table has one score per budget, and the run's costs
@@ -36,14 +37,13 @@ from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.aggregation import rank_axis
 from fedguild.server.method import Deployment, Method, ServerCosts, Upload, in_part
-from fedguild.server.settings import Alpha, Dropout, MethodSettings, Targets
+from fedguild.server.settings import AnyRanksSettings, Dropout, Targets
 from fedguild.server.uploads import mean_adapter
 
 
-class TrivialSettings(MethodSettings):
-    """The options of trivial; a budget's scale is alpha / its rank."""
+class TrivialSettings(AnyRanksSettings):
+    """The options of trivial."""
 
-    alpha: Alpha = 16.0
     targets: Targets = ("attention", "router", "experts")
     dropout: Dropout = 0.0
 
@@ -66,7 +66,8 @@ class Trivial(Method):
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank; all of the model's experts stay active."""
-        return self._plan(budget.rank)
+        settings = self.settings
+        return AdapterPlan((Lora(budget.rank, settings.scale_of(budget), settings.targets, settings.dropout),))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
@@ -79,11 +80,14 @@ class Trivial(Method):
         """Lines 3 and 4, one budget after the other."""
         trained: list[dict[str, Tensor]] = [{} for _ in cohort.work]
         for budget, rank in ranks(cohort.work[0].download.part(ADAPTER)).items():
-            with cohort.afresh([self._plan(rank)] * len(cohort.work)) as clients:
+            plan = self.plan(cohort.model.backbone.info, Budget(budget, 0, rank))
+            with cohort.afresh([plan] * len(cohort.work)) as clients:
                 for slot, work in enumerate(clients.work):
                     clients.load(slot, work.download.part(f"{ADAPTER}/{budget}"))
                 for tensors, upload in zip(trained, train(clients), strict=True):
                     tensors |= with_part(budget, upload.part(ADAPTER))
+        for slot, (work, tensors) in enumerate(zip(cohort.work, trained, strict=True)):
+            cohort.leave(slot, Payload(tensors).part(work.client.budget.name))
         return [Payload.of({ADAPTER: tensors}) for tensors in trained]
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
@@ -97,10 +101,6 @@ class Trivial(Method):
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the model of the budget's own federation."""
         return Deployment(self.plan(model, budget), state.part(f"{ADAPTER}/{budget.name}"))
-
-    def _plan(self, rank: int) -> AdapterPlan:
-        settings = self.settings
-        return AdapterPlan((Lora(rank, settings.alpha / rank, settings.targets, settings.dropout),))
 
 
 def ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:

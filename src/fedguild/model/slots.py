@@ -103,11 +103,16 @@ class SlotModel:
                 raise ModelError(f"{name} {tuple(value.shape)} does not fit slot {slot}, which expects {shape}.")
             target.write(slot, value)
 
-    def read(self, slot: int) -> dict[str, Tensor]:
-        """Returns copies of a slot's trainables (not its frozen tensors), in fp32 on the CPU, at its own shapes."""
+    def read(self, slot: int, *, frozen: bool = False) -> dict[str, Tensor]:
+        """Returns copies of a slot's trainables, in fp32 on the CPU, at its own shapes.
+
+        Args:
+            slot: Index of the slot.
+            frozen: Whether to return its frozen tensors, too.
+        """
         return {
             name: tensor.own(slot).to("cpu", self.dtype, copy=True).contiguous()
-            for name, tensor in self.trainables.items()
+            for name, tensor in (self.loaded if frozen else self.trainables).items()
             if tensor.shapes[slot] is not None
         }
 

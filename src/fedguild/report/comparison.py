@@ -18,9 +18,17 @@ from fedguild.report.tables import RunTable, run_table, size_of
 
 MEAN = "mean"
 MTAL = "mtal"
+TRAINED = "trained"
 RECEIVED = "received"
 POOLED = "pooled"
 _SAME_FLOPS = 0.01
+_PROTOCOLS = (
+    (MTAL, "clients", "The clients' own models (MTAL)"),
+    (TRAINED, "trained", "The clients' models as trained"),
+    (RECEIVED, "received", "The clients' models as received"),
+    (POOLED, "pooled", "The clients' models on all data (pooled)"),
+)
+"""Mean over clients, the setting that asks for it, and whose scores they are."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class MethodRow:
     Attributes:
         label: The row's name.
         scores: Column -> seed -> score; a column is a budget's name, `mean`, `mtal`,
-            `received` or `pooled`.
+            `trained`, `received` or `pooled`.
         training_flops: Budget name -> training FLOPs of one of its clients over a run, mean over
             clients and seeds; budgets without a client that trained are left out.
         cost: Mean over clients, then seeds; None where no client trained.
@@ -76,11 +84,18 @@ class ComparisonTable:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The budgets' names, then `mean`, `mtal`, `received` and `pooled` where some method has them."""
-        summaries = (MEAN, MTAL, RECEIVED, POOLED)
+        """The budgets' names, then `mean`, `mtal`, `trained`, `received`, `pooled` where some method has them."""
+        summaries = (MEAN, MTAL, TRAINED, RECEIVED, POOLED)
         present = [column for column in summaries if any(row.scores.get(column) for row in self.rows)]
         names = [budget.name for budget in self.budgets]
         return tuple(names + [column for column in present if column != MEAN or len(names) != 1])
+
+    @property
+    def own(self) -> str:
+        """The first of `mtal`, `trained` and `received` that some method has: its clients' models on their own data."""
+        return next(
+            (name for name in (MTAL, TRAINED, RECEIVED) if any(row.scores.get(name) for row in self.rows)), MTAL
+        )
 
     @property
     def smallest(self) -> BudgetFacts | None:
@@ -183,9 +198,11 @@ class ComparisonTable:
         if column == MTAL:
             return Cell("MTAL", "own models, own data")
         if column == RECEIVED:
-            return Cell("Received", "next models, own data")
+            return Cell("As received", "own data")
+        if column == TRAINED:
+            return Cell("As trained", "own data")
         if column == POOLED:
-            return Cell("Pooled", "own models, all data")
+            return Cell("Pooled", "as received, all data")
         budget = next(budget for budget in self.budgets if budget.name == column)
         facts = [units.count_of(budget.active_experts, "expert")] if budget.active_experts else []
         if budget.inference_flops_per_token and self.equal_inference:
@@ -237,10 +254,15 @@ def compare(runs: Mapping[str, Sequence[Run]], reference: str | None = None) -> 
     without = (
         [label for label, members in tables.items() if not any(table.rows for table in members)] if by_budget else []
     )
-    warnings += [f"{label} has no global model, so it has no score at a budget; MTAL compares it." for label in without]
-    scored = [table.mtal is not None for table in every]
-    if any(scored) and not all(scored):
-        warnings.append("The clients' own models (MTAL) were not scored in all runs: set evaluation.clients=true.")
+    has_mtal = any(table.mtal is not None for table in every)
+    compares = "MTAL" if has_mtal else "the clients' models as trained or received"
+    warnings += [
+        f"{label} has no global model, so it has no score at a budget; {compares} compares it." for label in without
+    ]
+    for name, setting, whose in _PROTOCOLS:
+        scored = [getattr(table, name) is not None for table in every]
+        if any(scored) and not all(scored):
+            warnings.append(f"{whose} were not scored in all runs: set evaluation.{setting}=true.")
     return ComparisonTable(
         budgets=tuple(facts[0] for facts in by_budget.values()),
         rows=tuple(_method_row(label, runs[label], tables[label]) for label in runs),
@@ -260,7 +282,7 @@ def _method_row(label: str, runs: Sequence[Run], tables: Sequence[RunTable]) -> 
     scores: dict[str, dict[int, float]] = {}
     flops: dict[str, list[float]] = {}
     for table in tables:
-        summaries = {MEAN: table.mean, MTAL: table.mtal, RECEIVED: table.received, POOLED: table.pooled}
+        summaries = {name: getattr(table, name) for name in (MEAN, MTAL, TRAINED, RECEIVED, POOLED)}
         for column, value in [*((row.budget.name, row.score) for row in table.rows), *summaries.items()]:
             if value is not None:
                 scores.setdefault(column, {})[table.seed] = value

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from fedguild.report import units
-from fedguild.report.comparison import MEAN, MTAL, POOLED, RECEIVED, ComparisonTable
+from fedguild.report.comparison import MEAN, MTAL, POOLED, RECEIVED, TRAINED, ComparisonTable
 from fedguild.report.costs import client_totals, mean_cost
 from fedguild.report.run_folder import ClientScope, Run
 from fedguild.report.style import FULL_WIDTH, INK, MUTED, RULE, gridlines, method_colours, styled, to_svg
@@ -53,7 +53,7 @@ def score_bars(table: ComparisonTable) -> str:
 def cost_against_score(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> str:
     """Returns score against training FLOPs and against bytes sent, a point per method and budget.
 
-    Without budgets it is a point per method: MTAL against the mean over its clients.
+    Without budgets it is a point per method: the score on the clients' own data against the mean over its clients.
 
     Args:
         table: The comparison.
@@ -66,11 +66,11 @@ def cost_against_score(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]
             corner, side = ((5, 4), "left") if index % 2 else ((-5, 4), "right")
             flops, uploads = row.training_flops, _upload_bytes(runs[row.label])
             if not table.budgets and row.cost:
-                flops, uploads = {MTAL: row.cost.training_flops}, {MTAL: row.cost.upload_bytes}
+                flops, uploads = {table.own: row.cost.training_flops}, {table.own: row.cost.upload_bytes}
             for axes, costs in ((left, flops), (right, uploads)):
                 points = [
-                    (costs[column], spread.mean, "MTAL" if column == MTAL else column)
-                    for column in ([budget.name for budget in table.budgets] or [MTAL])
+                    (costs[column], spread.mean, _column_title(table, column).partition("\n")[0])
+                    for column in ([budget.name for budget in table.budgets] or [table.own])
                     if column in costs and (spread := row.spread(column))
                 ]
                 axes.plot([x for x, _, _ in points], [y for _, y, _ in points], color=colour, linewidth=0.9, alpha=0.6)
@@ -91,7 +91,7 @@ def cost_against_score(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]
 def curves_by_column(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> str:
     """Returns the scores over the rounds: mean and sample deviation over the seeds.
 
-    A panel for each budget, one for the clients' own models and one for those received next.
+    A panel for each budget, and one for each mean over clients.
     """
     columns = [column for column in table.columns if column != MEAN]
     across = min(4, len(columns))
@@ -132,12 +132,13 @@ def _column_title(table: ComparisonTable, column: str) -> str:
     for budget in table.budgets:
         if budget.name == column and budget.active_experts:
             return f"{column}\n{units.count_of(budget.active_experts, 'expert')}"
-    return {MTAL: "MTAL", RECEIVED: "received next", POOLED: "own models, all data"}.get(column, column)
+    titles = {MTAL: "MTAL", TRAINED: "as trained", RECEIVED: "as received", POOLED: "as received, all data"}
+    return titles.get(column, column)
 
 
 def _curve(run: Run, column: str) -> Sequence[tuple[int, float]]:
     """Returns (round, score) of a budget, or of the mean over clients."""
-    scopes: Mapping[str, ClientScope] = {MTAL: "client", RECEIVED: "received", POOLED: "pooled"}
+    scopes: Mapping[str, ClientScope] = {MTAL: "client", TRAINED: "trained", RECEIVED: "received", POOLED: "pooled"}
     return run.client_curve(scopes[column]) if column in scopes else run.curve("budget", column)
 
 

@@ -158,12 +158,17 @@ def _personal(run: Run, table: RunTable) -> dict[str, Any] | None:
     """Returns the clients' scores on their own data: a table, the means over the rounds, a mark per model."""
     if not table.clients:
         return None
-    curves = {"own model": run.client_curve("client"), "received next": run.client_curve("received")}
+    curves = {
+        "own model": run.client_curve("client"),
+        "as trained": run.client_curve("trained"),
+        "as received": run.client_curve("received"),
+    }
     names = [row.client.removeprefix("client-") for row in table.clients]
     marks = {
         "before training": dict(zip(names, (row.before for row in table.clients), strict=True)),
         "own model": dict(zip(names, (row.own for row in table.clients), strict=True)),
-        "received next": dict(zip(names, (row.received for row in table.clients), strict=True)),
+        "as trained": dict(zip(names, (row.trained for row in table.clients), strict=True)),
+        "as received": dict(zip(names, (row.received for row in table.clients), strict=True)),
     }
     drawn = {name: scores for name, scores in marks.items() if any(score is not None for score in scores.values())}
     known = {name: curve for name, curve in curves.items() if curve}

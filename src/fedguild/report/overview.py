@@ -15,8 +15,9 @@ OVERVIEW_FILE = "table.md"
 _MEANING = {
     "mean": "global model, mean over budgets",
     "mtal": "own models on own data (MTAL)",
-    "received": "next models on own data",
-    "pooled": "own models on all data, mean over clients",
+    "trained": "clients' models as trained, on own data",
+    "received": "clients' models as received, on own data",
+    "pooled": "clients' models as received, on all data",
 }
 
 
@@ -25,7 +26,7 @@ def overview(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str], t
 
     Args:
         tables: Column -> its comparison; all have the same methods.
-        scores: Label -> its score: `mean`, `mtal`, `received` or `pooled`.
+        scores: Label -> its score: `mean`, `mtal`, `trained`, `received` or `pooled`.
         title: The title.
     """
     first = next(iter(tables.values()))

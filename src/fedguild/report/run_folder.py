@@ -23,10 +23,15 @@ from fedguild.server.run_log import (
     RunLog,
 )
 
-Scope = Literal["budget", "client", "received", "pooled", "summary"]
-ClientScope = Literal["client", "received", "pooled"]
-"""A client's own model, the one that it would receive next, and its own on all clients' data."""
-MEANS: Mapping[ClientScope, str] = {"client": "mtal", "received": "received", "pooled": "pooled"}
+Scope = Literal["budget", "client", "trained", "received", "pooled", "summary"]
+ClientScope = Literal["client", "trained", "received", "pooled"]
+"""A client's own model, the same as trained, as received, and as received on all clients' data."""
+MEANS: Mapping[ClientScope, str] = {
+    "client": "mtal",
+    "trained": "trained",
+    "received": "received",
+    "pooled": "pooled",
+}
 """Scope -> name of its mean over clients."""
 
 

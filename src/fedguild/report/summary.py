@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedguild.evaluation.statistics import Spread
 from fedguild.report import units
-from fedguild.report.comparison import MEAN, MTAL, ComparisonTable
+from fedguild.report.comparison import MEAN, MTAL, TRAINED, ComparisonTable
 from fedguild.report.run_folder import BudgetFacts
 from fedguild.report.tables import RunTable
 
@@ -34,20 +34,24 @@ def run_summary(table: RunTable) -> list[str]:
 
 def _personal_summary(table: RunTable, after: str) -> list[str]:
     """Returns the sentences about a run in which every client has its own model."""
-    score = units.score(table.mtal if table.mtal is not None else table.received)
+    score = units.score(next((mean for mean in (table.mtal, table.trained) if mean is not None), table.received))
     text = f"{after}, {table.method} scores {score} on average over the clients, each on its own data"
     if table.clients_before is not None and table.round:
         text += f", up from {units.score(table.clients_before)} before training"
     if table.mtal is None or table.received is None:
         return [f"{text}."]
-    return [f"{text}.", f"The models that they would receive next score {units.score(table.received)}."]
+    return [f"{text}.", f"As received next, their models score {units.score(table.received)}."]
 
 
 def _on_own_data(table: RunTable) -> list[str]:
     """Returns the sentence about the clients' own data, where a global model is the main result."""
     parts = [
         f"{whose} score {units.score(score)}"
-        for whose, score in (("own models", table.mtal), ("next models", table.received))
+        for whose, score in (
+            ("own models", table.mtal),
+            ("models as trained", table.trained),
+            ("models as received", table.received),
+        )
         if score is not None
     ]
     return [f"On their own data the clients' {' and their '.join(parts)} on average."] if parts else []
@@ -71,10 +75,11 @@ def comparison_summary(table: ComparisonTable) -> list[str]:
 
 
 def _decisive_column(table: ComparisonTable) -> str:
-    """Returns the smallest budget where every method has it, else MTAL."""
+    """Returns the smallest budget where every method has it, else the clients' models on their own data."""
     if table.smallest and all(row.spread(table.smallest.name) for row in table.rows):
         return table.smallest.name
-    return MTAL if any(row.spread(MTAL) for row in table.rows) or not table.smallest else table.smallest.name
+    own = any(row.spread(table.own) for row in table.rows)
+    return table.own if own or not table.smallest else table.smallest.name
 
 
 def _lead(table: ComparisonTable, leader: str, column: str) -> str:
@@ -92,14 +97,16 @@ def _lead(table: ComparisonTable, leader: str, column: str) -> str:
 
 
 def _elsewhere(table: ComparisonTable, leader: str) -> list[str]:
-    """Returns the sentences about the mean over budgets, where there are several, and about MTAL."""
+    """Returns the sentences about the mean over budgets, where there are several, and about the clients' own data."""
     sentences = []
     mean = table.difference(leader, MEAN) if MEAN in table.columns else None
     if mean is not None:
         sentences.append(f"Averaged over the {len(table.budgets)} budgets the difference is {_signed(mean)}.")
-    difference = table.difference(leader, MTAL) if table.budgets else None
-    if difference is not None and _decisive_column(table) != MTAL:
-        sentences.append(f"Between the clients' own models on their own data it is {_signed(difference)}.")
+    difference = table.difference(leader, table.own) if table.budgets else None
+    if difference is not None and _decisive_column(table) != table.own:
+        whose = {MTAL: "the clients' own models", TRAINED: "the clients' models as trained"}
+        models = whose.get(table.own, "the clients' models as received")
+        sentences.append(f"Between {models} on their own data it is {_signed(difference)}.")
     return sentences
 
 

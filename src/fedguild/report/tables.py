@@ -10,7 +10,7 @@ from typing import Any
 from fedguild.report import units
 from fedguild.report.costs import ClientTotals, Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.run_folder import MEANS, BudgetFacts, Run
+from fedguild.report.run_folder import MEANS, BudgetFacts, ClientScope, Run
 from fedguild.server.run_log import EvaluationRecord, RoutingRecord
 
 
@@ -45,7 +45,8 @@ class ClientRow:
         examples: Number of examples scored; None where it was not recorded.
         before: Score of its model before training; None where it was not evaluated.
         own: Score of the model that it itself uses after the round; None where it was not evaluated.
-        received: Score of the model that it would receive next, after the aggregation; None alike.
+        trained: Score of the model as its own training left it; None alike.
+        received: Score of the model with which it would begin its next round; None alike.
     """
 
     client: str
@@ -53,6 +54,7 @@ class ClientRow:
     examples: int | None
     before: float | None
     own: float | None
+    trained: float | None
     received: float | None
 
 
@@ -71,9 +73,11 @@ class RunTable:
         mean_before: The same before training.
         mtal: Mean over clients of their own models' scores on their own data; None where not evaluated.
         clients_before: Mean over clients of their scores before training; None where not evaluated.
-        received: Mean over clients of the scores of the models that they would receive next, on their own data.
-        pooled: Mean over clients of their own models' scores on all clients' data.
-        deviations: `mtal`, `received` and `pooled` -> sample deviation over the clients, where there are two or more.
+        trained: Mean over clients of the scores of their models as trained, on their own data.
+        received: Mean over clients of the scores of their models as received, on their own data.
+        pooled: Mean over clients of the scores of their models as received, on all clients' data.
+        deviations: `mtal`, `trained`, `received` and `pooled` -> sample deviation over the clients,
+            where there are two or more.
         clients: One row per client with a score of its own; empty where none was evaluated.
     """
 
@@ -87,6 +91,7 @@ class RunTable:
     mean_before: float | None
     mtal: float | None
     clients_before: float | None
+    trained: float | None
     received: float | None
     pooled: float | None
     deviations: Mapping[str, float]
@@ -114,49 +119,52 @@ class RunTable:
         if self.mean is not None and len(self.rows) > 1:
             rules.add(len(body))
             body.append(_summary_row("Mean over budgets", self.mean_before, units.score(self.mean), len(header)))
-        if self.mtal is not None:
-            rules.add(len(self.rows))
-            mtal = units.score_over(self.mtal, self.deviations.get("mtal"))
-            body.append(_summary_row("Clients' own models, own data", self.clients_before, mtal, len(header)))
-        if self.received is not None:
-            rules.add(len(self.rows))
-            received = units.score_over(self.received, self.deviations.get("received"))
-            body.append(_summary_row("Models received next, own data", None, received, len(header)))
-        if self.pooled is not None:
-            rules.add(len(self.rows))
-            pooled = units.score_over(self.pooled, self.deviations.get("pooled"))
-            body.append(_summary_row("Clients' own models, all data", None, pooled, len(header)))
+        for name, (title, before) in self._summaries().items():
+            mean = getattr(self, name)
+            if mean is not None:
+                rules.add(len(self.rows))
+                body.append(_summary_row(title, before, units.score_over(mean, self.deviations.get(name)), len(header)))
         title = (
             f"{self.name}: {self.split} scores after round {self.round}{self._over()}; costs per client over the run"
         )
         return Grid(title, tuple(map(Cell, header)), tuple(body), frozenset(rules))
 
+    def _summaries(self) -> dict[str, tuple[str, float | None]]:
+        """Returns each mean over clients -> its title, and the score before training."""
+        return {
+            "mtal": ("Clients' own models, own data", self.clients_before),
+            "trained": ("Clients' models as trained, own data", None),
+            "received": ("Clients' models as received, own data", None),
+            "pooled": ("Clients' models as received, all data", None),
+        }
+
     def client_grid(self) -> Grid | None:
-        """Returns clients × models: before training, their own, the one received next; None where none was scored."""
+        """Returns clients × models: before training, their own, as trained, as received; None if none was scored."""
         if not self.clients:
             return None
         header = [Cell("Client"), Cell("Budget"), Cell("Examples"), Cell("Before")]
         header += [Cell("Own model")] if self.mtal is not None else []
-        header += [Cell("Received next")] if self.received is not None else []
+        header += [Cell("As trained")] if self.trained is not None else []
+        header += [Cell("As received")] if self.received is not None else []
         body = [
             (
                 *map(Cell, (row.client, row.budget or units.MISSING, _count(row.examples))),
-                *self._scores(row.before, row.own, row.received),
+                *self._scores(row),
             )
             for row in self.clients
         ]
         mean = (Cell("Mean over clients"), Cell(""), Cell(""))
         means = [Cell(units.score(self.clients_before))]
-        for name, value in (("mtal", self.mtal), ("received", self.received)):
+        for name, value in (("mtal", self.mtal), ("trained", self.trained), ("received", self.received)):
             if value is not None:
                 means.append(Cell(units.score_over(value, self.deviations.get(name)), strong=True))
         title = f"{self.name}: {self.split} scores after round {self.round}, each client on its own data{self._over()}"
         return Grid(title, tuple(header), (*body, (*mean, *means)), frozenset({len(body)}))
 
-    def _scores(self, before: float | None, own: float | None, received: float | None) -> tuple[Cell, ...]:
-        after = [(own, self.mtal), (received, self.received)]
+    def _scores(self, row: ClientRow) -> tuple[Cell, ...]:
+        after = [(row.own, self.mtal), (row.trained, self.trained), (row.received, self.received)]
         shown = [Cell(units.score(value)) for value, mean in after if mean is not None]
-        return (Cell(units.score(before)), *shown)
+        return (Cell(units.score(row.before)), *shown)
 
     def _over(self) -> str:
         """Returns what ± means in a title, where a mean over clients has a deviation."""
@@ -193,7 +201,8 @@ def run_table(run: Run) -> RunTable:
         mean=fmean(row.score for row in rows) if rows else None,
         mean_before=fmean(before) if before and len(before) == len(rows) else None,
         mtal=run.client_mean("client", run.last_round),
-        clients_before=run.client_mean("client", 0) or run.client_mean("received", 0),
+        clients_before=run.client_mean("client", 0) or run.client_mean("received", 0) or run.client_mean("trained", 0),
+        trained=run.client_mean("trained", run.last_round),
         received=run.client_mean("received", run.last_round),
         pooled=run.client_mean("pooled", run.last_round),
         deviations=_deviations(run),
@@ -267,18 +276,21 @@ def _deviations(run: Run) -> dict[str, float]:
 def _client_rows(run: Run) -> tuple[ClientRow, ...]:
     """Returns the clients with a score of their own, by name; one without examples has none."""
     budgets = {f"client-{record.client:03d}": record.budget for record in run.clients}
-    first = run.scored("client", 0) or run.scored("received", 0)
-    own_scores, received_scores = run.scored("client", run.last_round), run.scored("received", run.last_round)
+    scopes: tuple[ClientScope, ...] = ("client", "received", "trained")
+    first = next((scored for scope in scopes if (scored := run.scored(scope, 0))), {})
+    own, received, trained = (run.scored(scope, run.last_round) for scope in scopes)
+    known = {**trained, **received, **own}
     return tuple(
         ClientRow(
             client=name,
             budget=budgets.get(name, ""),
-            examples=(own_scores.get(name) or received_scores[name]).examples,
+            examples=record.examples,
             before=_score_of(first.get(name)),
-            own=_score_of(own_scores.get(name)),
-            received=_score_of(received_scores.get(name)),
+            own=_score_of(own.get(name)),
+            trained=_score_of(trained.get(name)),
+            received=_score_of(received.get(name)),
         )
-        for name in sorted({*own_scores, *received_scores})
+        for name, record in sorted(known.items())
     )
 
 

@@ -22,7 +22,8 @@ class WeightedMean:
 
     After each client the mean moves by w_c / sum(w) of its distance to x_c, which equals the
     quotient of the two sums but neither overflows nor underflows with the weights, and returns a
-    single client's tensors, or those that all clients agree on, bit by bit.
+    single client's tensors, or those that all clients agree on, bit by bit. Where a weight is zero, x may be anything,
+    NaN too.
     """
 
     def __init__(self) -> None:
@@ -66,6 +67,9 @@ class WeightedMean:
         mean = self._means.setdefault(name, torch.zeros_like(value))
         _require_shape(name, mean, value)
         total = self._totals.get(name, torch.zeros_like(broadcast)) + broadcast
+        counts = broadcast > 0
+        if not bool(counts.all()):  # 0 * NaN is NaN, and 0 * infinity too
+            value = torch.where(counts, value, mean)
         share = torch.where(total > 0, broadcast / total, 0.0)
         self._means[name] = mean.lerp_(value, share.to(torch.float32))
         self._totals[name] = total

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
+from fedguild.client.merge_ledger import MERGE, VERSION, up_to
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, Scalar
@@ -204,12 +205,38 @@ class Method(ABC):
             excerpt: The client's excerpt of the state after the round.
             model: The backbone's description.
             client: The client whose model it is.
-            memory: What the client kept from its last participation; empty if it never took part, or if the caller asks
-                for the model that the client would receive next.
+            memory: What the client kept from its last participation; empty if it never took part, and if `as_received`
+                asks for the model without it.
         """
         deployment = self.deploy(excerpt, model, client.budget)
         assert deployment is not None, f"{self.name} has no global model, so it must override `personalize`"
         return deployment
+
+    def as_trained(
+        self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload, trained: Payload
+    ) -> Deployment:
+        """Returns the model that the client's own training left in its last round, before any average.
+
+        By default what its slot held then, on the backbone that it trained on. A method whose client has another model
+        then calls `Cohort.leave`, or overrides this.
+
+        Args:
+            excerpt: The client's excerpt of the state after the round.
+            model: The backbone's description.
+            client: The client whose model it is.
+            memory: What the client kept.
+            trained: The adapter as it was left, and the scalar with the backbone's version.
+        """
+        merged = up_to(excerpt.part(MERGE), int(trained.scalars[VERSION]))
+        return Deployment(self.plan(model, client.budget), trained.tensors, merged)
+
+    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Returns the model with which the client would begin its next round: what it gets, and what it kept for that.
+
+        By default `personalize` without a memory. A method that goes on with what a client kept (a gate, a factor, a
+        scale) overrides it.
+        """
+        return self.personalize(excerpt, model, client, Payload())
 
     # The federation
 

@@ -130,11 +130,11 @@ class EvaluationRecord(_Row):
     Attributes:
         round: Number of the round; 0 is before training.
         scope: `budget` for the global model as a client of a budget runs it, `client` for a
-            client's own model on its own data, `received` for the model that a client would
-            receive next on its own data, `pooled` for a client's own model on all clients' data,
-            `summary` for a mean over one of them.
+            client's own model on its own data, `trained` for the model that its training left on its own
+            data, `received` for the model with which it would begin its next round on its own data,
+            `pooled` for the latter on all clients' data, `summary` for a mean over one of them.
         name: Name of the budget, name of the client (`client-000`), or `mean` (over budgets), `mtal`
-            (over clients' own models), `received` and `pooled` for a summary.
+            (over clients' own models), `trained`, `received` and `pooled` for a summary.
         split: `test` or `validation`.
         score: The primary score, 0 to 1.
         metrics: Every metric by name, for example `accuracy`, `rouge_l`, `perplexity`; of a mean over
@@ -147,7 +147,7 @@ class EvaluationRecord(_Row):
 
     kind: Literal["evaluation"] = "evaluation"
     round: int = Field(ge=0)
-    scope: Literal["budget", "client", "received", "pooled", "summary"]
+    scope: Literal["budget", "client", "trained", "received", "pooled", "summary"]
     name: str
     split: Literal["test", "validation"]
     score: float

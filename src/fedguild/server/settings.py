@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fedguild.client.budget import Budget
 from fedguild.errors import ConfigError
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_router import FullRouter
@@ -21,10 +22,17 @@ Targets = Annotated[
     tuple[str, ...],
     Field(description="what LoRA adapts: leaf names of linear layers, or the groups attention, mlp, router, experts"),
 ]
+Scale = Annotated[
+    Literal["common", "own"] | Annotated[float, Field(gt=0)],
+    Field(
+        description="factor on a client's product B A: common, alpha / the highest rank; own, alpha / its own rank; "
+        "or a number, the same for all"
+    ),
+]
 Dropout = Annotated[float, Field(ge=0, lt=1, description="dropout on the input of LoRA on linear layers")]
 Weights = Annotated[
     Literal["size", "uniform"],
-    Field(description="a client's weight in the average: its number of examples, or the same for all"),
+    Field(description="a client's weight in the average: its number of examples, or the same for all that have any"),
 ]
 
 
@@ -45,6 +53,55 @@ class LoraSettings(MethodSettings):
     def scale(self) -> float:
         """Factor on the product of a LoRA of rank r, alpha / r."""
         return self.alpha / self.rank
+
+
+class UnequalRanksSettings(MethodSettings):
+    """The options of a method whose clients train LoRA of unequal ranks, up to the rank that the server keeps."""
+
+    rank: int = Field(20, ge=1, description="the highest LoRA rank of all clients")
+    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; `scale` says what divides it")
+    scale: Scale = "own"
+    targets: Targets = ("attention", "experts")
+
+    def scale_of(self, budget: Budget) -> float:
+        """Returns the factor on the product of a budget's LoRA; see `scale_by_rank`."""
+        return scale_by_rank(self.scale, self.alpha, self.rank, budget)
+
+
+class AnyRanksSettings(MethodSettings):
+    """The options of a method whose clients train LoRA of any ranks, as the server keeps none of them."""
+
+    alpha: float = Field(16.0, gt=0, description="LoRA's alpha; `scale` says what divides it")
+    scale: Scale = "own"
+    highest_rank: int = Field(20, ge=1, description="the highest LoRA rank of all clients, which scale common needs")
+    targets: Targets = ("attention", "experts")
+
+    def scale_of(self, budget: Budget) -> float:
+        """Returns the factor on the product of a budget's LoRA; see `scale_by_rank`.
+
+        Raises:
+            ConfigError: the scale is common, and the budget's rank is above the highest.
+        """
+        if self.scale == "common" and budget.rank > self.highest_rank:
+            raise ConfigError(
+                f"Budget '{budget.name}' has rank {budget.rank}, but method.highest_rank is {self.highest_rank}.",
+                "Set method.highest_rank to the highest rank of federation.budgets.",
+            )
+        return scale_by_rank(self.scale, self.alpha, self.highest_rank, budget)
+
+
+def scale_by_rank(scale: Literal["common", "own"] | float, alpha: float, highest: int, budget: Budget) -> float:
+    """Returns the factor on the product of a budget's LoRA.
+
+    Args:
+        scale: `common`, alpha / `highest`; `own`, alpha / the budget's rank; or the factor.
+        alpha: LoRA's alpha.
+        highest: The highest rank of all clients.
+        budget: Whose.
+    """
+    if scale == "own":
+        return alpha / budget.rank
+    return alpha / highest if scale == "common" else scale
 
 
 def fitting_defaults(settings: BaseModel, model: ModelInfo) -> dict[str, Any]:

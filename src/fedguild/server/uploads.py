@@ -22,7 +22,7 @@ def mean_adapter(
     Args:
         state: The state with the adapter before the round.
         uploads: The uploads with the trained adapters.
-        weights: w_c, a client's number of examples or 1.
+        weights: w_c, a client's number of examples, or 1 for a client that has any.
     """
     mean = WeightedMean()
     for upload in uploads:
@@ -31,8 +31,8 @@ def mean_adapter(
 
 
 def weight_of(upload: Upload, weights: Literal["size", "uniform"]) -> float:
-    """Returns a client's weight in an average: its number of examples, or 1."""
-    return float(upload.client.examples) if weights == "size" else 1.0
+    """Returns a client's weight in an average: its number of examples, or 1; 0 for a client without examples."""
+    return float(upload.client.examples) if weights == "size" else float(upload.client.examples > 0)
 
 
 def collected(uploads: Iterable[Upload]) -> list[Upload]:

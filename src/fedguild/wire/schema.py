@@ -90,7 +90,7 @@ class Request(_Part):
 class ScoreRequest(Request):
     """The request for the scores of a client's models on its own examples."""
 
-    scope: Literal["client", "received"]
+    scope: Literal["client", "trained", "received"]
     split: Literal["test", "validation"]
 
 
@@ -165,7 +165,7 @@ class Score(_Part):
     """A client's score of one of its models; the fields are those of `EvaluationRecord`."""
 
     round: int = Field(ge=0, le=LARGEST_ROUND)
-    scope: Literal["client", "received"]
+    scope: Literal["client", "trained", "received"]
     name: Name
     split: Literal["test", "validation"]
     score: float = Field(ge=0, le=1 + 1e-9, allow_inf_nan=False)

@@ -26,6 +26,7 @@ from fedguild.seeding import torch_rng
 from fedguild.server.engine import Task
 from fedguild.server.method import Upload
 from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
+from tests.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 from tests.oracles.fed_sb import sketched_gradient, start, update, weighted_mean
 from tests.oracles.sketches import weight_gradients
@@ -363,3 +364,27 @@ def test_clients_run_their_budgets_experts(olmoe_backbone, llama_backbone):
     assert isinstance(dense, AdapterPlan)
     assert dense.active_experts is None
     assert dense.lora.scale == 1.0
+
+
+# Where A and B come from
+
+
+def test_the_gradients_are_sent_whole_where_they_are_small_enough(olmoe_backbone):
+    """Bytes of all adapted weights in fp32: exact up to the limit, and from the next byte on a sketch."""
+    model = olmoe_backbone.info
+    shapes = targeted_shapes(model, tuple(TARGETS)).values()
+    size = 4 * sum(math.prod(shape) for shape in shapes)
+    for limit, expected in ((size, "dense"), (size - 1, "sketch"), (0, "sketch")):
+        method = fed_sb(dense_limit_bytes=limit)
+        assert method.start_on(model) == expected
+        who, state = client(0, LARGE), method.start(model, [LARGE], torch_rng(0, "start"))
+        expecting = method.expected_upload(model, who, method.download(state, model, who))
+        leaves = {name.rpartition(".")[2] for name in expecting}
+        assert leaves == ({"delta"} if expected == "dense" else {"lora_A", "lora_B"})
+    for kind in ("dense", "sketch", "random"):
+        assert fed_sb(start=kind, dense_limit_bytes=0).start_on(model) == kind
+
+
+def test_olmoe_sends_sketches():
+    """Its gradients are 27 GB."""
+    assert fed_sb(rank=20, targets=["attention", "experts"]).start_on(OLMOE) == "sketch"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.observing import observing
 from fedguild.config.training import TrainingSettings
@@ -55,9 +56,9 @@ def test_an_upload_is_what_the_server_expects(
 
 
 def test_only_activated_experts_are_sent(tmp_path: Path) -> None:
-    """With 8 of 32 experts per token and few tokens; the uploads say which, the counts of the engine agree."""
-    backbone = tiny_backbone("olmoe", num_experts=32, num_experts_per_tok=2)
-    federation = Federation(backbone, fedalign(), [client(0, LARGE, 2), client(1, LARGE, 1)], tmp_path)
+    """With 2 of 32 experts per token and few tokens; the uploads say which, the counts of the engine agree."""
+    backbone, two = tiny_backbone("olmoe", num_experts=32, num_experts_per_tok=2), Budget("two", 2, 1)
+    federation = Federation(backbone, fedalign(), [client(0, two, 2), client(1, two, 1)], tmp_path)
     state = federation.start()
     engine = LocalEngine(backbone, federation.examples, SETTINGS, federation.memory, seed=1)
     tasks = [Task(1, who, federation.method.download(state, federation.model, who)) for who in federation.clients]
@@ -418,3 +419,23 @@ def test_options_out_of_range(option: str, value: object, told: str) -> None:
 def test_a_dense_model(llama_backbone: Backbone) -> None:
     with pytest.raises(ModelError, match="FedAlign-MoE needs a mixture-of-experts model"):
         fedalign().plan(llama_backbone.info, LARGE)
+
+
+def test_equal_weights_at_the_mean_leave_the_strength(olmoe_backbone: Backbone) -> None:
+    """Figure 13 c with alpha at a layer's mean over its experts, for each client its own."""
+    method = fedalign(overlap_threshold=0.2, overlap_temperature=0.5)
+    state, uploads = random_round(method, olmoe_backbone, 3, awkward=False)
+    state = method.aggregate(state, iter(uploads))
+    works = []
+    for index in range(2):
+        who = client(index, LARGE)
+        memory = Payload(with_part("routing", uploads[index].payload.part("routing")))
+        works.append(LocalWork(who, [], method.download(state, olmoe_backbone.info, who), memory))
+    adaptive = targets_of(method, olmoe_backbone, works)
+    options = {"adaptive_weights": False, "equal_weight": "mean"}
+    equal = targets_of(fedalign(overlap_threshold=0.2, overlap_temperature=0.5, **options), olmoe_backbone, works)
+    for layer, target in equal.items():
+        for slot in range(2):
+            expected = [float(adaptive[layer].weights[slot].mean())] * EXPERTS
+            assert target.weights[slot].tolist() == pytest.approx(expected)
+            assert adaptive[layer].weights[slot].std() > 0

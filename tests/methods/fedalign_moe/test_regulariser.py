@@ -133,14 +133,14 @@ def target_of(slots: int, seed: int, zero: int | None = None) -> LayerTarget:
     return LayerTarget(reference / reference.sum(), torch.rand(slots, EXPERTS, generator=rng, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("form", ["pointwise", "bernoulli"])
+@pytest.mark.parametrize("form", ["pointwise", "bernoulli", "generalised"])
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("tokens", [[5], [4, 6], [7, 0, 3]])
 @pytest.mark.parametrize("zero", [None, 0])
 def test_the_regulariser_and_its_gradient(form: str, padding: bool, tokens: list[int], zero: int | None) -> None:
     """Layers 0 and 2 have a target, layer 1 has none."""
     targets = {0: target_of(len(tokens), 5, zero), 2: target_of(len(tokens), 6)}
-    regulariser = Regulariser(targets, len(tokens), TOP_K, form)
+    regulariser = Regulariser(targets, len(tokens), [TOP_K] * len(tokens), form)
     passes = [routing(tokens, layer, padding, layer) for layer in (0, 1, 2)]
     for seen in passes:
         regulariser.observe(seen)
@@ -165,21 +165,23 @@ def test_the_regulariser_by_hand() -> None:
     """p = (.7, .2, .1), p_g = (.1, .3, .6), top-1, alpha = (.5, 1, 2): experts 0 (the token's) and 2 (p_g's) count.
 
     Pointwise: .5 · .7 ln 7 + 2 · .1 ln(1/6) = .681068 - .358352 = .322716. Bernoulli adds
-    .5 · .3 ln(1/3) + 2 · .9 ln(.9/.4) = -.164792 + 1.459674, in all 1.617599.
+    .5 · .3 ln(1/3) + 2 · .9 ln(.9/.4) = -.164792 + 1.459674, in all 1.617599. The generalised one adds
+    .5 · (.1 - .7) + 2 · (.6 - .1) = .7, in all 1.022716.
     """
     p = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64)
     target = LayerTarget(torch.tensor([0.1, 0.3, 0.6]).double(), torch.tensor([[0.5, 1.0, 2.0]]).double())
-    for form, expected in (("pointwise", 0.322716), ("bernoulli", 1.617599)):
-        regulariser = Regulariser({0: target}, 1, 1, form)
+    for form, expected in (("pointwise", 0.322716), ("bernoulli", 1.617599), ("generalised", 1.022716)):
+        regulariser = Regulariser({0: target}, 1, [1], form)
         index = torch.tensor([[0]])
         regulariser.observe(Routing(0, torch.zeros(1, 3), p.log(), p[:, :1], index, torch.tensor([0]), None))
         assert float(regulariser.loss()) == pytest.approx(expected, abs=1e-6)
 
 
-def test_bernoulli_is_never_negative_and_zero_at_the_reference() -> None:
+@pytest.mark.parametrize("form", ["bernoulli", "generalised"])
+def test_it_is_never_negative_and_zero_at_the_reference(form: str) -> None:
     target = LayerTarget(target_of(1, 1).reference, torch.ones(1, EXPERTS, dtype=torch.float64))
     for seed in range(20):
-        regulariser = Regulariser({0: target}, 1, TOP_K, "bernoulli")
+        regulariser = Regulariser({0: target}, 1, [TOP_K], form)
         regulariser.observe(routing([4], seed))
         assert regulariser.loss().item() >= 0
     same = replace(routing([4], 0), logits=target.reference.log().expand(4, -1))
@@ -187,10 +189,75 @@ def test_bernoulli_is_never_negative_and_zero_at_the_reference() -> None:
     assert float(regulariser.loss()) == pytest.approx(0.0, abs=1e-12)
 
 
+def descent(form: str, experts: int, top_k: int) -> tuple[float, float, float]:
+    """The gradient's norm at p = p_g, and the mass on Top-k(p_g) before and after 200 steps of descent from there."""
+    rng = torch_rng(experts, "reference")
+    reference = torch.randn(experts, generator=rng, dtype=torch.float64).softmax(-1)
+    target = LayerTarget(reference, torch.full((1, experts), 0.475, dtype=torch.float64))
+    regulariser = Regulariser({0: target}, 1, [top_k], form)
+    logits = reference.log()[None].clone().requires_grad_()
+    norms = []
+    for _ in range(200):
+        weights, indices = logits.softmax(-1).topk(top_k)
+        regulariser.observe(Routing(0, torch.zeros(1, 1), logits, weights, indices, torch.tensor([0]), None))
+        (gradient,) = torch.autograd.grad(regulariser.loss().sum(), [logits])
+        norms.append(float(gradient.norm()))
+        with torch.no_grad():
+            logits -= gradient
+    top = reference.topk(top_k).indices
+    return norms[0], float(reference[top].sum()), float(logits.detach().softmax(-1)[0, top].sum())
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(16, 1), (16, 8), (64, 6)])
+@pytest.mark.parametrize("form", ["bernoulli", "generalised"])
+def test_the_minimum_is_at_the_reference(form: str, experts: int, top_k: int) -> None:
+    """Descent that starts at p_g stays there, and p keeps its mass on Top-k(p_g)."""
+    norm, before, after = descent(form, experts, top_k)
+    assert norm < 1e-12
+    assert after == pytest.approx(before, abs=1e-9)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(16, 1), (16, 8), (64, 6)])
+def test_the_pointwise_term_pushes_away_from_the_reference(experts: int, top_k: int) -> None:
+    """Why it is not the default: started at p_g, p loses a fifth or more of its mass on Top-k(p_g)."""
+    norm, before, after = descent("pointwise", experts, top_k)
+    assert norm > 0.01
+    assert after < 0.8 * before
+
+
+def test_layers_add_up_or_are_averaged() -> None:
+    targets = {layer: target_of(2, layer) for layer in (0, 1, 2)}
+    found = []
+    for layers in ("mean", "sum"):
+        regulariser = Regulariser(targets, 2, [TOP_K] * 2, "bernoulli", layers)
+        for layer in targets:
+            regulariser.observe(routing([4, 6], layer, layer=layer))
+        found.append(regulariser.loss().detach())
+    torch.testing.assert_close(found[1], 3 * found[0])
+
+
+def test_every_client_has_its_own_top_k() -> None:
+    """Two clients of unlike budgets, each as it is alone."""
+    target, seen = target_of(2, 3), routing([5, 7], 1)
+    regulariser = Regulariser({0: target}, 2, [1, 3], "bernoulli")
+    regulariser.observe(seen)
+    found = regulariser.loss()
+    for slot, top_k in enumerate((1, 3)):
+        expected = oracle.regulariser(
+            [seen.logits],
+            real_of(seen, slot),
+            [target.reference.tolist()],
+            [target.weights[slot].tolist()],
+            top_k,
+            "bernoulli",
+        )
+        torch.testing.assert_close(found[slot], expected, rtol=1e-10, atol=1e-12)
+
+
 def test_the_mask() -> None:
     rows = torch.tensor([[0.2, 0.5, 0.3], [0.6, 0.1, 0.3]])
-    assert top_k_mask(rows, 1).tolist() == [[False, True, False], [True, False, False]]
-    assert top_k_mask(rows[0], 2).tolist() == [False, True, True]
+    assert top_k_mask(rows, torch.tensor([1, 1]), 1).tolist() == [[False, True, False], [True, False, False]]
+    assert top_k_mask(rows, torch.tensor([2, 1]), 2).tolist() == [[False, True, True], [True, False, False]]
 
 
 def test_the_adaptive_weight() -> None:
@@ -215,7 +282,7 @@ def trained(backbone, members: list[int], settings: TrainingSettings, examples=(
     alphas = torch.rand(3, 2, 8, generator=rng, dtype=torch.float64)
     reference = torch.rand(2, 8, generator=rng, dtype=torch.float64).softmax(-1)
     targets = {layer: LayerTarget(reference[layer], alphas[members, layer]) for layer in (0, 1)}
-    regulariser = Regulariser(targets, len(members), backbone.info.top_k, "pointwise")
+    regulariser = Regulariser(targets, len(members), [backbone.info.top_k] * len(members), "pointwise")
     with SlotModel(backbone, [PLAN] * len(members)) as model:
         work = [work_of(index, examples[index]) for index in members]
         cohort = Cohort(model, work, settings, round_index=1, seed=3, pad_id=PAD)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedguild.methods.ub_smoe.modulation import UtilisationRate, next_modulation, target_modulation
+from fedguild.methods.ub_smoe.modulation import Range, UtilisationRate, modulate, next_modulation, target_modulation
 from tests.oracles import ub_smoe as oracle
 from tests.server.test_utilisation import RATES
 
@@ -57,3 +57,36 @@ def test_modulation_by_hand() -> None:
     target = target_modulation(torch.tensor([0.5, 0.25, 0.0, 0.25]), 1.0, 1e-9)
     assert target.tolist() == pytest.approx([math.tanh(-0.5), 0.0, 1.0, 0.0], abs=1e-6)
     assert next_modulation(torch.tensor([0.5]), torch.tensor([1.0]), 0.9).tolist() == pytest.approx([0.55])
+
+
+@pytest.mark.parametrize("kind", ["hinge", "clamp", "scale"])
+@pytest.mark.parametrize("ends", [(-0.5, 0.5), (-1.0, 1.0), (-2.0, 2.0), (-0.5, 1.5)])
+def test_thirty_rounds_by_the_three_readings_of_the_range(kind: str, ends: tuple[float, float]) -> None:
+    """Table 20's ranges; the rates are constant, from an expert that nobody uses to one that everybody does."""
+    rates = [0.0, 0.05, 0.125, 0.4, 1.0, 0.125, 0.2, 0.1]
+    phi, expected = {"b.phi": torch.zeros(8, dtype=torch.float64)}, [0.0] * 8
+    limits = Range(*ends, kind=kind)  # type: ignore[arg-type]
+    for _ in range(30):
+        phi = modulate(phi, {"b": torch.tensor(rates, dtype=torch.float64)}, 1.0, 0.9, 1e-6, limits)
+        expected = [oracle.next_phi(p, rate, 1 / 8, 0.9, *ends, kind) for p, rate in zip(expected, rates, strict=True)]
+    assert phi["b.phi"].tolist() == pytest.approx(expected, rel=1e-9)
+    if kind != "hinge":
+        assert ends[0] <= float(phi["b.phi"].min()) <= float(phi["b.phi"].max()) <= ends[1]
+
+
+def test_only_scaling_tells_the_wide_ranges_of_table_20_apart() -> None:
+    """Ten rounds: tanh and zeta keep phi within [-0.50, 0.65], so that a hinge or a clamp at +-1 or +-2 never acts."""
+    rates = torch.tensor([0.0, 0.05, 0.125, 0.4, 1.0, 0.125, 0.2, 0.1], dtype=torch.float64)
+
+    def after_ten(kind: str, end: float) -> torch.Tensor:
+        phi = {"b.phi": torch.zeros(8, dtype=torch.float64)}
+        for _ in range(10):
+            phi = modulate(phi, {"b": rates}, 1.0, 0.9, 1e-6, Range(-end, end, kind))  # type: ignore[arg-type]
+        return phi["b.phi"]
+
+    assert torch.equal(after_ten("hinge", 1.0), after_ten("hinge", 2.0))
+    assert torch.equal(after_ten("clamp", 1.0), after_ten("clamp", 2.0))
+    assert torch.equal(after_ten("scale", 1.0), after_ten("hinge", 1.0))
+    torch.testing.assert_close(after_ten("scale", 2.0), 2 * after_ten("scale", 1.0))
+    assert -0.51 < float(after_ten("hinge", 1.0).min()) < float(after_ten("hinge", 1.0).max()) < 0.66
+    assert float(after_ten("clamp", 0.5).max()) == 0.5

@@ -13,10 +13,12 @@ from fedguild.config.training import TrainingSettings
 from fedguild.methods.ub_smoe.pseudo_gradient import (
     ExpertGradients,
     Inactivity,
+    Norm,
     clip_per_expert,
     inactive_share,
     pseudo_gradient,
     scaling_factor,
+    unit_per_expert,
 )
 from fedguild.model.adapters.storage import SlotTensor
 from tests.oracles import ub_smoe as oracle
@@ -151,6 +153,75 @@ def test_injection_is_equation_16_expert_by_expert(inactivity: Inactivity) -> No
                 inactivity,
             )
             torch.testing.assert_close(grad[:, slot, :RANK], expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("inactivity", ["batch", "token"])
+@pytest.mark.parametrize("norm", ["published", "expert"])
+def test_sizes_and_figures_over_a_round_step_by_step(norm: Norm, inactivity: Inactivity) -> None:
+    """Three steps with other experts idle in each; slot 1 has finished after the first."""
+    own = trainables()
+    gradients = ExpertGradients(own, PATHS, norm)
+    pseudo = [random_pseudo(30 + slot, quiet=(1,)) for slot in range(SLOTS)]
+    sized = [unit_per_expert(one) if norm == "expert" else one for one in pseudo]
+    for slot in range(SLOTS):
+        gradients.set(slot, sized[slot], RHO[slot])
+    slow = {(layer, slot): oracle.OwnNorms(EXPERTS) for layer in range(LAYERS) for slot in range(SLOTS)}
+    for step in range(3):
+        counts, seen = COUNTS.roll(step, dims=-1).clone(), SEEN.clone()
+        if step:
+            counts[:, 1], seen[:, 1] = 0, 0
+        give_gradients(own, counts, 40 + step)
+        before = {name: own[name].stored.grad.clone() for name in NAMES}
+        gradients.inject(counts, seen, inactivity)
+        for (layer, slot), norms in slow.items():
+            if int(seen[0, slot]) == 0:
+                continue
+            names = [name for name in NAMES if name.startswith(PATHS[layer])]
+            on = counts[layer, slot].tolist()
+            norms.add([before[name][:, slot, :RANK] for name in names], on)
+            squares = [0.0] * EXPERTS
+            for name in names:
+                value = sized[slot][name].clone()
+                if norm == "expert":
+                    for expert in range(EXPERTS):
+                        value[expert] *= norms.reference(expert)
+                grad = before[name][:, slot, :RANK]
+                expected = oracle.injected(grad, value, RHO[slot], on, TOKENS[slot], inactivity)
+                torch.testing.assert_close(own[name].stored.grad[:, slot, :RANK], expected, rtol=1e-9, atol=1e-12)
+                for expert in range(EXPERTS):
+                    squares[expert] += float(((expected - grad)[expert] ** 2).sum())
+            norms.injected += [math.sqrt(square) for square in squares if square > 0]
+    for slot in range(SLOTS):
+        idle, ratio = gradients.figures(slot)
+        for layer in range(LAYERS):
+            norms = slow[layer, slot]
+            assert float(idle[layer]) == pytest.approx(norms.idle / norms.steps)
+            injected = sum(norms.injected) / len(norms.injected) if norms.injected else 0.0
+            assert float(ratio[layer]) == pytest.approx(injected / norms.mean(), rel=1e-5)
+
+
+def test_an_idle_expert_gets_a_gradient_of_its_own_size() -> None:
+    """Expert 4 of slot 0 has tokens in the first step and none in the second: G~ has the first step's norm, times rho.
+
+    As published it has its own: 100 times as long, it would be injected 100 times as long.
+    """
+    found = []
+    for norm in ("published", "expert"):
+        own = trainables()
+        gradients = ExpertGradients(own, PATHS, norm)  # type: ignore[arg-type]
+        pseudo = {name: 100 * value for name, value in random_pseudo(3).items()}
+        gradients.set(0, unit_per_expert(pseudo) if norm == "expert" else pseudo, RHO[0])
+        give_gradients(own, torch.ones_like(COUNTS), 5)
+        size = math.sqrt(sum(float((own[n].stored.grad[4, 0] ** 2).sum()) for n in NAMES[:2]))
+        gradients.inject(torch.ones_like(COUNTS), SEEN, "batch")
+        counts = torch.ones_like(COUNTS)
+        counts[0, 0, 4] = 0
+        give_gradients(own, counts, 6)
+        gradients.inject(counts, SEEN, "batch")
+        injected = math.sqrt(sum(float((own[n].stored.grad[4, 0] ** 2).sum()) for n in NAMES[:2]))
+        found.append(injected / (RHO[0] * size))
+    assert found[1] == pytest.approx(1.0)
+    assert found[0] > 50
 
 
 def test_the_share_of_inactive_tokens() -> None:

@@ -24,9 +24,9 @@ Symbols: w_c `weights` (|D_c| or 1), r `rank`, eta `step_size`, A `lora_A`, B `l
 
 Readings and deviations (docs/methods/fed-sb.md):
     - The released code takes the gradient of pooled data. Here clients send theirs and the server averages.
-    - G_c is as large as the model, so clients send two narrow products of it, G_c Omega and Psi G_c, from
-      which the server rebuilds its mean (sketch.py); `dense` sends G_c itself. They are the gradients of a
-      LoRA with A = [Omega^T; 0] and B = [0, Psi^T], which changes nothing.
+    - Where G_c is small enough (`dense_limit_bytes`) clients send it. It is as large as the model, so elsewhere they
+      send two narrow products of it, G_c Omega and Psi G_c, from which the server rebuilds its mean (sketch.py).
+      They are the gradients of a LoRA with A = [Omega^T; 0] and B = [0, Psi^T], which changes nothing.
     - eta is an option: in the paper it is the learning rate over (warm-up ratio times total steps), which
       a method does not know.
     - If no client has a gradient (an expert that no client activated), B and A are random with orthonormal columns and
@@ -37,6 +37,7 @@ Readings and deviations (docs/methods/fed-sb.md):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -74,10 +75,15 @@ class FedSBSettings(MethodSettings):
     rank: int = Field(20, ge=1, description="r, the size of R")
     targets: Targets = ("attention", "experts")
     weights: Weights = "size"
-    start: Literal["sketch", "dense", "random"] = Field(
-        "sketch",
-        description="source of A and B: sketches of the clients' gradients, the gradients themselves, or a random "
-        "draw (with R = 0 and without the preparatory first round)",
+    start: Literal["auto", "dense", "sketch", "random"] = Field(
+        "auto",
+        description="where A and B come from: the clients' gradients themselves (dense, exact), sketches, or "
+        "nowhere (random, with R = 0 and no first round of its own); auto: dense up to `dense_limit_bytes`, or sketch",
+    )
+    dense_limit_bytes: int = Field(
+        2**30,
+        ge=0,
+        description="for auto: the largest size of a client's gradients, in fp32, that are sent whole",
     )
     step_size: float = Field(
         1e-5, gt=0, description="eta: learning rate over (warm-up ratio times total steps) in the paper"
@@ -118,7 +124,7 @@ class FedSB(Method):
         """Returns a state without A and B, or with random ones if they are not derived from a gradient."""
         plans = [self.plan(model, budget) for budget in budgets]
         seed = new_seed(rng)
-        if self.settings.start != "random":
+        if self.start_on(model) != "random":
             return Payload(Holders().tensors(), {STAGE: "gradient", SEED: seed})
         weights = targeted_shapes(model, plans[0].lora.targets)
         nothing = ((module, torch.zeros(shape)) for module, shape in weights.items())
@@ -132,7 +138,10 @@ class FedSB(Method):
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Line 2, or lines 6 and 7."""
         if cohort.work[0].download.scalars[STAGE] == "gradient":
-            return [Payload.of({GRADIENT: gradients}) for gradients in self.gradients(cohort)]  # line 2
+            uploads = [Payload.of({GRADIENT: gradients}) for gradients in self.gradients(cohort)]  # line 2
+            for slot in range(len(uploads)):
+                cohort.leave(slot, {})  # nothing has been trained
+            return uploads
         bases = [basis_of(work) for work in cohort.work]
         for slot, (work, basis) in enumerate(zip(cohort.work, bases, strict=True)):
             cohort.load(slot, {**basis, **work.download.part(ADAPTER)})  # line 6
@@ -143,7 +152,7 @@ class FedSB(Method):
 
     def gradients(self, cohort: Cohort) -> list[dict[str, Tensor]]:
         """Returns each client's G_c, or its sketch (line 2)."""
-        if self.settings.start == "dense":
+        if self.start_on(cohort.model.backbone.info) == "dense":
             return whole_gradients(cohort, self.settings.sample)
         seed = int(cohort.work[0].download.scalars[SEED])
         return gradient_sketches(cohort, self.settings.sample, self.sketch_rank, seed)
@@ -176,13 +185,20 @@ class FedSB(Method):
         plan = self.plan(model, client.budget)
         if download.scalars[STAGE] == "training":
             return in_part(ADAPTER, trainable_shapes(model, plan))
-        if self.settings.start == "dense":
+        if self.start_on(model) == "dense":
             return in_part(GRADIENT, trainable_shapes(model, full_weight_plan(plan)))
         return in_part(GRADIENT, sketch_shapes(model, plan.lora.targets, self.sketch_rank))
 
     def expected_scalars(self, download: Payload) -> Mapping[str, Scalar]:
         """Returns whether A and B are lost, once there are any."""
         return {LOST: False} if download.scalars.get(STAGE) == "training" else {}
+
+    def start_on(self, model: ModelInfo) -> Literal["dense", "sketch", "random"]:
+        """Returns where A and B come from on this model."""
+        if self.settings.start != "auto":
+            return self.settings.start
+        weights = targeted_shapes(model, self.settings.targets).values()
+        return "dense" if 4 * sum(map(math.prod, weights)) <= self.settings.dense_limit_bytes else "sketch"
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns B R A; before the first round it is zero."""

@@ -28,6 +28,7 @@ mean_j p-bar_j `consensus`, eta `overlap_threshold`, lambda `regularisation`, be
 Readings and deviations (docs/methods/fedalign-moe.md):
     - p is the softmax over all experts: over the active ones, as in Eq. 1, top-1 routing has p = 1.
       The forward pass keeps the model's own weights.
+    - An expert's part of Eq. 8 is a divergence that is least at p = p_g; p log(p / p_g) is not, under the mask.
     - o_i needs all clients' p-bar, so line 4 uses that of the rounds before: the client's last p-bar
       times the downloaded consensus; 0 before its first round. Without p_g (round 1) there is no L_reg.
     - p_g is scaled to sum to one. Where all o m are zero, omega is uniform.
@@ -65,6 +66,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.aggregation import WeightedMean
+from fedguild.server.limits import active_experts_of
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
 from fedguild.server.settings import Alpha, MethodSettings, Rank
 from fedguild.server.validation import Omissible
@@ -93,10 +95,18 @@ class FedAlignMoeSettings(MethodSettings):
     regularisation: float = Field(0.1, ge=0, description="lambda of Eq. 11; 0 leaves L_reg out")
     overlap_threshold: float = Field(0.1, description="eta of Eq. 9")
     overlap_temperature: float = Field(1.0, gt=0, description="divides o - eta in Eq. 9")
-    divergence: Literal["pointwise", "bernoulli"] = Field(
-        "pointwise", description="an expert's part of Eq. 8: p log(p / p_g), or the divergence of 'goes to e or not'"
+    divergence: Literal["bernoulli", "generalised", "pointwise"] = Field(
+        "bernoulli",
+        description="an expert's part of Eq. 8: the divergence of 'goes to e or not'; p log(p / p_g) - p + p_g; or "
+        "p log(p / p_g) alone, which pushes away from p_g",
     )
-    adaptive_weights: bool = Field(True, description="alpha by Eq. 9; false: 1 for all experts (Fig. 13 c)")
+    layers: Literal["mean", "sum"] = Field("mean", description="how L_reg combines the layers, which Eq. 8 leaves open")
+    adaptive_weights: bool = Field(
+        True, description="alpha by Eq. 9; false: the same for all experts, by `equal_weight` (Fig. 13 c)"
+    )
+    equal_weight: Literal["one", "mean"] = Field(
+        "one", description="without adaptive weights: alpha = 1, or the mean over a layer's experts of Eq. 9's"
+    )
     consistency_weights: bool = Field(True, description="omega by Eq. 6; false: uniform (Fig. 13 b)")
     aggregation: Literal["region", "index", "size"] = Field(
         "region",
@@ -134,7 +144,7 @@ class FedAlignMoe(Method):
     )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
-        """Returns a full gate and LoRA on the experts, or full experts; every budget trains the same."""
+        """Returns a full gate and LoRA on the experts, or full experts, with the budget's active experts."""
         settings = self.settings
         model.require_experts("FedAlign-MoE")
         require_targets(settings.targets)
@@ -143,7 +153,7 @@ class FedAlignMoe(Method):
         parts: list[AdapterPart] = [Lora(settings.rank, settings.alpha / settings.rank, targets)] if targets else []
         parts += [FullRouter()]
         parts += [FullExperts()] if settings.experts == "full" else []
-        return AdapterPlan(tuple(parts))
+        return AdapterPlan(tuple(parts), active_experts_of(model, budget))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
@@ -189,9 +199,11 @@ class FedAlignMoe(Method):
             overlap = last * consensus[layer.experts]  # Eq. 4
             alpha = adaptive_weights(overlap, settings.overlap_threshold, settings.overlap_temperature)  # Eq. 9
             if not settings.adaptive_weights:
-                alpha = torch.ones_like(alpha)
+                equal = torch.ones_like(alpha) if settings.equal_weight == "one" else alpha.mean(dim=1, keepdim=True)
+                alpha = equal.expand_as(alpha)
             targets[index] = LayerTarget(reference[layer.experts].to(model.device), alpha.to(model.device))
-        return Regulariser(targets, len(cohort.work), model.backbone.info.top_k, settings.divergence)
+        top_k = [plan.active_experts or model.backbone.info.top_k for plan in model.plans]
+        return Regulariser(targets, len(cohort.work), top_k, settings.divergence, settings.layers)
 
     def _upload(self, cohort: Cohort, slot: int, profile: RoutingProfile) -> Payload:
         """Line 7."""
@@ -310,6 +322,10 @@ class FedAlignMoe(Method):
         gates = {name: torch.zeros(shape) for name, shape in FullRouter().shapes(model).items()}
         tensors = {**excerpt.part(EXPERTS), **excerpt.part(ADAPTER), **gates, **memory.part(GATE)}
         return Deployment(self.plan(model, client.budget), tensors)
+
+    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Returns the new global experts behind the gate that the client kept."""
+        return self.personalize(excerpt, model, client, memory)
 
     def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
         """Returns per layer: o, the spread of omega, tau and the share of experts with an update that counted."""

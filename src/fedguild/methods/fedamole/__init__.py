@@ -74,6 +74,7 @@ from fedguild.seeding import new_seed, numpy_rng, torch_rng
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
 from fedguild.server.settings import Alpha, MethodSettings, fitting_defaults
+from fedguild.server.uploads import weight_of
 
 
 class FedAMoLESettings(MethodSettings):
@@ -236,7 +237,7 @@ class FedAMoLE(Method):
         """Lines 7 to 10."""
         pool, mean, token = Pool.of(state), WeightedMean(), dict[int, dict[str, Tensor]]()
         for upload in uploads:
-            mean.add(uploaded_tensors(upload.payload), 1.0)  # Eq. 10, 12
+            mean.add(uploaded_tensors(upload.payload), weight_of(upload, "uniform"))  # Eq. 10, 12
             embeddings = upload.payload.part(TOKEN)
             token[upload.client.index] = {module: embedding.clone() for module, embedding in embeddings.items()}
         pool = pool.after_round(mean.result(pool.one_by_one()), token)  # line 7
@@ -293,6 +294,12 @@ class FedAMoLE(Method):
         latest = memory if memory.tensors else excerpt
         mixture = self.mixture(tuple(held_experts(latest.part(EXPERTS)).items()))
         return Deployment(AdapterPlan((mixture,)), client_trainables(latest, mixture.capacity))
+
+    def as_trained(
+        self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload, trained: Payload
+    ) -> Deployment:
+        """Returns what the client kept: its own model is the one that it trained."""
+        return self.personalize(excerpt, model, client, memory)
 
     def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
         """Returns P of the last module (Figure 8), experts per client, the share kept, and client 0's (Table 6)."""

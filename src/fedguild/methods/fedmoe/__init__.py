@@ -47,6 +47,7 @@ from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
@@ -64,7 +65,7 @@ from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
-from fedguild.payload import ADAPTER, Payload
+from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.seeding import new_seed
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
@@ -177,6 +178,8 @@ class FedMoe(Method):
                 balance, _ = balancing.losses()
                 step.backward(loss + settings.balance * balance * step.shares())
                 step.apply()
+        for slot, work in enumerate(cohort.work):
+            cohort.leave(slot, {**cohort.read(slot), **with_part(HELD, work.download.part(HELD))})
         figures = validate(cohort, held_out)
         return [_upload(cohort, slot, validation) for slot, validation in enumerate(figures)]
 
@@ -226,9 +229,20 @@ class FedMoe(Method):
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the client's sub-MoE: a client of FedMoE keeps nothing between rounds."""
-        held = excerpt.part(HELD)
+        return Deployment(self._sub_moe(model, excerpt.part(HELD)), _received(model, excerpt))
+
+    def as_trained(
+        self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload, trained: Payload
+    ) -> Deployment:
+        """Returns the sub-MoE with the experts that the client held in training."""
+        held = trained.part(HELD)
+        tensors = {name: value for name, value in trained.tensors.items() if not name.startswith(f"{HELD}/")}
+        return Deployment(self._sub_moe(model, held), tensors)
+
+    def _sub_moe(self, model: ModelInfo, held: Mapping[str, Tensor]) -> AdapterPlan:
+        """Returns the plan of a client's own model: held is each layer's path -> the indices of its experts."""
         sets = tuple(tuple(held[layer.experts].tolist()) for layer in model.moe)
-        return Deployment(AdapterPlan((self._lora, FullRouter(), HeldExperts(sets))), _received(model, excerpt))
+        return AdapterPlan((self._lora, FullRouter(), HeldExperts(sets)))
 
     def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
         """Returns each client's number of experts, their size, its validation score, and whether its set is final."""

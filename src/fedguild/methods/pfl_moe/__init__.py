@@ -155,3 +155,16 @@ class PflMoe(Method):
         mixture = LogitMixture(settings.rank, settings.targets, settings.features)
         second = {f"{SECOND}{name}": value for name, value in personal.items()}
         return Deployment(AdapterPlan((mixture, plan.lora)), {**theta, **second, **gate})
+
+    def as_trained(
+        self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload, trained: Payload
+    ) -> Deployment:
+        """Line 8; theta_i before the first personal phase."""
+        if memory.tensors:
+            return self.personalize(excerpt, model, client, memory)
+        return super().as_trained(excerpt, model, client, memory, trained)
+
+    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Line 8 with the new theta in place of the one that the gate was trained with."""
+        kept = {name: value for name, value in memory.tensors.items() if not name.startswith(f"{RECEIVED}/")}
+        return self.personalize(excerpt, model, client, Payload(kept))

@@ -55,13 +55,16 @@ from fedguild.client.training import activation_frequency
 from fedguild.methods.ub_smoe.cosine import CosineMean, cosine_shapes, measured_cosines
 from fedguild.methods.ub_smoe.delivery import Deliveries, can_derive, keep_received, received_gradient
 from fedguild.methods.ub_smoe.modulated_routing import Gating, ModulatedRouting, Modulation, split
-from fedguild.methods.ub_smoe.modulation import UtilisationRate, modulate
+from fedguild.methods.ub_smoe.modulation import Range, UtilisationRate, modulate
 from fedguild.methods.ub_smoe.names import (
     COSINE,
+    FIGURES,
     HOLDERS,
+    IDLE,
     MEAN_ACTIVE,
     PHI,
     PSEUDO_GRADIENT,
+    RATIO,
     SERVER,
     STEP_SIZE,
     TRAINING,
@@ -69,15 +72,17 @@ from fedguild.methods.ub_smoe.names import (
     VERSION,
     WITHOUT,
 )
-from fedguild.methods.ub_smoe.observations import observations
+from fedguild.methods.ub_smoe.observations import BudgetFigures, observations
 from fedguild.methods.ub_smoe.pseudo_gradient import (
     ExpertGradients,
     Inactivity,
+    Norm,
     Scaling,
     clip_per_expert,
     experts_of,
     pseudo_gradient,
     scaling_factor,
+    unit_per_expert,
 )
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
@@ -107,8 +112,13 @@ class UbSmoeSettings(LoraSettings):
         "hinge", description="regulariser of phi: Eq. 11, the square of Algorithm 1, or none"
     )
     penalty_weight: float = Field(0.01, ge=0, description="lambda of Eq. 11")
-    phi_min: float = Field(-1.0, description="lower end of phi's range in Eq. 11")
-    phi_max: float = Field(1.0, description="upper end of phi's range in Eq. 11")
+    phi_range: Literal["hinge", "clamp", "scale"] = Field(
+        "hinge",
+        description="what keeps phi in its range: Eq. 11 alone; clamp: phi never leaves it; scale: the tanh of Eq. 13 "
+        "times the range",
+    )
+    phi_min: float = Field(-1.0, description="lower end of phi's range")
+    phi_max: float = Field(1.0, description="upper end of phi's range")
     utilisation_update: bool = Field(True, description="whether the server moves phi by utilisation (Eq. 12-14)")
     momentum: float = Field(0.9, ge=0, le=1, description="zeta of Eq. 14")
     epsilon: float = Field(1e-6, gt=0, description="epsilon of Eq. 13")
@@ -120,6 +130,11 @@ class UbSmoeSettings(LoraSettings):
     scaling: Scaling = Field("root", description="rho_c as a function of K-bar / K_c (Table 19)")
     pseudo_gradient_clip: float | None = Field(
         2.0, gt=0, description="largest norm of an expert's G~ in a layer; null: never clipped"
+    )
+    pseudo_gradient_norm: Norm = Field(
+        "published",
+        description="size of G~: published, Eq. 15's up to the clip; expert, the norm of the expert's own gradient in "
+        "the round, before rho_c",
     )
     send_pseudo_gradient: Literal["when_needed", "always"] = Field(
         "when_needed",
@@ -202,10 +217,11 @@ class UbSmoe(Method):
             cohort.load(slot, {**work.download.part(ADAPTER), **work.download.part(PHI)})
         gradients = [received_gradient(work) if self.injects else {} for work in cohort.work]
         cosines = measured_cosines(cohort, gradients, settings.cosine_examples) if settings.measure_cosine else None
-        idle = ExpertGradients(cohort.trainables, [layer.experts for layer in cohort.model.backbone.info.moe])
+        paths = [layer.experts for layer in cohort.model.backbone.info.moe]
+        idle = ExpertGradients(cohort.trainables, paths, settings.pseudo_gradient_norm)
         for slot, (work, gradient) in enumerate(zip(cohort.work, gradients, strict=True)):
             if gradient:
-                idle.set(slot, clip_per_expert(gradient, settings.pseudo_gradient_clip), self.rho(work))
+                idle.set(slot, self.sized(gradient), self.rho(work))
         for step in cohort.steps():
             nll = step.forward()  # line 5
             if not step.is_update:
@@ -213,6 +229,7 @@ class UbSmoe(Method):
                 continue
             step.backward(nll + self.penalty(cohort))  # line 6, Eq. 11
             step.apply(idle.inject(*step.activations(), settings.pseudo_gradient))  # line 7, Eq. 16
+            self.keep_in_range(cohort)
         uploads = []
         for slot, gradient in enumerate(gradients):  # line 8
             if self.injects and settings.send_pseudo_gradient == "when_needed":
@@ -221,6 +238,7 @@ class UbSmoe(Method):
             frequency = activation_frequency(cohort, slot)
             used = {layer.name: frequency[layer.experts] for layer in cohort.model.backbone.info.moe}
             numbers = {STEP_SIZE: summed_rates(cohort, slot), WITHOUT: torch.tensor(float(gradient is None))}
+            numbers |= dict(zip((IDLE, RATIO), idle.figures(slot), strict=True))
             parts = {ADAPTER: theta, UTILISATION: used, TRAINING: numbers, COSINE: cosines[slot] if cosines else {}}
             uploads.append(Payload.of(parts))
         return uploads
@@ -229,6 +247,19 @@ class UbSmoe(Method):
         """Returns rho_c of a client, with K-bar from the server (line 3)."""
         mean_active = float(work.download.scalars[MEAN_ACTIVE])
         return scaling_factor(self.settings.scaling, mean_active, work.client.budget.active_experts)
+
+    def sized(self, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns G~ as it is injected: clipped, or of norm 1 where each expert's own gradient gives it its size."""
+        if self.settings.pseudo_gradient_norm == "expert":
+            return unit_per_expert(gradient)
+        return clip_per_expert(gradient, self.settings.pseudo_gradient_clip)
+
+    @torch.no_grad()
+    def keep_in_range(self, cohort: Cohort) -> None:
+        """Brings every slot's phi back into its range, where that is how it is kept."""
+        if self.settings.phi_range == "clamp":
+            for trainable in split(cohort.trainables)[1].values():
+                trainable.stored.clamp_(self.settings.phi_min, self.settings.phi_max)
 
     def penalty(self, cohort: Cohort) -> Tensor:
         """Returns each slot's regulariser of phi, [S]: Eq. 11, or lambda |phi|^2 (Algorithm 1, line 18)."""
@@ -248,12 +279,13 @@ class UbSmoe(Method):
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 9 to 13, as running means over the uploads."""
         settings, deliveries, cosines = self.settings, Deliveries(), CosineMean(state.part(COSINE))
-        adapter, step_size, rate = WeightedMean(), WeightedMean(), UtilisationRate()
+        adapter, step_size, rate, figures = WeightedMean(), WeightedMean(), UtilisationRate(), BudgetFigures()
         for upload in uploads:
             payload, examples = upload.payload, upload.client.examples
             adapter.add(payload.part(ADAPTER), examples)
             rate.add(payload.part(UTILISATION), examples)
             step_size.add({STEP_SIZE: payload.part(TRAINING)[STEP_SIZE].clamp(min=0)}, examples)
+            figures.add(upload)
             deliveries.add(upload)
             cosines.add(upload)
         if not deliveries:
@@ -264,7 +296,9 @@ class UbSmoe(Method):
         moved = pseudo_gradient(before, experts_of(after), eta_gamma) if self.injects else {}  # line 10
         used = rate.result()  # line 11
         if settings.utilisation_update:  # lines 12 and 13
-            phi = modulate(phi, used, float(state.scalars[MEAN_ACTIVE]), settings.momentum, settings.epsilon)
+            limits = Range(settings.phi_min, settings.phi_max, settings.phi_range)
+            mean_active = float(state.scalars[MEAN_ACTIVE])
+            phi = modulate(phi, used, mean_active, settings.momentum, settings.epsilon, limits)
         return Payload.of(
             {
                 ADAPTER: after,
@@ -272,19 +306,20 @@ class UbSmoe(Method):
                 PHI: phi,
                 UTILISATION: {**state.part(UTILISATION), **used},
                 COSINE: cosines.result(),
+                FIGURES: figures.result(),
                 SERVER: deliveries.result(),
             },
             {**state.scalars, VERSION: int(state.scalars[VERSION]) + 1, STEP_SIZE: eta_gamma},
         )
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of Theta_c, a_c and the two numbers about the training."""
+        """Returns the names and shapes of Theta_c, a_c and the figures of the training."""
         theta, _ = split(trainable_shapes(model, self.plan(model, client.budget)))
         return {
             **in_part(ADAPTER, theta),
             **in_part(UTILISATION, {layer.name: (layer.num_experts,) for layer in model.moe}),
             **in_part(COSINE, self.cosine_shapes(model)),
-            **in_part(TRAINING, {STEP_SIZE: (), WITHOUT: ()}),
+            **in_part(TRAINING, {STEP_SIZE: (), WITHOUT: (), IDLE: (len(model.moe),), RATIO: (len(model.moe),)}),
         }
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
@@ -292,8 +327,9 @@ class UbSmoe(Method):
         return Deployment(self.plan(model, budget), {**state.part(ADAPTER), **state.part(PHI)})
 
     def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the state without the record of participants."""
-        return state.without(f"{SERVER}/{HOLDERS}")
+        """Returns the state without the record of participants, and without figures of budgets, which may be of one."""
+        figures = [name for name in state.tensors if name.startswith(f"{FIGURES}/")]
+        return state.without(f"{SERVER}/{HOLDERS}", *figures)
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> UbSmoe:
         """Returns itself, or a method that sends G~ to all clients if Theta is rounded, which hides small moves."""

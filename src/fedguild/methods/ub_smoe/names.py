@@ -20,3 +20,8 @@ HOLDERS, LOST = "holders", "lost"
 """In the state's `server`: the clients whose upload of the last round was on time; how many uploads lacked G~."""
 VERSION, MEAN_ACTIVE = "version", "mean_active"
 """Scalars down and in the state: the number of rounds behind Theta, and K-bar."""
+IDLE, RATIO = "idle", "ratio"
+"""Up, in `training`: [L] each, the share of expert-steps without a token, and the norm of what was injected over that
+of an expert's own gradient. In the state, in `figures`: `{budget}/idle` and `{budget}/ratio`, means over clients."""
+FIGURES = "figures"
+"""The part of the state with figures of the last round by budget, for the report."""

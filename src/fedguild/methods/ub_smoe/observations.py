@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
 from scipy import stats
 from torch import Tensor
 
-from fedguild.methods.ub_smoe.names import COSINE, LOST, PHI, PSEUDO_GRADIENT, SERVER, UTILISATION
+from fedguild.methods.ub_smoe.names import (
+    COSINE,
+    FIGURES,
+    IDLE,
+    LOST,
+    PHI,
+    PSEUDO_GRADIENT,
+    RATIO,
+    SERVER,
+    TRAINING,
+    UTILISATION,
+)
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
-from fedguild.server.method import Observation
+from fedguild.server.aggregation import WeightedMean
+from fedguild.server.method import Observation, Upload
 from fedguild.server.utilisation import gini, rate_entropy, share_entropy
 
 
@@ -29,10 +41,43 @@ def observations(state: Payload, model: ModelInfo) -> list[Observation]:
         rows = [*layers, "all layers"]
         figures.append(Observation("cosine of the pseudo-gradient", cosine["values"], rows))
         figures.append(Observation("clients that measured the cosine", cosine["measured"], rows))
+    figures += by_budget(state.part(FIGURES), layers)
     if state.part(PSEUDO_GRADIENT):
         lost = state.tensors[f"{SERVER}/{LOST}"].reshape(1)
         figures.append(Observation("clients that lost their memory", lost, ["clients"]))
     return figures
+
+
+class BudgetFigures:
+    """The running means, by budget, of the figures that clients send about their training."""
+
+    def __init__(self) -> None:
+        self._mean = WeightedMean()
+        self._shapes: dict[str, Tensor] = {}
+
+    def add(self, upload: Upload) -> None:
+        """Adds a client's share of idle expert-steps and the size of what it injected."""
+        sent = upload.payload.part(TRAINING)
+        named = {
+            f"{upload.client.budget.name}/{name}": sent[name].clamp(min=0) for name in (IDLE, RATIO) if name in sent
+        }
+        self._mean.add(named, float(upload.client.examples))
+        self._shapes |= {name: torch.zeros_like(value) for name, value in named.items()}
+
+    def result(self) -> dict[str, Tensor]:
+        """Returns `{budget}/idle` and `{budget}/ratio` -> [L]."""
+        return self._mean.result(self._shapes)
+
+
+def by_budget(figures: Mapping[str, Tensor], layers: Sequence[str]) -> list[Observation]:
+    """Returns the share of idle expert-steps, and the size of what was injected, of every layer and budget."""
+    budgets = sorted({name.rpartition("/")[0] for name in figures})
+    titles = {IDLE: "share of expert-steps without tokens", RATIO: "injected pseudo-gradient over own gradient, norms"}
+    return [
+        Observation(title, torch.stack([figures[f"{budget}/{name}"] for budget in budgets], dim=1), layers, budgets)
+        for name, title in titles.items()
+        if budgets
+    ]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from fedguild.model.adapters.storage import SlotTensor
 
 Scaling = Literal["none", "root", "linear", "inverse_root", "log"]
 Inactivity = Literal["batch", "token", "none"]
+Norm = Literal["published", "expert"]
 
 
 def pseudo_gradient(before: Mapping[str, Tensor], after: Mapping[str, Tensor], step_size: float) -> dict[str, Tensor]:
@@ -62,10 +63,29 @@ def clip_per_expert(gradient: Mapping[str, Tensor], limit: float | None) -> dict
     """
     if limit is None:
         return dict(gradient)
+    return _scaled(gradient, {layer: (limit / norm).clamp(max=1.0) for layer, norm in expert_norms(gradient).items()})
+
+
+def unit_per_expert(gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns G~ with every expert's norm, over all its LoRA tensors in a layer, 1; an expert without G~ keeps 0.
+
+    Args:
+        gradient: Expert LoRA name -> [M, …].
+    """
+    norms = expert_norms(gradient)
+    return _scaled(gradient, {layer: torch.where(norm > 0, 1 / norm, 0.0) for layer, norm in norms.items()})
+
+
+def expert_norms(gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns path of a layer's experts -> [M] fp64, the norm of each expert's part of a gradient."""
     squares: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
     for name, value in gradient.items():
         squares[_layer(name)] = squares[_layer(name)] + value.double().square().flatten(1).sum(dim=1)
-    factors = {layer: (limit / square.sqrt()).clamp(max=1.0) for layer, square in squares.items()}
+    return {layer: square.sqrt() for layer, square in squares.items()}
+
+
+def _scaled(gradient: Mapping[str, Tensor], factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a gradient of experts times a factor for each expert, by the path of a layer's experts -> [M]."""
     return {
         name: value * factors[_layer(name)].to(value.dtype).view(-1, *[1] * (value.dim() - 1))
         for name, value in gradient.items()
@@ -87,21 +107,28 @@ def inactive_share(counts: Tensor, tokens: Tensor, inactivity: Inactivity) -> Te
 
 
 class ExpertGradients:
-    """rho_c G~ of all slots of a cohort, laid out like the trainables that it is added to.
+    """rho_c G~ of all slots of a cohort, laid out like the trainables that it is added to, and what became of it.
 
     Args:
         trainables: Name -> trainable of all slots.
         experts: Path of each MoE layer's experts, in layer order.
+        norm: `published`: G~ as it is; `expert`: of the norm of the expert's own gradient, its mean over the steps of
+            the round in which it had tokens, or where it had none over the layer's experts that had. G~ has to be of
+            norm 1 then.
     """
 
-    def __init__(self, trainables: Mapping[str, SlotTensor], experts: Sequence[str]) -> None:
+    def __init__(self, trainables: Mapping[str, SlotTensor], experts: Sequence[str], norm: Norm = "published") -> None:
         self._layers = [[t for name, t in trainables.items() if _layer(name) == path] for path in experts]
         sizes = [tensor.stored.shape[:2] for layer in self._layers for tensor in layer[:1]]
         most, slots = max(size[0] for size in sizes), sizes[0][1]
+        device = self._layers[0][0].stored.device
+        self._norm = norm
         self._buffers: dict[str, Tensor] = {}
-        self._present = torch.zeros(
-            len(experts), slots, most, dtype=torch.bool, device=self._layers[0][0].stored.device
-        )
+        self._present = torch.zeros(len(experts), slots, most, dtype=torch.bool, device=device)
+        self._sizes = torch.zeros(len(experts), slots, most, dtype=torch.float64, device=device)
+        self._own = torch.zeros(2, len(experts), slots, most, dtype=torch.float64, device=device)
+        self._injected = torch.zeros(2, len(experts), slots, dtype=torch.float64, device=device)
+        self._idle = torch.zeros(2, len(experts), slots, dtype=torch.float64, device=device)
 
     def set(self, slot: int, gradient: Mapping[str, Tensor], rho: float) -> None:
         """Sets what a slot's inactive experts get: rho_c G~; left alone where that is zero.
@@ -111,6 +138,7 @@ class ExpertGradients:
             gradient: G~, expert LoRA name -> [M, …] at the slot's own rank.
             rho: rho_c.
         """
+        norms = expert_norms(gradient)
         for index, layer in enumerate(self._layers):
             for trainable in layer:
                 value = gradient[trainable.name]
@@ -121,6 +149,8 @@ class ExpertGradients:
                     self._buffers[trainable.name] = torch.zeros_like(trainable.stored, requires_grad=False)
                 trainable.own(slot, of=self._buffers[trainable.name]).copy_(value * rho)
                 self._present[index, slot, : len(moved)] |= moved
+            sizes = norms[_layer(layer[0].name)] * rho
+            self._sizes[index, slot, : len(sizes)] = sizes.to(self._sizes.device)
 
     @torch.no_grad()
     def inject(self, counts: Tensor, tokens: Tensor, inactivity: Inactivity) -> dict[str, Tensor] | None:
@@ -139,6 +169,11 @@ class ExpertGradients:
             momentum. None where that is all of them.
         """
         share = inactive_share(counts, tokens, inactivity)
+        takes_part = tokens.sum(0) > 0  # not a slot that has finished
+        self._measure(counts, takes_part)
+        if self._norm == "expert":
+            share = share * self._references()
+        self._record(share * takes_part[None, :, None])
         for index, layer in enumerate(self._layers):
             for trainable in layer:
                 buffer, grad = self._buffers.get(trainable.name), trainable.stored.grad
@@ -151,6 +186,44 @@ class ExpertGradients:
         return {
             t.name: learns[index, :, : t.stored.shape[0]].T for index, layer in enumerate(self._layers) for t in layer
         }
+
+    def figures(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Returns what became of a slot's experts in the round so far, each [L] in fp32 on the CPU.
+
+        Returns:
+            The share of expert-steps without a token; and the mean norm of what was injected over the mean norm of an
+            expert's own gradient in a step with tokens, 0 where nothing was injected.
+        """
+        idle = self._idle[0, :, slot] / self._idle[1, :, slot].clamp(min=1)
+        own = self._own[0, :, slot].sum(-1) / self._own[1, :, slot].sum(-1).clamp(min=1)
+        injected = self._injected[0, :, slot] / self._injected[1, :, slot].clamp(min=1)
+        ratio = torch.where(own > 0, injected / own, 0.0)
+        return idle.float().cpu(), ratio.float().cpu()
+
+    def _measure(self, counts: Tensor, takes_part: Tensor) -> None:
+        """Adds the step's idle experts, and the norms of the gradients of those that had tokens."""
+        for index, (layer, had) in enumerate(zip(self._layers, counts, strict=True)):
+            experts = layer[0].stored.shape[0]
+            norms = [torch.linalg.vector_norm(t.stored.grad, dim=(2, 3)) for t in layer if t.stored.grad is not None]
+            active = had[:, :experts] > 0
+            if norms:
+                norm = torch.linalg.vector_norm(torch.stack(norms).double(), dim=0).T
+                self._own[0, index, :, :experts] += torch.where(active, norm, 0.0)
+                self._own[1, index, :, :experts] += active
+            self._idle[0, index] += (~active).sum(-1) * takes_part
+            self._idle[1, index] += experts * takes_part
+
+    def _references(self) -> Tensor:
+        """Returns [L, S, M], the norm of each expert's own gradient so far in the round."""
+        sums, counts = self._own
+        of_layer = sums.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True).clamp(min=1)
+        return torch.where(counts > 0, sums / counts.clamp(min=1), of_layer)
+
+    def _record(self, factor: Tensor) -> None:
+        """Adds the norms of what is injected, each expert's G~ times a factor [L, S, M]."""
+        norms = self._sizes * factor
+        self._injected[0] += norms.sum(-1)
+        self._injected[1] += (norms > 0).sum(-1)
 
 
 def experts_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,172 @@
+"""Recorded cells: written and read again, and the page that follows from them alone, by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from fedguild.config import Table
+from fedguild.errors import DataError
+from fedguild.evaluation.statistics import Spread, half_width, spread
+from fedguild.report.recorded import (
+    CellRecord,
+    by_row,
+    claims_markdown,
+    read_records,
+    record_of,
+    smallest_shown,
+    table_page,
+    verdict,
+)
+from fedguild.report.run_folder import Run
+
+TABLE = Table.model_validate(
+    {
+        "preset": "flame/tiny-tasks",
+        "reference": "ours",
+        "rows": {"theirs": {}, "ours": {}, "unrun": {}},
+        "claims": [
+            {"says": "ours leads", "higher": "ours", "lower": ["theirs"]},
+            {"says": "ours leads at b4", "higher": "ours", "lower": ["theirs"], "score": "b4"},
+            {"says": "ours leads what was not run", "higher": "ours", "lower": ["unrun"]},
+        ],
+    }
+)
+SCORES = {"ours": [(0.5, 0.6), (0.6, 0.8), (0.7, 0.7)], "theirs": [(0.4, 0.7), (0.5, 0.7), (0.6, 0.7)]}
+"""Row -> (mean, b4) of three seeds: means 0.1 apart in every seed, b4 by -0.1, +0.1 and 0."""
+
+
+def records() -> list[CellRecord]:
+    return [
+        CellRecord(
+            table="one/two",
+            column="all",
+            row=row,
+            seed=seed,
+            fingerprint="x",
+            overrides=("evaluation.every=4",),
+            fedguild="0.3.0",
+            round=4,
+            split="test",
+            scores={"b1": mean, "b4": last, "mean": mean},
+            perplexity={"b4": 3.0 + seed},
+            training_flops={"b1": 2e9, "b4": 1e9},
+            upload_bytes=2000.0,
+            download_bytes=3000.0,
+        )
+        for row, scored in SCORES.items()
+        for seed, (mean, last) in enumerate(scored)
+    ]
+
+
+def test_the_interval_is_students() -> None:
+    """t(0.975, 2 degrees) = 4.302653: three seeds with a deviation of 0.1 give 0.248414."""
+    assert half_width(Spread(0.0, 0.1, 3)) == pytest.approx(4.302653 * 0.1 / math.sqrt(3), rel=1e-6)
+    assert half_width(spread([0.3])) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("gaps", "word"),
+    [
+        ([[0.1, 0.1, 0.1]], "holds"),
+        ([[0.1, 0.2, 0.3]], "undecided at this scale"),
+        ([[0.19, 0.2, 0.21]], "holds"),
+        ([[0.19, 0.2, 0.21], [0.1, 0.2, 0.3]], "undecided at this scale"),
+        ([[0.19, 0.2, 0.21], [-0.19, -0.2, -0.21]], "does not hold"),
+        ([[0.0, 0.0, 0.0]], "undecided at this scale"),
+        ([[0.5]], "undecided at this scale"),
+        ([], "not recorded"),
+    ],
+)
+def test_the_word_for_a_claim(gaps: list[list[float]], word: str) -> None:
+    assert verdict([spread(gap) for gap in gaps]) == word
+
+
+def test_a_claim_about_a_row_that_was_not_run_has_no_verdict() -> None:
+    assert verdict([spread([0.1, 0.1]), None]) == "not recorded"
+
+
+def test_the_page_by_hand() -> None:
+    page = table_page("one/two", "Two methods.", TABLE, records())
+    lines = page.splitlines()
+    assert lines[:3] == ["### Two methods.", "", "`fedguild compare one/two evaluation.every=4 --seeds 0,1,2`"]
+    ours = next(line for line in lines if line.startswith("| ours |"))
+    assert [part.strip() for part in ours.strip("|").split("|")] == [
+        "ours",
+        "**0.600 ± 0.100**",
+        "**0.700 ± 0.100**",
+        "**0.600 ± 0.100**",
+        "4.00",
+        "1.00 G",
+        "2.00 kB",
+        "3.00 kB",
+        "3",
+    ]
+    gaps = next(line for line in lines if line.startswith("| theirs − ours |"))
+    assert [part.strip() for part in gaps.strip("|").split("|")][1:] == [
+        "−0.100 ± 0.000",
+        "0.000 ± 0.248",
+        "−0.100 ± 0.000",
+    ]
+    assert "could have shown is 0.000." in page
+    assert "unrun |" not in page.partition("| claim |")[0]
+    claims = claims_markdown(TABLE, records()).splitlines()[2:]
+    assert claims == [
+        "| ours leads |  | **holds** | − theirs: +0.100 ± 0.000 |",
+        "| ours leads at b4 |  | **undecided at this scale** | − theirs: 0.000 ± 0.248 |",
+        "| ours leads what was not run |  | **not recorded** | − unrun: – |",
+    ]
+
+
+def test_what_the_seeds_could_have_shown() -> None:
+    """b4's differences deviate by 0.1 over three seeds: 0.248."""
+    cells = by_row(TABLE, records())
+    assert smallest_shown(cells, "ours", "b4") == pytest.approx(0.248414, abs=1e-6)
+    alone = {row: members[:1] for row, members in cells.items()}
+    assert smallest_shown(alone, "ours", "b4") is None
+    assert "cannot show any difference" in table_page(
+        "one/two", "Two.", TABLE, [m for ms in alone.values() for m in ms]
+    )
+
+
+def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+    for record in records():
+        assert record.write(tmp_path) == tmp_path / "one" / "two" / "all" / record.row / f"seed-{record.seed}.json"
+    found = read_records(tmp_path)
+    assert sorted(found, key=lambda record: (record.row, record.seed)) == sorted(
+        records(), key=lambda record: (record.row, record.seed)
+    )
+    assert table_page("one/two", "Two.", TABLE, found) == table_page("one/two", "Two.", TABLE, records()[::-1])
+
+
+def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
+    path = records()[0].write(tmp_path)
+    moved = path.with_name("seed-9.json")
+    path.rename(moved)
+    with pytest.raises(DataError, match="is the record of one/two, all, ours, 0"):
+        read_records(tmp_path)
+    moved.write_text(json.dumps({"table": "one/two"}))
+    with pytest.raises(DataError, match=r"seed-9\.json is not a record"):
+        read_records(tmp_path)
+
+
+def test_the_record_of_a_run(run: Run, personal_run: Run) -> None:
+    found = record_of(run, "flame/one", "all", "flame", "abc", ["evaluation.every=2"])
+    assert (found.seed, found.round, found.split, found.fingerprint) == (run.seed, run.last_round, "test", "abc")
+    last = run.scored("budget", run.last_round)
+    assert {name: found.scores[name] for name in last} == {name: record.score for name, record in last.items()}
+    assert found.scores["mean"] == pytest.approx(sum(record.score for record in last.values()) / len(last))
+    assert found.training_flops.keys() == last.keys()
+    own = record_of(personal_run, "fedamole/one", "all", "fedamole", "abc")
+    assert own.scores.keys() == {"mtal", "received"}
+    assert own.upload_bytes
+
+
+def test_a_claim_about_an_unknown_row_is_refused() -> None:
+    values = {**TABLE.model_dump(), "claims": [{"says": "this", "higher": "ours", "lower": ["nobody"]}]}
+    with pytest.raises(ValidationError, match="'this' names nobody"):
+        Table.model_validate(values)
