@@ -145,7 +145,8 @@ class MoeLayer:
             experts = self.info.num_experts
             return run_every_expert(hidden, weights, indices, keep, experts, self.frozen, lora, self.expert_scale)
         blocks = lora is not None and delta is None and prefers_blocks(hidden)
-        plan = dispatch(indices, slot, keep, self.info.num_experts, slots, blocks)
+        pairs = None if current is None or self.capacity is not None else current.active_pairs(tokens)
+        plan = dispatch(indices, slot, keep, self.info.num_experts, slots, blocks, pairs)
         scale = self.expert_scale
         if current is not None and plain and lora and scale is not None and prefers_token_side(hidden, plan):
             return run_token_side(hidden, weights, plan, current.rows_per_slot, self.frozen, lora, scale)
