@@ -75,7 +75,7 @@ def losses_and_gradients(backbone, plans, rows=None):
 @pytest.mark.parametrize("long_row", [0, 10**9], ids=["row by row", "padded within the attention"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_and_gradients_equal_those_with_padding(family, long_row, monkeypatch):
-    """fp64; slots of other ranks and active experts, one without rows, dropout."""
+    """fp64; slots of other ranks and active experts, one without rows, dropout. Routers score in fp32."""
     monkeypatch.setattr(packed_rows, "LONG_ROW", long_row)
     backbone, plans = tiny_backbone(family, dtype=torch.float64), plans_of(family, dropout=0.3)
     assert backbone.packs
@@ -83,9 +83,10 @@ def test_losses_and_gradients_equal_those_with_padding(family, long_row, monkeyp
     backbone.packs = False
     padded_losses, padded_grads, padded_tokens = losses_and_gradients(backbone, plans)
     assert (tokens, padded_tokens) == (35, 72)
-    assert torch.allclose(losses, padded_losses, rtol=1e-10, atol=1e-12)
+    tolerance = 1e-6 if family in MOE_FAMILIES else 1e-11
+    assert torch.allclose(losses, padded_losses, rtol=tolerance, atol=tolerance)
     for name, grad in padded_grads.items():
-        assert torch.allclose(grads[name], grad, rtol=1e-9, atol=1e-11), name
+        assert torch.allclose(grads[name], grad, rtol=tolerance, atol=tolerance), name
         assert grad.any(), name
 
 
@@ -105,7 +106,7 @@ def test_losses_equal_those_of_each_row_alone(family):
             ]
         )
     assert tokens == 35
-    assert torch.allclose(losses, expected, rtol=1e-9)
+    assert torch.allclose(losses, expected, rtol=1e-6 if family in MOE_FAMILIES else 1e-11)
 
 
 def test_recomputed_layers_are_packed_alike():
@@ -168,7 +169,10 @@ def test_without_packing_the_attention_is_sdpa_to_the_bit(family):
         for given in (None, mask):
             expected = plain(ids, attention_mask=given).logits
             found = backbone.model(ids, attention_mask=given).logits
-            assert torch.equal(found, expected) if family not in MOE_FAMILIES else torch.allclose(found, expected)
+            if family in MOE_FAMILIES:  # its experts are other products
+                assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+            else:
+                assert torch.equal(found, expected)
 
 
 def test_models_whose_rows_meet_elsewhere_stay_as_they_are():

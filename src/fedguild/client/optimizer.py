@@ -97,6 +97,8 @@ class SlotOptimizer:
         for index, mask in chosen.items():
             if mask is not None:
                 self._update_entries(index, mask, together)
+        if together:  # fused kernels do not count as changes, which casts of the factors watch
+            torch.autograd.graph.increment_version([self.trainables[index].stored for index in graded])
 
     def _allocate(self) -> None:
         """Creates the moments, which passes that only compute gradients do not need."""

@@ -82,7 +82,7 @@ class Backbone:
     def ends_with_head(self) -> bool:
         """Whether the logits of a causal model are its head's output as it is, and no hook changes it.
 
-        Some models scale or cap them behind the head; one token shows it, the first time. Call it outside of a pass.
+        Some models scale or cap them behind the head; a few tokens show it, the first time. Call it outside of a pass.
         """
         if self.info.seq2seq is not None or self.head._forward_hooks:
             return False
@@ -91,7 +91,7 @@ class Backbone:
             hook = self.head.register_forward_hook(lambda _, __, output: seen.append(output))
             current, self.runtime.current = self.runtime.current, None
             try:
-                logits = self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), use_cache=False).logits
+                logits = self.model(torch.arange(3, device=self.device)[None], use_cache=False).logits
             finally:
                 self.runtime.current = current
                 hook.remove()

@@ -58,9 +58,9 @@ class _ChunkedLosses(torch.autograd.Function):
                 logits = head(leaf)
                 exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
                 loss = cross_entropy(exact, own, reduction="none", label_smoothing=label_smoothing)
+                if trains:
+                    grads.append(torch.autograd.grad(loss.sum(), leaf)[0])
             losses.append(loss.detach())
-            if trains:
-                grads.append(torch.autograd.grad(loss.sum(), leaf)[0])
         ctx.save_for_backward(torch.cat(grads) if trains else hidden.new_zeros(0))
         return torch.cat(losses)
 
