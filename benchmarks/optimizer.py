@@ -8,8 +8,10 @@ largest last, and the time of clipping.
 
 from __future__ import annotations
 
+import argparse
+
 import torch
-from timing import keep_freed_pages, machine, medians
+from timing import add_device, keep_freed_pages, machine, medians
 
 from fedguild.client.optimizer import SlotOptimizer
 from fedguild.config.training import TrainingSettings
@@ -20,14 +22,14 @@ SIZES = {"small matrices": (32, 16), "larger matrices": (128, 64)}
 """Name -> the model's and the experts' width."""
 
 
-def trainables(slots: int, hidden: int, width: int) -> dict[str, SlotTensor]:
+def trainables(slots: int, hidden: int, width: int, device: torch.device) -> dict[str, SlotTensor]:
     """Returns the adapter's tensors with gradients, as `SlotModel` stores them."""
     rng = torch.Generator().manual_seed(0)
     tensors = {}
 
     def add(name: str, shape: tuple[int, ...], axis: int, swapped: bool = False) -> None:
-        stored = torch.randn(shape, generator=rng).requires_grad_()
-        stored.grad = torch.randn(shape, generator=rng)
+        stored = torch.randn(shape, generator=rng).to(device).requires_grad_()
+        stored.grad = torch.randn(shape, generator=rng).to(device)
         tensors[name] = SlotTensor(name, stored, axis, swapped, (shape[:axis] + shape[axis + 1 :],) * slots)
 
     for layer in range(LAYERS):
@@ -42,9 +44,9 @@ def trainables(slots: int, hidden: int, width: int) -> dict[str, SlotTensor]:
     return tensors
 
 
-def measure(slots: int, name: str) -> float:
+def measure(slots: int, name: str, device: torch.device) -> float:
     """Prints one size's times and ratios; returns the larger ratio."""
-    tensors = trainables(slots, *SIZES[name])
+    tensors = trainables(slots, *SIZES[name], device)
     settings = TrainingSettings(optimizer="adamw", weight_decay=0.0)
     rates: dict[str, list[float | None]] = {
         "in step": [1e-3] * slots,
@@ -67,9 +69,12 @@ def measure(slots: int, name: str) -> float:
 
 def main() -> None:
     """Measures 4 and 8 slots at two sizes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_device(parser)
+    device = parser.parse_args().device
     keep_freed_pages()
-    print(machine())
-    worst = max(measure(slots, name) for name in SIZES for slots in (4, 8))
+    print(machine(device))
+    worst = max(measure(slots, name, device) for name in SIZES for slots in (4, 8))
     print(f"largest ratio {worst:.2f}")
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 from models import SMALL, TINY, Size, our_backbone, our_step
-from timing import keep_freed_pages, machine, medians
+from timing import add_device, keep_freed_pages, machine, medians
 
 from fedguild.data.batches import Encoded, collate
 from fedguild.model import packed_rows
@@ -28,9 +28,10 @@ def main() -> None:
     """Measures each size and length."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    repeats = parser.parse_args().repeats
+    add_device(parser)
+    given = parser.parse_args()
     keep_freed_pages()
-    print(machine())
+    print(machine(given.device, given.dtype))
     for name, size, longest, batch in (
         ("hidden 64, up to 32 tokens", SMALL, 32, 8),
         ("hidden 64, up to 128 tokens", SMALL, 128, 8),
@@ -39,7 +40,7 @@ def main() -> None:
         ("hidden 64, up to 1024 tokens", SMALL, 1024, 4),
         ("hidden 256, up to 128 tokens, one client of one row each", TINY, 128, 1),
     ):
-        measure(name, size, longest, batch, repeats)
+        measure(name, size, longest, batch, given.repeats, (given.dtype, given.device))
 
 
 def lengths(longest: int, batch: int, seed: int) -> list[int]:
@@ -50,7 +51,9 @@ def lengths(longest: int, batch: int, seed: int) -> list[int]:
     return [longest, *cut[1:]] if seed == 0 else cut
 
 
-def measure(name: str, size: Size, longest: int, batch: int, repeats: int) -> None:
+def measure(
+    name: str, size: Size, longest: int, batch: int, repeats: int, where: tuple[torch.dtype, torch.device]
+) -> None:
     """Prints one case's ratios."""
     rng = torch.Generator().manual_seed(1)
 
@@ -58,7 +61,7 @@ def measure(name: str, size: Size, longest: int, batch: int, repeats: int) -> No
         return Encoded(tuple(torch.randint(2, size.vocabulary, (length,), generator=rng).tolist()), 1)
 
     batches = [[row(length) for length in lengths(longest, batch, client)] for client in range(CLIENTS)]
-    backbone = our_backbone(replace(size, tokens=longest))
+    backbone = our_backbone(replace(size, tokens=longest), *where)
     step, model = our_step(backbone, batches, 8, TARGETS)
 
     def way(packs: bool, long_row: int) -> Callable[[], None]:
