@@ -16,6 +16,7 @@ from fedguild.client.cohort import Cohort, LocalWork, Step
 from fedguild.client.optimizer import SlotOptimizer
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
+from fedguild.model import slot_products
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import make_backbone
 from fedguild.model.moe.products import GROUP_LIMIT
@@ -50,6 +51,7 @@ def meta_backbone(dtype=torch.bfloat16, **changes):
 def train(backbone, slots, monkeypatch, *, dropout=0.3, active=(2, 4), lengths=(9, 3, 5, 5)):
     """Two steps of a cohort; returns copies to the device, operations, and reports, for each pass."""
     reports = []
+    slot_products._ends.cache_clear()
     monkeypatch.setattr(Step, "_report", lambda self, sums, counts: reports.append(sums.shape))
     monkeypatch.setattr(SlotOptimizer, "_kernel", lambda self, values, *_: reports.append("update"))
     plan = AdapterPlan((Lora(8, 1.0, ("attention", "router", "experts"), dropout),))
@@ -88,7 +90,7 @@ def test_the_host_waits_for_the_losses_alone(lengths, monkeypatch):
         )
     }
     assert len(set(copies.values())) == 1, copies
-    assert copies["small"] <= 12
+    assert copies["small"] <= 13
 
 
 def test_padding_and_mixed_experts_are_counted_on_the_host(monkeypatch):
@@ -104,10 +106,10 @@ def test_operations_do_not_grow_with_experts(monkeypatch):
 
 
 def test_there_is_no_cliff_in_the_number_of_groups(monkeypatch):
-    """More (expert, slot) groups than a kernel takes: the operations grow by the slots alone."""
+    """More (expert, slot) groups than a kernel takes: a few more operations for each layer, not some for each group."""
     experts = 64
     assert 15 * experts < GROUP_LIMIT < 16 * experts
     operations = {slots: train(meta_backbone(num_experts=experts), slots, monkeypatch)[1] for slots in (14, 15, 16, 17)}
     by_slot = operations[15] - operations[14]
     assert operations[17] - operations[16] == by_slot
-    assert operations[16] - operations[15] < 2 * by_slot + 200
+    assert 0 < operations[16] - operations[15] - by_slot < 2 * 150

@@ -70,7 +70,7 @@ def allow_packing(model: Any) -> bool:
         and getattr(model, "_supports_attention_backend", False)
         and not getattr(model, "_is_stateful", False)
         and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-        and getattr(config, "sliding_window", None) is None
+        and not getattr(config, "sliding_window", None)
     )
     if suits:
         model.set_attn_implementation(ATTENTION)
