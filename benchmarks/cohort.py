@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 from models import LAYER, SMALL, TINY, Size, our_backbone, our_step, peft_step, rows
-from timing import keep_freed_pages, machine, medians
+from timing import add_device, keep_freed_pages, machine, medians
 
 RANK = 8
 TARGETS = ("q_proj", "v_proj", "experts")
@@ -23,21 +23,23 @@ def main() -> None:
     """Measures the three sizes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
-    repeats = parser.parse_args().repeats
+    add_device(parser)
+    given = parser.parse_args()
+    repeats, where = given.repeats, (given.dtype, given.device)
     keep_freed_pages()
-    print(machine())
-    measure("small (hidden 64), 32 tokens", SMALL, 2 * repeats)
-    measure("tiny (hidden 256), 128 tokens", TINY, repeats)
-    measure("one OLMoE-size layer, 128 tokens", LAYER, max(3, repeats // 2))
+    print(machine(given.device, given.dtype))
+    measure("small (hidden 64), 32 tokens", SMALL, 2 * repeats, where)
+    measure("tiny (hidden 256), 128 tokens", TINY, repeats, where)
+    measure("one OLMoE-size layer, 128 tokens", LAYER, max(3, repeats // 2), where)
 
 
-def measure(name: str, size: Size, repeats: int) -> None:
+def measure(name: str, size: Size, repeats: int, where: tuple[torch.dtype, torch.device]) -> None:
     """Prints one size's ratios."""
     batches = [rows(size, 1, seed) for seed in range(CLIENTS)]
-    backbone = our_backbone(size)
-    theirs = peft_step(size, batches[0], RANK, TARGETS, torch.float32)
+    backbone = our_backbone(size, *where)
+    theirs = peft_step(size, batches[0], RANK, TARGETS, *where)
     fused, _ = our_step(backbone, batches, RANK, TARGETS)
-    alone, _ = our_step(our_backbone(size), batches[:1], RANK, TARGETS)
+    alone, _ = our_step(our_backbone(size, *where), batches[:1], RANK, TARGETS)
 
     def one_after_the_other(step: Callable[[], None]) -> Callable[[], None]:
         def steps() -> None:

@@ -36,7 +36,10 @@ TINY = Size(hidden=256, width=128, layers=4, experts=16, vocabulary=512, tokens=
 LAYER = Size(hidden=2048, width=1024, layers=1, experts=64, vocabulary=512, tokens=128)
 
 
-def random_model(size: Size, dtype: torch.dtype = torch.float32) -> Any:
+CPU = torch.device("cpu")
+
+
+def random_model(size: Size, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Any:
     """Returns a random OLMoE with eight active experts."""
     config = OlmoeConfig(
         vocab_size=size.vocabulary,
@@ -52,7 +55,7 @@ def random_model(size: Size, dtype: torch.dtype = torch.float32) -> Any:
         bos_token_id=1,
     )
     torch.manual_seed(0)
-    return OlmoeForCausalLM(config).to(dtype)
+    return OlmoeForCausalLM(config).to(device, dtype)
 
 
 def rows(size: Size, batch: int, seed: int, tokens: int | None = None) -> list[Encoded]:
@@ -63,9 +66,9 @@ def rows(size: Size, batch: int, seed: int, tokens: int | None = None) -> list[E
     return [Encoded(tuple(row), 1) for row in ids]
 
 
-def our_backbone(size: Size, dtype: torch.dtype = torch.float32) -> Backbone:
+def our_backbone(size: Size, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Backbone:
     """Returns the random model as a backbone."""
-    return make_backbone(random_model(size, dtype), None, name="random")
+    return make_backbone(random_model(size, dtype, device), None, name="random")
 
 
 def our_step(
@@ -89,7 +92,12 @@ def our_step(
 
 
 def peft_step(
-    size: Size, batch: Sequence[Encoded], rank: int, targets: tuple[str, ...], dtype: torch.dtype
+    size: Size,
+    batch: Sequence[Encoded],
+    rank: int,
+    targets: tuple[str, ...],
+    dtype: torch.dtype,
+    device: torch.device = CPU,
 ) -> Callable[[], None]:
     """Returns one client's training step with peft's `target_parameters` (gate and up share one rank)."""
     modules = [name for name in ("q_proj", "v_proj") if "q_proj" in targets]
@@ -100,10 +108,10 @@ def peft_step(
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         lora_dropout=0.0,
     )
-    model = get_peft_model(random_model(size, dtype), config)
+    model = get_peft_model(random_model(size, dtype, device), config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
-    ids = torch.tensor([row.input_ids for row in batch])
+    ids = torch.tensor([row.input_ids for row in batch], device=device)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -33,7 +34,44 @@ def medians(steps: Mapping[str, Callable[[], object]], *, repeats: int, warmup: 
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def machine() -> str:
-    """Returns what the figures were measured on, in words."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Adds `--device` and `--dtype`, of the models that a benchmark builds."""
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument(
+        "--dtype",
+        type=lambda name: {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name],
+        default=torch.float32,
+        help="float32, bfloat16 or float16",
+    )
+
+
+def machine(device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> str:
+    """Returns what the figures are measured on, in words, with its measured bandwidth and speed.
+
+    Args:
+        device: The device that the benchmark's tensors are on; the CPU if None.
+        dtype: The dtype of its products.
+    """
+    where = device or torch.device("cpu")
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU"
+    bandwidth, speed = _bandwidth(where), _speed(where, dtype)
+    return (
+        f"{name}, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, torch {torch.__version__}; "
+        f"copies {bandwidth / 1e9:.1f} GB/s, products {speed / 1e9:.0f} GFLOP/s"
+    )
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Returns the bytes read and written in a second of copying 128 MiB."""
+    source = torch.ones(1 << 25, device=device)
+    target = torch.empty_like(source)
+    seconds = medians({"copy": lambda: target.copy_(source)}, repeats=5)["copy"]
+    return 2 * source.numel() * source.element_size() / seconds
+
+
+def _speed(device: torch.device, dtype: torch.dtype) -> float:
+    """Returns the floating-point operations in a second of a square product."""
+    size = 1024 if device.type == "cpu" else 8192
+    left = torch.ones(size, size, device=device, dtype=dtype)
+    seconds = medians({"product": lambda: left @ left}, repeats=5)["product"]
+    return 2 * size**3 / seconds

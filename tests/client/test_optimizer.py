@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedguild.client import slot_major
 from fedguild.client.optimizer import SlotOptimizer
 from fedguild.config.training import TrainingSettings
+from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.plan import AdapterPlan, trainable_shapes
@@ -146,3 +148,77 @@ def test_forgetting_the_gradients(backbone):
         before = model.read(0)
         optimizer.step((0.1, 0.1, 0.1))
         assert all(torch.equal(before[name], value) for name, value in model.read(0).items())
+
+
+def trained(backbone, plans, seeds, settings, rates):
+    """Every slot's weights after steps with gradients that depend on the slot's seed alone."""
+    with SlotModel(backbone, plans) as model:
+        for slot, (plan, seed) in enumerate(zip(plans, seeds, strict=True)):
+            model.load(slot, random_adapter(backbone.info, plan, seed))
+        optimizer = SlotOptimizer(model.trainables, settings)
+        for step in range(len(rates[0])):
+            for trainable in model.trainables.values():
+                trainable.stored.grad = torch.zeros_like(trainable.stored)
+            for slot, (plan, seed) in enumerate(zip(plans, seeds, strict=True)):
+                for name, value in random_adapter(backbone.info, plan, 100 * (step + 1) + seed).items():
+                    trainable = model.trainables[name]
+                    trainable.own(slot, of=trainable.stored.grad).copy_(value)
+            optimizer.step([of_slot[step] for of_slot in rates])
+        return [model.read(slot) for slot in range(len(plans))]
+
+
+@pytest.mark.parametrize("piece", [slot_major.PIECE["cpu"], 64], ids=["large pieces", "small pieces"])
+@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("extra", [OutputScale("per_layer"), FullRouter()], ids=["output scales", "full routers"])
+def test_a_slots_bits_are_those_alone(settings, piece, extra, monkeypatch):
+    """fp32, by `torch.equal`: in step, then at rates of their own, resting, finished; some sizes fill no lanes."""
+    monkeypatch.setitem(slot_major.PIECE, "cpu", piece)
+    backbone = tiny_backbone("olmoe", hidden_size=20, intermediate_size=9)
+    plan = AdapterPlan((Lora(4, 1.0, ("q_proj", "experts")), extra))
+    plans, seeds = [plan, plan.with_lora(rank=1), plan.with_lora(rank=3)], [7, 8, 9]
+    rates = list(zip(*RATES, strict=True))
+    beside = trained(backbone, plans, seeds, settings, rates)
+    for slot in range(3):
+        (alone,) = trained(backbone, plans[slot : slot + 1], seeds[slot : slot + 1], settings, rates[slot : slot + 1])
+        for name, value in alone.items():
+            assert torch.equal(beside[slot][name], value), (slot, name)
+
+
+def test_moments_keep_their_values_when_they_are_stored_slot_by_slot(backbone):
+    settings = KINDS["adamw"]
+    with SlotModel(backbone, PLANS) as model:
+        optimizer = SlotOptimizer(model.trainables, settings)
+        put_gradients(model, 0)
+        optimizer.step((0.1, 0.1, 0.1))
+        before = [moment.clone() for moment in (*optimizer.first, *optimizer.second)]
+        optimizer.step((None, None, None))
+        after = [*optimizer.first, *optimizer.second]
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+        assert any(moment.any() for moment in after)
+        experts = next(index for index, t in enumerate(optimizer.trainables) if t.axis == 1)
+        assert optimizer.first[experts].stride(1) > optimizer.first[experts].stride(0)
+
+
+@pytest.mark.parametrize("slots", [2, 8])
+def test_calls_do_not_grow_with_experts(slots, monkeypatch):
+    """Of the fused kernel, at rates of their own: one for each slot and piece, and one for its output scales."""
+    calls, fused = [], torch._fused_adamw_
+
+    def counted(values, *args, **options):
+        calls.append(len(values))
+        return fused(values, *args, **options)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", counted)
+    counts = []
+    for experts in (4, 16):
+        calls.clear()
+        backbone = tiny_backbone("olmoe", num_experts=experts)
+        trained(
+            backbone,
+            [PLAN] * slots,
+            range(slots),
+            KINDS["adamw"],
+            [[0.1 * (slot + 1)] for slot in range(slots)],
+        )
+        counts.append((len(calls), sum(calls)))
+    assert counts[0] == counts[1] == (2 * slots, 2 * slots)

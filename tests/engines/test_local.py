@@ -284,3 +284,10 @@ def test_auto_plans_for_the_largest_client_and_the_longest_batch(olmoe_backbone,
 
 def test_free_bytes_of_a_cpu():
     assert 0 < free_bytes(torch.device("cpu")) <= psutil.virtual_memory().total
+
+
+def test_free_bytes_of_a_gpu_count_what_torch_keeps_cached(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 5000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 700)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 300)
+    assert free_bytes(torch.device("cuda")) == 1400

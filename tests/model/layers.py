@@ -18,7 +18,7 @@ from tests.oracles.experts import adapted_experts
 
 HIDDEN, WIDTH = 16, 8
 
-Way = Literal["pairs", "dense", "tokens"]
+Way = Literal["pairs", "dense", "tokens", "side by side"]
 """Every routed pair, every expert on every token, or the wide low-rank products for the tokens."""
 
 
@@ -185,7 +185,8 @@ def by_view(
             leaves[0], leaves[1], layer.indices, layer.keep, case.experts, lambda: frozen, pairs, scale
         )
     else:
-        plan = dispatch(layer.indices, layer.slot, layer.keep, case.experts, case.slots, blocks=True)
+        blocks = way != "side by side"
+        plan = dispatch(layer.indices, layer.slot, layer.keep, case.experts, case.slots, blocks)
         if way == "tokens":
             out = run_token_side(leaves[0], leaves[1], plan, case.tokens, lambda: frozen, pairs, scale)
         else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
+import pytest
 import torch
 
 from fedguild.model.moe.dispatch import combine, dispatch, gather
@@ -53,3 +56,15 @@ def test_blocks_are_left_out_where_they_cost_too_many_rows():
 def test_gather_takes_each_pairs_token():
     plan = dispatch(INDICES, SLOT, None, experts=3, slots=2)
     assert gather(torch.arange(5.0)[:, None], plan).squeeze(1).tolist() == [0.0, 1.0, 3.0, 2.0, 3.0, 0.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("keep", [KEEP, None], ids=["padding", "all real"])
+@pytest.mark.parametrize("indices", [INDICES, INDICES.clamp(max=2)], ids=["mixed experts", "all active"])
+def test_the_number_of_pairs_changes_nothing(keep, indices):
+    """Whether the host knows it or reads it."""
+    real = indices < 3 if keep is None else (indices < 3) & keep[:, None]
+    read = dispatch(indices, SLOT, keep, experts=3, slots=2)
+    known = dispatch(indices, SLOT, keep, experts=3, slots=2, pairs=int(real.sum()))
+    for field in fields(read):
+        one, other = getattr(read, field.name), getattr(known, field.name)
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, field.name

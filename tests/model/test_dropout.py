@@ -1,17 +1,21 @@
-"""Dropout on LoRA's input: whose masks, when, and how much."""
+"""Dropout on LoRA's input: whose masks, when, how much, how random, and without a value from the host."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedguild.data.batches import Encoded, collate
-from fedguild.model.adapters.dropout import Dropout
+from fedguild.model.adapters.dropout import Dropout, kept, mix64
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.runtime import Pass
 from fedguild.model.slots import SlotModel
-from tests.backbones import PAD, random_adapter, random_rows
+from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone
+from tests.oracles import dropout as oracle
 
 
 class Rated(Dropout):
@@ -72,11 +76,13 @@ def test_masks_differ_by_layer_and_step():
     assert not torch.equal(first, dropout(ONES, "a", current))
 
 
-def test_only_linear_layers_of_a_slot_with_a_rate_are_hit(olmoe_backbone):
+def test_only_linear_layers_of_a_slot_with_a_rate_are_hit():
+    """A dense model, whose products' sizes do not depend on what another slot computes."""
+    backbone = tiny_backbone("llama")
     plan = AdapterPlan((Lora(4, 1.0, ("attention",)),))
     rows = [Encoded(tuple(ids), 1) for ids in random_rows([8, 6], 1)]
-    adapter = random_adapter(olmoe_backbone.info, plan, 1)
-    with SlotModel(olmoe_backbone, [plan, plan.with_lora(dropout=0.5)]) as model, torch.no_grad():
+    adapter = random_adapter(backbone.info, plan, 1)
+    with SlotModel(backbone, [plan, plan.with_lora(dropout=0.5)]) as model, torch.no_grad():
         model.load(0, adapter)
         model.load(1, adapter)
         quiet = model.token_losses(collate([rows, rows], PAD)).view(2, -1)
@@ -84,3 +90,152 @@ def test_only_linear_layers_of_a_slot_with_a_rate_are_hit(olmoe_backbone):
         noisy = model.token_losses(collate([rows, rows], PAD)).view(2, -1)
     assert torch.equal(quiet[0], noisy[0])
     assert (quiet[1] - noisy[1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("features", [1, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_every_element_against_python_integers(features, dtype):
+    """Three slots of other rates with padding, and a slot without rows."""
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]]).bool()
+    slots, rates, seeds = [0, 0, 2, 3], (0.5, 0.9, 0.25, 0.0), (2**63 - 1, 7, 0, 12345)
+    hidden = torch.randn(4, 4, features, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    dropout = Rated(rates)
+    dropout.seed(seeds)
+    out = dropout(hidden, "a layer", Pass((2, 0, 1, 1), mask, None, 1))
+    for slot, (rate, seed) in enumerate(zip(rates, seeds, strict=True)):
+        rows = [row for row, own in enumerate(slots) if own == slot]
+        real = hidden[rows][mask[rows]]
+        if len(real):
+            expected = torch.tensor(oracle.dropped(real.double().tolist(), seed, "a layer", rate), dtype=torch.float64)
+            found = out[rows][mask[rows]]
+            assert torch.equal(found == 0, expected == 0)
+            assert torch.allclose(found.double(), expected, rtol=2 * torch.finfo(dtype).eps)
+    assert torch.equal(out[~mask], hidden[~mask])
+
+
+def test_the_generator_gives_its_published_first_outputs():
+    """Seed 1234567, as in the reference implementations of SplitMix64."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    generator = oracle.SplitMix64(1234567)
+    assert [generator.next() for _ in published] == published
+    states = torch.tensor([(1234567 + n * oracle.GAMMA) % 2**64 for n in range(1, 5)], dtype=torch.uint64).view(
+        torch.int64
+    )
+    assert mix64(states).view(torch.uint64).tolist() == published
+
+
+def test_gradients_reach_what_is_kept_and_only_that():
+    dropout, current = Rated([0.5]), Pass((1,), None, None, 1)
+    dropout.seed([1])
+    hidden = torch.ones(1, 3, 50, requires_grad=True)
+    out = dropout(hidden, "layer", current)
+    out.sum().backward()
+    assert torch.equal(hidden.grad, out.detach())
+
+
+class Recorded(TorchDispatchMode):
+    """The names of the operations that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_layer_draws_nothing_on_the_host_and_waits_for_no_value():
+    """After a pass's first layer: no random operation, no value read, no copy, the same operations for any slots."""
+    counts = []
+    for slots in (1, 8):
+        dropout, current = Rated([0.5] * slots), Pass((1,) * slots, torch.ones(slots, 3).bool(), None, 1)
+        dropout.seed(range(slots))
+        hidden = torch.ones(slots, 3, 50)
+        dropout(hidden, "first", current)
+        with Recorded() as recorded:
+            dropout(hidden, "second", current)
+        counts.append(len(recorded.names))
+        assert not [
+            name for name in recorded.names if any(w in name for w in ("rand", "bernoulli", "_local", "copy", "nonz"))
+        ]
+    assert counts[0] == counts[1]
+
+
+def test_it_runs_on_a_device_without_values():
+    """On `meta`, reading a value raises."""
+    dropout, current = Rated([0.5, 0.1]), Pass((1, 1), torch.ones(2, 3, device="meta").bool(), None, 1)
+    dropout.seed([1, 2])
+    assert dropout(torch.ones(2, 3, 50, device="meta"), "layer", current).device.type == "meta"
+
+
+TOKENS, FEATURES = 256, 1024
+
+
+def bits(seed: int, layer: str = "layer", tokens: int = TOKENS) -> torch.Tensor:
+    """[tokens, FEATURES], 1 for an element that is kept at rate 1/2 and -1 for one that is not, by `Dropout`."""
+    dropout = Rated([0.5])
+    dropout.seed([seed])
+    out = dropout(torch.ones(1, tokens, FEATURES), layer, Pass((1,), None, None, 1))[0]
+    return out - 1
+
+
+def deviations(signs: torch.Tensor) -> float:
+    """The sum of independent signs in standard deviations."""
+    return abs(float(signs.double().sum())) / math.sqrt(signs.numel())
+
+
+def test_masks_are_uncorrelated_between_neighbours_layers_and_seeds():
+    """Each sum is of about 2¹⁸ signs; 4.5 standard deviations happen to one in 150,000."""
+    one = bits(1)
+    products = {
+        "rate": one,
+        "next feature": one[:, 1:] * one[:, :-1],
+        "feature after next": one[:, 2:] * one[:, :-2],
+        "halves": one[:, : FEATURES // 2] * one[:, FEATURES // 2 :],
+        "next token": one[1:] * one[:-1],
+        "next token and feature": one[1:, 1:] * one[:-1, :-1],
+        "tokens apart": one[128:] * one[:128],
+        "other layer": one * bits(1, "layer2"),
+        "next seed": one * bits(2),
+        "seed with one high bit changed": one * bits(1 + 2**62),
+        "mirrored": one * one.flip(1),
+        "transposed": one[:, :TOKENS] * one[:, :TOKENS].T * (1 - torch.eye(TOKENS)),
+    }
+    assert {name: round(deviations(signs), 2) for name, signs in products.items() if deviations(signs) > 4.5} == {}
+
+
+def test_every_token_and_every_feature_is_dropped_at_the_rate():
+    """The sums of squared deviations of rows and of columns follow chi-squared: mean n, variance 2 n."""
+    one = bits(3)
+    for axis, count in ((0, FEATURES), (1, TOKENS)):
+        squared = float((one.double().sum(axis).square() / one.shape[axis]).sum())
+        assert abs(squared - count) < 5 * math.sqrt(2 * count)
+
+
+def test_numbers_fill_their_range_evenly():
+    """Chi-squared over 256 classes of the upper and of the lower byte, by the limits that a mask compares with."""
+    keys = mix64(torch.arange(1, 513) * 12345)
+    limits = [-(2**31) + step * 2**24 for step in range(257)]
+    at_least = [int(kept(keys, torch.full((512,), limit, dtype=torch.int32), 512).sum()) for limit in limits[:-1]]
+    classes = torch.tensor([*at_least, 0]).diff().neg().double()
+    assert at_least[0] == 512 * 512
+    expected = 512 * 512 / 256
+    squared = float(((classes - expected).square() / expected).sum())
+    assert abs(squared - 255) < 5 * math.sqrt(2 * 255)
+
+
+def test_one_bit_of_a_key_changes_half_of_the_bits_of_a_number():
+    """Avalanche: each of the 64 × 64 pairs of bits flips together in half of 4,096 cases."""
+    keys = mix64(torch.arange(1, 4097))
+    flips = torch.stack([mix64(keys) ^ mix64(keys ^ (1 << bit if bit < 63 else -(2**63))) for bit in range(64)])
+    rates = torch.stack([((flips >> bit) & 1).double().mean(1) for bit in range(64)])
+    assert (rates - 0.5).abs().max() < 6 * 0.5 / math.sqrt(4096)
+
+
+def test_masks_do_not_repeat_over_a_run():
+    """Ten thousand steps of one layer: all keys of their first tokens differ."""
+    seeds = torch.arange(10_000)
+    assert len(mix64(seeds).unique()) == 10_000
+    firsts = torch.stack([bits(seed, tokens=1)[0, :64] for seed in range(500)])
+    assert len(firsts.unique(dim=0)) == 500

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fedguild.model.moe import dispatch as dispatch_module
+from fedguild.model.moe import low_rank
 from fedguild.model.moe.dense import prefers_dense
-from fedguild.model.moe.low_rank import prefers_blocks
+from fedguild.model.moe.low_rank import prefers_blocks, prefers_side_by_side
 from fedguild.model.moe.token_side import prefers_token_side
 from tests.model.layers import CASES, Case, Layer, Way, build, by_loop, by_view, worst
 
@@ -151,3 +152,18 @@ def test_a_slots_gradients_come_from_its_own_tokens_only(way):
 def test_blocks_are_for_full_precision_on_several_threads(threads, dtype, expected, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert prefers_blocks(torch.zeros(1, 1, dtype=dtype)) is expected
+
+
+@pytest.mark.parametrize("case", WITH_LORA.values(), ids=WITH_LORA.keys())
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=str
+)
+def test_the_slots_factors_side_by_side_equal_the_loop(case, dtype, tolerance, monkeypatch):
+    monkeypatch.setattr(low_rank, "prefers_side_by_side", lambda *_: True)
+    assert_equals_the_loop(build(case, dtype), dtype, tolerance, way="side by side")
+
+
+def test_the_slots_factors_lie_side_by_side_above_a_kernels_number_of_groups():
+    meta, cpu = torch.device("meta"), torch.device("cpu")
+    assert [prefers_side_by_side(meta, groups) for groups in (64, 1023, 1024)] == [False, False, True]
+    assert not prefers_side_by_side(cpu, 1024)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedguild.model import slot_products
 from fedguild.model.frozen_linear import WORTHWHILE
 from fedguild.model.slot_products import add_slot_rows, slot_rows
 
@@ -45,3 +46,30 @@ def test_what_needs_no_gradient_gets_none():
     assert matrices.grad is not None
     assert matrices.grad.tolist() == [[[2.0] * 3] * 5] * 2
     assert rows.grad is None
+
+
+@pytest.mark.parametrize("counts", [(2, 0, 1), (0, 3), (1, 4)], ids=str)
+@pytest.mark.parametrize("adds", [True, False], ids=["added", "alone"])
+def test_one_grouped_product_equals_a_product_for_each_slot(counts, adds, monkeypatch):
+    """The way of other devices than a CPU, in fp32 on a CPU."""
+    rng = torch.Generator().manual_seed(0)
+    rows, matrices = (torch.randn(shape, generator=rng) for shape in ((5 * sum(counts), 8), (len(counts), 16, 8)))
+    total, upstream = (torch.randn(5 * sum(counts), 16, generator=rng) for _ in range(2))
+    results = []
+    for grouped in (False, True):
+        monkeypatch.setattr(slot_products, "_suits_grouped", lambda *_, grouped=grouped: grouped)
+        leaves = [leaf.clone().requires_grad_() for leaf in (rows, matrices, *([total] if adds else []))]
+        out = add_slot_rows(leaves[2], *leaves[:2], counts) if adds else slot_rows(*leaves, counts)
+        results.append([out.detach(), *torch.autograd.grad((out * upstream).sum(), leaves)])
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*results, strict=True))
+
+
+def test_only_aligned_low_precision_off_the_cpu_is_grouped():
+    def suits(device, dtype, *widths):
+        return slot_products._suits_grouped(torch.empty(2, 8, device=device, dtype=dtype), *widths)
+
+    assert suits("meta", torch.bfloat16, 8, 24)
+    assert suits("meta", torch.float16, 8, 24)
+    assert not suits("meta", torch.bfloat16, 8, 20)
+    assert not suits("meta", torch.float32, 8, 24)
+    assert not suits("cpu", torch.bfloat16, 8, 24)

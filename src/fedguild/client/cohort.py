@@ -357,9 +357,9 @@ class Step:
         losses = self.cohort.model.token_losses(self.batch, label_smoothing)
         counts = [_targets(rows) for rows in self._rows]
         sums = torch.stack([part.sum() for part in losses.split(counts)])
-        self._report(sums.detach().tolist(), counts)
-        whole = torch.tensor([max(1, count) for count in self._targets], dtype=sums.dtype, device=sums.device)
-        return sums / whole
+        self._report(sums.detach(), counts)
+        whole = torch.tensor([max(1, count) for count in self._targets], dtype=sums.dtype)
+        return sums / whole.to(sums.device, non_blocking=True)
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of [S] per-client losses; each client's reach its own slot only."""
@@ -397,8 +397,9 @@ class Step:
             self.cohort.optimizer.clip(self.cohort.settings.clip_norm)
         self.cohort.optimizer.step(self._rates, updated)
 
-    def _report(self, sums: list[float], counts: list[int]) -> None:
-        for report, rows, total, count in zip(self.cohort.reports, self._rows, sums, counts, strict=True):
+    def _report(self, sums: Tensor, counts: list[int]) -> None:
+        """Counts a pass in the reports, given each client's sum of losses: all that the host waits for."""
+        for report, rows, total, count in zip(self.cohort.reports, self._rows, sums.tolist(), counts, strict=True):
             report.tokens += sum(len(row.input_ids) for row in rows)
             report.examples += len(rows)
             report._loss_sum += total

@@ -1,8 +1,11 @@
 """SGD, Adam and AdamW for all clients of a cohort at once, each with its own learning rate and step count.
 
-torch's fused kernels do the work. Clients that are at the same step with the same rate are
-updated together; a client that does not step keeps its weights and its moments untouched,
-which a zero gradient alone would not ensure.
+torch's fused kernels do the work. While all clients are at the same step with the same rate, they update each tensor as
+it is stored. Otherwise the moments lie slot by slot (`slot_major.py`), and every client's part of them is updated in a
+few large pieces at its own rate. A client that does not step keeps its weights and its moments untouched, which a
+zero gradient alone would not ensure.
+
+A client gets the same bits either way, and the same as alone.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+from fedguild.client.slot_major import SlotMajor, is_aligned
 from fedguild.config.training import TrainingSettings
 from fedguild.model.adapters.storage import SlotTensor
+
+Together = Mapping[tuple[float, int], Sequence[int]]
+"""Rate and count of a step -> the slots that take it."""
 
 
 class SlotOptimizer:
@@ -35,6 +41,7 @@ class SlotOptimizer:
         self.steps = [0] * self.slots
         self.first: list[Tensor] = []
         self.second: list[Tensor] = []
+        self._apart: list[SlotMajor] = []
 
     def zero_grad(self) -> None:
         """Discards the gradients."""
@@ -43,19 +50,20 @@ class SlotOptimizer:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
-        """Scales each slot's gradient to at most `max_norm`; returns the norms [S] before clipping."""
-        squares = torch.zeros(self.slots, dtype=torch.float64)
+        """Scales each slot's gradient to at most `max_norm`; returns the norms [S] before clipping, on the device.
+
+        Nothing is copied to the host, and on a GPU nothing waits for a value.
+        """
         graded = [t for t in self.trainables if t.stored.grad is not None]
-        for trainable in graded:
-            grad = _grad(trainable)
-            others = [axis for axis in range(grad.dim()) if axis != trainable.axis]
-            squares += (grad.square().sum(others) if others else grad.square()).double().cpu()
-        norms = squares.sqrt()
+        if not graded:
+            return torch.zeros(self.slots, dtype=torch.float64)
+        squares = [_squares(_grad(trainable), trainable.axis) for trainable in graded]
+        norms = torch.stack(squares).double().sum(dim=0).sqrt()
         factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
-        if bool((factor < 1).any()):
+        if factor.device.type != "cpu" or bool((factor < 1).any()):
             for trainable in graded:
                 grad = _grad(trainable)
-                grad.mul_(trainable.slot_factor(factor.to(grad.device, grad.dtype)))
+                grad.mul_(trainable.slot_factor(factor.to(grad.dtype)))
         return norms
 
     @torch.no_grad()
@@ -75,90 +83,145 @@ class SlotOptimizer:
             if rate is not None:
                 self.steps[slot] += 1
                 together[(rate, self.steps[slot])].append(slot)
-        for (rate, count), slots in together.items():
-            for decays in (True, False):
-                chosen = [
-                    index
-                    for index, trainable in enumerate(self.trainables)
-                    if trainable.stored.grad is not None and decays == trainable.decays
-                ]
-                if chosen:
-                    decay = self.settings.weight_decay if decays else 0.0
-                    self._update(chosen, slots, rate, count, decay, updated or {})
+        graded = [index for index, trainable in enumerate(self.trainables) if trainable.stored.grad is not None]
+        chosen = {index: updated.get(self.trainables[index].name) if updated else None for index in graded}
+        whole = [index for index, mask in chosen.items() if mask is None]
+        if not (len(together) == 1 and len(next(iter(together.values()))) == self.slots):
+            self._set_apart([index for index in whole if not self._owner(index)])
+        for decays in (True, False):
+            decay = self.settings.weight_decay if decays else 0.0
+            of_kind = [index for index in whole if self.trainables[index].decays == decays]
+            self._update_stored([index for index in of_kind if not self._owner(index)], together, decay)
+            for owner in self._apart:
+                self._update_apart(owner, [index for index in of_kind if index in owner.places], together, decay)
+        for index, mask in chosen.items():
+            if mask is not None:
+                self._update_entries(index, mask, together)
+        if together:  # fused kernels do not count as changes, which casts of the factors watch
+            torch.autograd.graph.increment_version([self.trainables[index].stored for index in graded])
 
     def _allocate(self) -> None:
         """Creates the moments, which passes that only compute gradients do not need."""
-        if self.settings.optimizer != "sgd" or self.settings.momentum:
-            self.first = [torch.zeros_like(t.stored, requires_grad=False) for t in self.trainables]
-        if self.settings.optimizer != "sgd":
-            self.second = [torch.zeros_like(t.stored, requires_grad=False) for t in self.trainables]
+        has_first = self.settings.optimizer != "sgd" or bool(self.settings.momentum)
+        has_second = self.settings.optimizer != "sgd"
+        self.first = [torch.zeros_like(t.stored, requires_grad=False) for t in self.trainables] if has_first else []
+        self.second = [torch.zeros_like(t.stored, requires_grad=False) for t in self.trainables] if has_second else []
+        self._apart = []
+        self._set_apart([index for index, trainable in enumerate(self.trainables) if not is_aligned(trainable)])
 
-    def _update(
+    def _moments(self) -> list[list[Tensor]]:
+        return [kind for kind in (self.first, self.second) if kind]
+
+    def _owner(self, index: int) -> SlotMajor | None:
+        """Returns what holds a trainable's moments slot by slot; None if they are stored like the trainable."""
+        return next((owner for owner in self._apart if index in owner.places), None)
+
+    def _set_apart(self, indices: Sequence[int]) -> None:
+        """Stores the moments of some trainables slot by slot from now on."""
+        for decays in (True, False):
+            own = {index: self.trainables[index] for index in indices if self.trainables[index].decays == decays}
+            if own:
+                owner = SlotMajor(own, self.slots, len(self._moments()))
+                for rows, kind in zip(owner.moments, self._moments(), strict=True):
+                    for index in own:
+                        kind[index] = owner.view(index, rows).copy_(kind[index])
+                self._apart.append(owner)
+
+    def _update_stored(self, indices: list[int], together: Together, decay: float) -> None:
+        """Updates whole tensors, all of whose slots take the same step."""
+        if indices:
+            ((rate, count),) = together
+            values = [self.trainables[index].stored.detach() for index in indices]
+            grads = [_grad(self.trainables[index]) for index in indices]
+            moments = [[kind[index] for index in indices] for kind in self._moments()]
+            self._kernel(values, grads, moments, rate, count, decay)
+
+    def _update_apart(self, owner: SlotMajor, indices: list[int], together: Together, decay: float) -> None:
+        """Updates each slot's part of some trainables at its own rate and count."""
+        if not indices:
+            return
+        grads = {index: _grad(self.trainables[index]) for index in indices}
+        # Adam without decay adds a change that does not depend on the value: the same bits, and less to copy.
+        changes_only = self.settings.optimizer != "sgd" and not decay
+        for piece in owner.pieces(indices):
+            piece.gather(grads, changes_only=changes_only)
+            moments = [rows[:, piece.start : piece.end] for rows in owner.moments]
+            for (rate, count), slots in together.items():
+                rows = [[of_all[slot] for slot in slots] for of_all in (piece.values, piece.grads, *moments)]
+                self._kernel(rows[0], rows[1], rows[2:], rate, count, decay)
+            piece.scatter(changes_only=changes_only)
+
+    def _update_entries(self, index: int, updated: Tensor, together: Together) -> None:
+        """Updates the entries [M, S] of a trainable that a mask selects."""
+        trainable = self.trainables[index]
+        decay = self.settings.weight_decay if trainable.decays else 0.0
+        tensors = [trainable.stored.detach(), _grad(trainable), *(kind[index] for kind in self._moments())]
+        for (rate, count), slots in together.items():
+            wanted = torch.zeros_like(updated)
+            wanted[:, slots] = updated[:, slots]
+            parts = [list(_entries(tensor, wanted, one_by_one=bool(self._owner(index)))) for tensor in tensors]
+            if parts[0]:
+                self._kernel(parts[0], parts[1], parts[2:], rate, count, decay)
+
+    def _kernel(
         self,
-        chosen: list[int],
-        slots: list[int],
+        values: list[Tensor],
+        grads: list[Tensor],
+        moments: Sequence[list[Tensor]],
         rate: float,
         count: int,
         decay: float,
-        updated: Mapping[str, Tensor],
     ) -> None:
-        def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-            return [
-                part
-                for index, whole in zip(chosen, tensors, strict=True)
-                for part in self._parts(whole, index, slots, updated.get(self.trainables[index].name))
-            ]
-
-        values = parts([self.trainables[index].stored.detach() for index in chosen])
-        if not values:
-            return
-        grads = parts([_grad(self.trainables[index]) for index in chosen])
-        first = parts([self.first[index] for index in chosen]) if self.first else []
-        if self.settings.optimizer == "sgd":
+        """Takes one step of contiguous tensors, in place."""
+        settings = self.settings
+        if settings.optimizer == "sgd":
             sgd(
                 values,
                 grads,
-                [*first] if first else [None] * len(values),
+                [*moments[0]] if moments else [None] * len(values),
                 foreach=True,
                 weight_decay=decay,
-                momentum=self.settings.momentum,
+                momentum=settings.momentum,
                 lr=rate,
                 dampening=0.0,
                 nesterov=False,
                 maximize=False,
             )
             return
-        adam(
+        # The kernel only reads the counts, so the tensors of a call can share one.
+        kernel = torch._fused_adamw_ if settings.optimizer == "adamw" else torch._fused_adam_
+        kernel(
             values,
             grads,
-            first,
-            parts([self.second[index] for index in chosen]),
+            *moments,
             [],
-            [torch.tensor(float(count - 1), device=value.device) for value in values],
-            fused=True,
-            decoupled_weight_decay=self.settings.optimizer == "adamw",
-            amsgrad=False,
-            beta1=self.settings.betas[0],
-            beta2=self.settings.betas[1],
+            [torch.full((), float(count), device=values[0].device)] * len(values),
             lr=rate,
+            beta1=settings.betas[0],
+            beta2=settings.betas[1],
             weight_decay=decay,
-            eps=self.settings.eps,
+            eps=settings.eps,
+            amsgrad=False,
             maximize=False,
         )
 
-    def _parts(self, tensor: Tensor, index: int, slots: list[int], updated: Tensor | None) -> Iterable[Tensor]:
-        """Returns the contiguous pieces of a storage that belong to some slots and are to be updated."""
-        if updated is not None:
-            wanted = torch.zeros_like(updated)
-            wanted[:, slots] = updated[:, slots]
-            edges = torch.diff(pad(wanted.flatten().int(), (1, 1))).nonzero().flatten().tolist()
-            rows = tensor.flatten(0, 1)
-            return [rows[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
-        if len(slots) == self.slots:
-            return [tensor]
-        if self.trainables[index].axis == 0:
-            return [tensor[slot] for slot in slots]
-        return [row[slot] for row in tensor for slot in slots]
+
+def _entries(tensor: Tensor, wanted: Tensor, *, one_by_one: bool) -> Iterable[Tensor]:
+    """Yields the contiguous pieces of a storage [M, S, …] that a mask [M, S] selects."""
+    if one_by_one:
+        for entry, slot in wanted.nonzero().tolist():
+            yield tensor[entry, slot]
+        return
+    edges = torch.diff(pad(wanted.flatten().int(), (1, 1))).nonzero().flatten().tolist()
+    rows = tensor.flatten(0, 1)
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        yield rows[start:end]
+
+
+def _squares(grad: Tensor, axis: int) -> Tensor:
+    """Returns [S], the sum of each slot's squares."""
+    others = [other for other in range(grad.dim()) if other != axis]
+    return grad.square().sum(others) if others else grad.square()
 
 
 def _grad(trainable: SlotTensor) -> Tensor:

@@ -89,6 +89,11 @@ class ModelSettings(Section):
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass: less memory, about a third more time."
     )
+    packing: bool = Field(
+        default=True,
+        description="Compute no padding: rows of unequal length are packed behind one another, where the model's "
+        "attention allows it (sdpa, causal, no sliding window).",
+    )
 
 
 class EvaluationSettings(Section):

@@ -87,22 +87,25 @@ class SlotBatch:
     def to(self, device: torch.device) -> SlotBatch:
         """Returns the batch on a device."""
 
-        def move(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=True)
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        def move_if(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else move(tensor)
 
         if self.input_ids.device == device:
             return self
         return SlotBatch(
-            input_ids=self.input_ids.to(device),
-            mask=self.mask.to(device),
+            input_ids=move(self.input_ids),
+            mask=move(self.mask),
             rows_per_slot=self.rows_per_slot,
-            predict_at=self.predict_at.to(device),
-            targets=self.targets.to(device),
-            group=self.group.to(device),
-            position_ids=move(self.position_ids),
-            attention=move(self.attention),
-            decoder_ids=move(self.decoder_ids),
-            decoder_mask=move(self.decoder_mask),
+            predict_at=move(self.predict_at),
+            targets=move(self.targets),
+            group=move(self.group),
+            position_ids=move_if(self.position_ids),
+            attention=move_if(self.attention),
+            decoder_ids=move_if(self.decoder_ids),
+            decoder_mask=move_if(self.decoder_mask),
         )
 
 

@@ -247,7 +247,8 @@ def auto_cohort_size(backbone: Backbone, plan: AdapterPlan, tokens: int, clients
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the free bytes of the device's memory."""
+    """Returns the free bytes of the device's memory; on a GPU with those that torch keeps cached for reuse."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
     return int(psutil.virtual_memory().available)

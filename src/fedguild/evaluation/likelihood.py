@@ -127,7 +127,7 @@ def _losses(
         else:
             batch = collate_singles(chosen, pad_id, model.seq2seq)
         with torch.no_grad():
-            nll = model.token_losses(batch.to(model.device)).double().cpu().numpy()
+            nll = model.token_losses(batch).double().cpu().numpy()
         sums = iter(np.bincount(batch.group.numpy(), weights=nll).tolist())
         for item in items_of_batch:
             losses[item.slot][item.index] = [next(sums) for _ in rows[item.slot][item.index].responses]

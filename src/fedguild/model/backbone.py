@@ -26,6 +26,7 @@ from fedguild.model.known import find_known, known_models
 from fedguild.model.moe.family import Family, moe_blocks, moe_layers
 from fedguild.model.moe.view import MoeLayer
 from fedguild.model.packaged import EMBEDDED, PACKAGED
+from fedguild.model.packed_rows import allow_packing
 from fedguild.model.pretrained import auto_class, load_tokenizer, loading, read_config, source_of
 from fedguild.model.runtime import Runtime
 from fedguild.model.weight_changes import merged
@@ -48,6 +49,7 @@ class Backbone:
         runtime: The state that the hooks share.
         device: The model's device.
         dtype: The dtype of its products.
+        packs: Whether a pass may pack rows without their padding (`packed_rows`).
         is_merged: Whether its weights currently include merged changes; see `merged`.
     """
 
@@ -58,7 +60,9 @@ class Backbone:
     runtime: Runtime
     device: torch.device
     dtype: torch.dtype
+    packs: bool = False
     is_merged: bool = False
+    _ends_with_head: bool | None = None
 
     def fingerprint(self) -> str:
         """Returns a digest of all weights, to verify that none has changed."""
@@ -67,6 +71,32 @@ class Backbone:
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+    @property
+    def head(self) -> nn.Module:
+        """The module whose output are the logits, or what they are computed from."""
+        head: nn.Module = self.model.get_output_embeddings()
+        return head
+
+    @torch.no_grad()
+    def ends_with_head(self) -> bool:
+        """Whether the logits of a causal model are its head's output as it is, and no hook changes it.
+
+        Some models scale or cap them behind the head; a few tokens show it, the first time. Call it outside of a pass.
+        """
+        if self.info.seq2seq is not None or self.head._forward_hooks:
+            return False
+        if self._ends_with_head is None:
+            seen: list[Tensor] = []
+            hook = self.head.register_forward_hook(lambda _, __, output: seen.append(output))
+            current, self.runtime.current = self.runtime.current, None
+            try:
+                logits = self.model(torch.arange(3, device=self.device)[None], use_cache=False).logits
+            finally:
+                self.runtime.current = current
+                hook.remove()
+            self._ends_with_head = len(seen) == 1 and torch.equal(logits, seen[0])
+        return self._ends_with_head
 
     @contextmanager
     def merged(self, merges: Mapping[str, Tensor]) -> Iterator[None]:
@@ -113,6 +143,7 @@ def load_backbone(
     attention: str = "sdpa",
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
+    packing: bool = True,
 ) -> Backbone:
     """Loads a backbone from a hub id, a folder, or by the name of a checkpoint in this package (`embedded`, `english`).
 
@@ -128,6 +159,7 @@ def load_backbone(
             whose position biases transformers cannot give to sdpa.
         trust_remote_code: Whether the hub's own model code may run.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
+        packing: Whether to pack rows without their padding, where the model's attention allows it.
 
     Raises:
         ModelError: the model cannot be found or loaded, or its experts are not supported.
@@ -159,7 +191,7 @@ def load_backbone(
     placed: Any = model
     if not load_in_4bit:
         placed = placed.to(where)
-    return make_backbone(placed, tokenizer, name=path, gradient_checkpointing=gradient_checkpointing)
+    return make_backbone(placed, tokenizer, name=path, gradient_checkpointing=gradient_checkpointing, packing=packing)
 
 
 def inspect_model(path: str = EMBEDDED, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelInfo:
@@ -187,7 +219,9 @@ def inspect_model(path: str = EMBEDDED, *, revision: str | None = None, trust_re
     return info
 
 
-def make_backbone(model: Any, tokenizer: Any, *, name: str, gradient_checkpointing: bool = False) -> Backbone:
+def make_backbone(
+    model: Any, tokenizer: Any, *, name: str, gradient_checkpointing: bool = False, packing: bool = True
+) -> Backbone:
     """Freezes a loaded model and attaches the view of its experts.
 
     Args:
@@ -196,6 +230,7 @@ def make_backbone(model: Any, tokenizer: Any, *, name: str, gradient_checkpointi
         tokenizer: Its tokenizer; may be None if no text is encoded.
         name: The model's name in records and messages.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
+        packing: Whether to pack rows without their padding, where the model's attention allows it.
 
     Raises:
         ModelError: its experts are not supported, or it cannot recompute activations.
@@ -216,7 +251,8 @@ def make_backbone(model: Any, tokenizer: Any, *, name: str, gradient_checkpointi
     if getattr(model, "is_loaded_in_4bit", False):
         quantise_experts(layer.experts for layer in layers)
     parameter = next(model.parameters())
-    return Backbone(model, tokenizer, info, layers, runtime, parameter.device, model.dtype)
+    packs = allow_packing(model) and packing and all(layer.capacity is None for layer in layers)
+    return Backbone(model, tokenizer, info, layers, runtime, parameter.device, model.dtype, packs)
 
 
 def _checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:

@@ -1,6 +1,8 @@
-"""Model inputs of a batch: causal, causal with the batch's own attention, or encoder-decoder."""
+"""Model inputs of a batch: causal, causal with the batch's own attention or packed, or encoder-decoder."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,10 +10,16 @@ from torch import Tensor
 from fedguild.data.batches import SlotBatch
 from fedguild.errors import ModelError
 from fedguild.model.backbone import Backbone
+from fedguild.model.packed_rows import ATTENTION, PackedRows
 
 
-def model_inputs(backbone: Backbone, batch: SlotBatch) -> dict[str, Tensor | None]:
+def model_inputs(backbone: Backbone, batch: SlotBatch, rows: PackedRows | None = None) -> dict[str, Any]:
     """Returns the arguments of a forward pass; causal attention needs no mask for padding on the right.
+
+    Args:
+        backbone: The model.
+        batch: The batch, on the model's device.
+        rows: The rows that the batch holds packed; None where it holds none.
 
     Raises:
         ModelError: the batch is for another kind of model, or its attention needs another implementation.
@@ -23,6 +31,12 @@ def model_inputs(backbone: Backbone, batch: SlotBatch) -> dict[str, Tensor | Non
             "but the batch is for the other kind.",
             "Collate it with the model's own `seq2seq`.",
         )
+    if causal and batch.attention is None and backbone.model.config._attn_implementation == ATTENTION:
+        # Without a mask, transformers reads the positions back to the host to see whether rows are packed, and builds a
+        # mask of [N, N] if so. It passes one of four dimensions on as it is, and our attention needs none.
+        unused = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
+        inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+        return {**inputs, "attention_mask": unused, "packed_rows": rows, "is_masked": False}
     if causal:
         attention = None if batch.attention is None else _attention(backbone, batch.attention)
         return {"input_ids": batch.input_ids, "attention_mask": attention, "position_ids": batch.position_ids}
@@ -32,7 +46,7 @@ def model_inputs(backbone: Backbone, batch: SlotBatch) -> dict[str, Tensor | Non
 def _attention(backbone: Backbone, allowed: Tensor) -> Tensor:
     """Returns a batch's own attention in the form that the model takes; eager attention adds it to its scores."""
     kind = backbone.model.config._attn_implementation
-    if kind == "sdpa":
+    if kind in ("sdpa", ATTENTION):
         return allowed
     if kind == "eager":
         blocked = torch.finfo(backbone.dtype).min

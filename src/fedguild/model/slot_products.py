@@ -1,17 +1,24 @@
 """Products of each slot's rows with that slot's matrix.
 
 On a CPU, large enough fp32 products run in oneDNN, slot by slot (docs/decisions/0004). Otherwise slots with equal
-numbers of rows share one batched product, and slots with unequal numbers get a product each.
+numbers of rows share one batched product. Slots with unequal numbers, as packed rows have, get a product each on a CPU,
+and share a grouped one elsewhere.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedguild.model.frozen_linear import WORTHWHILE, has_onednn, onednn_linear
+from fedguild.model.moe.products import grouped_outer, grouped_rows
+
+_ROW_BYTES = 16
+"""Rows that a grouped product reads and writes must be a multiple of it."""
 
 
 def slot_rows(rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -58,6 +65,9 @@ def _multiply(rows: Tensor, matrices: Tensor, counts: tuple[int, ...], total: Te
         if total is None:
             return torch.bmm(grouped, transposed).flatten(0, 1)
         return torch.baddbmm(total.unflatten(0, (len(counts), -1)), grouped, transposed).flatten(0, 1)
+    if _suits_grouped(rows, matrices.shape[1], matrices.shape[2]):
+        product = grouped_rows(rows, matrices.transpose(1, 2), _ends(counts, rows.shape[0], rows.device))
+        return product if total is None else product.add_(total)
     totals = [None] * len(counts) if total is None else _split(total, counts)
     parts = zip(_split(rows, counts), matrices, totals, strict=True)
     return torch.cat([_product(part, matrix, own) for part, matrix, own in parts])
@@ -70,6 +80,8 @@ def _outer(left: Tensor, right: Tensor, counts: tuple[int, ...]) -> Tensor:
     if len(set(counts)) == 1 and not _suits_onednn(left, left.numel() // len(counts) * right.shape[1]):
         grouped = left.unflatten(0, (len(counts), -1)).transpose(1, 2)
         return torch.bmm(grouped, right.unflatten(0, (len(counts), -1)))
+    if _suits_grouped(left, left.shape[1], right.shape[1]):
+        return grouped_outer(left, right, _ends(counts, left.shape[0], left.device))
     pairs = zip(_split(left, counts), _split(right, counts), strict=True)
     return torch.stack([_product(a.t(), b.t()) for a, b in pairs])
 
@@ -85,6 +97,21 @@ def _product(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor
 def _suits_onednn(rows: Tensor, multiplications: int) -> bool:
     """Whether oneDNN's higher cost per call pays off."""
     return multiplications >= WORTHWHILE and rows.dtype is torch.float32 and rows.device.type == "cpu" and has_onednn()
+
+
+def _suits_grouped(rows: Tensor, *widths: int) -> bool:
+    """Whether a device other than a CPU computes slots with unequal numbers of rows in one grouped product."""
+    low_precision = rows.dtype in (torch.bfloat16, torch.float16)
+    aligned = all(width * rows.element_size() % _ROW_BYTES == 0 for width in widths)
+    return rows.device.type != "cpu" and low_precision and aligned
+
+
+@lru_cache(maxsize=64)
+def _ends(counts: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
+    """Returns [S] int32, where each slot's rows end; on the device already for all layers but a pass's first."""
+    unit = rows // max(1, sum(counts))
+    ends = torch.tensor([unit * end for end in accumulate(counts)], dtype=torch.int32)
+    return ends.to(device, non_blocking=True)
 
 
 def _split(rows: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:

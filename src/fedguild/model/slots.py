@@ -16,8 +16,10 @@ from fedguild.model.adapters.dropout import Dropout
 from fedguild.model.adapters.part import AdapterPart
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.backbone import Backbone
+from fedguild.model.chunked_loss import chunk_rows, chunked_losses
 from fedguild.model.inputs import model_inputs
 from fedguild.model.moe.statistics import RoutingStatistics
+from fedguild.model.packed_rows import packed, pays
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.runtime import Pass
 
@@ -52,6 +54,8 @@ class SlotModel:
         self.loaded: dict[str, SlotTensor] = {}
         self.attached: dict[type, Any] = {}
         self.widen: Callable[[SlotBatch], SlotBatch] = _as_it_is
+        self.needs_rows = False
+        self._head_inputs: list[Tensor] | None = None
         self.copies = 1
         self._running: dict[str, Tensor] = {}
         self._undo: list[Callable[[], None]] = []
@@ -142,34 +146,45 @@ class SlotModel:
     def token_losses(self, batch: SlotBatch, label_smoothing: float = 0.0) -> Tensor:
         """Returns [P], the negative log-likelihood in nats of every target of the batch.
 
-        With label smoothing ε it is the cross-entropy with 1 - ε on the target and ε spread over the vocabulary.
+        With label smoothing ε it is the cross-entropy with 1 - ε on the target and ε spread over the vocabulary. Many
+        logits are computed in chunks, where the model's head is the last that it does.
 
         Raises:
             ModelError: the batch is for another kind of model, encoder-decoder or causal.
         """
-        targets = batch.targets.to(self.device)
-        return nn.functional.cross_entropy(
-            self.logits(batch), targets, reduction="none", label_smoothing=label_smoothing
-        )
+        targets = batch.targets.to(self.device, non_blocking=True)
+        rows = chunk_rows(self.backbone.info.vocabulary, self.dtype)
+        if len(targets) <= rows or not self.backbone.ends_with_head():
+            logits = self.logits(batch)
+            return nn.functional.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
+        self._head_inputs = []
+        try:
+            self.logits(batch)
+            (hidden,) = self._head_inputs
+        finally:
+            self._head_inputs = None
+        return chunked_losses(hidden, targets, self.backbone.head.forward, label_smoothing, rows)
 
     def logits(self, batch: SlotBatch) -> Tensor:
         """Returns [P, V], the logits that predict every target of the batch, in fp32 (or fp64).
 
+        Rows are packed without their padding, if the backbone and the slots' parts allow it and there is enough of it.
+
         Raises:
             ModelError: the batch is for another kind of model, encoder-decoder or causal.
         """
-        batch = self.widen(batch)
+        batch, rows = self.widen(batch), None
+        if self._packs(batch):
+            batch, rows = packed(batch)
+            rows = rows.to(self.device)
         runtime = self.backbone.runtime
-        runtime.current = self._pass(
-            batch.rows_per_slot,
-            _unless_full(batch.mask, self.device),
-            batch.predict_at.to(self.device),
-            _unless_full(batch.decoder_mask, self.device),
-        )
+        masks = [_unless_full(mask, self.device) for mask in (batch.mask, batch.decoder_mask)]
+        real_tokens = None if rows else _real_tokens(batch)
         batch = batch.to(self.device)
+        runtime.current = self._pass(batch.rows_per_slot, masks[0], batch.predict_at, masks[1], real_tokens)
         runtime.counting = True
         try:
-            logits = self.backbone.model(**model_inputs(self.backbone, batch), use_cache=False).logits
+            logits = self.backbone.model(**model_inputs(self.backbone, batch, rows), use_cache=False).logits
         finally:
             runtime.counting = False
         kind = torch.float64 if logits.dtype is torch.float64 else torch.float32
@@ -234,13 +249,20 @@ class SlotModel:
         mask: Tensor | None,
         select: Tensor | None = None,
         decoder_mask: Tensor | None = None,
+        real_tokens: tuple[int, ...] | None = None,
     ) -> Pass:
         top_k = self.backbone.info.top_k
         active = [plan.active_experts or top_k for plan in self.plans] * self.copies
         present = [k for k, count in zip(active, rows, strict=True) if count] or [top_k]
         mixed = len(set(present)) > 1
         table = torch.tensor(active, device=self.device) if mixed else None
-        return Pass(rows, mask, table, max(present), select, decoder_mask)
+        return Pass(rows, mask, table, max(present), select, decoder_mask, tuple(active), real_tokens)
+
+    def _packs(self, batch: SlotBatch) -> bool:
+        """Whether a pass packs this batch: a plain causal one on the CPU, with enough padding."""
+        plain = batch.attention is None and batch.position_ids is None and batch.decoder_ids is None
+        allowed = self.backbone.packs and not self.needs_rows
+        return plain and allowed and batch.mask.device.type == "cpu" and pays(batch)
 
     def _allocate(self, parts: Sequence[AdapterPart]) -> None:
         """Creates the storage of one kind of trainable; a slot's tensor may be smaller than its slice."""
@@ -256,7 +278,7 @@ class SlotModel:
         """Hooks the parts into the backbone, in the order of the plan."""
         for parts in self._parts:
             parts[0].attach(self, parts)
-        head = self.backbone.model.get_output_embeddings()
+        head = self.backbone.head
         self.on_close(head.register_forward_pre_hook(self._select_hook()).remove)
 
     def _select_hook(self) -> Callable[..., Any]:
@@ -265,7 +287,11 @@ class SlotModel:
             if current is None or current.select is None:
                 return None
             hidden = args[0]
-            return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, current.select), *args[1:])
+            selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, current.select)
+            if self._head_inputs is not None:
+                self._head_inputs.append(selected)
+                selected = selected[:1]
+            return (selected, *args[1:])
 
         return hook
 
@@ -284,7 +310,15 @@ def _as_it_is(batch: SlotBatch) -> SlotBatch:
 
 
 def _unless_full(mask: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if mask is None or bool(mask.all()) else mask.to(device)
+    return None if mask is None or bool(mask.all()) else mask.to(device, non_blocking=True)
+
+
+def _real_tokens(batch: SlotBatch) -> tuple[int, ...] | None:
+    """Returns each slot's real tokens; None where the mask is not on the host."""
+    if batch.mask.device.type != "cpu":
+        return None
+    of_rows = batch.mask.sum(dim=1).split(batch.rows_per_slot)
+    return tuple(int(tokens.sum()) for tokens in of_rows)
 
 
 def _until(row: list[int], end: int | None) -> list[int]:

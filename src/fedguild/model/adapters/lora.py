@@ -16,6 +16,7 @@ from fedguild.errors import ConfigError
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.adapters.storage import Layout, padded_rank
 from fedguild.model.info import ModelInfo
+from fedguild.model.slot_products import slot_rows
 from fedguild.model.targets import leaf, targeted_shapes
 
 DOWN, UP, MIDDLE = "lora_A", "lora_B", "lora_R"
@@ -179,6 +180,10 @@ def slot_product(
         out = _through(flat, [factor[0] for factor in factors])
     elif len(set(rows)) == 1:
         out = _through(flat.view(len(rows), -1, shape[-1]), factors)
+    elif flat.device.type != "cpu":
+        out = flat
+        for factor in factors:
+            out = slot_rows(out, factor, rows)
     else:
         unit = flat.shape[0] // sum(rows)
         parts = flat.split([count * unit for count in rows])

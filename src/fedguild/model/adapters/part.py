@@ -32,6 +32,7 @@ class AdapterHost(Protocol):
         attached: Objects that a part's `attach` leaves for its method, by the part's type.
         dropout: Dropout with a generator for each slot.
         widen: A part's change of every batch before the backbone runs it.
+        needs_rows: Whether a part needs every row of a pass apart, so that rows cannot be packed without padding.
         copies: Number of times that a pass runs every row, each time under another LoRA.
     """
 
@@ -43,6 +44,7 @@ class AdapterHost(Protocol):
     attached: dict[type, Any]
     dropout: Dropout
     widen: Callable[[SlotBatch], SlotBatch]
+    needs_rows: bool
     copies: int
 
     def running(self, name: str) -> Tensor:

@@ -174,6 +174,7 @@ def _prepend(
         return torch.cat([prompts, output[:, count:]], dim=1)
 
     host.widen = partial(widened, count=count)
+    host.needs_rows = True
     host.on_close(host.backbone.model.get_input_embeddings().register_forward_hook(fill).remove)
 
 

@@ -58,9 +58,15 @@ class Dispatch:
 
 
 def dispatch(
-    indices: Tensor, slot_of_token: Tensor, keep: Tensor | None, experts: int, slots: int, blocks: bool = False
+    indices: Tensor,
+    slot_of_token: Tensor,
+    keep: Tensor | None,
+    experts: int,
+    slots: int,
+    blocks: bool = False,
+    pairs: int | None = None,
 ) -> Dispatch:
-    """Sorts the pairs of a layer.
+    """Sorts the pairs of a layer; given their number, and without blocks, nothing waits for a value on the device.
 
     Args:
         indices: [N, k] expert of each pair; M for a pair that is not active.
@@ -69,6 +75,7 @@ def dispatch(
         experts: M, number of experts.
         slots: S, number of slots.
         blocks: Whether groups may be filled up to whole blocks.
+        pairs: Number of active pairs of real tokens; None where the host does not know it.
     """
     top_k = indices.shape[1]
     real = indices < experts
@@ -79,7 +86,12 @@ def dispatch(
     key = torch.where(flat, key, experts * slots)
     count = torch.zeros(experts * slots + 1, dtype=torch.int64, device=key.device)
     count = count.scatter_add_(0, key, torch.ones_like(key))[:-1]
-    active = flat.nonzero().squeeze(1)
+    if pairs is None:
+        active = flat.nonzero().squeeze(1)
+    elif pairs == flat.shape[0]:
+        active = torch.arange(pairs, device=key.device)
+    else:
+        active = torch.nonzero_static(flat, size=pairs).squeeze(1)
     pair = torch.sort(key, stable=True).indices[: active.shape[0]]
     row = torch.arange(active.shape[0], device=key.device)
     ends = count.cumsum(0)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from fedguild.model.moe.casts import Casts
 from fedguild.model.moe.dispatch import Dispatch, combine, gather
 from fedguild.model.moe.full import FullChange
 from fedguild.model.moe.low_rank import LowRank
@@ -90,6 +91,7 @@ def run_experts(
     lora: tuple[Factors, ...] | None,
     scale: Tensor | None,
     delta: tuple[Tensor, ...] | None = None,
+    casts: Casts | None = None,
 ) -> Tensor:
     """Returns the routed output [N, H] of a layer.
 
@@ -102,7 +104,9 @@ def run_experts(
         lora: The factors of every projection, down last; None without LoRA.
         scale: [S, r] LoRA's scale of each slot's ranks.
         delta: [M, S, out, in] of every projection, each slot's change of W; None if there is none.
+        casts: The trained tensors in the dtype of the products, kept from pass to pass.
     """
+    casts = casts or Casts()
     additions: list[Addition] = []
     trained: list[Tensor] = []
     if lora is not None and scale is not None:
@@ -112,7 +116,8 @@ def run_experts(
     if delta is not None:
         additions.append(FullChange(plan.group_ends))
         trained += delta
-    output: Tensor = _Experts.apply(tokens, weights, plan, frozen, tuple(additions), *trained)  # type: ignore[no-untyped-call]
+    used = tuple(casts.of(tensor, tokens.dtype) for tensor in trained)
+    output: Tensor = _Experts.apply(tokens, weights, plan, frozen, tuple(additions), used, *trained)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -125,17 +130,19 @@ class _Experts(torch.autograd.Function):
         plan: Dispatch,
         frozen: Callable[[], FrozenExperts],
         additions: tuple[Addition, ...],
+        used: tuple[Tensor, ...],
         *trained: Tensor,
     ) -> Tensor:
+        """`used` are the trained tensors in the dtype of the products."""
         own = frozen()
-        parts = _split(additions, trained, own.input_projections)
+        parts = _split(additions, used, own.input_projections)
         rows = gather(tokens, plan)
         z = grouped_rows(rows, own.gate_up.transpose(1, 2), plan.expert_ends)
         kept_inner = [addition.add(z, rows, inner) for addition, inner, _ in parts]
         h = own.gate(z)
         y = grouped_rows(h, own.down.transpose(1, 2), plan.expert_ends)
         kept_outer = [addition.add(y, h, outer) for addition, _, outer in parts]
-        ctx.plan, ctx.frozen, ctx.additions = plan, frozen, additions
+        ctx.plan, ctx.frozen, ctx.additions, ctx.used = plan, frozen, additions, used
         ctx.save_for_backward(rows if parts else rows[:0], weights, z, *kept_inner, *kept_outer, *trained)
         return combine(y, plan, weights.reshape(-1)[plan.active])
 
@@ -145,8 +152,8 @@ class _Experts(torch.autograd.Function):
         rows, weights, z, *saved = ctx.saved_tensors
         count = len(additions)
         kept_inner, kept_outer, trained = saved[:count], saved[count : 2 * count], saved[2 * count :]
-        parts = _split(additions, trained, own.input_projections)
-        needed = _split(additions, ctx.needs_input_grad[5:], own.input_projections)
+        parts = _split(additions, ctx.used, own.input_projections)
+        needed = _split(additions, ctx.needs_input_grad[6:], own.input_projections)
         dy = gather(grads[0].contiguous(), plan)
         with torch.enable_grad():
             z_leaf = z.detach().requires_grad_()
@@ -172,7 +179,7 @@ class _Experts(torch.autograd.Function):
             for d, tensor in zip(gradients, trained, strict=True)
         )
         d_tokens = None if d_rows is None else combine(d_rows, plan)
-        return (d_tokens, d_weights, None, None, None, *d_trained)
+        return (d_tokens, d_weights, None, None, None, None, *d_trained)
 
 
 def _split(

@@ -1,7 +1,9 @@
 """The low-rank products of one layer's experts: every (expert, slot) group with its own factors.
 
-Two ways, chosen by the dispatch: a grouped product over the groups, or, where the groups are filled
-up to whole blocks, one batched product over the blocks (docs/decisions/0003).
+Three ways. A grouped product over the groups; where the dispatch has filled the groups up to whole blocks, one batched
+product over the blocks (docs/decisions/0003); and where there are more groups than a grouped product takes, one over
+the experts alone, with the factors of all slots side by side: a row's values at the other slots are zero. Its cost
+grows with the slots, but from a small share of the frozen product's, and it needs no copy of the factors.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedguild.model.moe.dispatch import Dispatch
-from fedguild.model.moe.products import grouped_outer, grouped_rows
+from fedguild.model.moe.products import GROUP_LIMIT, grouped_outer, grouped_rows
 
 
 def prefers_blocks(rows: Tensor) -> bool:
@@ -29,6 +31,11 @@ def prefers_blocks(rows: Tensor) -> bool:
     return rows.device.type == "cpu" and is_full_precision and torch.get_num_threads() > 1
 
 
+def prefers_side_by_side(device: torch.device, groups: int) -> bool:
+    """Whether there are more groups than a grouped product takes at once; on a CPU it takes any number."""
+    return device.type != "cpu" and groups > GROUP_LIMIT
+
+
 @dataclass(frozen=True)
 class LowRank:
     """The grouping of a layer's low-rank products.
@@ -37,10 +44,12 @@ class LowRank:
 
     Attributes:
         factor: [n, r] LoRA's scale for each row and rank; 0 for filler rows.
-        ends: [G] int32, where each group's rows end.
+        ends: [G] int32, where each group's rows end; [M], each expert's, with the slots' factors side by side.
         height: Rows of a block; 0 without blocks.
         group_of_block: Group of each block; None without blocks.
         block_starts: [G] where each group's blocks start; None without blocks.
+        slot: [n] slot of each row, with the slots' factors side by side; else None.
+        slots: S.
     """
 
     tensors_per_projection: ClassVar[int] = 2
@@ -49,12 +58,17 @@ class LowRank:
     height: int = 0
     group_of_block: Tensor | None = None
     block_starts: Tensor | None = None
+    slot: Tensor | None = None
+    slots: int = 0
 
     @classmethod
     def of(cls, plan: Dispatch, scale: Tensor) -> LowRank:
         """Returns the products of a dispatch; `scale` [S, r] is LoRA's scale of each slot's ranks."""
         if plan.block_ends is None:
-            return cls(scale.index_select(0, plan.slot), plan.group_ends)
+            factor = scale.index_select(0, plan.slot)
+            if not prefers_side_by_side(scale.device, plan.experts * plan.slots):
+                return cls(factor, plan.group_ends)
+            return cls(factor, plan.expert_ends, slot=plan.slot, slots=plan.slots)
         with_filler = torch.cat([scale, scale.new_zeros(1, scale.shape[1])])
         blocks = plan.block_ends.diff(prepend=plan.block_ends.new_zeros(1))
         return cls(
@@ -128,6 +142,8 @@ class LowRank:
             stored: [M, S, a, b], or [M, S, b, a] with `transposed`.
             transposed: Whether to multiply by the transposed matrices.
         """
+        if self.slot is not None:
+            return self._rows_side_by_side(rows, stored.flatten(1, 2).to(rows.dtype), transposed)
         matrices = self._matrices(stored, rows.dtype)
         matrices = matrices.transpose(1, 2) if transposed else matrices
         if self.group_of_block is None:
@@ -152,6 +168,9 @@ class LowRank:
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         """Returns [G, a, b], each group's left [n_g, a] transposed times its right [n_g, b]."""
+        if self.slot is not None:
+            both = grouped_outer(self._spread(left), right, self.ends)
+            return both.unflatten(1, (-1, left.shape[1])).flatten(0, 1)
         if self.block_starts is None or self.group_of_block is None:
             return grouped_outer(left, right, self.ends)
         blocks = torch.bmm(self._blocks(left).transpose(1, 2), self._blocks(right))
@@ -163,6 +182,21 @@ class LowRank:
         """Returns the stored [M, S, a, b] as one matrix for each group, or for each block."""
         matrices = stored.flatten(0, 1).to(dtype)
         return matrices if self.group_of_block is None else matrices.index_select(0, self.group_of_block)
+
+    def _rows_side_by_side(self, rows: Tensor, stored: Tensor, transposed: bool) -> Tensor:
+        """Returns the same for matrices [M, S·a, b] of all slots."""
+        if not transposed:
+            return grouped_rows(self._spread(rows), stored, self.ends)
+        assert self.slot is not None
+        all_slots = grouped_rows(rows, stored.transpose(1, 2), self.ends).unflatten(1, (self.slots, -1))
+        own = self.slot[:, None, None].expand(-1, 1, all_slots.shape[2])
+        return all_slots.gather(1, own).squeeze(1)
+
+    def _spread(self, rows: Tensor) -> Tensor:
+        """Returns [n, S·a], the rows [n, a] at their own slot's place and zeros elsewhere."""
+        assert self.slot is not None
+        own = self.slot[:, None] == torch.arange(self.slots, device=rows.device)
+        return (own[:, :, None] * rows[:, None, :]).flatten(1)
 
     def _blocks(self, rows: Tensor) -> Tensor:
         blocks: Tensor = rows.unflatten(0, (-1, self.height))

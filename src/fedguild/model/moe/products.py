@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedguild.model.frozen_linear import WORTHWHILE, has_onednn, onednn_linear
 
-_GROUP_LIMIT_CUDA = 1023
-"""Largest number of groups in a CUDA kernel of `grouped_mm`."""
+GROUP_LIMIT = 1023
+"""Largest number of groups that a kernel of `grouped_mm` takes at once on a GPU."""
 
 
 def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         ends: [G] int32, where each group's rows end; the last equals n.
     """
     groups, inner, outer = matrices.shape
-    if rows.is_cuda:
+    if rows.device.type != "cpu" and rows.dtype is not torch.float64:
         return _in_chunks(rows, matrices, ends)
     large = rows.shape[0] * inner * outer >= WORTHWHILE * groups
     onednn = large and rows.dtype is torch.float32 and has_onednn()
@@ -49,7 +49,7 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     A group without rows gives zeros.
     """
     groups = ends.shape[0]
-    if left.dtype is not torch.float64 and not (left.is_cuda and groups > _GROUP_LIMIT_CUDA):
+    if left.dtype is not torch.float64 and (left.device.type == "cpu" or groups <= GROUP_LIMIT):
         return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
     sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
     return torch.stack([a.t() @ b for a, b in zip(left.split(sizes), right.split(sizes), strict=True)])
@@ -72,11 +72,11 @@ def _onednn(rows: Tensor, start: int, end: int, weight: Tensor) -> Tensor:
 def _in_chunks(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Returns the product, in several calls if there are more groups than a CUDA kernel takes."""
     groups = matrices.shape[0]
-    if groups <= _GROUP_LIMIT_CUDA:
+    if groups <= GROUP_LIMIT:
         return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
     parts, start = [], 0
-    for first in range(0, groups, _GROUP_LIMIT_CUDA):
-        last = min(first + _GROUP_LIMIT_CUDA, groups)
+    for first in range(0, groups, GROUP_LIMIT):
+        last = min(first + GROUP_LIMIT, groups)
         stop = int(ends[last - 1])
         parts.append(
             torch.nn.functional.grouped_mm(rows[start:stop], matrices[first:last], offs=ends[first:last] - start)

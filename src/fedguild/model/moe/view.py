@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedguild.model.info import MoeInfo
+from fedguild.model.moe.casts import Casts
 from fedguild.model.moe.dense import prefers_dense, run_every_expert
 from fedguild.model.moe.dispatch import dispatch
 from fedguild.model.moe.experts import Factors, FrozenExperts, run_experts
@@ -76,6 +77,7 @@ class MoeLayer:
         logit_terms: Functions of the layer's input [N, H] whose results [N, M] are added to the logits.
         chooser: Chooses the experts in place of the family's rule, or None.
         observers: Called with the routing of every pass, but not of recomputations.
+        casts: The trained tensors in the dtype of the products.
     """
 
     index: int
@@ -93,6 +95,7 @@ class MoeLayer:
     logit_terms: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
     chooser: Chooser | None = None
     observers: list[Callable[[Routing], None]] = field(default_factory=list)
+    casts: Casts = field(default_factory=Casts)
 
     def detach(self) -> None:
         """Removes everything that was attached."""
@@ -100,6 +103,7 @@ class MoeLayer:
         self.expert_delta = None
         self.logit_terms.clear()
         self.observers.clear()
+        self.casts.clear()
 
     def routed(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the router's (logits, weights [N, k], indices [N, k]) for the current pass."""
@@ -145,11 +149,12 @@ class MoeLayer:
             experts = self.info.num_experts
             return run_every_expert(hidden, weights, indices, keep, experts, self.frozen, lora, self.expert_scale)
         blocks = lora is not None and delta is None and prefers_blocks(hidden)
-        plan = dispatch(indices, slot, keep, self.info.num_experts, slots, blocks)
+        pairs = None if current is None or self.capacity is not None else current.active_pairs(tokens)
+        plan = dispatch(indices, slot, keep, self.info.num_experts, slots, blocks, pairs)
         scale = self.expert_scale
         if current is not None and plain and lora and scale is not None and prefers_token_side(hidden, plan):
             return run_token_side(hidden, weights, plan, current.rows_per_slot, self.frozen, lora, scale)
-        return run_experts(hidden, weights, plan, self.frozen, lora, scale, delta)
+        return run_experts(hidden, weights, plan, self.frozen, lora, scale, delta, self.casts)
 
     def _prefers_dense(self, hidden: Tensor, top_k: int, slots: int) -> bool:
         return prefers_dense(hidden, top_k, self.info.num_experts, self.info.hidden * self.info.width, slots)

@@ -1,0 +1,82 @@
+"""The optimizer of a cohort out of step against the same cohort in step; the aim is at most 1.3 times.
+
+Run: python benchmarks/optimizer.py
+A step of AdamW over LoRA on attention, routers and experts in OLMoE-1B-7B's layout (16 layers of 64 experts, matrices
+smaller), for 4 and 8 slots: all at one rate; one of them finished; all at rates of their own. Prints both ratios, the
+largest last, and the time of clipping.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from timing import add_device, keep_freed_pages, machine, medians
+
+from fedguild.client.optimizer import SlotOptimizer
+from fedguild.config.training import TrainingSettings
+from fedguild.model.adapters.storage import SlotTensor
+
+LAYERS, EXPERTS, RANK = 16, 64, 4
+SIZES = {"small matrices": (32, 16), "larger matrices": (128, 64)}
+"""Name -> the model's and the experts' width."""
+
+
+def trainables(slots: int, hidden: int, width: int, device: torch.device) -> dict[str, SlotTensor]:
+    """Returns the adapter's tensors with gradients, as `SlotModel` stores them."""
+    rng = torch.Generator().manual_seed(0)
+    tensors = {}
+
+    def add(name: str, shape: tuple[int, ...], axis: int, swapped: bool = False) -> None:
+        stored = torch.randn(shape, generator=rng).to(device).requires_grad_()
+        stored.grad = torch.randn(shape, generator=rng).to(device)
+        tensors[name] = SlotTensor(name, stored, axis, swapped, (shape[:axis] + shape[axis + 1 :],) * slots)
+
+    for layer in range(LAYERS):
+        for module in ("q", "k", "v", "o"):
+            add(f"{layer}.{module}.A", (slots, RANK, hidden), 0)
+            add(f"{layer}.{module}.B", (slots, hidden, RANK), 0)
+        add(f"{layer}.router.A", (slots, RANK, hidden), 0)
+        add(f"{layer}.router.B", (slots, EXPERTS, RANK), 0)
+        for module, inner, outer in (("gate", hidden, width), ("up", hidden, width), ("down", width, hidden)):
+            add(f"{layer}.{module}.A", (EXPERTS, slots, RANK, inner), 1)
+            add(f"{layer}.{module}.B", (EXPERTS, slots, RANK, outer), 1, swapped=True)
+    return tensors
+
+
+def measure(slots: int, name: str, device: torch.device) -> float:
+    """Prints one size's times and ratios; returns the larger ratio."""
+    tensors = trainables(slots, *SIZES[name], device)
+    settings = TrainingSettings(optimizer="adamw", weight_decay=0.0)
+    rates: dict[str, list[float | None]] = {
+        "in step": [1e-3] * slots,
+        "one finished": [None, *[1e-3] * (slots - 1)],
+        "rates unequal": [1e-3 / (slot + 1) for slot in range(slots)],
+    }
+    optimizers = {kind: SlotOptimizer(tensors, settings) for kind in rates}
+    steps = {kind: lambda kind=kind: optimizers[kind].step(rates[kind]) for kind in rates}
+    steps["clip"] = lambda: optimizers["in step"].clip(1e9)
+    seconds = medians(steps, repeats=15, warmup=2)
+    ratios = [seconds[kind] / seconds["in step"] for kind in ("one finished", "rates unequal")]
+    elements = sum(trainable.stored.numel() for trainable in tensors.values())
+    print(
+        f"{slots} slots, {name} ({elements / 1e6:.1f} M elements): in step {1e3 * seconds['in step']:.1f} ms, "
+        f"clip {1e3 * seconds['clip']:.1f} ms; one finished ratio {ratios[0]:.2f}, rates unequal ratio {ratios[1]:.2f}",
+        flush=True,
+    )
+    return max(ratios)
+
+
+def main() -> None:
+    """Measures 4 and 8 slots at two sizes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_device(parser)
+    device = parser.parse_args().device
+    keep_freed_pages()
+    print(machine(device))
+    worst = max(measure(slots, name, device) for name in SIZES for slots in (4, 8))
+    print(f"largest ratio {worst:.2f}")
+
+
+if __name__ == "__main__":
+    main()

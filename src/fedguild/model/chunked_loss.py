@@ -1,0 +1,70 @@
+"""Cross-entropy of many tokens over a large vocabulary, a chunk of tokens at a time.
+
+The logits of 8,000 tokens over 150,000 words are 5 GB in fp32, and a training step holds them several times. Here the
+head runs on a chunk, whose gradient is formed at once: the head is frozen and each loss depends on its own token alone,
+so the gradient of the hidden states is a factor for each token away from the final one. At no time are there more
+logits than one chunk's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+LOGITS_BYTES = 256 << 20
+"""Size of the logits in bytes from which they are computed in chunks, and of a chunk's."""
+
+
+def chunk_rows(vocabulary: int, dtype: torch.dtype) -> int:
+    """Returns the number of tokens of a chunk."""
+    return max(1, LOGITS_BYTES // (vocabulary * torch.empty(0, dtype=dtype).element_size()))
+
+
+def chunked_losses(
+    hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], label_smoothing: float, rows: int
+) -> Tensor:
+    """Returns [P], the cross-entropy of every target in nats, in fp32 (or fp64).
+
+    Args:
+        hidden: [P, H], the head's input.
+        targets: [P] token ids.
+        head: The frozen head.
+        label_smoothing: See `torch.nn.functional.cross_entropy`.
+        rows: Tokens of a chunk.
+    """
+    losses: Tensor = _ChunkedLosses.apply(hidden, targets, head, label_smoothing, rows)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        head: Callable[[Tensor], Tensor],
+        label_smoothing: float,
+        rows: int,
+    ) -> Tensor:
+        trains = ctx.needs_input_grad[0]
+        losses, grads = [], []
+        for part, own in zip(hidden.detach().split(rows), targets.split(rows), strict=True):
+            leaf = part.requires_grad_(trains)
+            with torch.set_grad_enabled(trains):
+                logits = head(leaf)
+                exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                loss = cross_entropy(exact, own, reduction="none", label_smoothing=label_smoothing)
+                if trains:
+                    grads.append(torch.autograd.grad(loss.sum(), leaf)[0])
+            losses.append(loss.detach())
+        ctx.save_for_backward(torch.cat(grads) if trains else hidden.new_zeros(0))
+        return torch.cat(losses)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (of_losses,) = ctx.saved_tensors
+        return of_losses * grads[0].to(of_losses.dtype)[:, None], None, None, None, None

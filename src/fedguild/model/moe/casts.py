@@ -1,0 +1,30 @@
+"""Factors in the dtype of a layer's products, cast once for all passes until they change."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Casts:
+    """Copies of tensors in another dtype, kept until the tensor is written to.
+
+    A layer's factors are trained in fp32 and multiplied in the backbone's dtype, in the forward pass, again in the
+    backward pass, and in every pass of an accumulated step.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, int, Tensor]] = {}
+
+    def of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the tensor in a dtype, without gradients; the tensor itself where that is its own."""
+        if tensor.dtype is dtype:
+            return tensor
+        kept = self._kept.get(id(tensor))
+        if kept is None or kept[0] is not tensor or kept[1] != tensor._version or kept[2].dtype is not dtype:
+            kept = self._kept[id(tensor)] = (tensor, tensor._version, tensor.detach().to(dtype))
+        return kept[2]
+
+    def clear(self) -> None:
+        """Discards the copies."""
+        self._kept.clear()

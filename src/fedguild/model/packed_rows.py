@@ -1,0 +1,178 @@
+"""Rows packed without padding: all tokens of a pass behind one another, each attending to its own row.
+
+A pass over rows of unequal length computes its linear layers, norms and routers for the padding too, which on short
+instructions is most of the tokens. Packed, the model sees one row of all real tokens, which only its attention has to
+take apart. transformers calls the attention by name (`AttentionInterface`), so a backbone that can pack is given one of
+our own, which without packing is transformers' sdpa to the bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from fedguild.data.batches import SlotBatch
+
+ATTENTION = "fedguild_packed"
+"""Name of the attention of a backbone that can pack."""
+PADDING_LIMIT = 1.1
+"""Largest number of tokens per real one that a batch may have and still stay as it is."""
+LONG_ROW = 128
+"""Mean length in tokens from which rows attend one by one; shorter ones are padded within the attention."""
+_VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The rows that one pass holds packed.
+
+    N is the number of real tokens, R of rows, T the length of the longest.
+
+    Attributes:
+        lengths: Tokens of each row; they sum to N.
+        places: [N] place of each token in the padded rows [R·T].
+        ends: [R + 1] int32, 0 and where each row ends.
+    """
+
+    lengths: tuple[int, ...]
+    places: Tensor
+    ends: Tensor
+
+    @property
+    def longest(self) -> int:
+        """T."""
+        return max(self.lengths)
+
+    def to(self, device: torch.device) -> PackedRows:
+        """Returns the rows with their tensors on a device."""
+        return replace(
+            self, places=self.places.to(device, non_blocking=True), ends=self.ends.to(device, non_blocking=True)
+        )
+
+
+def allow_packing(model: Any) -> bool:
+    """Gives a model the attention for packed rows; returns False where it has to stay as it is.
+
+    It stays where rows meet outside the attention or within it in another way than causally: an encoder-decoder
+    model, sliding windows, recurrent or convolutional layers, or an attention other than sdpa.
+    """
+    config = model.config.get_text_config()
+    suits = (
+        not config.is_encoder_decoder
+        and model.config._attn_implementation in ("sdpa", ATTENTION)
+        and getattr(model, "_supports_attention_backend", False)
+        and not getattr(model, "_is_stateful", False)
+        and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        and not getattr(config, "sliding_window", None)
+    )
+    if suits:
+        model.set_attn_implementation(ATTENTION)
+    return bool(suits)
+
+
+def pays(batch: SlotBatch) -> bool:
+    """Whether a causal batch on the CPU has so much padding that packing pays."""
+    return batch.mask.numel() > PADDING_LIMIT * int(batch.mask.sum())
+
+
+def packed(batch: SlotBatch) -> tuple[SlotBatch, PackedRows]:
+    """Returns a causal batch on the CPU as one row [1, N], and the rows in it.
+
+    In the packed batch, `rows_per_slot` are each slot's tokens.
+    """
+    rows, width = batch.mask.shape
+    real = batch.mask.reshape(-1)
+    places = real.nonzero().squeeze(1)
+    lengths = batch.mask.sum(dim=1)
+    ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    slot_ends = [0]
+    for count in batch.rows_per_slot:
+        slot_ends.append(slot_ends[-1] + count)
+    token_ends = ends[slot_ends]
+    one_row = SlotBatch(
+        input_ids=batch.input_ids.reshape(-1)[places][None],
+        mask=torch.ones(1, len(places), dtype=torch.bool),
+        rows_per_slot=tuple(token_ends.diff().tolist()),
+        predict_at=(real.cumsum(0) - 1)[batch.predict_at],
+        targets=batch.targets,
+        group=batch.group,
+        position_ids=torch.arange(width).expand(rows, width).reshape(-1)[places][None],
+    )
+    return one_row, PackedRows(tuple(lengths.tolist()), places, ends.to(torch.int32))
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packed_rows: PackedRows | None = None,
+    is_masked: bool = True,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Returns the attention's output [B, T, heads, d], as `AttentionInterface` asks for it.
+
+    Args:
+        module: The layer's attention.
+        query: [B, heads, T, d].
+        key: [B, key-value heads, T, d].
+        value: [B, key-value heads, T, d'].
+        attention_mask: As sdpa takes it.
+        packed_rows: The rows packed in B = 1 and T = N; None where nothing is packed.
+        is_masked: Whether the mask is meant; if not, the attention is causal, as it is within packed rows.
+        options: What else a model gives to its attention, `scaling` among it.
+    """
+    if packed_rows is None:
+        mask = attention_mask if is_masked else None
+        output, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
+        return output, None
+    if query.is_cuda and query.dtype in _VARLEN_DTYPES and query.shape[-1] == value.shape[-1] <= 256:
+        return _variable_length(query, key, value, packed_rows, options.get("scaling")), None
+    if sum(packed_rows.lengths) < LONG_ROW * len(packed_rows.lengths) or query.device.type != "cpu":
+        return _padded(module, query, key, value, packed_rows, options), None
+    parts = zip(*(states.split(packed_rows.lengths, dim=2) for states in (query, key, value)), strict=True)
+    outputs = [sdpa_attention_forward(module, *part, None, **options)[0] for part in parts]
+    return torch.cat(outputs, dim=1), None
+
+
+def _variable_length(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None) -> Tensor:
+    """Returns [1, N, heads, d] by torch's variable-length attention, which only CUDA has, for bf16 and fp16."""
+    states = (states[0].transpose(0, 1) for states in (query, key, value))
+    output: Tensor = varlen_attn(
+        *states,
+        rows.ends,
+        rows.ends,
+        rows.longest,
+        rows.longest,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output[None]
+
+
+def _padded(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, options: dict[str, Any]
+) -> Tensor:
+    """Returns [1, N, heads, d] by one call for all rows, which are padded for it; no query sees what follows it."""
+
+    def apart(states: Tensor) -> Tensor:
+        tokens = states[0].transpose(0, 1)
+        size = len(rows.lengths) * rows.longest
+        filled = tokens.new_zeros(size, *tokens.shape[1:]).index_copy(0, rows.places, tokens)
+        return filled.unflatten(0, (-1, rows.longest)).transpose(1, 2)
+
+    output, _ = sdpa_attention_forward(module, apart(query), apart(key), apart(value), None, **options)
+    return output.flatten(0, 1).index_select(0, rows.places)[None]
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
