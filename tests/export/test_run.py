@@ -161,7 +161,7 @@ def test_without_a_global_model_a_client_is_pointed_to(
     restored = experiment.restore(runs["flame"])
     monkeypatch.setattr(restored[0].method, "deploy", lambda *_: None)
     monkeypatch.setattr(run, "restore", lambda *_: restored)
-    with pytest.raises(ConfigError, match=r"every client has a model of its own(.|\n)*--client client-000"):
+    with pytest.raises(ConfigError, match=r"every client has its own model(.|\n)*--client client-000"):
         export_adapter(runs["flame"], Subject("small"), tmp_path / "out")
 
 

@@ -281,7 +281,7 @@ def test_without_nevergrad(llama_backbone: Backbone, monkeypatch: pytest.MonkeyP
     [
         ("synchronise_every", 0, r"method\.synchronise_every: .*greater than or equal to 1, got 0"),
         ("outer_momentum", 1, r"method\.outer_momentum: .*less than 1, got 1"),
-        ("fusion_budget", 0, r"method\.fusion_budget: .*got 0\.\nIt is: weights"),
+        ("fusion_budget", 0, r"method\.fusion_budget: .*got 0\.\nIt is: pairs of weights"),
         ("held_out", 0, r"method\.held_out: .*greater than 0, got 0"),
     ],
 )
