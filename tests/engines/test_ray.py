@@ -57,6 +57,7 @@ def _one_ray() -> Iterator[None]:
     """One Ray for all tests; engines use the one that is up, and end their own actors only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_prestart_worker_first_driver", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # else the other tests go first
         assert connect(None, CORES)
     yield
     ray.shutdown()
