@@ -241,7 +241,7 @@ class _Intake:
             return None
         reason = delivery.failure or self._rejection(self.tasks[index], delivery.upload)
         if reason or delivery.upload is None:
-            outcome.rejected[index] = printable(reason) or NOTHING
+            outcome.rejected[index] = printable(reason or NOTHING) + _blame(self.tasks[index].download)
             return None
         self.accepted.add(index)
         return Upload(outcome.round, delivery.task.client, delivery.upload)
@@ -292,7 +292,7 @@ class _Intake:
                 largest_value=self.largest_value,
             )
         except UploadError as error:
-            return error.message + _blame(task.download)
+            return error.message
         return ""
 
     def _counted(self, delivery: Delivery) -> Delivery:
