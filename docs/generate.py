@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fedguild.cli.profile_tables import server_markdown
+from fedguild.cli.recorded import claims_markdown, read_records, table_page
 from fedguild.config import tables
 from fedguild.config.reference import as_markdown, settings_of
 from fedguild.config.schema import Config
 from fedguild.methods import METHODS
-from fedguild.report.recorded import claims_markdown, read_records, table_page
 
 ROOT = Path(__file__).parents[1]
 METHOD_PAGES = ROOT / "docs" / "methods"

@@ -18,9 +18,9 @@ from pathlib import Path
 import yaml
 
 from fedguild.cli.cells import Cell, complete, plan_table
+from fedguild.cli.recorded import CellRecord, record_of, record_path
 from fedguild.config import table_cells, tables
 from fedguild.config.table import ONLY_COLUMN
-from fedguild.report.recorded import CellRecord, record_of, record_path
 from fedguild.report.run_folder import load_run
 
 ROOT = Path(__file__).parents[1]

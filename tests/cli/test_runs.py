@@ -188,7 +188,7 @@ def test_evaluate(invoke: Invoke, experiment: FakeExperiment) -> None:
 def test_evaluate_where_every_client_has_a_model_of_its_own(invoke: Invoke, experiment: FakeExperiment) -> None:
     lines = [line.split() for line in invoke("evaluate", "runs/personal").stdout.splitlines()]
     assert lines == [
-        ["client", "own", "model", "received", "all", "data"],
+        ["client", "own", "model", "as", "received", "all", "data"],
         ["client-000", "0.750", "0.250", "0.500"],
         ["client-001", "0.500", "0.000", "0.500"],
         ["mean", "0.625", "0.125", "0.500"],

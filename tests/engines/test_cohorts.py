@@ -111,11 +111,12 @@ def test_settings_and_clients_survive_as_plain_values():
 def test_a_result_survives_the_way_back(memory, frequency):
     training = LocalReport(steps=3, tokens=40, examples=6, loss=0.1 + 0.2, seconds=1.5)
     report = ClientReport(training, frequency, 77)
-    result = Trained(Payload({"adapter/a": torch.randn(2, 3)}, {"n": 1}), memory, report)
+    left = None if memory is None else Payload({"a": torch.randn(2, 3)}, {"merge_version": 3})
+    result = Trained(Payload({"adapter/a": torch.randn(2, 3)}, {"n": 1}), memory, report, left)
     decoded = decode_result(json.loads(json.dumps(report.to_json())), *encode_payloads(result))
     assert decoded.report.training == training
     assert decoded.report.peak_memory_bytes == 77
-    for payload, expected in ((decoded.upload, result.upload), (decoded.memory, memory)):
+    for payload, expected in ((decoded.upload, result.upload), (decoded.memory, memory), (decoded.left, left)):
         assert (payload is None) == (expected is None)
         if payload is not None and expected is not None:
             assert payload.scalars == expected.scalars
@@ -158,11 +159,27 @@ def test_an_actor_trains_from_plain_values_and_bytes(actor, flame):
     assert {name: tuple(t.shape) for name, t in trained.upload.tensors.items()} == dict(
         flame.expected_upload(model, who, flame.download(state, model, who))
     )
+    assert trained.left is None
     assert actor.cohort_size(job) == 1
 
 
+def test_an_actor_returns_what_training_left_where_it_is_asked_for(actor, flame):
+    """The trained LoRA and output scales, which are the upload's here, with the backbone's version."""
+    who, nothing = client(0, LARGE, 4), encode(Payload())
+    model = actor.trainer.backbone.info
+    state = flame.start(model, [LARGE], torch.Generator().manual_seed(0))
+    job = CohortJob("flame", {"rank": 3}, 2, (who,), keep_trained=True).to_plain()
+    summary, payloads = actor.train(job, encode(flame.download(state, model, who)), nothing, nothing)
+    trained = decode_result(summary["reports"][0], *payloads)
+    assert trained.left is not None
+    assert trained.left.scalars == {"merge_version": 0}
+    sent = {**trained.upload.part("adapter"), **trained.upload.part("rescaler")}
+    assert trained.left.tensors.keys() == sent.keys()
+    assert all(torch.equal(trained.left.tensors[name], value) for name, value in sent.items())
+
+
 def test_what_an_actor_cannot_mend_comes_back_as_words(actor, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(type(actor.trainer), "train", full)

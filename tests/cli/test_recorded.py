@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from fedguild.config import Table
-from fedguild.errors import DataError
-from fedguild.evaluation.statistics import Spread, half_width, spread
-from fedguild.report.recorded import (
+from fedguild.cli.recorded import (
     CellRecord,
     by_row,
     claims_markdown,
@@ -22,7 +19,11 @@ from fedguild.report.recorded import (
     table_page,
     verdict,
 )
-from fedguild.report.run_folder import Run
+from fedguild.config import Table
+from fedguild.errors import DataError
+from fedguild.evaluation.statistics import Spread, half_width, spread
+from fedguild.report.run_folder import load_run
+from tests.report.runs import write_run
 
 TABLE = Table.model_validate(
     {
@@ -154,7 +155,9 @@ def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
         read_records(tmp_path)
 
 
-def test_the_record_of_a_run(run: Run, personal_run: Run) -> None:
+def test_the_record_of_a_run(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path / "flame"))
+    personal_run = load_run(write_run(tmp_path / "fedamole", name="fedamole", personal=True))
     found = record_of(run, "flame/one", "all", "flame", "abc", ["evaluation.every=2"])
     assert (found.seed, found.round, found.split, found.fingerprint) == (run.seed, run.last_round, "test", "abc")
     last = run.scored("budget", run.last_round)
