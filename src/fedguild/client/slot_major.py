@@ -23,7 +23,7 @@ from fedguild.model.adapters.storage import SlotTensor
 
 LANES = 16
 """Elements that a fused kernel hands out at a time; a multiple of any vector's width."""
-PIECE = {"cpu": 1 << 17}
+PIECE = {"cpu": 1 << 18}
 """Elements of all slots in one piece, by type of device."""
 PIECE_ELSEWHERE = 1 << 23
 
@@ -52,6 +52,12 @@ class _Part:
     last: int
     values: Tensor
     windows: tuple[Tensor, Tensor]
+
+    def of(self, stored: Tensor) -> Tensor:
+        """Returns the same part [S, last - first, …] of another tensor of the trainable's stored shape."""
+        by_slot = _by_slot(stored, self.axis)
+        whole = self.last - self.first == by_slot.shape[1]
+        return by_slot if whole else by_slot[:, self.first : self.last]
 
 
 class Piece:
@@ -83,8 +89,7 @@ class Piece:
             self.values.zero_()
         else:
             torch._foreach_copy_(self._value_windows, self._stored)
-        own = [_by_slot(grads[part.index], part.axis)[:, part.first : part.last] for part in self._parts]
-        torch._foreach_copy_(self._grad_windows, own)
+        torch._foreach_copy_(self._grad_windows, [part.of(grads[part.index]) for part in self._parts])
 
     def scatter(self, *, changes_only: bool) -> None:
         """Copies the values back, or adds the changes to them."""
@@ -125,7 +130,7 @@ class SlotMajor:
         trainable = self._trainables[index]
         by_slot = _by_slot(trainable.stored, trainable.axis)
         window = _window(rows, self.places[index], by_slot)
-        return window.squeeze(1) if trainable.stored.dim() == 1 else window.movedim(0, trainable.axis)
+        return window.squeeze(1) if trainable.stored.dim() == 1 else window.transpose(0, trainable.axis)
 
     def pieces(self, indices: list[int]) -> Iterator[Piece]:
         """Yields the pieces that hold these trainables and nothing else."""
@@ -171,7 +176,9 @@ def _whole_lanes(elements: int) -> int:
 
 def _by_slot(stored: Tensor, axis: int) -> Tensor:
     """Returns a view [S, rows, …] of a trainable's storage."""
-    return stored[:, None] if stored.dim() == 1 else stored.movedim(axis, 0)
+    if stored.dim() == 1:
+        return stored[:, None]
+    return stored if axis == 0 else stored.transpose(0, axis)
 
 
 def _window(rows: Tensor, start: int, like: Tensor) -> Tensor:
