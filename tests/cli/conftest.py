@@ -45,8 +45,8 @@ class FakeExperiment:
         self._write(config, output)
         return SimpleNamespace(folder=output)
 
-    def resume(self, output: Path, *, progress: Progress) -> SimpleNamespace:
-        self.calls.append(("resume", output))
+    def resume(self, output: Path, *, progress: Progress, round: int | None = None) -> SimpleNamespace:
+        self.calls.append(("resume", output) if round is None else ("resume", output, round))
         config = load_config(str(output / "config.yaml"))
         RunLog(output).path.unlink()
         self._write(config, output)

@@ -89,7 +89,7 @@ def test_a_sealed_file_of_something_else_is_named(tmp_path):
     from fedguild.sealed import write_sealed
 
     write_sealed(tmp_path / "client-000" / "round-00001.memory", b"hello")
-    with pytest.raises(CheckpointError, match=r"round-00001\.memory is not a client's memory: header too small"):
+    with pytest.raises(CheckpointError, match=r"round-00001\.memory is not a client's memory: its header"):
         ClientMemory(tmp_path).load("client-000", before_round=2)
 
 

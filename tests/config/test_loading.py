@@ -37,14 +37,6 @@ def test_presets_are_listed_with_a_description() -> None:
     assert len(set(listed.values())) == len(listed)
 
 
-@pytest.mark.parametrize("preset", [preset.name for preset in presets()])
-def test_clients_answer_all_the_questions_where_their_gates_make_the_global_model(preset: str) -> None:
-    """FedAlign-MoE with private gates; presets that take its data and clients from it do not pay for that."""
-    config = load_config(preset)
-    private = config.method.name == "fedalign-moe" and config.method.options.get("gate", "private") == "private"
-    assert config.evaluation.pooled == private
-
-
 def test_the_published_settings_of_flame() -> None:
     config = load_config("flame/olmoe-dolly-40")
     assert config.model.path == "allenai/OLMoE-1B-7B-0924"

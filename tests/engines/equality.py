@@ -17,7 +17,7 @@ from fedguild.config import Config
 from fedguild.methods import METHODS
 from fedguild.server.engine import Engine
 from fedguild.server.run_log import ClientRecord, RunLog
-from fedguild.setup import Experiment
+from fedguild.setup import MEMORY, Experiment
 from tests.experiment.runs import Ended, assert_same, ended, save_model, small_config
 from tests.methods.test_matrix import CASES
 
@@ -87,5 +87,5 @@ def newest_memory(run: Ended) -> Ended:
 
 def site_memory(folder: Path) -> dict[str, bytes]:
     """Returns client -> its newest memory, wherever it lies below a folder of sites."""
-    paths = sorted(folder.rglob("*.memory"), key=lambda path: path.name)
+    paths = sorted(folder.rglob(f"{MEMORY}/*/*.memory"), key=lambda path: path.name)
     return {path.parent.name: path.read_bytes() for path in paths}

@@ -230,9 +230,12 @@ def recount(passes, slot: int, active: int, unit: str) -> Tensor:
 
 
 @pytest.mark.parametrize("unit", ["token", "step"])
-def test_the_frequency_is_a_slow_recount(unit: str, olmoe_backbone: Backbone, tmp_path: Path) -> None:
+def test_the_frequency_is_a_slow_recount(
+    unit: str, olmoe_backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clients = [client(0, LARGE, 4), client(1, SMALL, 4), client(2, MIDDLE, 3)]
     federation = Federation(olmoe_backbone, flame(frequency=unit), clients, tmp_path)
+    monkeypatch.setattr(olmoe_backbone, "packs", False)
     with recorded_routing(olmoe_backbone) as passes:
         uploads = federation.train(federation.start())
     assert len(passes) == 4

@@ -73,7 +73,7 @@ def test_neighbours_rows_are_dropped(sizes, monkeypatch):
 
 
 def test_more_groups_than_a_kernel_takes_are_split(monkeypatch):
-    monkeypatch.setattr(products, "_GROUP_LIMIT_CUDA", 4)
+    monkeypatch.setattr(products, "GROUP_LIMIT", 4)
     rows, matrices = normal(9, 8, dtype=torch.float32), normal(6, 8, 16, dtype=torch.float32)
     expected = torch.cat([rows[start:end] @ matrices[group] for group, (start, end) in enumerate(GROUPS)])
     assert torch.allclose(products._in_chunks(rows, matrices, ENDS), expected, atol=1e-5)

@@ -267,7 +267,7 @@ def test_a_run_begins_with_a_quorum_and_others_join_at_the_next_round(
 
 
 def test_a_method_that_begins_with_every_client_waits_for_every_client(config: Config, tmp_path: Path) -> None:
-    other = small_config(Path(config.model.path), *QUICK, "evaluation.every=99", base="fedmoe/tiny-tasks")
+    other = small_config(Path(config.model.path), *QUICK, "evaluation.pooled=false", base="fedmoe/tiny-tasks")
     grid, _ = federation(other, tmp_path)
     last(grid).online = False
     with pytest.raises(QuorumError, match=r"After 5 s these clients are still missing: client-002"):
