@@ -20,8 +20,8 @@ from fedguild.model import packed_rows
 
 CLIENTS = 4
 TARGETS = ("attention", "router", "experts")
-WAYS = {"row by row": 0, "padded within the attention": 1 << 62}
-"""Name -> mean length from which rows attend one by one."""
+WAYS: dict[str, tuple[str, ...]] = {"row by row": ("cpu", "cuda"), "padded within the attention": ()}
+"""Name -> types of device on which rows attend one after the other."""
 
 
 def main() -> None:
@@ -64,14 +64,14 @@ def measure(
     backbone = our_backbone(replace(size, tokens=longest), *where)
     step, model = our_step(backbone, batches, 8, TARGETS)
 
-    def way(packs: bool, long_row: int) -> Callable[[], None]:
+    def way(packs: bool, devices: tuple[str, ...]) -> Callable[[], None]:
         def run() -> None:
-            backbone.packs, packed_rows.LONG_ROW = packs, long_row
+            backbone.packs, packed_rows.ROW_BY_ROW = packs, devices
             step()
 
         return run
 
-    steps = {"padded": way(False, 0), **{key: way(True, long_row) for key, long_row in WAYS.items()}}
+    steps = {"padded": way(False, ()), **{key: way(True, devices) for key, devices in WAYS.items()}}
     seconds = medians(steps, repeats=repeats)
     model.close()
     mask = collate(batches, 0).mask

@@ -24,8 +24,8 @@ ATTENTION = "fedguild_packed"
 """Name of the attention of a backbone that can pack."""
 PADDING_LIMIT = 1.1
 """Largest number of tokens per real one that a batch may have and still stay as it is."""
-LONG_ROW = 128
-"""Mean length in tokens from which rows attend one by one; shorter ones are padded within the attention."""
+ROW_BY_ROW = ("cpu",)
+"""Types of device on which rows attend one after the other; on others they are padded within the attention."""
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -136,7 +136,7 @@ def packed_attention(
         return output, None
     if query.is_cuda and query.dtype in _VARLEN_DTYPES and query.shape[-1] == value.shape[-1] <= 256:
         return _variable_length(query, key, value, packed_rows, options.get("scaling")), None
-    if sum(packed_rows.lengths) < LONG_ROW * len(packed_rows.lengths) or query.device.type != "cpu":
+    if query.device.type not in ROW_BY_ROW:
         return _padded(module, query, key, value, packed_rows, options), None
     parts = zip(*(states.split(packed_rows.lengths, dim=2) for states in (query, key, value)), strict=True)
     outputs = [sdpa_attention_forward(module, *part, None, **options)[0] for part in parts]
