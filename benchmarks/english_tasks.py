@@ -1,12 +1,13 @@
 """Fine-tuning of one client with all the data on the English checkpoint, beside what needs no language model.
 
 Run: python benchmarks/english_tasks.py --data DIR --output RUNS
-     python benchmarks/english_tasks.py --data DIR --output RUNS --sets ag_news,snli --seeds 0 --card README.md
+     python benchmarks/english_tasks.py --data DIR --output RUNS --sets ag_news,snli --seeds 0
 
 Every set is trained with FedIT and one client, on the checkpoint and on the same architecture with random weights. The
 learning rate and the epochs are chosen for both alike, by the validation examples of seed 0. A cell that is finished
-is a JSON file in RUNS/records and never runs again; a killed one continues from its last epoch. `--card` writes the
-table of all records into a model card. DIR holds the files that `SETS` names.
+is a JSON file in RUNS/records (or --records DIR) and never runs again; a killed one continues from its last epoch.
+`--card README.md` writes the table of all records into a model card, with --sets '' without measuring anything. DIR holds
+the files that `SETS` names.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ class Session:
 
     Attributes:
         data: Folder of the sets.
-        output: Folder of the runs and the records.
+        output: Folder of the runs.
+        records: Folder of the records.
         model: Folder of the checkpoint.
         weights: SHA-256 of its weights.
         effort: What is tried.
@@ -161,14 +163,10 @@ class Session:
 
     data: Path
     output: Path
+    records: Path
     model: Path
     weights: str
     effort: Effort
-
-    @property
-    def records(self) -> Path:
-        """Folder of the records."""
-        return self.output / "records"
 
     def folder(self, model: str, seed: int) -> Path:
         """Returns the folder of the checkpoint, or of the same architecture with the random weights of a seed."""
@@ -303,7 +301,7 @@ def measured(scores: Sequence[ExampleScore]) -> tuple[dict[str, float], dict[str
     """Returns the scores over all questions, and what each question adds to them."""
     summary = Summary.of(scores)
     if summary.accuracy is not None:
-        return {"accuracy": summary.accuracy}, {"accuracy": [one.correct or 0.0 for one in scores]}
+        return {"accuracy": summary.accuracy}, {"accuracy": [int(one.correct or 0) for one in scores]}
     assert summary.perplexity is not None
     return (
         {"rouge_l": summary.metrics["rouge_l"], "perplexity": summary.perplexity},
@@ -435,7 +433,8 @@ def check_effort(session: Session, records: Sequence[TaskRecord]) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the sets")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the runs and of RUNS/records")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the runs, and of RUNS/records")
+    parser.add_argument("--records", type=Path, help="folder of the records, in place of RUNS/records")
     parser.add_argument("--sets", default=",".join(SETS), help=f"of {', '.join(SETS)}; in this order by default")
     parser.add_argument("--seeds", default="0,1,2", help="seeds; 0 is the one that settings are chosen with")
     parser.add_argument("--model", default="english", help="the checkpoint: a packaged model or a folder")
@@ -456,14 +455,17 @@ def main() -> None:
     session = Session(
         data=given.data.resolve(),
         output=given.output,
+        records=given.records or given.output / "records",
         model=model.resolve(),
         weights=sha256(model / "model.safetensors"),
         effort=Effort(rates, given.epochs, given.limit),
     )
     session.records.mkdir(parents=True, exist_ok=True)
     if others := [one for one in read_records(session.records) if one.weights != session.weights]:
-        raise SystemExit(f"{session.records} holds records of other weights ({others[0].weights:.12}…).")
-    tasks = [SETS[name] for name in given.sets.split(",")]
+        raise SystemExit(
+            f"{session.records} holds records of other weights ({others[0].weights:.12}…); move them away."
+        )
+    tasks = [SETS[name] for name in given.sets.split(",") if name]
     check_effort(session, [record for record in read_records(session.records) if SETS[record.task] in tasks])
     for task in tasks:
         measure_baselines(session, task)

@@ -18,8 +18,10 @@ from scipy import stats
 from fedguild import experiment
 from fedguild.data import Example
 from fedguild.errors import ModelError
+from fedguild.model import english
 from fedguild.model.english.tasks import (
     NOT_MEASURED,
+    START,
     Interval,
     TaskRecord,
     gain,
@@ -33,6 +35,7 @@ from tests.data.writing import write_csv
 
 pytest.importorskip("sklearn")
 BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
+RECORDS = Path(__file__).parents[1] / "docs/methods/records/english"
 COLOURS, NUMBERS = ("red", "green"), ("one", "two")
 
 
@@ -248,6 +251,15 @@ def test_records_are_read_back_and_those_of_other_weights_left_out(tmp_path: Pat
         read_records(tmp_path)
 
 
+def test_the_packaged_cards_table_is_that_of_the_records(tasks: ModuleType) -> None:
+    path = english.CHECKPOINT / "README.md"
+    card = path.read_text() if path.exists() else ""
+    if START not in card:
+        pytest.skip("no weights are packaged, or their card has no table yet")
+    weights = tasks.sha256(english.CHECKPOINT / "model.safetensors")
+    assert with_tasks(card, read_records(RECORDS, weights)) == card
+
+
 def test_an_interval_shows_both_signs() -> None:
     assert str(Interval(0.0, -0.01, 0.0123)) == "[-0.010, +0.012]"
 
@@ -271,7 +283,7 @@ def session(tasks: ModuleType, english_stand_in: Path, tmp_path: Path) -> Any:
     effort = tasks.Effort(learning_rates=(1e-2,), epochs=2, limit=None)
     output = tmp_path / "out"
     (output / "records").mkdir(parents=True)
-    return tasks.Session(tmp_path / "data", output, english_stand_in, "abc", effort)
+    return tasks.Session(tmp_path / "data", output, output / "records", english_stand_in, "abc", effort)
 
 
 @pytest.mark.usefixtures("no_report")
