@@ -6,8 +6,8 @@ Run: python benchmarks/english_tasks.py --data DIR --output RUNS
 Every set is trained with FedIT and one client, on the checkpoint and on the same architecture with random weights. The
 learning rate and the epochs are chosen for both alike, by the validation examples of seed 0. A cell that is finished
 is a JSON file in RUNS/records (or --records DIR) and never runs again; a killed one continues from its last epoch.
-`--card README.md` writes the table of all records into a model card, with --sets '' without measuring anything. DIR holds
-the files that `SETS` names.
+`--card README.md` writes the table of all records into a model card, with --sets '' without measuring anything.
+The data folder holds the files that `SETS` names.
 """
 
 from __future__ import annotations
@@ -461,10 +461,8 @@ def main() -> None:
         effort=Effort(rates, given.epochs, given.limit),
     )
     session.records.mkdir(parents=True, exist_ok=True)
-    if others := [one for one in read_records(session.records) if one.weights != session.weights]:
-        raise SystemExit(
-            f"{session.records} holds records of other weights ({others[0].weights:.12}…); move them away."
-        )
+    if others := [one.weights for one in read_records(session.records) if one.weights != session.weights]:
+        raise SystemExit(f"{session.records} holds records of other weights ({others[0]:.12}…); move them away.")
     tasks = [SETS[name] for name in given.sets.split(",") if name]
     check_effort(session, [record for record in read_records(session.records) if SETS[record.task] in tasks])
     for task in tasks:
