@@ -43,7 +43,7 @@ COLOURS, NUMBERS = ("red", "green"), ("one", "two")
 def scripts() -> Iterator[dict[str, ModuleType]]:
     """The script and its baselines, imported as the script does it."""
     sys.path.insert(0, BENCHMARKS)
-    yield {name: importlib.import_module(f"english_{name}") for name in ("baselines", "tasks")}
+    yield {name: importlib.import_module(f"english_{name}") for name in ("baselines", "runs", "tasks")}
     sys.path.remove(BENCHMARKS)
 
 
@@ -267,9 +267,10 @@ def test_an_interval_shows_both_signs() -> None:
 # The script.
 
 
-def test_of_equal_settings_the_cheapest_is_chosen(tasks: ModuleType) -> None:
-    tried = [tasks.Candidate(*each) for each in ((1e-3, 3, 0.7), (3e-3, 2, 0.7), (1e-3, 2, 0.7), (1e-3, 1, 0.6))]
-    assert tasks.best(tried) == tried[2]
+def test_of_equal_settings_the_cheapest_is_chosen(scripts: dict[str, ModuleType]) -> None:
+    runs = scripts["runs"]
+    tried = [runs.Candidate(*each) for each in ((1e-3, 3, 0.7), (3e-3, 2, 0.7), (1e-3, 2, 0.7), (1e-3, 1, 0.6))]
+    assert runs.best(tried) == tried[2]
 
 
 @pytest.fixture
@@ -305,7 +306,7 @@ def test_a_set_is_measured_once(
     ours = found["pretrained"]
     assert (ours.settings["train_examples"], ours.settings["validation_examples"]) == (36, 4)
     assert len(ours.questions["accuracy"]) == 8
-    folder = tasks.run_folder(session, task, "pretrained", 0, 1e-2)
+    folder = session.run(task, "pretrained", 0, 1e-2)
     scored = experiment.evaluate(folder, round=ours.settings["epochs"], split="test")
     assert scored.mean == pytest.approx(ours.scores["accuracy"])
     assert len({(one["learning_rate"], one["epochs"]) for one in ours.settings["validation"]}) == 2
