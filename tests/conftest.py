@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +52,23 @@ def _no_wait_for_the_disk() -> Iterator[None]:
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets runs in this process write no report, which takes longer than two rounds of a small run."""
     monkeypatch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
+
+
+@pytest.fixture(scope="session")
+def english_stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a small random OLMoE with the English model's 64 experts, 8 of them active."""
+    from tests.experiment.runs import save_model  # it imports transformers, which most tests do without
+
+    sizes = {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 1, "norm_topk_prob": False}
+    return save_model(tmp_path_factory.mktemp("english"), **sizes)
+
+
+@pytest.fixture
+def small_english(monkeypatch: pytest.MonkeyPatch, english_stand_in: Path) -> None:
+    """Lets `model.path: english` mean the stand-in, whether or not the weights are packaged."""
+    from fedguild.model.packaged import PACKAGED
+
+    monkeypatch.setitem(PACKAGED, "english", english_stand_in)
 
 
 @pytest.fixture(scope="session")

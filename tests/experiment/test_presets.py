@@ -1,6 +1,7 @@
 """Every preset that ships fits its data and its model; one per (method with options, model) runs a step.
 
-Tiny presets run as they are, others on a tiny model of the same architecture.
+Tiny presets run as they are, others on a tiny model of the same architecture; so does the English model, whose weights
+may be absent.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from fedguild.config.loading import PRESETS_FOLDER
 from fedguild.experiment import CHECKPOINTS
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
-from fedguild.model.packaged import EMBEDDED
+from fedguild.model.packaged import PACKAGED
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
 from fedguild.server.run_log import ClientRecord, EvaluationRecord, RoundRecord, RunLog
 from fedguild.setup import check_config, fit_method, prepare_data
 from tests.data.writing import write_csv, write_json, write_jsonl
 from tests.experiment.runs import save_model
+
+pytestmark = pytest.mark.usefixtures("small_english")
 
 SHIPPED = {preset.name: load_config(preset.name) for preset in presets()}
 """Name -> the preset's config."""
@@ -77,7 +80,7 @@ DEALT = first_of_each(
     (name, (config.data.model_dump_json(), config.federation.clients, config.seed)) for name, config in SHIPPED.items()
 )
 """One preset per way of dealing data to clients."""
-AS_IT_IS = {name.split("/")[0]: name for name in RUN if "/tiny-" not in name}.values()
+AS_IT_IS = {name.split("/")[0]: name for name in RUN if SHIPPED[name].model.path not in PACKAGED}.values()
 """One preset of each method on a real model, in its own dtype; for bfloat16 a CPU compiles a kernel for every shape."""
 
 
@@ -191,7 +194,7 @@ def has_no_global_model(config: Config) -> bool:
 def on_a_small_model(preset: str, models: dict[str, Path]) -> list[str]:
     """Returns the overrides that give a preset on a real model a small one of its architecture."""
     model = SHIPPED[preset].model.path
-    if model == EMBEDDED:
+    if model in PACKAGED:
         return []
     stand_in = [f"model.path={models[STAND_INS[model]]}", "model.device=cpu", "model.load_in_4bit=false"]
     return stand_in if preset in AS_IT_IS else [*stand_in, "model.dtype=float32"]

@@ -16,9 +16,8 @@ from fedguild.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.methods.fedprompt import FedPrompt, FedPromptSettings
 from fedguild.model.backbone import Backbone
-from fedguild.model.packaged import EMBEDDED
+from fedguild.model.packaged import PACKAGED
 from fedguild.model.slots import SlotModel
-from fedguild.model.tiny import CHECKPOINT
 from fedguild.payload import Payload
 from fedguild.server.validation import check_upload
 from fedguild.wire.accounting import bytes_by_part
@@ -124,13 +123,17 @@ def test_the_traffic_of_a_round_on_llama() -> None:
 
 
 def test_the_presets_count_their_texts_tokens() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(str(CHECKPOINT))
+    tokenizers = {
+        name: AutoTokenizer.from_pretrained(str(folder))
+        for name, folder in PACKAGED.items()
+        if (folder / "tokenizer.json").exists()
+    }
     counted = 0
     for preset in presets():
         config = load_config(preset.name)
-        if config.method.name == "fedprompt" and config.model.path == EMBEDDED:
+        if config.method.name == "fedprompt" and config.model.path in tokenizers:
             settings = FedPromptSettings(**config.method.options)
-            assert settings.tokens == len(encode_prompt(settings.text, tokenizer))
+            assert settings.tokens == len(encode_prompt(settings.text, tokenizers[config.model.path])), preset.name
             counted += 1
     assert counted
 

@@ -70,7 +70,8 @@ class ModelSettings(Section):
     path: str = Field(
         default="embedded",
         min_length=1,
-        description="Hugging Face hub id, folder, or `embedded` for the small model that ships with FedGuild.",
+        description="Hugging Face hub id, folder, or one of the small models that ship with FedGuild: `embedded`, "
+        "`english`.",
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit on the hub; null: the newest.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -13,12 +14,19 @@ from transformers import OlmoeForCausalLM
 
 from fedguild.model.english.measure import Measurements
 from fedguild.model.english.pretrain import Pretraining
+from fedguild.model.english.tasks import TaskRecord, with_tasks
 
 SOURCES = "SOURCE.md"
 """File of a corpus with the licences and attributions of its text."""
 
 
-def model_card(model: OlmoeForCausalLM, training: Pretraining, measured: Measurements, sources: str) -> str:
+def model_card(
+    model: OlmoeForCausalLM,
+    training: Pretraining,
+    measured: Measurements,
+    sources: str,
+    tasks: Sequence[TaskRecord] = (),
+) -> str:
     """Returns the card as Markdown.
 
     Args:
@@ -26,6 +34,7 @@ def model_card(model: OlmoeForCausalLM, training: Pretraining, measured: Measure
         training: Its training.
         measured: The measurements on the held-out text.
         sources: Lists and tables of the text's licences and attributions; may be empty.
+        tasks: Records of its fine-tuning; `with_tasks` adds them to a card later.
     """
     recipe, corpus = training.recipe, training.corpus
     decay_tokens = (training.step - (training.decay_from or 0)) * recipe.step_tokens
@@ -38,7 +47,7 @@ def model_card(model: OlmoeForCausalLM, training: Pretraining, measured: Measure
     layers = [(layer.use_entropy, layer.gini, layer.token_entropy, layer.top_mass) for layer in measured.routing]
     rows: dict[str, tuple[float, ...]] = {str(number): figures for number, figures in enumerate(layers)}
     rows["mean"] = tuple(fmean(column) for column in zip(*layers, strict=True))
-    return _CARD.format(
+    card = _CARD.format(
         config=model.config,
         recipe=recipe,
         parameters=sum(parameter.numel() for parameter in model.parameters()) / 1e6,
@@ -56,6 +65,7 @@ def model_card(model: OlmoeForCausalLM, training: Pretraining, measured: Measure
         routing="\n".join(f"| {name} |" + "".join(f" {value:.3f} |" for value in row) for name, row in rows.items()),
         sources=sources or "The corpus has no list of its sources.",
     )
+    return with_tasks(card, tasks)
 
 
 def read_sources(corpus_folder: Path) -> str:
@@ -103,7 +113,7 @@ python -m fedguild.model.english.build --corpus DIR --tokens {tokens} --decay-to
 ```
 
 on {date}, with Python {python}, torch {torch} and transformers {transformers}: {tokens:,} tokens, which is
-{passes:.2f} passes over the {corpus_tokens:.2f} M tokens of {documents:,} documents. On one machine the command
+{passes:.2f} passes over the {corpus_tokens:.2f} M tokens of {documents:,} documents. On one machine, with one number of threads, the command
 gives the same bytes again, in one session or several; between machines rounding differs, and so do the weights a bit.
 
 | | |
