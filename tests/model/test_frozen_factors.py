@@ -171,6 +171,7 @@ def test_no_weight_gradient_of_a_frozen_factor_is_formed(kind, products, olmoe_b
     calls = []
     outer = LowRank.outer
     monkeypatch.setattr("fedguild.model.moe.view.prefers_dense", lambda *_: False)
+    monkeypatch.setattr("fedguild.model.moe.view.prefers_token_side", lambda *_: False)
     monkeypatch.setattr(LowRank, "outer", lambda *args: calls.append(1) or outer(*args))
     plan = lora_plan(4, 1.0, ("experts",), **kind)
     with SlotModel(olmoe_backbone, [plan]) as model:

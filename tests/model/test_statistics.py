@@ -20,11 +20,12 @@ PLANS = [replace(PLAN, active_experts=k) for k in (4, 1, 2)]
 LENGTHS = ([[7, 3], [5], []], [[2], [6, 6, 4], [8]])
 
 
+@pytest.mark.parametrize("packs", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_counts_equal_a_recount(checkpointing):
+def test_counts_equal_a_recount(checkpointing, packs):
     """Two forward and backward passes of uneven slots: padding is left out, recomputation too."""
     backbone = tiny_backbone("olmoe", gradient_checkpointing=checkpointing)
-    backbone.packs = False
+    backbone.packs = packs
     recount = Recount([layer.router for layer in backbone.moe])
     owners, chosen = [], [[], []]
     with SlotModel(backbone, PLANS) as model:
@@ -44,7 +45,7 @@ def test_counts_equal_a_recount(checkpointing):
                         slot if at < length else None
                         for slot, slot_lengths in enumerate(lengths)
                         for length in slot_lengths
-                        for at in range(width)
+                        for at in range(length if packs else width)
                     ]
                 )
     recount.close()
