@@ -166,7 +166,7 @@ class SlotMajor:
         trainable = self._trainables[index]
         values = _by_slot(trainable.stored.detach(), trainable.axis)[:, first:last]
         place = self.places[index] + first * math.prod(values.shape[2:]) - start
-        windows = tuple(_window(memory, place, values) for memory in scratch)
+        windows = _window(scratch[0], place, values), _window(scratch[1], place, values)
         return _Part(index, trainable.axis, first, last, values, windows)
 
 

@@ -9,7 +9,7 @@ our own, which without packing is transformers' sdpa to the bit.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -146,7 +146,7 @@ def packed_attention(
 def _variable_length(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None) -> Tensor:
     """Returns [1, N, heads, d] by torch's variable-length attention, which only CUDA has, for bf16 and fp16."""
     states = (states[0].transpose(0, 1) for states in (query, key, value))
-    output: Tensor = varlen_attn(
+    output = varlen_attn(
         *states,
         rows.ends,
         rows.ends,
@@ -156,7 +156,7 @@ def _variable_length(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows
         window_size=(-1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output[None]
+    return cast(Tensor, output)[None]
 
 
 def _padded(

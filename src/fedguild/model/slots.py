@@ -19,7 +19,7 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.chunked_loss import chunk_rows, chunked_losses
 from fedguild.model.inputs import model_inputs
 from fedguild.model.moe.statistics import RoutingStatistics
-from fedguild.model.packed_rows import packed, pays
+from fedguild.model.packed_rows import PackedRows, packed, pays
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.runtime import Pass
 
@@ -173,7 +173,8 @@ class SlotModel:
         Raises:
             ModelError: the batch is for another kind of model, encoder-decoder or causal.
         """
-        batch, rows = self.widen(batch), None
+        batch = self.widen(batch)
+        rows: PackedRows | None = None
         if self._packs(batch):
             batch, rows = packed(batch)
             rows = rows.to(self.device)
