@@ -423,7 +423,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: save_model(root / family, family) for family in {case.family for case in CASES.values()}}
 
 
-@pytest.mark.parametrize("label", sorted(METHODS))
+QUICK = ("fdlora", "fed-sb", "fedalign-moe", "fedamole", "fedmoe", "flame", "flora", "pfl-moe", "rolora", "ub-smoe")
+"""Methods that differ in what a resumed run needs: memory, pools, merged changes, rounds that alternate.
+
+The others resume in `make test-long`.
+"""
+RESUMED = [pytest.param(label, marks=() if label in QUICK else pytest.mark.long) for label in sorted(METHODS)]
+
+
+@pytest.mark.parametrize("label", RESUMED)
 def test_a_run_stopped_after_a_round_ends_like_one_that_was_not(
     label: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ A client gets the same bits either way, and the same as alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -189,7 +189,7 @@ class SlotOptimizer:
             )
             return
         # The kernel only reads the counts, so the tensors of a call can share one.
-        kernel = torch._fused_adamw_ if settings.optimizer == "adamw" else torch._fused_adam_
+        kernel: Callable[..., None] = torch._fused_adamw_ if settings.optimizer == "adamw" else torch._fused_adam_
         kernel(
             values,
             grads,

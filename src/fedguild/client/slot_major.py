@@ -183,4 +183,5 @@ def _by_slot(stored: Tensor, axis: int) -> Tensor:
 
 def _window(rows: Tensor, start: int, like: Tensor) -> Tensor:
     """Returns a view of rows [S, n] from `start` on, in the shape [S, …] of a tensor."""
-    return rows[:, start : start + like[0].numel()].unflatten(1, like.shape[1:])
+    window: Tensor = rows[:, start : start + like[0].numel()].unflatten(1, like.shape[1:])
+    return window

@@ -138,16 +138,19 @@ def packed_attention(
         return _variable_length(query, key, value, packed_rows, options.get("scaling")), None
     if query.device.type not in ROW_BY_ROW:
         return _padded(module, query, key, value, packed_rows, options), None
-    parts = zip(*(states.split(packed_rows.lengths, dim=2) for states in (query, key, value)), strict=True)
-    outputs = [sdpa_attention_forward(module, *part, None, **options)[0] for part in parts]
+    queries, keys, values = (states.split(packed_rows.lengths, dim=2) for states in (query, key, value))
+    outputs = [
+        sdpa_attention_forward(module, *row, None, **options)[0] for row in zip(queries, keys, values, strict=True)
+    ]
     return torch.cat(outputs, dim=1), None
 
 
 def _variable_length(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None) -> Tensor:
     """Returns [1, N, heads, d] by torch's variable-length attention, which only CUDA has, for bf16 and fp16."""
-    states = (states[0].transpose(0, 1) for states in (query, key, value))
     output = varlen_attn(
-        *states,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
         rows.ends,
         rows.ends,
         rows.longest,
@@ -168,10 +171,12 @@ def _padded(
         tokens = states[0].transpose(0, 1)
         size = len(rows.lengths) * rows.longest
         filled = tokens.new_zeros(size, *tokens.shape[1:]).index_copy(0, rows.places, tokens)
-        return filled.unflatten(0, (-1, rows.longest)).transpose(1, 2)
+        padded: Tensor = filled.unflatten(0, (-1, rows.longest)).transpose(1, 2)
+        return padded
 
     output, _ = sdpa_attention_forward(module, apart(query), apart(key), apart(value), None, **options)
-    return output.flatten(0, 1).index_select(0, rows.places)[None]
+    packed: Tensor = output.flatten(0, 1).index_select(0, rows.places)[None]
+    return packed
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

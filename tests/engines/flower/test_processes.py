@@ -71,6 +71,7 @@ def test_a_run_over_tls_gives_the_results_of_local_after_kill_minus_nine_of_the_
     assert not {str(path): oct(path.stat().st_mode) for path in files if path.stat().st_mode & 0o077}
 
 
+@pytest.mark.long
 def test_a_run_is_stopped_and_a_key_is_revoked(federation: FederationProcesses, config: Config) -> None:
     """A second `run` is refused meanwhile; after the revocation the run goes on without its client, until Ctrl-C."""
     rounds = config.federation.model_copy(update={"rounds": 60})

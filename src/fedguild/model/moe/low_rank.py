@@ -170,7 +170,8 @@ class LowRank:
         """Returns [G, a, b], each group's left [n_g, a] transposed times its right [n_g, b]."""
         if self.slot is not None:
             both = grouped_outer(self._spread(left), right, self.ends)
-            return both.unflatten(1, (-1, left.shape[1])).flatten(0, 1)
+            by_group: Tensor = both.unflatten(1, (-1, left.shape[1])).flatten(0, 1)
+            return by_group
         if self.block_starts is None or self.group_of_block is None:
             return grouped_outer(left, right, self.ends)
         blocks = torch.bmm(self._blocks(left).transpose(1, 2), self._blocks(right))
@@ -188,7 +189,7 @@ class LowRank:
         if not transposed:
             return grouped_rows(self._spread(rows), stored, self.ends)
         assert self.slot is not None
-        all_slots = grouped_rows(rows, stored.transpose(1, 2), self.ends).unflatten(1, (self.slots, -1))
+        all_slots: Tensor = grouped_rows(rows, stored.transpose(1, 2), self.ends).unflatten(1, (self.slots, -1))
         own = self.slot[:, None, None].expand(-1, 1, all_slots.shape[2])
         return all_slots.gather(1, own).squeeze(1)
 
