@@ -183,7 +183,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder of the runs, and of RUNS/records")
     parser.add_argument("--records", type=Path, help="folder of the records, in place of RUNS/records")
     parser.add_argument("--sets", default=",".join(SETS), help=f"of {', '.join(SETS)}; in this order by default")
-    parser.add_argument("--seeds", default="0,1,2", help="seeds; 0 is the one that settings are chosen with")
+    parser.add_argument(
+        "--seeds", default="0,1,2", help="seeds, '' for the baselines alone; settings are chosen with 0"
+    )
     parser.add_argument("--model", default="english", help="the checkpoint: a packaged model or a folder")
     parser.add_argument("--learning-rates", default="1e-3,3e-3", help="the learning rates to choose from")
     parser.add_argument("--epochs", type=int, default=3, help="the most epochs to choose from")
@@ -214,7 +216,7 @@ def main() -> None:
     check_effort(session, [record for record in read_records(session.records) if SETS[record.task] in tasks])
     for task in tasks:
         measure_baselines(session, task)
-        for seed in map(int, given.seeds.split(",")):
+        for seed in [int(seed) for seed in given.seeds.split(",") if seed]:
             for which in (PRETRAINED, RANDOM):
                 measure_model(session, task, which, seed)
     records = read_records(session.records)
