@@ -37,7 +37,7 @@ CORES = 5
 QUICK_METHODS = ("fedit", "fedmoe", "flame", "flora", "pfl-moe")
 """Methods that differ in what goes to an actor: plain LoRA, other experts, scalars, changes of the backbone, memory.
 
-The others, and the second backbone, are compared in `make test-long`; on the loopback Grid all of them in `make test`.
+The others, and the second backbone, are compared in `make test-long`.
 """
 LABELS = [pytest.param(label, marks=() if label in QUICK_METHODS else pytest.mark.long) for label in sorted(METHODS)]
 

@@ -1,5 +1,7 @@
 """Every preset that ships fits its data and its model; one per (method with options, model) runs a step.
 
+Those on the English model, which have the methods and data of those on the embedded one, run in `make test-long`.
+
 Tiny presets run as they are, others on a tiny model of the same architecture; so does the English model, whose weights
 may be absent.
 """
@@ -216,7 +218,9 @@ def test_a_preset_deals_its_data(preset: str, data: dict[str, list[str]]) -> Non
     assert all(client.train for client in dealt.clients)
 
 
-@pytest.mark.parametrize("preset", RUN)
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=pytest.mark.long if "/english-" in name else ()) for name in RUN]
+)
 def test_a_preset_runs_a_step(preset: str, data: dict[str, list[str]], models: dict[str, Path], tmp_path: Path) -> None:
     shipped = SHIPPED[preset]
     cheaper = CHEAPER.get(shipped.method.name, [])

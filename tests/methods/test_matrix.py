@@ -124,6 +124,11 @@ def cases() -> list[str]:
     return [label for label in CASES if label.partition(" ")[0] in METHODS]
 
 
+def cases_variants_long() -> list[Any]:
+    """The same; a method's further cases, with other options, belong to `make test-long`."""
+    return [pytest.param(label, marks=pytest.mark.long if " " in label else ()) for label in cases()]
+
+
 def method_of(label: str) -> Method:
     return build_method(label.partition(" ")[0], CASES[label].options)
 
@@ -179,7 +184,7 @@ def norm(tensors: Iterator[Tensor]) -> float:
 # What a real client is sent of the state
 
 
-@pytest.mark.parametrize("label", cases())
+@pytest.mark.parametrize("label", cases_variants_long())
 def test_a_client_has_its_model_from_what_it_is_sent(label: str, tmp_path: Path) -> None:
     """Before it ever took part and after each round, through the wire's bytes and back."""
     federation = fresh(label, tmp_path)
@@ -215,7 +220,7 @@ def test_what_a_client_is_sent_has_no_row_for_each_client(label: str, tmp_path: 
 # A client in a cohort gets the update that it gets alone
 
 
-@pytest.mark.parametrize("label", cases())
+@pytest.mark.parametrize("label", cases_variants_long())
 def test_one_step_together_and_alone(label: str, tmp_path: Path) -> None:
     """In fp32, to 1e-5 of the change of each part of an upload, in the first round and in the second."""
     together, alone = fresh(label, tmp_path / "together"), fresh(label, tmp_path / "alone")
@@ -239,7 +244,7 @@ def test_one_step_together_and_alone(label: str, tmp_path: Path) -> None:
         state = together.method.aggregate(state, iter(uploads))
 
 
-@pytest.mark.parametrize("label", cases())
+@pytest.mark.parametrize("label", cases_variants_long())
 def test_ten_steps_in_double_precision_together_and_alone(label: str, tmp_path: Path) -> None:
     """Two cohorts of two, against one after the other; figures that travel in fp32 agree to its rounding."""
     federations = [fresh(label, tmp_path / name, torch.float64) for name in ("together", "alone")]
@@ -261,7 +266,7 @@ def test_ten_steps_in_double_precision_together_and_alone(label: str, tmp_path: 
 # The backbone
 
 
-@pytest.mark.parametrize("label", cases())
+@pytest.mark.parametrize("label", cases_variants_long())
 def test_a_round_leaves_the_backbone_as_it_was(label: str, tmp_path: Path) -> None:
     """Bit by bit, in its weights and in what it computes."""
     federation = fresh(label, tmp_path)
@@ -368,7 +373,7 @@ def test_a_round_without_some_clients(label: str, tmp_path: Path) -> None:
         deployed(federation, state, round)
 
 
-@pytest.mark.parametrize("label", cases())
+@pytest.mark.parametrize("label", cases_variants_long())
 def test_an_upload_of_the_round_before_arrives_in_the_next(label: str, tmp_path: Path) -> None:
     """It is aggregated behind the others' or by itself, and whoever sent it takes part again like anybody else."""
     federation = fresh(label, tmp_path)
@@ -385,7 +390,7 @@ def test_an_upload_of_the_round_before_arrives_in_the_next(label: str, tmp_path:
         deployed(federation, after, 3)
 
 
-@pytest.mark.parametrize("label", cases())
+@pytest.mark.parametrize("label", cases_variants_long())
 def test_a_client_that_lost_its_memory_takes_part_again(label: str, tmp_path: Path) -> None:
     federation = fresh(label, tmp_path)
     method, model, state = federation.method, federation.model, federation.start()
@@ -423,15 +428,27 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: save_model(root / family, family) for family in {case.family for case in CASES.values()}}
 
 
-QUICK = ("fdlora", "fed-sb", "fedalign-moe", "fedamole", "fedmoe", "flame", "flora", "pfl-moe", "rolora", "ub-smoe")
-"""Methods that differ in what a resumed run needs: memory, pools, merged changes, rounds that alternate.
+QUICK = (
+    "fdlora",
+    "fedit",
+    "fed-sb",
+    "fedalign-moe",
+    "fedamole",
+    "fedmoe",
+    "flame",
+    "flora",
+    "pfl-moe",
+    "rolora",
+    "ub-smoe",
+)
+"""Methods that differ in what a run keeps and sends: memory, pools, merged changes, rounds that alternate.
 
-The others resume in `make test-long`.
+The others are resumed, and run on the other engines, in `make test-long`.
 """
-RESUMED = [pytest.param(label, marks=() if label in QUICK else pytest.mark.long) for label in sorted(METHODS)]
+QUICK_AND_LONG = [pytest.param(label, marks=() if label in QUICK else pytest.mark.long) for label in sorted(METHODS)]
 
 
-@pytest.mark.parametrize("label", RESUMED)
+@pytest.mark.parametrize("label", QUICK_AND_LONG)
 def test_a_run_stopped_after_a_round_ends_like_one_that_was_not(
     label: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

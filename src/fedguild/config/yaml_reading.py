@@ -11,7 +11,7 @@ import yaml
 from fedguild.errors import ConfigError
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml, if PyYAML has it
     """PyYAML's safe loader with YAML 1.2 floats, and without silent duplicates."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -19,7 +19,8 @@ class _Loader(yaml.SafeLoader):
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.MarkedYAMLError(problem=f"the key '{key}' appears twice here", problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)
+        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 _Loader.add_implicit_resolver(
