@@ -186,7 +186,7 @@ def task_section(records: Sequence[TaskRecord]) -> str:
             if any(measure in record.scores for record in members):
                 scores.append(_score_row(members, measure))
                 gains.append(_gain_row(members, measure))
-    return _SECTION.format(scores="\n".join(scores), gains="\n".join(gains), effort=_effort(sets))
+    return _SECTION.format(scores="\n".join(scores), gains="\n".join(gains), effort=_effort(sets)).rstrip() + "\n"
 
 
 def with_tasks(card: str, records: Sequence[TaskRecord]) -> str:
