@@ -60,7 +60,8 @@ def english_stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.experiment.runs import save_model  # it imports transformers, which most tests do without
 
     sizes = {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 1, "norm_topk_prob": False}
-    return save_model(tmp_path_factory.mktemp("english"), **sizes)
+    widths = {"hidden_size": 32, "intermediate_size": 24}  # at least rank 20
+    return save_model(tmp_path_factory.mktemp("english"), **sizes, **widths)
 
 
 @pytest.fixture
