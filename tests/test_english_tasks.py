@@ -217,7 +217,7 @@ def test_the_section_says_scores_gain_and_effort() -> None:
     section = task_section(records())
     assert "| News | accuracy | 0.600 | 0.560 | 0.800 | – | 0.250 |" in section
     assert "| News | accuracy | +0.040 | 1 | [+0.028, +0.052] | – | yes |" in section
-    assert "- News: 2,700 training examples, 300 for validation, 1,000 test questions. Chosen" in section
+    assert "- News: 2,700 training examples, 300 for validation, 1,000 test questions.\n  Chosen" in section
     assert "pretrained 0.001 × 2; random 0.001 × 2; from 0.001, 0.003 × 1 to 3." in section
     even = [record("pretrained", 0, answers(560)), *records()[1:]]
     assert "| **no** |" in task_section(even)

@@ -147,6 +147,7 @@ def test_numbers_that_the_user_writes_are_refused(
         planned(build_method("fedamole", options), models["llama-3.2-1b"], clients)
 
 
+@pytest.mark.usefixtures("small_english")
 def test_no_shipped_preset_needs_fitting() -> None:
     models: dict[str, ModelInfo] = {}
     for preset in presets():

@@ -239,8 +239,8 @@ def _effort(sets: Mapping[str, Sequence[TaskRecord]]) -> str:
         )
         lines.append(
             f"- {runs[0].title}: {settings['train_examples']:,} training examples, "
-            f"{settings['validation_examples']:,} for validation, {settings['test_examples']:,} test questions. "
-            f"Chosen (learning rate × epochs): {picked}; from {_tried(settings)}."
+            f"{settings['validation_examples']:,} for validation, {settings['test_examples']:,} test questions.\n"
+            f"  Chosen (learning rate × epochs): {picked}; from {_tried(settings)}."
         )
     return "\n".join(lines)
 
@@ -263,9 +263,9 @@ the most frequent answer (for ROUGE-L that of the task; for perplexity the token
 {{scores}}
 
 The gain of pre-trained over random weights, positive where pre-training helps, with 95 % intervals: paired over the
-test questions (normal approximation), and paired over the seeds (Student's t) where there are at least two. A set where
-an interval holds zero, or that has no row, is not used for claims. With one seed the interval says nothing about how
-much another seed would change.
+test questions (normal approximation), and paired over the seeds (Student's t) where there are at least two. A set that
+is not measured, or where an interval is not above zero, is not used for claims. With one seed the interval says nothing
+about how much another seed would change.
 
 | set | measure | gain | seeds | over questions | over seeds | beats random |
 | --- | --- | ---: | ---: | --- | --- | --- |
