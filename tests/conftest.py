@@ -20,6 +20,8 @@ TOGETHER = {
     "tests/engines/flower/test_processes_long.py": "flower",
     "tests/engines/test_ray.py": "ray",
     "tests/costs/test_published.py": "published",
+    "tests/experiment/test_disk.py": "disk",
+    "tests/experiment/test_resume.py": "resume",
     "tests/export/test_run.py": "exports",
 }
 """File of tests -> what they share: processes of which a machine bears one at a time, or a fixture that takes long."""

@@ -34,8 +34,8 @@ from fedguild.engines.ray_cluster import connect  # noqa: E402
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_report")]
 CORES = 5
-QUICK_METHODS = ("fedit", "fedmoe", "flame", "flora", "pfl-moe")
-"""Methods that differ in what goes to an actor: plain LoRA, other experts, scalars, changes of the backbone, memory.
+QUICK_METHODS = ("fedmoe", "flora", "pfl-moe")
+"""Methods that differ in what goes to an actor beside LoRA: other experts, changes of the backbone, memory.
 
 The others, and the second backbone, are compared in `make test-long`.
 """
