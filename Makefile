@@ -15,9 +15,9 @@ demo: $(VENV)/.runtime
 
 PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-# Four workers on two cores: some tests wait for other processes (tests/conftest.py).
+# Three workers on two cores: some tests wait for other processes (tests/conftest.py).
 test: $(VENV)/.developer
-	$(PYTEST) -n 4 -m "not long" --cov --cov-report= --cov-fail-under=97 $(PYTEST_ARGS)
+	$(PYTEST) -n 3 -m "not long" --cov --cov-report= --cov-fail-under=97 $(PYTEST_ARGS)
 
 # Proofs that take minutes: many kills, other families over TLS. Before a release.
 test-long: $(VENV)/.developer
