@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from fedguild import setup
 from fedguild.config import Config, load_config
 from fedguild.experiment import CHECKPOINTS
+from fedguild.model.backbone import Backbone
 from fedguild.model.tiny.tokenizer import train_tokenizer
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
@@ -53,6 +55,23 @@ def small_config(model: Path, *overrides: str, base: str = "flame/tiny-tasks") -
 def small_settings(model: Path, *overrides: str) -> list[str]:
     """Returns the same as the command line takes it."""
     return [f"model.path={model}", "model.dtype=float32", "model.device=cpu", *SETTINGS, *overrides]
+
+
+_LOADED: dict[str, Backbone] = {}
+
+
+def load_models_once(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """Lets `load_model` in these modules of FedGuild load every model once for all runs in this process."""
+    load_model = setup.load_model
+
+    def load(config: Config) -> Backbone:
+        key = config.model.model_dump_json()
+        if key not in _LOADED:
+            _LOADED[key] = load_model(config)
+        return _LOADED[key]
+
+    for module in modules:
+        monkeypatch.setattr(f"fedguild.{module}.load_model", load)
 
 
 @dataclass(frozen=True)

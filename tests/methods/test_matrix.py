@@ -428,27 +428,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: save_model(root / family, family) for family in {case.family for case in CASES.values()}}
 
 
-QUICK = (
-    "fdlora",
-    "fedit",
-    "fed-sb",
-    "fedalign-moe",
-    "fedamole",
-    "fedmoe",
-    "flame",
-    "flora",
-    "pfl-moe",
-    "rolora",
-    "ub-smoe",
+ALIKE = (
+    *("a3smoe", "fedavg", "fedex-lora", "fedprompt", "fedprox", "fedptuning", "fedsa-lora", "ffa-lora", "flexlora"),
+    *("florist", "hetlora", "smoe-llb", "trivial"),
 )
-"""Methods that differ in what a run keeps and sends: memory, pools, merged changes, rounds that alternate.
+"""Methods whose runs keep and send nothing of a kind that another's do not.
 
-The others are resumed, and run on the other engines, in `make test-long`.
+They are resumed, and run over Flower, in `make test-long`; all others, new ones among them, in `make test`.
 """
-QUICK_AND_LONG = [pytest.param(label, marks=() if label in QUICK else pytest.mark.long) for label in sorted(METHODS)]
+WHOLE_RUNS = [pytest.param(label, marks=pytest.mark.long if label in ALIKE else ()) for label in sorted(METHODS)]
 
 
-@pytest.mark.parametrize("label", QUICK_AND_LONG)
+@pytest.mark.parametrize("label", WHOLE_RUNS)
 def test_a_run_stopped_after_a_round_ends_like_one_that_was_not(
     label: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

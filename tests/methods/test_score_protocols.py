@@ -134,16 +134,24 @@ def test_as_received_is_what_the_slot_holds_before_the_next_first_step(
         assert_among(answer, at_start[index])
 
 
+def kept_and_left(label: str, folder: Path) -> tuple[Federation, list[Payload], dict[str, tuple[Payload, Payload]]]:
+    """A case after two rounds: its states 0 to 2, and each client's memory and what its last training left."""
+    federation = fresh(label, folder)
+    federation.memory = ClientMemory(folder / "clients", trained=True)
+    assert federation.memory.trained is not None
+    states = [federation.start()]
+    for round in (1, 2):
+        states.append(federation.method.aggregate(states[-1], iter(train(federation, states[-1], round))))
+    both = (federation.memory, federation.memory.trained)
+    return federation, states, {who.name: tuple(m.load(who.name, 3) for m in both) for who in federation.clients}
+
+
 def test_fdlora_fuses_what_it_received_as_trained_and_what_it_receives_next(tmp_path: Path) -> None:
     """w1 theta_s + w2 theta_p with the client's own w and theta_p: theta_s of the round, and of after it."""
-    federation = fresh("fdlora on experts", tmp_path)
-    federation.memory = ClientMemory(tmp_path / "clients", trained=True)
-    assert federation.memory.trained is not None
-    method, model, states = federation.method, federation.model, [federation.start()]
-    for round in (1, 2):
-        states.append(method.aggregate(states[-1], iter(train(federation, states[-1], round))))
+    federation, states, memories = kept_and_left("fdlora on experts", tmp_path)
+    method, model = federation.method, federation.model
     for who in federation.clients:
-        kept, left = federation.memory.load(who.name, 3), federation.memory.trained.load(who.name, 3)
+        kept, left = memories[who.name]
         weights = torch.tensor([0.5, -0.25])  # the search may have found w1 = 0, in which nothing could be seen
         memory = Payload({**kept.tensors, "fusion/weights": weights})
         found = method.as_received(states[-1], model, who, memory)
@@ -159,14 +167,10 @@ def test_fdlora_fuses_what_it_received_as_trained_and_what_it_receives_next(tmp_
 
 
 def test_pfl_moe_mixes_its_own_adapter_and_gate_with_either_theta(tmp_path: Path) -> None:
-    federation = fresh("pfl-moe", tmp_path)
-    federation.memory = ClientMemory(tmp_path / "clients", trained=True)
-    assert federation.memory.trained is not None
-    method, model, states = federation.method, federation.model, [federation.start()]
-    for round in (1, 2):
-        states.append(method.aggregate(states[-1], iter(train(federation, states[-1], round))))
+    federation, states, memories = kept_and_left("pfl-moe", tmp_path)
+    method, model = federation.method, federation.model
     for who in federation.clients:
-        kept, left = federation.memory.load(who.name, 3), federation.memory.trained.load(who.name, 3)
+        kept, left = memories[who.name]
         trained = method.as_trained(states[2], model, who, kept, left)
         received = method.as_received(states[2], model, who, kept)
         assert trained.plan == received.plan

@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fedguild import setup
 from fedguild.config import Config, load_config
-from fedguild.model.backbone import Backbone
-from tests.experiment.runs import save_model, small_settings
+from tests.experiment.runs import load_models_once, save_model, small_settings
 
-_LOADED: dict[str, Backbone] = {}
 SETTINGS = (
     "federation.clients=3",
     "federation.rounds=2",
@@ -36,16 +33,7 @@ def config_of(model: str, base: str, *overrides: str) -> Config:
 @pytest.fixture(autouse=True)
 def _loaded_once(monkeypatch: pytest.MonkeyPatch, no_report: None) -> None:
     """Loads every model once for all runs, servers and trainers in this process."""
-    load_model = setup.load_model
-
-    def load(config: Config) -> Backbone:
-        key = config.model.model_dump_json()
-        if key not in _LOADED:
-            _LOADED[key] = load_model(config)
-        return _LOADED[key]
-
-    for module in ("setup", "testing", "federation.serving"):
-        monkeypatch.setattr(f"fedguild.{module}.load_model", load)
+    load_models_once(monkeypatch, "setup", "testing", "federation.serving")
 
 
 @pytest.fixture(scope="session")
