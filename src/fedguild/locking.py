@@ -6,6 +6,7 @@ The lock is the operating system's (`filelock`), so that a killed process releas
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -43,10 +44,15 @@ class Holder:
     def this_process(cls) -> Holder:
         """Returns this process, from now on."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        return cls(os.getpid(), socket.gethostname(), now, " ".join(sys.argv)[:300])
+        return cls(os.getpid(), socket.gethostname(), now, " ".join(_without_secrets(sys.argv))[:300])
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since} ({self.command})"
+
+
+def _without_secrets(words: list[str]) -> list[str]:
+    """Returns a command line in which the token that Flower gives a process is not legible."""
+    return [words[0], *("***" if before == "--token" else word for before, word in itertools.pairwise(words))]
 
 
 @contextlib.contextmanager

@@ -58,6 +58,40 @@ def test_sigkill_of_a_parent_leaves_no_process_and_no_port(way: str, tmp_path: P
         pass
 
 
+LOOP = """
+import subprocess, sys, time
+program = '''
+import sys, time
+from pathlib import Path
+from fedguild.federation.watchdog import end_with_ancestors
+end_with_ancestors(["flower-superlink", "flower-superexec"], lambda program: Path(sys.argv[1]).write_text(program))
+print("watching", flush=True)
+time.sleep(600)
+'''
+between = "import subprocess, sys; subprocess.Popen(sys.argv[1:-1], start_new_session=True).wait()"
+loop = [sys.executable, "-c", program, sys.argv[1]]
+subprocess.Popen([sys.executable, "-c", between, *loop, "flower-superexec"]).wait()
+"""
+
+
+def test_a_loop_in_a_session_of_its_own_ends_with_its_ancestors(tmp_path: Path) -> None:
+    """The first of them is killed; the one between, which stays, is not what the loop waits for."""
+    said = tmp_path / "said"
+    with subprocess.Popen(
+        [sys.executable, "-c", LOOP, str(said), "flower-superlink"], stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "watching\n"
+        family = psutil.Process(server.pid).children(recursive=True)
+        assert len(family) == 2
+        os.kill(server.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(family, timeout=20)
+        for member in alive:
+            member.kill()
+        assert not [member for member in alive if member.status() != psutil.STATUS_ZOMBIE]
+    assert said.read_text() == "flower-superlink"
+
+
 def test_a_watchdog_that_is_dismissed_leaves_the_group_alone() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True) as process:
         watchdog.Watchdog(process.pid).dismiss()

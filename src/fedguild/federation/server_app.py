@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from fedguild.engines.flower.adapter import GridTransport
 
 OUTCOMES = "outcomes"
+FLOWERS_SERVER = ("flower-superlink", "flower-superexec")
+"""The programs without which the round loop reaches no client."""
 
 
 def main(transport: GridTransport, run_config: Mapping[str, Any]) -> None:
@@ -24,10 +26,18 @@ def main(transport: GridTransport, run_config: Mapping[str, Any]) -> None:
     from fedguild.config.site import load_server
     from fedguild.federation.printed_progress import PrintedProgress
     from fedguild.federation.serving import serve
+    from fedguild.federation.watchdog import end_with_ancestors
 
     folder = Path(os.environ[SERVER_FOLDER])
     settings = load_server(folder)
     outcome: dict[str, Any] = {"status": "failed", "message": "The server's process was terminated.", "hint": ""}
+    path = folder / settings.state / OUTCOMES / f"{run_config.get('ticket') or 'untold'}.json"
+
+    def last_words(program: str) -> None:
+        hint = "Start the server again; `fedguild federation run` goes on from the last complete round."
+        write_json(path, outcome | {"message": f"Flower's server is gone ({program} ended).", "hint": hint})
+
+    end_with_ancestors(FLOWERS_SERVER, last_words)
     try:
         back_to = int(run_config.get("round", -1))
         round = None if back_to < 0 else back_to
@@ -45,7 +55,7 @@ def main(transport: GridTransport, run_config: Mapping[str, Any]) -> None:
         traceback.print_exc()
         raise
     finally:
-        write_json(folder / settings.state / OUTCOMES / f"{run_config.get('ticket') or 'untold'}.json", outcome)
+        write_json(path, outcome)
 
 
 app = make_server_app(main)

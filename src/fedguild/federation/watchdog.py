@@ -12,8 +12,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+
+import psutil
 
 _PROGRAM = """
 import os, signal, sys
@@ -34,6 +38,7 @@ if not word:
             import time
             time.sleep(2)
 """
+_LOOK_SECONDS = 0.25
 _SET_PARENT_DEATH_SIGNAL = 1
 """`PR_SET_PDEATHSIG` of prctl(2)."""
 
@@ -78,3 +83,40 @@ def dying_with_parent() -> Callable[[], None] | None:
             os._exit(1)
 
     return arm
+
+
+def end_with_ancestors(programs: Sequence[str], last_words: Callable[[str], None]) -> None:
+    """Ends this process as soon as one of its ancestors has ended, however that happened.
+
+    For a process that others start in a session of its own, which no signal to a group reaches: Flower starts the round
+    loop so, and it would hold the run folder's lock until its next message fails.
+
+    Args:
+        programs: Which ancestors count: those with one of these programs in their command line.
+        last_words: Called with the ancestor's program before the process ends.
+    """
+    watched: dict[psutil.Process, str] = {}
+    for ancestor in psutil.Process().parents():
+        with suppress(psutil.Error):
+            names = [os.path.basename(word) for word in ancestor.cmdline()]
+            watched |= {ancestor: program for program in programs if program in names}
+
+    def watch() -> None:
+        while True:
+            for ancestor, program in watched.items():
+                if not _is_alive(ancestor):
+                    try:
+                        last_words(program)
+                    finally:
+                        os._exit(1)
+            time.sleep(_LOOK_SECONDS)
+
+    if watched:
+        threading.Thread(target=watch, name="ancestors", daemon=True).start()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
