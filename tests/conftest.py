@@ -13,6 +13,8 @@ from xdist.scheduler import LoadScopeScheduling
 from fedguild.model.backbone import Backbone
 from tests.backbones import tiny_backbone
 
+pytest.register_assert_rewrite("tests.experiment.runs", "tests.engines.equality")
+
 TOGETHER = {
     "tests/cli/test_ray_cells.py": "ray",
     "tests/engines/flower/test_guide.py": "flower",
@@ -25,6 +27,33 @@ TOGETHER = {
     "tests/export/test_run.py": "exports",
 }
 """File of tests -> what they share: processes of which a machine bears one at a time, or a fixture that takes long."""
+
+UNTRACED = frozenset(
+    f"tests/{file}.py"
+    for file in (
+        "config/test_table",
+        "costs/test_published",
+        "costs/test_traffic",
+        "engines/flower/test_equality",
+        "experiment/test_merge_runs",
+        "experiment/test_presets",
+        "experiment/test_resume",
+        "methods/test_matrix",
+        "methods/test_score_protocols",
+        "trust/test_attacks",
+        "trust/test_fuzzing",
+    )
+)
+"""Files of tests that go through whole runs or many cases of one kind, outside of the measured coverage.
+
+Tracing lines takes a quarter of their time, and the tests of the parts reach those lines.
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.split("::")[0] in UNTRACED:
+            item.add_marker(pytest.mark.no_cover)
 
 
 class Scheduling(LoadScopeScheduling):

@@ -98,8 +98,9 @@ def end_with_ancestors(programs: Sequence[str], last_words: Callable[[str], None
     watched: dict[psutil.Process, str] = {}
     for ancestor in psutil.Process().parents():
         with suppress(psutil.Error):
-            names = [os.path.basename(word) for word in ancestor.cmdline()]
-            watched |= {ancestor: program for program in programs if program in names}
+            names = {os.path.basename(word) for word in ancestor.cmdline()}
+            if found := names.intersection(programs):
+                watched[ancestor] = min(found)
 
     def watch() -> None:
         while True:
