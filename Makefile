@@ -13,7 +13,8 @@ demo: $(VENV)/.runtime
 	$(BIN)/fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks \
 		--seeds 0,1,2 --jobs 2 --reference fedit/tiny-tasks-ranks --output $(DEMO)
 
-PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+# Compiled modules are kept, as the tests start many processes.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 # Three workers on two cores: some tests wait for other processes (tests/conftest.py).
 test: $(VENV)/.developer

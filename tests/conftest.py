@@ -35,13 +35,10 @@ UNTRACED = frozenset(
         "costs/test_published",
         "costs/test_traffic",
         "engines/flower/test_equality",
-        "experiment/test_merge_runs",
         "experiment/test_presets",
         "experiment/test_resume",
         "methods/test_matrix",
         "methods/test_score_protocols",
-        "trust/test_attacks",
-        "trust/test_fuzzing",
     )
 )
 """Files of tests that go through whole runs or many cases of one kind, outside of the measured coverage.

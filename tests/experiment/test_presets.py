@@ -38,7 +38,7 @@ ONE_STEP = [
     "training.steps=1",
     "training.epochs=null",
     "training.batch_size=2",
-    "evaluation.max_examples=3",
+    "evaluation.max_examples=1",
     "evaluation.max_new_tokens=2",
 ]
 GENERATED = "data.options={train_examples: 400, test_examples: 20}"
@@ -245,6 +245,6 @@ def test_a_preset_runs_a_step(preset: str, data: dict[str, list[str]], models: d
         assert len(scored) == 2 * config.federation.clients
         return
     scores = [record for record in records if isinstance(record, EvaluationRecord) and record.scope == "budget"]
-    assert {record.examples for record in scores} == {3}
+    assert {record.examples for record in scores} == {1}
     own = {budget.name: budget.active_experts for budget in config.federation.budgets}
     assert all(own[record.name] in (0, record.active_experts) for record in scores)

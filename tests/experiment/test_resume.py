@@ -169,9 +169,9 @@ def test_sigkill_before_the_first_checkpoint_and_in_the_middle_of_a_round(olmoe_
         olmoe_folder,
         "federation.cohort_size=1",
         "federation.rounds=3",
-        "training.steps=20",
+        "training.steps=10",
         "evaluation.every=3",
-        "evaluation.max_new_tokens=60",
+        "evaluation.max_new_tokens=4",
     )
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     _kill_when(cut / "config.yaml", "run", "flame/tiny-tasks", *settings, "--output", str(cut))
