@@ -46,9 +46,7 @@ def test_a_refusal_names_the_setting(policy: SitePolicy, reason: str) -> None:
 
 
 def test_what_a_run_asks_for_exactly_is_accepted() -> None:
-    policy = SitePolicy(
-        methods=("fedit",), min_steps=10, max_steps=10, min_batch=8, min_examples=60, min_clients=3
-    )
+    policy = SitePolicy(methods=("fedit",), min_steps=10, max_steps=10, min_batch=8, min_examples=60, min_clients=3)
     assert policy.run_refusal(TERMS) == ""
 
 
@@ -105,7 +103,9 @@ def test_only_different_requests_of_a_round_count(tmp_path: Path) -> None:
 def test_the_scores_of_another_model_or_split_count_apart(tmp_path: Path) -> None:
     log = RequestLog(tmp_path / "requests.json")
     asked = [
-        request("score", scope=scope, split=split) for scope in ("client", "trained") for split in ("test", "validation")
+        request("score", scope=scope, split=split)
+        for scope in ("client", "trained")
+        for split in ("test", "validation")
     ]
     assert [log.refusal(message, 1) for message in asked] == [""] * 4
     assert "different requests to score" in log.refusal(replace(asked[0], body=b"another model"), 1)

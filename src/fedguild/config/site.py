@@ -108,8 +108,23 @@ class ServerSettings(Section):
     """The server of a federation."""
 
     run: str = Field(default="run.yaml", description="The run's config.")
-    host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
-    port: int = Field(default=9443, ge=1, le=65535, description="Port to listen on.")
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address at which clients reach this machine; one that is not its own, such as 0.0.0.0 for all, "
+        "needs `opens`.",
+    )
+    port: int = Field(default=9443, ge=1, le=65535, description="Port for the clients.")
+    opens: Literal["fleet"] | None = Field(
+        default=None,
+        description="What other machines may reach at `host`. fleet: the interface for clients, which needs a registered "
+        "key; null: nothing.",
+    )
+    control_port: int = Field(
+        default=9444,
+        ge=1,
+        le=65535,
+        description="Port of 127.0.0.1, always, for Flower's control and runtime interfaces, which need no key.",
+    )
     authority: str = Field(default="certificates/ca.pem", description="Certificate of the authority, a PEM file.")
     certificate: str = Field(default="certificates/server.pem", description="The server's certificate, a PEM file.")
     key: str = Field(default="certificates/server.key", description="The server's private key, a PEM file.")

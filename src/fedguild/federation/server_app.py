@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fedguild.engines.flower.adapter import GridTransport
 
 OUTCOMES = "outcomes"
-FLOWERS_SERVER = ("flower-superlink", "flower-superexec")
+FLOWERS_SERVER = ("flower-superlink", "flower-superexec", "fedguild.federation.server_executor")
 """The programs without which the round loop reaches no client."""
 
 

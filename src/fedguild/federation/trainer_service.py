@@ -150,7 +150,9 @@ class TrainerService:
         if delivery.upload is None:
             return message.reply(failure=delivery.failure)
         upload = shrink(delivery.upload, config.federation.codec)
-        _require_none(self.policy.names_refusal(delivery.upload.tensors) or self.policy.size_refusal(size_bytes(upload)))
+        _require_none(
+            self.policy.names_refusal(delivery.upload.tensors) or self.policy.size_refusal(size_bytes(upload))
+        )
         report = ClientReport(delivery.report, delivery.frequency, delivery.peak_memory_bytes)
         metadata = {**report.to_json(), "backbone_loads": self.loads}
         return message.reply(metadata=metadata, body=encode(upload))

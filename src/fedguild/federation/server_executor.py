@@ -1,0 +1,97 @@
+"""The program beside Flower's server that starts the round loop of a run, if the run is of FedGuild's app.
+
+Flower's interfaces on the server's machine ask nobody for a key, so whoever reaches them can start a run of any app. The
+run is ended before anything of such an app is installed or loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from fedguild.engines.flower import bundle
+from fedguild.engines.flower.tasks import AGENT_APP, SERVER_APP, Task, TaskSource
+from fedguild.federation import commands, templates
+from fedguild.federation.audit import AuditLog
+from fedguild.federation.watchdog import dying_with_parent
+
+END_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """The round loop of a run."""
+
+    task: Task
+    process: subprocess.Popen[bytes]
+
+
+def main(address: str, secret: str, authority: str, state: str) -> None:
+    """Starts round loops until a signal ends it.
+
+    Args:
+        address: Where Flower's server answers, `host:port`.
+        secret: The file with the server's secret.
+        authority: The authority's certificate, a PEM file.
+        state: The server's state folder.
+    """
+    source, audit = TaskSource(address, Path(secret), Path(authority)), AuditLog(Path(state))
+    trusted = hashlib.sha256(bundle.build(templates.APP)).hexdigest()
+    loops: list[_Loop] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    try:
+        for task in source.forever(SERVER_APP, AGENT_APP):
+            for loop in [loop for loop in loops if loop.process.poll() is not None]:
+                loops.remove(loop)
+                _report(source, loop)
+            if task is None:
+                continue
+            if task.type == SERVER_APP and task.bundle_sha256 == trusted:
+                loops.append(_Loop(task, _start(source, task)))
+            else:
+                print(f"Refused a run of another app ({task.bundle_sha256}).", file=sys.stderr, flush=True)
+                audit.append("foreign", app=task.bundle_sha256)
+                _fail(source, task, "This server runs FedGuild's app only.")
+    finally:
+        _end([loop.process for loop in loops])
+
+
+def _start(source: TaskSource, task: Task) -> subprocess.Popen[bytes]:
+    """Starts the round loop of a run; it ends with this process."""
+    return subprocess.Popen(
+        commands.server_app(source.address, source.authority, task.token, os.getpid()),
+        stdin=subprocess.DEVNULL,
+        preexec_fn=dying_with_parent(),
+    )
+
+
+def _report(source: TaskSource, loop: _Loop) -> None:
+    """Ends the run of a round loop that was killed, as Flower cannot know of it."""
+    if loop.process.returncode:
+        _fail(source, loop.task, f"The round loop ended with status {loop.process.returncode}.")
+
+
+def _fail(source: TaskSource, task: Task, reason: str) -> None:
+    with suppress(httpx.HTTPError):
+        source.fail(task, reason)
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Lets round loops say that they were ended, and release what they hold."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
