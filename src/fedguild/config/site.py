@@ -116,8 +116,8 @@ class ServerSettings(Section):
     port: int = Field(default=9443, ge=1, le=65535, description="Port for the clients.")
     opens: Literal["fleet"] | None = Field(
         default=None,
-        description="What other machines may reach at `host`. fleet: the interface for clients, which needs a registered "
-        "key; null: nothing.",
+        description="What other machines may reach at `host`. fleet: the interface for clients, which needs a "
+        "registered key; null: nothing.",
     )
     control_port: int = Field(
         default=9444,

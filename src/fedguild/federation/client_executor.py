@@ -1,7 +1,7 @@
 """The program on a client's machine that takes the messages which Flower's node has received.
 
-It runs FedGuild's own app as it is installed here, whatever app the server sends: nothing of the server's is executed. A
-message of a run with another app gets an error for an answer.
+It runs FedGuild's own app as it is installed here, whatever app the server sends: nothing of the server's is executed.
+A message of a run with another app gets an error for an answer.
 """
 
 from __future__ import annotations

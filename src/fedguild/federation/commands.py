@@ -182,8 +182,8 @@ def _environment(home: Path) -> dict[str, str]:
 def _make_secret(path: Path) -> None:
     """Draws the secret between one of Flower's programs and its executor, if there is none; only the user can read it.
 
-    Flower's runtime interface hands out a node's messages, and the right to run a run's app, to whoever asks; with this,
-    to whoever knows the secret.
+    Flower's runtime interface hands out a node's messages, and the right to run an app, to whoever asks; with this, to
+    whoever knows the secret.
     """
     make_folder(path.parent)
     if not path.exists():

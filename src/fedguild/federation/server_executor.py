@@ -1,7 +1,7 @@
 """The program beside Flower's server that starts the round loop of a run, if the run is of FedGuild's app.
 
-Flower's interfaces on the server's machine ask nobody for a key, so whoever reaches them can start a run of any app. The
-run is ended before anything of such an app is installed or loaded.
+Flower's interfaces on the server's machine ask nobody for a key, so whoever reaches them can start a run of any app.
+The run is ended before anything of such an app is installed or loaded.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 import httpx
 
 from fedguild.engines.flower import bundle
-from fedguild.engines.flower.tasks import AGENT_APP, SERVER_APP, Task, TaskSource
+from fedguild.engines.flower.tasks import AGENT_APP, HEARTBEAT_SECONDS, SERVER_APP, Task, TaskSource
 from fedguild.federation import commands, templates
 from fedguild.federation.audit import AuditLog
 from fedguild.federation.watchdog import dying_with_parent
@@ -26,12 +27,26 @@ from fedguild.federation.watchdog import dying_with_parent
 END_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Loop:
-    """The round loop of a run."""
+    """The round loop of a run.
+
+    Attributes:
+        task: Its task.
+        process: Its process, which on a busy machine takes longer to start than Flower waits for a sign of life.
+        kept: When Flower last heard that it lives, on the monotonic clock.
+    """
 
     task: Task
     process: subprocess.Popen[bytes]
+    kept: float
+
+    def keep(self, source: TaskSource) -> None:
+        """Tells Flower now and then that it lives."""
+        if time.monotonic() - self.kept >= HEARTBEAT_SECONDS:
+            self.kept = time.monotonic()
+            with suppress(httpx.HTTPError):
+                source.keep(self.task)
 
 
 def main(address: str, secret: str, authority: str, state: str) -> None:
@@ -52,10 +67,12 @@ def main(address: str, secret: str, authority: str, state: str) -> None:
             for loop in [loop for loop in loops if loop.process.poll() is not None]:
                 loops.remove(loop)
                 _report(source, loop)
+            for loop in loops:
+                loop.keep(source)
             if task is None:
                 continue
             if task.type == SERVER_APP and task.bundle_sha256 == trusted:
-                loops.append(_Loop(task, _start(source, task)))
+                loops.append(_Loop(task, _start(source, task), time.monotonic()))
             else:
                 print(f"Refused a run of another app ({task.bundle_sha256}).", file=sys.stderr, flush=True)
                 audit.append("foreign", app=task.bundle_sha256)

@@ -115,8 +115,8 @@ class SitePolicy:
 class RequestLog:
     """The requests of a run that a site has answered, on disk, so that a restart does not forget them.
 
-    A request that is repeated word for word gets the same answer again, from which nobody learns more: a server that was
-    interrupted asks so. Only different requests count.
+    A request that is repeated word for word gets the same answer again, from which nobody learns more: a server that
+    was interrupted asks so. Only different requests count.
 
     Args:
         path: The file, JSON: kind, round, and what distinguishes legitimate requests -> digests of those answered.

@@ -151,6 +151,9 @@ class FederationProcesses:
         path = self.site(index) / "work" / "trainer.log"
         return path.read_text() if path.is_file() else ""
 
+    def executor_log(self, index: int) -> str:
+        return (self.site(index) / "work" / "executor.log").read_text()
+
     def trainer_pid(self, index: int) -> int:
         return int(json.loads((self.site(index) / "work" / ipc.ADDRESS_FILE).read_text())["pid"])
 

@@ -1,7 +1,7 @@
 """The app that a run of Flower carries, as a bundle: a zip file with a `pyproject.toml` that names the app's parts.
 
-Flower sends the bundle from the server to the clients. FedGuild's names modules of the installed package and has no code
-of its own, so a bundle with anything else in it is somebody else's. The check reads the bundle and runs none of it.
+Flower sends the bundle from the server to the clients. FedGuild's names modules of the installed package and has no
+code of its own, so a bundle with anything else in it is somebody else's. The check runs nothing of the bundle.
 
 Flower's own check, `--trusted-entities`, accepts only signatures that its Hub adds to an app from the Hub.
 """

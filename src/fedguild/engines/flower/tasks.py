@@ -98,6 +98,11 @@ class TaskSource:
         finally:
             client.close()
 
+    def keep(self, task: Task) -> None:
+        """Tells Flower that a task is worked on, as it must hear every 30 s from the moment it was taken."""
+        with self.client_of(task) as client:
+            client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
+
     def fail(self, task: Task, reason: str) -> None:
         """Ends a task that was not worked on, or not to its end."""
         with self.client_of(task) as client:
