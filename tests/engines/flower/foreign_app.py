@@ -114,7 +114,7 @@ def ended(client: ControlHttpClient, run: int, seconds: float = 30.0) -> Run:
 
 
 def error_codes_of_clients(source: TaskSource, task: Task, clients: int, seconds: float = 90.0) -> list[int]:
-    """Asks every connected client something in the name of a run's server app; returns their errors' codes, 0 if none."""
+    """Asks every client something in the name of a run's server app; returns the codes of their errors, 0 if none."""
     assert task.type == SERVER_APP
     assert source.authority is not None
     grid = HttpGrid(
@@ -123,19 +123,20 @@ def error_codes_of_clients(source: TaskSource, task: Task, clients: int, seconds
         root_certificates=source.authority.read_bytes(),
         token=task.token,
     )
-    before = TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id
     try:
         given = grid._runtime_client.PullTaskInput(PullTaskInputRequest())
         TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
         TaskIdentity.node_id = given.context.node_id
         grid.set_run(run_from_proto(given.run))
         content = RecordDict({"question": ConfigRecord({"question": "which examples do you have?"})})
-        nodes = list(grid.get_node_ids())
-        assert len(nodes) == clients
+        deadline = time.monotonic() + seconds
+        while len(nodes := list(grid.get_node_ids())) < clients:
+            assert time.monotonic() < deadline, f"only {len(nodes)} clients are connected"
+            time.sleep(0.2)
         asked = {
             *grid.push_messages([FlowerMessage(content, dst_node_id=node, message_type="query") for node in nodes])
         }
-        codes, deadline = [], time.monotonic() + seconds
+        codes: list[int] = []
         while asked and time.monotonic() < deadline:
             for reply in grid.pull_messages(asked):
                 asked.discard(reply.metadata.reply_to_message_id)
@@ -143,5 +144,4 @@ def error_codes_of_clients(source: TaskSource, task: Task, clients: int, seconds
             time.sleep(0.2)
         return codes
     finally:
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = before
         grid.close()
