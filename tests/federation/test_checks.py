@@ -124,6 +124,14 @@ def test_a_certificate_with_another_key(copy: Path) -> None:
     says(fault.message, "is not the key of")
 
 
+def test_a_certificate_that_the_servers_own_programs_do_not_trust(copy: Path) -> None:
+    folder = copy / "server" / "certificates"
+    script = (folder / "make.sh").read_text().replace(",IP:127.0.0.1", "").replace("kind=IP", "kind=DNS")
+    subprocess.run(["sh", "-c", script], cwd=folder, check=True, capture_output=True)
+    (fault,) = faults_of_server(copy)
+    says(fault.message + fault.hint, "is not for 127.0.0.1", "subjectAltName")
+
+
 def test_something_that_is_no_certificate(copy: Path) -> None:
     (copy / "client-000/ca.pem").write_text("hello")
     assert all("is not a certificate in PEM form" in fault.message for fault in faults_of_site(copy))

@@ -201,6 +201,16 @@ def certificate_faults(authority: Path, certificate: Path, key: Path) -> Iterato
         )
     if signed.public_key() != private.public_key():
         yield Fault(f"{key} is not the key of {certificate}.", "Use a certificate and the key that belongs to it.")
+    try:
+        names = signed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        addresses = [str(address) for address in names.get_values_for_type(x509.IPAddress)]
+    except x509.ExtensionNotFound:
+        addresses = []
+    if "127.0.0.1" not in addresses:
+        yield Fault(
+            f"{certificate} is not for 127.0.0.1, where the server's own programs reach it.",
+            "Add IP:127.0.0.1 to its names (subjectAltName), beside the name that clients use.",
+        )
 
 
 def port_faults(host: str, port: int, where: str) -> Iterator[Fault]:
