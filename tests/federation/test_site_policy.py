@@ -58,8 +58,8 @@ def test_kinds_of_requests() -> None:
 
 
 def test_a_score_of_few_examples() -> None:
-    assert SitePolicy(min_examples=5).score_refusal(5) == ""
-    assert SitePolicy(min_examples=5).score_refusal(4) == "a score is of 4 example(s), below accept.min_examples of 5"
+    assert SitePolicy(min_scored=5).score_refusal(5) == ""
+    assert SitePolicy(min_scored=5).score_refusal(4) == "a score is of 4 example(s), below accept.min_scored of 5"
 
 
 @pytest.mark.parametrize(

@@ -161,8 +161,8 @@ def test_a_kind_of_request_that_the_site_does_not_accept(kind: str, config: Conf
 
 
 def test_a_score_of_fewer_examples_than_the_site_accepts(config: Config, tmp_path: Path) -> None:
-    trainer = trainers_of(config, tmp_path)[1]
+    trainer = trainers_of(config, tmp_path, [{}, {"accept": {"min_scored": 2}}, {}])[1]
     one = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"max_examples": 1})})
     request = replace(train_request(one), kind="score")
     request.metadata.update(scope="client", split="test")
-    assert "a score is of 1 example(s), below accept.min_examples of 2" in trainer.handle(request).failure
+    assert "a score is of 1 example(s), below accept.min_scored of 2" in trainer.handle(request).failure

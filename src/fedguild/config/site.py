@@ -51,9 +51,10 @@ class AcceptSettings(Section):
         default=1, ge=1, description="Minimum examples of an optimizer step, over all accumulated batches."
     )
     min_examples: int = Field(
-        default=2,
-        ge=1,
-        description="Minimum number of this site's examples that a round trains on, and that a score is a mean over.",
+        default=2, ge=1, description="Minimum number of this site's examples that a round trains on."
+    )
+    min_scored: int = Field(
+        default=1, ge=1, description="Minimum number of this site's held-out examples that a score is a mean over."
     )
     requests_per_round: int | None = Field(
         default=3,

@@ -48,7 +48,8 @@ class SitePolicy:
         min_steps: Minimum number of optimizer steps in a round.
         max_steps: Maximum number of optimizer steps in a round; None for no limit.
         min_batch: Minimum number of examples of an optimizer step.
-        min_examples: Minimum number of this site's examples that a round trains on, and that a score is a mean over.
+        min_examples: Minimum number of this site's examples that a round trains on.
+        min_scored: Minimum number of this site's examples that a score is a mean over.
         requests_per_round: Maximum number of different requests of one kind in a round; None for no limit.
         leave: Patterns of the names of tensors that may leave the site.
         min_clients: Minimum number of clients whose uploads the run aggregates.
@@ -61,6 +62,7 @@ class SitePolicy:
     max_steps: int | None = None
     min_batch: int = 1
     min_examples: int = 2
+    min_scored: int = 1
     requests_per_round: int | None = 3
     leave: tuple[str, ...] = ("*",)
     min_clients: int = 2
@@ -93,8 +95,8 @@ class SitePolicy:
 
     def score_refusal(self, examples: int) -> str:
         """Returns why a score that is a mean over this number of examples is refused; empty if it is not."""
-        if examples < self.min_examples:
-            return f"a score is of {examples} example(s), below accept.min_examples of {self.min_examples}"
+        if examples < self.min_scored:
+            return f"a score is of {examples} example(s), below accept.min_scored of {self.min_scored}"
         return ""
 
     def names_refusal(self, names: Iterable[str]) -> str:

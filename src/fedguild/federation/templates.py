@@ -11,7 +11,8 @@ On one machine, each line in a terminal of its own:
     fedguild federation run server
 
 On several machines: give every organisation its folder and nothing else, keep `server/certificates/ca.key`
-and every `node.key` where only their owner can read them, and let the clients reach {address}.
+and every `node.key` where only their owner can read them, and let the clients reach {address}: by `host` and
+`opens` in `server/server.yaml`, or through a proxy like `server/nginx.conf`.
 Better still, every organisation makes its own key with `fedguild federation key node.key` and sends only
 `node.pub`, which goes into `server/nodes/` under the client's name.
 
