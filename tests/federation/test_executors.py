@@ -49,11 +49,11 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The server's round loop: a program that says that it ran, and with a token `bad` fails."""
     said = tmp_path / "said"
     program = (
-        f"import sys, time; open({str(said)!r}, 'a').write(sys.argv[1] + ' '); "
-        "time.sleep(600 if sys.argv[1] == 'long' else 0); sys.exit(sys.argv[1] == 'bad')"
+        f"import sys, time; token = open(sys.argv[1]).read(); open({str(said)!r}, 'a').write(token + ' '); "
+        "time.sleep(600 if token == 'long' else 0); sys.exit(token == 'bad')"
     )
     monkeypatch.setattr(
-        commands, "server_app", lambda address, authority, token, parent: [sys.executable, "-c", program, token]
+        commands, "server_app", lambda address, authority, file, parent: [sys.executable, "-c", program, str(file)]
     )
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     return said
@@ -62,7 +62,8 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def serve(source: Source, monkeypatch: pytest.MonkeyPatch, state: Path) -> None:
     monkeypatch.setattr(server_executor, "TaskSource", lambda *_: source)
     with pytest.raises(EndedError):
-        server_executor.main("127.0.0.1:9", "secret", "ca.pem", str(state))
+        server_executor.main("127.0.0.1:9", str(state / "flower" / "secret"), "ca.pem", str(state))
+    assert not list((state / "flower").iterdir()), "the token stays"
 
 
 def until(said: Path, text: str) -> Iterator[None]:
@@ -81,6 +82,9 @@ def test_only_the_round_loop_of_fedguilds_app_is_started(
             yield Task(SERVER_APP, TRUSTED, "good")
             yield from until(loop, "good")
 
+    left = tmp_path / "flower" / "left.token"
+    left.parent.mkdir()
+    left.touch()
     source = Source(Given())
     serve(source, monkeypatch, tmp_path)
     assert loop.read_text() == "good "
@@ -104,13 +108,13 @@ def test_a_loop_that_fails_ends_its_run_and_one_that_lasts_is_kept_and_ended(
             yield from until(loop, "long")
 
     source.given = Given()
-    started = []
-    start = server_executor._start
-    monkeypatch.setattr(server_executor, "_start", lambda *given: started.append(start(*given)) or started[-1])
+    started: list[server_executor._Loop] = []
+    start = server_executor._Loop.start
+    monkeypatch.setattr(server_executor._Loop, "start", lambda *given: started.append(start(*given)) or started[-1])
     serve(source, monkeypatch, tmp_path)
     assert source.failed == [("bad", "The round loop ended with status 1.")]
     assert "long" in source.kept
-    assert [process.returncode for process in started] == [-signal.SIGTERM, 1]
+    assert [loop.process.returncode for loop in started] == [-signal.SIGTERM, 1]
 
 
 def test_a_client_says_what_it_refused_and_goes_on_after_an_error(

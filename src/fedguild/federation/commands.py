@@ -65,10 +65,14 @@ def server_executor(folder: Path, settings: ServerSettings) -> list[str]:
     ]
 
 
-def server_app(address: str, authority: Path | None, token: str, parent: int) -> list[str]:
-    """Returns the command of Flower's program that runs the app of one run on the server."""
+def server_app(address: str, authority: Path | None, token_file: Path, parent: int) -> list[str]:
+    """Returns the command of Flower's program that runs the app of one run on the server.
+
+    Whoever has the token can ask the clients in the run's name, and every user can read a command line, so it is in a
+    file.
+    """
     return [
-        *(_program("flwr-serverapp"), "--runtime-api-address", address, "--token", token),
+        *(_program("flwr-serverapp"), "--runtime-api-address", address, "--token-file", str(token_file)),
         *(["--insecure"] if authority is None else ["--root-certificates", str(authority)]),
         *("--parent-pid", str(parent)),
     ]

@@ -23,6 +23,7 @@ from fedguild.engines.flower.tasks import AGENT_APP, HEARTBEAT_SECONDS, SERVER_A
 from fedguild.federation import commands, templates
 from fedguild.federation.audit import AuditLog
 from fedguild.federation.watchdog import dying_with_parent
+from fedguild.files import write_text
 
 END_SECONDS = 5.0
 
@@ -33,13 +34,27 @@ class _Loop:
 
     Attributes:
         task: Its task.
+        token_file: The file with the task's token, which only the user can read.
         process: Its process, which on a busy machine takes longer to start than Flower waits for a sign of life.
         kept: When Flower last heard that it lives, on the monotonic clock.
     """
 
     task: Task
+    token_file: Path
     process: subprocess.Popen[bytes]
     kept: float
+
+    @classmethod
+    def start(cls, source: TaskSource, task: Task, folder: Path) -> _Loop:
+        """Starts the round loop of a run; it ends with this process."""
+        token_file = folder / f"{hashlib.sha256(task.token.encode()).hexdigest()[:16]}.token"
+        write_text(token_file, task.token)
+        process = subprocess.Popen(
+            commands.server_app(source.address, source.authority, token_file, os.getpid()),
+            stdin=subprocess.DEVNULL,
+            preexec_fn=dying_with_parent(),
+        )
+        return cls(task, token_file, process, time.monotonic())
 
     def keep(self, source: TaskSource) -> None:
         """Tells Flower now and then that it lives."""
@@ -47,6 +62,12 @@ class _Loop:
             self.kept = time.monotonic()
             with suppress(httpx.HTTPError):
                 source.keep(self.task)
+
+    def end(self) -> None:
+        """Waits until it has said that it was ended, and has released what it held."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_SECONDS)
+        self.token_file.unlink(missing_ok=True)
 
 
 def main(address: str, secret: str, authority: str, state: str) -> None:
@@ -59,55 +80,39 @@ def main(address: str, secret: str, authority: str, state: str) -> None:
         state: The server's state folder.
     """
     source, audit = TaskSource(address, Path(secret), Path(authority)), AuditLog(Path(state))
+    folder = Path(secret).parent
     trusted = hashlib.sha256(bundle.build(templates.APP)).hexdigest()
     loops: list[_Loop] = []
+    for left in folder.glob("*.token"):  # Of an executor that was killed.
+        left.unlink()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     try:
         for task in source.forever(SERVER_APP, AGENT_APP):
             for loop in [loop for loop in loops if loop.process.poll() is not None]:
                 loops.remove(loop)
-                _report(source, loop)
+                loop.end()
+                if loop.process.returncode:  # It was killed, or else Flower knows already.
+                    _fail(source, loop.task, f"The round loop ended with status {loop.process.returncode}.")
             for loop in loops:
                 loop.keep(source)
             if task is None:
                 continue
             if task.type == SERVER_APP and task.bundle_sha256 == trusted:
-                loops.append(_Loop(task, _start(source, task), time.monotonic()))
+                loops.append(_Loop.start(source, task, folder))
             else:
                 print(f"Refused a run of another app ({task.bundle_sha256}).", file=sys.stderr, flush=True)
                 audit.append("foreign", app=task.bundle_sha256)
                 _fail(source, task, "This server runs FedGuild's app only.")
     finally:
-        _end([loop.process for loop in loops])
-
-
-def _start(source: TaskSource, task: Task) -> subprocess.Popen[bytes]:
-    """Starts the round loop of a run; it ends with this process."""
-    return subprocess.Popen(
-        commands.server_app(source.address, source.authority, task.token, os.getpid()),
-        stdin=subprocess.DEVNULL,
-        preexec_fn=dying_with_parent(),
-    )
-
-
-def _report(source: TaskSource, loop: _Loop) -> None:
-    """Ends the run of a round loop that was killed, as Flower cannot know of it."""
-    if loop.process.returncode:
-        _fail(source, loop.task, f"The round loop ended with status {loop.process.returncode}.")
+        for loop in loops:
+            loop.process.terminate()
+        for loop in loops:
+            loop.end()
 
 
 def _fail(source: TaskSource, task: Task, reason: str) -> None:
     with suppress(httpx.HTTPError):
         source.fail(task, reason)
-
-
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Lets round loops say that they were ended, and release what they hold."""
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS)
 
 
 if __name__ == "__main__":

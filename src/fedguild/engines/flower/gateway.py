@@ -55,9 +55,9 @@ class Gateway:
         if not FLEET.fullmatch(path) or scope["query_string"]:
             await _answer(send, 403, b"Only /v1/fleet/ is served here.\n")
             return
-        given = dict(scope["headers"])
         headers = [(name, value) for name, value in scope["headers"] if name not in _SET_ANEW]
-        body = _body(receive) if given.keys() & {b"content-length", b"transfer-encoding"} else None
+        has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
+        body = _body(receive) if has_body else None
         request = httpx.Request(scope["method"], self._server + path.decode(), headers=headers, content=body)
         try:
             response = await self._client.send(request, stream=True)
