@@ -35,11 +35,14 @@ def guild(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_init_writes_files_that_load(guild: Path) -> None:
     server, run = load_server(guild / "server"), load_config(str(guild / "server" / "run.yaml"))
     assert (server.port, server.reads_data, server.run) == (9443, True, "run.yaml")
+    assert (server.host, server.opens, server.control_port) == ("127.0.0.1", None, 9444)
     assert (run.federation.clients, run.federation.engine.name, run.seed) == (2, "flower", 7)
     for index in range(2):
         site = load_site(guild / f"client-{index:03d}")
         assert (site.client, site.data.shares, site.data.share, site.data.seed) == (index, 2, index, 7)
         assert site.accept.methods == ("flame",)
+        assert site.accept.min_steps == (run.training.steps or 1)
+        assert site.accept.min_batch == run.training.batch_size * run.training.accumulation
         assert site.server == "127.0.0.1:9443"
 
 
@@ -74,6 +77,13 @@ def test_init_puts_the_servers_name_into_its_certificate(tmp_path: Path) -> None
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["guild.example.org", "localhost"]
     assert load_site(tmp_path / "g/client-000").server == "guild.example.org:1234"
+
+
+@pytest.mark.parametrize(("port", "control_port"), [(1234, 1235), (443, 9444), (65535, 9444)])
+def test_init_keeps_control_on_a_port_of_its_own(port: int, control_port: int, tmp_path: Path) -> None:
+    assert call("init", str(tmp_path / "g"), "--clients", "1", "--address", f"guild.example.org:{port}")[0] == 0
+    server = load_server(tmp_path / "g" / "server")
+    assert (server.host, server.port, server.control_port) == ("127.0.0.1", port, control_port)
 
 
 @pytest.mark.parametrize(

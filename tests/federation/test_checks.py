@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fedguild.config import load_config
-from fedguild.config.site import load_server, load_site
+from fedguild.config.site import ServerSettings, load_server, load_site
 from fedguild.errors import ConfigError
 from fedguild.federation import checks
 from fedguild.federation.project import write_project
@@ -124,6 +124,14 @@ def test_a_certificate_with_another_key(copy: Path) -> None:
     says(fault.message, "is not the key of")
 
 
+def test_a_certificate_that_the_servers_own_programs_do_not_trust(copy: Path) -> None:
+    folder = copy / "server" / "certificates"
+    script = (folder / "make.sh").read_text().replace(",IP:127.0.0.1", "").replace("kind=IP", "kind=DNS")
+    subprocess.run(["sh", "-c", script], cwd=folder, check=True, capture_output=True)
+    (fault,) = faults_of_server(copy)
+    says(fault.message + fault.hint, "is not for 127.0.0.1", "subjectAltName")
+
+
 def test_something_that_is_no_certificate(copy: Path) -> None:
     (copy / "client-000/ca.pem").write_text("hello")
     assert all("is not a certificate in PEM form" in fault.message for fault in faults_of_site(copy))
@@ -161,7 +169,54 @@ def test_a_clock_that_is_off(seconds: int, faulty: bool) -> None:
     assert bool(list(checks.clock_faults(now, now + timedelta(seconds=seconds)))) is faulty
 
 
-@pytest.mark.parametrize("version", [None, "1.40.0", "1.410.0"])
+@pytest.mark.parametrize(
+    ("host", "opens", "faulty"),
+    [
+        ("127.0.0.1", None, False),
+        ("localhost", None, False),
+        ("0.0.0.0", None, True),
+        ("0.0.0.0", "fleet", False),
+    ],
+)
+def test_an_address_that_others_reach_needs_a_word(host: str, opens: str | None, faulty: bool) -> None:
+    port, control_port = free_ports(2)
+    settings = ServerSettings.model_validate({"host": host, "opens": opens, "port": port, "control_port": control_port})
+    faults = list(checks.listening_faults(settings))
+    assert [fault.fatal for fault in faults] == [True] * faulty
+    if faulty:
+        says(faults[0].message, f"host in server.yaml is {host}", "interface for clients (/v1/fleet/")
+        says(faults[0].hint, "write `opens: fleet`")
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.9", True), ("::1", True), ("::", False), ("10.0.0.1", False), ("guild.example.org", False), ("", False)],
+)
+def test_addresses_of_this_machine_alone(host: str, loopback: bool) -> None:
+    assert checks.is_loopback(host) is loopback
+
+
+def test_one_port_for_clients_and_for_control(copy: Path) -> None:
+    path = copy / "server" / "server.yaml"
+    port = load_server(copy / "server").port
+    path.write_text(path.read_text().replace(f"control_port: {port + 1}", f"control_port: {port}"))
+    (fault,) = faults_of_server(copy)
+    says(fault.message, f"port and control_port in server.yaml are both {port}")
+
+
+def test_a_control_port_that_is_taken(federation: Path) -> None:
+    with socket.create_server(("127.0.0.1", load_server(federation / "server").control_port)):
+        (fault,) = faults_of_server(federation)
+    says(fault.message + fault.hint, "Cannot listen on port", "control_port in server.yaml")
+
+
+@pytest.mark.parametrize("version", ["1.41.0", "1.42.0", "1.42.7"])
+def test_versions_of_flower_that_are_supported(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "installed", lambda _: version)
+    assert not list(checks.version_faults())
+
+
+@pytest.mark.parametrize("version", [None, "1.40.0", "1.410.0", "1.43.0", "2.41.0"])
 def test_another_version_of_flower(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "installed", lambda _: version)
     (fault,) = checks.version_faults()

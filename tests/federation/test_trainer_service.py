@@ -110,3 +110,59 @@ def test_a_budget_that_the_run_does_not_have(config: Config, tmp_path: Path) -> 
     trainer = trainers_of(config, tmp_path, [{}, {"budget": "smal"}, {}])[1]
     failure = trainer.handle(Message("hello", RUN, metadata=run_metadata(config))).failure
     assert failure == "its site sets budget 'smal', which the run does not have"
+
+
+def test_the_same_round_with_other_seeds_is_refused(config: Config, tmp_path: Path) -> None:
+    """Also by the trainer that was started anew; the first request, word for word, gets the same answer again."""
+    changes = [{}, {"accept": {"requests_per_round": 2}}, {}]
+    trainer = trainers_of(config, tmp_path, changes)[1]
+    asked = [train_request(config.model_copy(update={"seed": seed})) for seed in (1, 2, 3)]
+    answers = [trainer.handle(message) for message in asked]
+    assert [bool(answer.failure) for answer in answers] == [False, False, True]
+    assert "accept.requests_per_round is 2" in answers[2].failure
+    again = trainers_of(config, tmp_path, changes)[1]
+    assert "accept.requests_per_round is 2" in again.handle(asked[2]).failure
+    assert again.handle(asked[0]).body == answers[0].body
+    assert not again.handle(replace(train_request(config), round=2)).failure
+
+
+@pytest.mark.parametrize(
+    ("accept", "training", "reason"),
+    [
+        ({"max_steps": 10}, {"steps": 10**9}, "a round asks for 1000000000 steps"),
+        ({"min_steps": 2}, {"steps": 1}, "below accept.min_steps of 2"),
+        ({"min_batch": 4}, {"batch_size": 1, "accumulation": 3}, "a step is on 3 example(s), below accept.min_batch"),
+        ({}, {"steps": 1, "batch_size": 1}, "a round trains on 1 example(s), below accept.min_examples of 2"),
+        ({"min_examples": 5}, {"steps": 2, "batch_size": 2}, "a round trains on 4 example(s)"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["hello", "train", "score", "deliver"])
+def test_every_request_of_a_run_that_asks_too_much_or_too_little_is_refused(
+    kind: str, accept: dict[str, int], training: dict[str, int], reason: str, config: Config, tmp_path: Path
+) -> None:
+    trainer = trainers_of(config, tmp_path, [{}, {"accept": accept}, {}])[1]
+    asked = config.model_copy(update={"training": config.training.model_copy(update=training)})
+    metadata = {**run_metadata(asked), "scope": "client", "split": "test"}
+    failure = trainer.handle(Message(kind, RUN, 1, 1, metadata=metadata)).failure  # type: ignore[arg-type]
+    assert failure.startswith("refused by its site: ")
+    assert reason in failure
+    assert not (trainer.work / "runs").exists()
+
+
+@pytest.mark.parametrize("kind", ["train", "score", "deliver"])
+def test_a_kind_of_request_that_the_site_does_not_accept(kind: str, config: Config, tmp_path: Path) -> None:
+    accepted = [other for other in ("train", "score", "deliver") if other != kind]
+    trainer = trainers_of(config, tmp_path, [{}, {"accept": {"requests": accepted}}, {}])[1]
+    request = replace(train_request(config), kind=kind)
+    request.metadata.update(scope="client", split="test")
+    assert trainer.handle(request).failure == (
+        f"refused by its site: '{kind}' is not among accept.requests ({', '.join(accepted)})"
+    )
+
+
+def test_a_score_of_fewer_examples_than_the_site_accepts(config: Config, tmp_path: Path) -> None:
+    trainer = trainers_of(config, tmp_path, [{}, {"accept": {"min_scored": 2}}, {}])[1]
+    one = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"max_examples": 1})})
+    request = replace(train_request(one), kind="score")
+    request.metadata.update(scope="client", split="test")
+    assert "a score is of 1 example(s), below accept.min_scored of 2" in trainer.handle(request).failure

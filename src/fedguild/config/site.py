@@ -7,7 +7,7 @@ trains on, and limits what the server may ask for; requests beyond the limits ar
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -38,10 +38,30 @@ class SiteDataSettings(DataSettings):
 class AcceptSettings(Section):
     """Limits on what the server may ask of this site; other requests are refused with a reason."""
 
+    requests: tuple[Literal["train", "score", "deliver"], ...] = Field(
+        default=("train", "score", "deliver"),
+        description="What the server may ask for: training; scores on this site's examples; to take a model home.",
+    )
     methods: tuple[str, ...] | None = Field(
         default=None, description="Names of the methods that may run here; null: any."
     )
+    min_steps: int = Field(default=1, ge=1, description="Minimum optimizer steps per round.")
     max_steps: int | None = Field(default=None, ge=1, description="Maximum optimizer steps per round; null: no limit.")
+    min_batch: int = Field(
+        default=1, ge=1, description="Minimum examples of an optimizer step, over all accumulated batches."
+    )
+    min_examples: int = Field(
+        default=2, ge=1, description="Minimum number of this site's examples that a round trains on."
+    )
+    min_scored: int = Field(
+        default=1, ge=1, description="Minimum number of this site's held-out examples that a score is a mean over."
+    )
+    requests_per_round: int | None = Field(
+        default=3,
+        ge=1,
+        description="Maximum number of different requests of one kind in a round of a run; one that is repeated word "
+        "for word, as after an interruption, counts once. null: no limit.",
+    )
     leave: tuple[str, ...] = Field(
         default=("*",),
         description="Name patterns of the tensors that may leave the site, `part/name`, for example `adapter/*`.",
@@ -89,8 +109,23 @@ class ServerSettings(Section):
     """The server of a federation."""
 
     run: str = Field(default="run.yaml", description="The run's config.")
-    host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
-    port: int = Field(default=9443, ge=1, le=65535, description="Port to listen on.")
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address at which clients reach this machine; one that is not its own, such as 0.0.0.0 for all, "
+        "needs `opens`.",
+    )
+    port: int = Field(default=9443, ge=1, le=65535, description="Port for the clients.")
+    opens: Literal["fleet"] | None = Field(
+        default=None,
+        description="What other machines may reach at `host`. fleet: the interface for clients, which needs a "
+        "registered key; null: nothing.",
+    )
+    control_port: int = Field(
+        default=9444,
+        ge=1,
+        le=65535,
+        description="Port of 127.0.0.1, always, for Flower's control and runtime interfaces, which need no key.",
+    )
     authority: str = Field(default="certificates/ca.pem", description="Certificate of the authority, a PEM file.")
     certificate: str = Field(default="certificates/server.pem", description="The server's certificate, a PEM file.")
     key: str = Field(default="certificates/server.key", description="The server's private key, a PEM file.")

@@ -37,7 +37,7 @@ class AuditLog:
 
         Args:
             event: What happened: `started`, `joined`, `refused`, `size`, `round`, `stopped`, `delivered`, `ended`,
-                `registered` or `revoked`.
+                `registered`, `revoked`, or `foreign`, a run of another app.
             values: What is known about it, as JSON values.
         """
         make_folder(self.path.parent)

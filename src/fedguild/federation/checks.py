@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import socket
 import ssl
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from fedguild.config import load_config
 from fedguild.config.site import ServerSettings, SiteSettings
 from fedguild.errors import ConfigError, FedGuildError
 
-FLWR = "1.41"
+FLWR = ("1.41", "1.42")
 CONNECT_SECONDS = 5.0
 AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 300.0
 """Flower refuses a client whose clock is further from the server's."""
@@ -64,8 +65,8 @@ def version_faults() -> Iterator[Fault]:
     flwr = installed("flwr")
     if flwr is None:
         yield Fault("Flower (flwr) is not installed.", INSTALL)
-    elif not flwr.startswith(f"{FLWR}."):
-        yield Fault(f"Flower {flwr} is installed, but FedGuild needs {FLWR}.", INSTALL)
+    elif flwr.rpartition(".")[0] not in FLWR:
+        yield Fault(f"Flower {flwr} is installed, but FedGuild needs {' or '.join(FLWR)}.", INSTALL)
 
 
 def server_faults(folder: Path, settings: ServerSettings) -> Iterator[Fault]:
@@ -92,7 +93,33 @@ def server_faults(folder: Path, settings: ServerSettings) -> Iterator[Fault]:
             "Put each client's key there as client-000.pub and so on, and start again.",
             fatal=not keys,
         )
+    yield from listening_faults(settings)
+
+
+def listening_faults(settings: ServerSettings) -> Iterator[Fault]:
+    """Yields faults of the addresses at which a server listens: for clients, and for this machine alone."""
+    if not is_loopback(settings.host) and settings.opens is None:
+        yield Fault(
+            f"host in server.yaml is {settings.host}: whoever reaches this machine would reach Flower's interface for "
+            "clients (/v1/fleet/, for registered keys only).",
+            "If that is wanted, write `opens: fleet` beside it; otherwise use `host: 127.0.0.1`.",
+        )
+    if settings.control_port == settings.port:
+        yield Fault(
+            f"port and control_port in server.yaml are both {settings.port}.",
+            "Choose another control_port: it is for this machine alone.",
+        )
+        return
     yield from port_faults(settings.host, settings.port, "port in server.yaml")
+    yield from port_faults("127.0.0.1", settings.control_port, "control_port in server.yaml")
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether an address to listen on is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def site_faults(folder: Path, site: SiteSettings) -> Iterator[Fault]:
@@ -174,6 +201,16 @@ def certificate_faults(authority: Path, certificate: Path, key: Path) -> Iterato
         )
     if signed.public_key() != private.public_key():
         yield Fault(f"{key} is not the key of {certificate}.", "Use a certificate and the key that belongs to it.")
+    try:
+        names = signed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        addresses = [str(address) for address in names.get_values_for_type(x509.IPAddress)]
+    except x509.ExtensionNotFound:
+        addresses = []
+    if "127.0.0.1" not in addresses:
+        yield Fault(
+            f"{certificate} is not for 127.0.0.1, where the server's own programs reach it.",
+            "Add IP:127.0.0.1 to its names (subjectAltName), beside the name that clients use.",
+        )
 
 
 def port_faults(host: str, port: int, where: str) -> Iterator[Fault]:

@@ -1,4 +1,4 @@
-"""The app that Flower starts on a client's machine for each message: it forwards the message to the trainer."""
+"""The app of a client: it forwards each message to the trainer. `client_executor` runs it, as it is installed."""
 
 from __future__ import annotations
 

@@ -1,26 +1,30 @@
-"""Command lines and environments of Flower's programs."""
+"""Command lines and environments of Flower's programs, and of FedGuild's beside them."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from fedguild.config.site import ServerSettings, SiteSettings
 from fedguild.errors import FedGuildError
-from fedguild.federation import SERVER_FOLDER, WORK_FOLDER
+from fedguild.federation import SERVER_FOLDER, WORK_FOLDER, templates
 from fedguild.files import make_folder, write_text
 
 CONNECTION = "guild"
 """The name of the server in Flower's own config."""
 DATABASE = "flower.db"
+SECRET = "executor.secret"
+"""File in Flower's folder that only FedGuild's executor and Flower's program read."""
+LOOPBACK = "127.0.0.1"
 VARIABLES = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",
 }
 """Keep Flower from sending telemetry, looking for updates, and installing packages while it runs."""
 
@@ -38,7 +42,7 @@ def site_environment(folder: Path, site: SiteSettings) -> dict[str, str]:
 
 
 def superlink(folder: Path, settings: ServerSettings) -> list[str]:
-    """Returns the command of Flower's server."""
+    """Returns the command of Flower's server, which only this machine reaches and which runs no app by itself."""
     base = folder.resolve()
     return [
         _program("flower-superlink"),
@@ -47,7 +51,41 @@ def superlink(folder: Path, settings: ServerSettings) -> list[str]:
         *("--ssl-keyfile", str(base / settings.key)),
         "--enable-supernode-auth",
         *("--database", str(base / settings.state / DATABASE)),
+        *("--host", LOOPBACK, "--port", str(settings.control_port)),
+        *("--isolation", "process", "--superexec-auth-secret-file", str(_server_secret(folder, settings))),
+    ]
+
+
+def server_executor(folder: Path, settings: ServerSettings) -> list[str]:
+    """Returns the command of the program that starts FedGuild's app on the server (`federation.server_executor`)."""
+    return [
+        *(sys.executable, "-m", "fedguild.federation.server_executor"),
+        *(_server_address(settings), str(_server_secret(folder, settings))),
+        *(str((folder / settings.authority).resolve()), str((folder / settings.state).resolve())),
+    ]
+
+
+def server_app(address: str, authority: Path | None, token_file: Path, parent: int) -> list[str]:
+    """Returns the command of Flower's program that runs the app of one run on the server.
+
+    Whoever has the token can ask the clients in the run's name, and every user can read a command line, so it is in a
+    file.
+    """
+    return [
+        *(_program("flwr-serverapp"), "--runtime-api-address", address, "--token-file", str(token_file)),
+        *(["--insecure"] if authority is None else ["--root-certificates", str(authority)]),
+        *("--parent-pid", str(parent)),
+    ]
+
+
+def gateway(folder: Path, settings: ServerSettings) -> list[str]:
+    """Returns the command of the program that faces the clients (`fedguild.engines.flower.gateway`)."""
+    base = folder.resolve()
+    return [
+        *(sys.executable, "-m", "fedguild.engines.flower.gateway"),
         *("--host", settings.host, "--port", str(settings.port)),
+        *("--certificate", str(base / settings.certificate), "--key", str(base / settings.key)),
+        *("--authority", str(base / settings.authority), "--server", f"https://{_server_address(settings)}"),
     ]
 
 
@@ -59,9 +97,16 @@ def supernode(folder: Path, site: SiteSettings) -> list[str]:
         *("--root-certificates", str(base / site.certificate)),
         *("--superlink", site.server),
         *("--auth-supernode-private-key", str(base / site.key)),
-        *("--port", str(site.port)),
+        *("--host", LOOPBACK, "--port", str(site.port)),
+        *("--isolation", "process", "--superexec-auth-secret-file", str(_site_secret(folder, site))),
         *("--node-config", f"client={site.client}"),
     ]
+
+
+def client_executor(folder: Path, site: SiteSettings) -> list[str]:
+    """Returns the command of the program that runs FedGuild's app on a client (`federation.client_executor`)."""
+    executor = [sys.executable, "-m", "fedguild.federation.client_executor"]
+    return [*executor, f"{LOOPBACK}:{site.port}", str(_site_secret(folder, site))]
 
 
 def trainer(folder: Path) -> list[str]:
@@ -108,21 +153,46 @@ def write_connection(folder: Path, settings: ServerSettings) -> None:
     write_text(
         (folder / settings.state).resolve() / "flower" / "config.toml",
         f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
-        f'address = "{local_host(settings)}:{settings.port}"\nroot-certificates = "{authority}"\ninsecure = false\n',
+        f'address = "{_server_address(settings)}"\nroot-certificates = "{authority}"\ninsecure = false\n',
     )
 
 
-def local_host(settings: ServerSettings) -> str:
-    """Returns the address at which the server's own machine reaches it."""
-    return "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+def write_app(folder: Path) -> None:
+    """Writes the app of the server's runs as this version of FedGuild has it; the clients accept no other."""
+    write_text(folder / "app" / "pyproject.toml", templates.APP)
+
+
+def _server_address(settings: ServerSettings) -> str:
+    """Returns the address at which the server's own machine reaches Flower's server."""
+    return f"{LOOPBACK}:{settings.control_port}"
+
+
+def _server_secret(folder: Path, settings: ServerSettings) -> Path:
+    return (folder / settings.state).resolve() / "flower" / SECRET
+
+
+def _site_secret(folder: Path, site: SiteSettings) -> Path:
+    return (folder / site.work).resolve() / "flower" / SECRET
 
 
 def _environment(home: Path) -> dict[str, str]:
     """Returns this process's environment with Flower's variables, its own folder, and its programs on the path."""
     programs = str(Path(sys.executable).parent)
     path = os.pathsep.join([programs, os.environ.get("PATH", os.defpath)])
-    make_folder(home)
+    _make_secret(home / SECRET)
     return {**os.environ, **VARIABLES, "FLWR_HOME": str(home), "PATH": path, "NO_COLOR": "1"}
+
+
+def _make_secret(path: Path) -> None:
+    """Draws the secret between one of Flower's programs and its executor, if there is none; only the user can read it.
+
+    Flower's runtime interface hands out a node's messages, and the right to run an app, to whoever asks; with this, to
+    whoever knows the secret.
+    """
+    make_folder(path.parent)
+    if not path.exists():
+        with suppress(FileExistsError), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(32))
 
 
 def _program(name: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from fedguild.config.site import ServerSettings, load_server, load_site
+from fedguild.config.site import load_server, load_site
 from fedguild.errors import FedGuildError
 from fedguild.federation import commands
 from fedguild.federation.audit import AuditLog
@@ -42,7 +42,7 @@ Echo = Callable[[str], None]
 
 
 def run_server(folder: Path, echo: Echo) -> None:
-    """Starts Flower's server with TLS and node authentication, registers the clients' keys, and runs until Ctrl-C.
+    """Starts Flower's server, registers the clients' keys, opens the port for the clients, and runs until Ctrl-C.
 
     Raises:
         ConfigError: the folder or this machine has faults; the message names all of them.
@@ -54,17 +54,30 @@ def run_server(folder: Path, echo: Echo) -> None:
     commands.write_connection(folder, settings)
     environment = commands.server_environment(folder, settings)
     state = folder / settings.state
-    server = Child("server", commands.superlink(folder, settings), environment, state / "server.log", folder)
-    server.start()
+
+    def child(name: str, command: list[str]) -> Child:
+        return Child(name, command, environment, state / f"{name}.log", folder)
+
+    server = child("server", commands.superlink(folder, settings))
+    executor = child("executor", commands.server_executor(folder, settings))
+    gateway = child("gateway", commands.gateway(folder, settings))
+    started: list[Child] = []
     try:
-        _wait_until_up(server, settings, environment)
-        echo(f"The server listens on {settings.host}:{settings.port}; its log is {server.log}.")
+        for each in (server, executor):
+            started.append(each)
+            each.start()
+        _wait_until(server, lambda: _is_listening(commands.LOOPBACK, settings.control_port))
         for line in register_keys(folder / settings.nodes, state, environment):
             echo(line)
+        started.append(gateway)
+        gateway.start()
+        _wait_until(gateway, lambda: _is_listening(settings.host, settings.port))
+        echo(f"The server listens on {settings.host}:{settings.port}; its log is {server.log}.")
         echo("Ready. Ctrl-C stops it; runs can be resumed from their last complete round.")
-        watch([server], echo, restart=False)
+        watch(started, echo, restart=False)
     finally:
-        server.terminate()
+        for each in reversed(started):
+            each.terminate()
 
 
 def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> list[str]:
@@ -140,11 +153,11 @@ def revoke(folder: Path, name: str) -> str:
 
 
 def run_client(folder: Path, echo: Echo) -> None:
-    """Starts a client's trainer and Flower's node, restarts whichever ends, and runs until Ctrl-C.
+    """Starts a client's trainer, Flower's node and what runs its app, restarts whichever ends, and runs until Ctrl-C.
 
     Raises:
         ConfigError: the folder, this machine or the connection to the server has faults.
-        FedGuildError: one of the two ends with a fault that only the user can fix.
+        FedGuildError: one of them ends with a fault that only the user can fix.
     """
     folder, site = folder.resolve(), load_site(folder)
     for fault in require_none(site_faults(folder, site)):
@@ -153,9 +166,10 @@ def run_client(folder: Path, echo: Echo) -> None:
     work = folder / site.work
     trainer = Child("trainer", commands.trainer(folder), environment, work / "trainer.log", folder)
     node = Child("node", commands.supernode(folder, site), environment, work / "node.log", folder)
+    executor = Child("executor", commands.client_executor(folder, site), environment, work / "executor.log", folder)
     started: list[Child] = []
     try:
-        for child in (trainer, node):
+        for child in (trainer, node, executor):
             child.start()
             started.append(child)
         echo(f"Client {site.client} of {site.server} is up; its logs are in {work}. Ctrl-C stops it.")
@@ -209,10 +223,11 @@ def run_federation(
     if begun:
         echo(f"Resuming after round {(_last_round(state / RUN) or 0) if round is None else round}.")
     commands.write_connection(folder, settings)
+    commands.write_app(folder)
     environment = commands.server_environment(folder, settings)
     if _nodes(environment) is None:
         raise FedGuildError(
-            f"Nothing answers at {settings.host}:{settings.port}.",
+            f"Nothing answers at {commands.LOOPBACK}:{settings.control_port}.",
             f"Start the server: `fedguild federation server {folder}`.",
         )
     for line in register_keys(folder / settings.nodes, state, environment):
@@ -358,22 +373,28 @@ def _nodes(environment: Mapping[str, str]) -> list[dict[str, Any]] | None:
     return nodes if listed.get("success") else None
 
 
-def _wait_until_up(server: Child, settings: ServerSettings, environment: Mapping[str, str]) -> None:
+def _wait_until(child: Child, condition: Callable[[], bool]) -> None:
+    """Waits until a condition holds.
+
+    Raises:
+        FedGuildError: the process ends before, or it takes too long.
+    """
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
-        status = server.exit_status()
+        status = child.exit_status()
         if status is not None:
-            raise FedGuildError(f"Flower's server ended with status {status}.{server.log_tail()}", f"Log: {server.log}")
-        if _is_listening(settings) and _nodes(environment) is not None:
+            raise FedGuildError(f"The {child.name} ended with status {status}.{child.log_tail()}", f"Log: {child.log}")
+        if condition():
             return
-        time.sleep(0.2)
-    raise FedGuildError(f"Flower's server does not answer after {START_SECONDS:g} s.{server.log_tail()}")
+        time.sleep(0.1)
+    raise FedGuildError(f"The {child.name} does not answer after {START_SECONDS:g} s.{child.log_tail()}")
 
 
-def _is_listening(settings: ServerSettings) -> bool:
-    """Whether the server's port accepts connections; cheaper than a call of `flwr`."""
+def _is_listening(host: str, port: int) -> bool:
+    """Whether a port accepts connections; cheaper than a call of `flwr`."""
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     try:
-        with socket.create_connection((commands.local_host(settings), settings.port), timeout=1.0):
+        with socket.create_connection((reached, port), timeout=1.0):
             return True
     except OSError:
         return False

@@ -14,12 +14,15 @@ from fedguild.config import Config, load_config
 from fedguild.config.site import SERVER_FILE, SITE_FILE
 from fedguild.errors import ConfigError, FedGuildError
 from fedguild.federation import templates
+from fedguild.federation.commands import write_app
 from fedguild.federation.keys import write_key
 from fedguild.files import make_folder, write_text
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import check_config
 
 FIRST_NODE_PORT = 9094
+CONTROL_PORT = 9444
+"""Where the port next to the clients' is not free for everybody to use."""
 
 
 def write_project(
@@ -60,8 +63,11 @@ def write_project(
     write_text(folder / "README.md", templates.README.format(clients=clients, address=address))
     write_text(server / "run.yaml", config.resolved_yaml())
     reads_data = str(not own_data).lower()
-    write_text(server / SERVER_FILE, templates.SERVER.format(port=port, reads_data=reads_data))
-    write_text(server / "app" / "pyproject.toml", templates.APP)
+    control_port = port + 1 if 1024 <= port < 65535 else CONTROL_PORT
+    write_text(
+        server / SERVER_FILE, templates.SERVER.format(port=port, control_port=control_port, reads_data=reads_data)
+    )
+    write_app(server)
     write_text(server / "nginx.conf", templates.NGINX.format(host=host, port=port))
     write_text(server / "certificates" / "make.sh", templates.CERTIFICATES)
     _make_certificates(server / "certificates", host)
@@ -98,6 +104,8 @@ def _write_client(folder: Path, config: Config, index: int, address: str, own_da
             model=_indented({"model": model}),
             data=_indented({"data": data}),
             method=config.method.name,
+            min_steps=config.training.steps or 1,
+            min_batch=config.training.batch_size * config.training.accumulation,
             min_clients=min(2, quorum_count(wanted, config.federation.quorum)),
         ),
     )

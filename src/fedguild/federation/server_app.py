@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fedguild.engines.flower.adapter import make_server_app
@@ -17,8 +20,8 @@ if TYPE_CHECKING:
     from fedguild.engines.flower.adapter import GridTransport
 
 OUTCOMES = "outcomes"
-FLOWERS_SERVER = ("flower-superlink", "flower-superexec")
-"""The programs without which the round loop reaches no client."""
+FLOWERS_SERVER = ("fedguild.federation.server_executor",)
+"""The program that started the round loop, and ends with the server."""
 
 
 def main(transport: GridTransport, run_config: Mapping[str, Any]) -> None:
@@ -33,11 +36,13 @@ def main(transport: GridTransport, run_config: Mapping[str, Any]) -> None:
     outcome: dict[str, Any] = {"status": "failed", "message": "The server's process was terminated.", "hint": ""}
     path = folder / settings.state / OUTCOMES / f"{run_config.get('ticket') or 'untold'}.json"
 
-    def last_words(program: str) -> None:
+    def last_words(cause: str) -> None:
         hint = "Start the server again; `fedguild federation run` goes on from the last complete round."
-        write_json(path, outcome | {"message": f"Flower's server is gone ({program} ended).", "hint": hint})
+        outcome.update(message=f"Flower's server is gone ({cause}).", hint=hint)
+        write_json(path, outcome)
 
-    end_with_ancestors(FLOWERS_SERVER, last_words)
+    end_with_ancestors(FLOWERS_SERVER, lambda program: last_words(f"{program} ended"))
+    _before_sigterm(lambda: last_words("it was ended"))
     try:
         back_to = int(run_config.get("round", -1))
         round = None if back_to < 0 else back_to
@@ -56,6 +61,23 @@ def main(transport: GridTransport, run_config: Mapping[str, Any]) -> None:
         raise
     finally:
         write_json(path, outcome)
+
+
+def _before_sigterm(action: Callable[[], None]) -> None:
+    """Has something done before this process ends by SIGTERM, as Flower's own handler leaves little time afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def act(number: int, frame: FrameType | None) -> None:
+        action()
+        signal.signal(signal.SIGTERM, handler)
+        if callable(handler):
+            handler(number, frame)
+        else:
+            signal.raise_signal(number)
+
+    signal.signal(signal.SIGTERM, act)
 
 
 app = make_server_app(main)

@@ -1,10 +1,41 @@
-"""The limits that a site sets for the server, checked before anything is trained or sent."""
+"""The limits that a site sets for the server, checked before anything is trained, scored, written or sent."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
+
+from fedguild.engines.flower.message import Message
+from fedguild.errors import FedGuildError
+from fedguild.files import write_json
+from fedguild.wire.schema import MessageKind
+
+REQUESTS: tuple[MessageKind, ...] = ("train", "score", "deliver")
+"""Kinds of requests that use a site's examples or its disk."""
+_DIGEST_CHARACTERS = 32
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a run asks of a site in every round.
+
+    Attributes:
+        method: Name of its method.
+        steps: Optimizer steps of a round on this site.
+        batch: Examples of an optimizer step, over all accumulated batches.
+        examples: Distinct examples of this site that a round trains on.
+        aggregated: Minimum number of clients whose uploads the run aggregates.
+    """
+
+    method: str
+    steps: int
+    batch: int
+    examples: int
+    aggregated: int
 
 
 @dataclass(frozen=True)
@@ -12,36 +43,60 @@ class SitePolicy:
     """A site's limits: the settings of `accept:` in its `site.yaml`.
 
     Attributes:
+        requests: Kinds of requests that are answered.
         methods: Names of the methods that may run; None for any.
+        min_steps: Minimum number of optimizer steps in a round.
         max_steps: Maximum number of optimizer steps in a round; None for no limit.
+        min_batch: Minimum number of examples of an optimizer step.
+        min_examples: Minimum number of this site's examples that a round trains on.
+        min_scored: Minimum number of this site's examples that a score is a mean over.
+        requests_per_round: Maximum number of different requests of one kind in a round; None for no limit.
         leave: Patterns of the names of tensors that may leave the site.
         min_clients: Minimum number of clients whose uploads the run aggregates.
         max_upload_bytes: Largest encoded upload; None for no limit.
     """
 
+    requests: Collection[str] = REQUESTS
     methods: Collection[str] | None = None
+    min_steps: int = 1
     max_steps: int | None = None
+    min_batch: int = 1
+    min_examples: int = 2
+    min_scored: int = 1
+    requests_per_round: int | None = 3
     leave: tuple[str, ...] = ("*",)
     min_clients: int = 2
     max_upload_bytes: int | None = None
 
-    def run_refusal(self, method: str, steps: int, aggregated: int) -> str:
-        """Returns why a run is refused; empty if it is not.
+    def kind_refusal(self, kind: str) -> str:
+        """Returns why a kind of request is refused; empty if it is not."""
+        if kind in self.requests:
+            return ""
+        return f"'{kind}' is not among accept.requests ({', '.join(self.requests) or 'none'})"
 
-        Args:
-            method: Name of its method.
-            steps: Optimizer steps of a round on this site.
-            aggregated: Minimum number of clients whose uploads it aggregates.
-        """
-        if self.methods is not None and method not in self.methods:
-            return f"the method '{method}' is not among accept.methods ({', '.join(self.methods) or 'none'})"
-        if self.max_steps is not None and steps > self.max_steps:
-            return f"a round asks for {steps} steps, beyond accept.max_steps of {self.max_steps}"
-        if aggregated < self.min_clients:
+    def run_refusal(self, terms: Terms) -> str:
+        """Returns why a run is refused; empty if it is not."""
+        if self.methods is not None and terms.method not in self.methods:
+            return f"the method '{terms.method}' is not among accept.methods ({', '.join(self.methods) or 'none'})"
+        if self.max_steps is not None and terms.steps > self.max_steps:
+            return f"a round asks for {terms.steps} steps, beyond accept.max_steps of {self.max_steps}"
+        if terms.steps < self.min_steps:
+            return f"a round asks for {terms.steps} step(s), below accept.min_steps of {self.min_steps}"
+        if terms.batch < self.min_batch:
+            return f"a step is on {terms.batch} example(s), below accept.min_batch of {self.min_batch}"
+        if terms.examples < self.min_examples:
+            return f"a round trains on {terms.examples} example(s), below accept.min_examples of {self.min_examples}"
+        if terms.aggregated < self.min_clients:
             return (
-                f"the run may aggregate the uploads of only {aggregated} client(s), below accept.min_clients of "
+                f"the run may aggregate the uploads of only {terms.aggregated} client(s), below accept.min_clients of "
                 f"{self.min_clients}"
             )
+        return ""
+
+    def score_refusal(self, examples: int) -> str:
+        """Returns why a score that is a mean over this number of examples is refused; empty if it is not."""
+        if examples < self.min_scored:
+            return f"a score is of {examples} example(s), below accept.min_scored of {self.min_scored}"
         return ""
 
     def names_refusal(self, names: Iterable[str]) -> str:
@@ -57,3 +112,70 @@ class SitePolicy:
         if self.max_upload_bytes is not None and size_bytes > self.max_upload_bytes:
             return f"the upload has {size_bytes} bytes, beyond accept.max_upload_bytes of {self.max_upload_bytes}"
         return ""
+
+
+class RequestLog:
+    """The requests of a run that a site has answered, on disk, so that a restart does not forget them.
+
+    A request that is repeated word for word gets the same answer again, from which nobody learns more: a server that
+    was interrupted asks so. Only different requests count.
+
+    Args:
+        path: The file, JSON: kind, round, and what distinguishes legitimate requests -> digests of those answered.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen: dict[str, list[str]] | None = None
+
+    def refusal(self, message: Message, most: int | None) -> str:
+        """Returns why a request is one too many; notes it, and returns an empty text, if it is not.
+
+        Args:
+            message: The request.
+            most: Maximum number of different requests of its kind in its round; None for no limit.
+
+        Raises:
+            FedGuildError: the file cannot be read or written.
+        """
+        seen = self._read()
+        digest, key = _digest(message), _key(message)
+        known = seen.get(key, [])
+        if digest in known:
+            return ""
+        if most is not None and len(known) >= most:
+            return (
+                f"round {message.round} was asked for with {len(known)} different requests to {message.kind}, and "
+                f"accept.requests_per_round is {most}"
+            )
+        seen[key] = [*known, digest]
+        try:
+            write_json(self.path, seen)
+        except OSError as error:
+            raise FedGuildError(f"{self.path} cannot be written: {error.strerror or error}.") from error
+        return ""
+
+    def _read(self) -> dict[str, list[str]]:
+        if self._seen is None:
+            try:
+                self._seen = json.loads(self.path.read_text("utf-8")) if self.path.exists() else {}
+            except (OSError, ValueError) as error:
+                raise FedGuildError(
+                    f"{self.path} cannot be read ({error}).",
+                    "It counts the requests of the run; remove it to count anew.",
+                ) from error
+        return self._seen
+
+
+def _key(message: Message) -> str:
+    """Returns what requests must share to count together: a round's scores are of several models and splits."""
+    parts = [message.kind, str(message.round)]
+    if message.kind == "score":
+        parts += [str(message.metadata.get(name)) for name in ("scope", "split")]
+    return " ".join(parts)
+
+
+def _digest(message: Message) -> str:
+    """Returns what two requests share only if they ask for the same, the run's config included."""
+    metadata = json.dumps(message.metadata, sort_keys=True).encode()
+    return hashlib.sha256(hashlib.sha256(metadata).digest() + message.body).hexdigest()[:_DIGEST_CHARACTERS]

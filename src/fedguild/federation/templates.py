@@ -11,7 +11,8 @@ On one machine, each line in a terminal of its own:
     fedguild federation run server
 
 On several machines: give every organisation its folder and nothing else, keep `server/certificates/ca.key`
-and every `node.key` where only their owner can read them, and let the clients reach {address}.
+and every `node.key` where only their owner can read them, and let the clients reach {address}: by `host` and
+`opens` in `server/server.yaml`, or through a proxy like `server/nginx.conf`.
 Better still, every organisation makes its own key with `fedguild federation key node.key` and sends only
 `node.pub`, which goes into `server/nodes/` under the client's name.
 
@@ -20,8 +21,12 @@ In its `site.yaml` an organisation says where its data and its model are, and wh
 
 SERVER = """# The server of the federation; `fedguild federation server FOLDER` reads this.
 run: run.yaml
+# Where clients reach this machine. For clients on other machines: `host: 0.0.0.0` and `opens: fleet`, which opens the
+# interface for registered clients and nothing else, or a proxy of your own in front of this port.
 host: 127.0.0.1
 port: {port}
+# Always on 127.0.0.1: Flower's control and runtime interfaces, which ask nobody for a key.
+control_port: {control_port}
 wait_seconds: 600
 # Whether this machine has the run's data and scores the global model on its held-out examples. Set it to
 # false if only the clients have data: they then score their own models on their own examples.
@@ -36,10 +41,15 @@ key: node.key
 port: {port}
 work: work
 
-# What the server may ask for; the rest is refused, with the reason.
+# What the server may ask for; the rest is refused, with the reason. The minima are those of the run as it was set up.
 accept:
+  requests: [train, score, deliver]
   methods: [{method}]
+  min_steps: {min_steps}
   max_steps: 10000
+  min_batch: {min_batch}
+  min_examples: 2
+  requests_per_round: 3
   leave: ["*"]
   min_clients: {min_clients}
 
@@ -95,8 +105,8 @@ chmod 644 ca.pem server.pem
 rm -f server.csr server.ext
 """
 
-NGINX = """# An example for nginx: only the path that clients need is reachable from outside.
-# Flower serves its control and runtime interfaces on the same port, without authenticating the caller.
+NGINX = """# An example for nginx in front of the server, for a certificate or limits of your own. The server's port for
+# clients serves /v1/fleet/ only, as does this; Flower's other interfaces are on another port of 127.0.0.1.
 server {{
     listen 443 ssl;
     server_name {host};

@@ -16,7 +16,7 @@ import pydantic
 import fedguild
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
-from fedguild.client.schedule import plan_steps
+from fedguild.client.schedule import steps_in_round
 from fedguild.config import Config
 from fedguild.config.data import DataSettings
 from fedguild.config.site import SiteSettings
@@ -31,13 +31,12 @@ from fedguild.errors import ConfigError, FedGuildError, UploadError, nearest
 from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.run import export_own
 from fedguild.federation.secret import private_seed, run_secret
-from fedguild.federation.site_policy import SitePolicy
+from fedguild.federation.site_policy import RequestLog, SitePolicy, Terms
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.progress import Silent
 from fedguild.scoring import score_clients
-from fedguild.seeding import numpy_rng
 from fedguild.server.engine import Task
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (
@@ -55,6 +54,8 @@ from fedguild.wire.schema import MessageKind, Request, ScoreRequest, read_metada
 
 MODELS, LATEST = "models", "latest"
 """Folder of the models that a client takes home, and the link to the newest."""
+REQUESTS = "requests.json"
+"""File of a run's requests that were answered, beside the client's memory."""
 RUN_NAME = re.compile(r"[0-9a-f]{32}")
 """Identity of a run, which is also the name of its folder on a client's machine."""
 _DATA_ONLY = {"seed", "shares", "share"}
@@ -67,6 +68,7 @@ class _Session:
     experiment: Experiment
     engine: LocalEngine
     secret: bytes
+    requests: RequestLog
 
 
 class TrainerService:
@@ -105,7 +107,7 @@ class TrainerService:
         except FedGuildError as error:
             print(f"{message.kind}, round {message.round}: {error}", file=sys.stderr, flush=True)
             return message.reply(failure=error.message)
-        except (RuntimeError, ValueError, KeyError, OSError) as error:
+        except (RuntimeError, ValueError, KeyError, OSError, ArithmeticError) as error:
             traceback.print_exc()
             return message.reply(failure=f"its trainer failed: {type(error).__name__}: {error}")
 
@@ -118,7 +120,7 @@ class TrainerService:
         config, data = self._config(message), self._client_data()
         backbone = self._load_once(config)
         reply = Message("hello", message.run, message.round, self.site.client)
-        if refusal := self._run_refusal(config):
+        if refusal := self.policy.kind_refusal("train") or self._run_refusal(config):
             return reply.reply(failure=f"refused by its site: {refusal}")
         budget = self._session(message.run, config).experiment.clients[0].budget.name
         sizes = {name: len(getattr(data, name)) for name in ("train", "validation", "test")}
@@ -135,37 +137,41 @@ class TrainerService:
         return reply.reply(metadata=description)
 
     def _train(self, message: Message) -> Message:
-        config = self._addressed_config(message)
+        config = self._admitted_config(message)
         session = self._session(message.run, config)
         experiment = session.experiment
         method, model, client = experiment.method, experiment.backbone.info, experiment.clients[0]
         task = Task(message.round, client, read_payload(message.body, "The download"))
         expected = method.expected_upload(model, client, task.download)
-        if refusal := self._run_refusal(config) or self.policy.names_refusal(expected):
-            return message.reply(failure=f"refused by its site: {refusal}")
+        _require_none(self.policy.names_refusal(expected) or self._count_refusal(message, session))
         experiment.memory.forget(max(0, message.round - config.federation.keep_checkpoints))
         secret = private_seed(session.secret, experiment.config, message.body)
         (delivery,) = session.engine.train(method.with_secret(secret), model, [task])
         if delivery.upload is None:
             return message.reply(failure=delivery.failure)
         upload = shrink(delivery.upload, config.federation.codec)
-        refusal = self.policy.names_refusal(delivery.upload.tensors)
-        if refusal := refusal or self.policy.size_refusal(size_bytes(upload)):
-            return message.reply(failure=f"refused by its site: {refusal}")
+        _require_none(
+            self.policy.names_refusal(delivery.upload.tensors) or self.policy.size_refusal(size_bytes(upload))
+        )
         report = ClientReport(delivery.report, delivery.frequency, delivery.peak_memory_bytes)
         metadata = {**report.to_json(), "backbone_loads": self.loads}
         return message.reply(metadata=metadata, body=encode(upload))
 
     def _score(self, message: Message) -> Message:
-        experiment = self._session(message.run, self._addressed_config(message)).experiment
+        config = self._admitted_config(message)
         wanted = read_metadata(ScoreRequest, message.metadata, "the request for scores cannot be read")
-        excerpt = _state(message)
+        scored = getattr(self._client_data(), wanted.split)[: config.evaluation.max_examples]
+        session = self._session(message.run, config)
+        _require_none(self.policy.score_refusal(len(scored)) or self._count_refusal(message, session))
+        experiment, excerpt = session.experiment, _state(message)
         records = score_clients(experiment, wanted.scope, lambda _: excerpt, message.round, wanted.split)
         return message.reply(metadata={"records": [record.model_dump(mode="json") for record in records]})
 
     def _deliver(self, message: Message) -> Message:
         """Writes the client's own model as a folder that plain transformers and peft load."""
-        experiment = self._session(message.run, self._addressed_config(message)).experiment
+        session = self._session(message.run, self._admitted_config(message))
+        _require_none(self._count_refusal(message, session))
+        experiment = session.experiment
         folder = self.work / MODELS / f"{experiment.config.name}-{message.run[:8]}-round-{message.round:05d}"
         if folder.exists():
             return message.reply(metadata={"folder": folder.name, "form": "already there"})
@@ -173,11 +179,13 @@ class TrainerService:
         _relink(folder.with_name(LATEST), folder.name)
         return message.reply(metadata={"folder": folder.name, "form": exported.form, "reason": exported.reason})
 
-    def _addressed_config(self, message: Message) -> Config:
-        """Returns the run's config of a message, which must be addressed to this client."""
+    def _admitted_config(self, message: Message) -> Config:
+        """Returns the run's config of a message, which must be addressed to this client and of an accepted run."""
         if message.client != self.site.client:
             raise UploadError(f"a message for client {message.client} reached client {self.site.client}")
-        return self._config(message)
+        config = self._config(message)
+        _require_none(self.policy.kind_refusal(message.kind) or self._run_refusal(config))
+        return config
 
     def _config(self, message: Message) -> Config:
         """Returns the run's config, with this site's model and data in place of the server's."""
@@ -192,13 +200,19 @@ class TrainerService:
         data = self._data_config().data.model_copy(update={"max_tokens": config.data.max_tokens})
         return config.model_copy(update={"model": self.site.model, "data": data, "output": None})
 
+    def _count_refusal(self, message: Message, session: _Session) -> str:
+        """Returns why a request is one too many in its round; notes it if it is not."""
+        return session.requests.refusal(message, self.policy.requests_per_round)
+
     def _run_refusal(self, config: Config) -> str:
         """Returns why this site's policy refuses a run; empty if it does not."""
         wanted = wanted_count(config.federation.clients, config.federation.participation)
+        examples, training = len(self._client_data().train), config.training
+        steps, batch = steps_in_round(examples, training), training.batch_size * training.accumulation
         aggregated = quorum_count(wanted, config.federation.quorum)
-        examples = len(self._client_data().train)
-        steps = len(plan_steps(examples, config.training, numpy_rng(0, "counting steps")))
-        return self.policy.run_refusal(config.method.name, steps, aggregated)
+        return self.policy.run_refusal(
+            Terms(config.method.name, steps, batch, min(examples, steps * batch), aggregated)
+        )
 
     def _session(self, run: str, config: Config) -> _Session:
         key = (run, config.fingerprint())
@@ -231,7 +245,7 @@ class TrainerService:
         engine = LocalEngine(
             backbone, {client.index: encoded}, config.training, memory, cohort_size=1, seed=config.seed
         )
-        return _Session(experiment, engine, run_secret(folder))
+        return _Session(experiment, engine, run_secret(folder), RequestLog(folder / REQUESTS))
 
     def _budget(self, config: Config, tiers: dict[str, Budget]) -> Budget:
         if self.site.client >= config.federation.clients:
@@ -267,6 +281,12 @@ class TrainerService:
             self._backbone = self._load(config)
             self.loads += 1
         return self._backbone
+
+
+def _require_none(refusal: str) -> None:
+    """Raises a refusal of the site, unless it is empty; `TrainerService.handle` makes it the reply."""
+    if refusal:
+        raise FedGuildError(f"refused by its site: {refusal}")
 
 
 def _relink(link: Path, target: str) -> None:

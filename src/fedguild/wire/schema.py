@@ -5,7 +5,7 @@ size, nesting and fields; what the header carries beside them, its metadata, has
 (`HelloAnswer`, `TrainAnswer`, `ScoreAnswer`, `DeliverAnswer`) and of request (`Request`, `ScoreRequest`). Keys that no
 model names are never read. Text that is shown or recorded is without control characters.
 
-The process that forwards a client's messages is short-lived, so this module needs no torch.
+The process that forwards a client's messages only forwards them, so this module needs no torch.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import psutil
 import yaml
 
 from fedguild.config import Config
-from fedguild.config.site import load_site
+from fedguild.config.site import SiteSettings, load_site
 from fedguild.engines.flower import ipc
 from fedguild.engines.flower.message import Message
 from fedguild.federation import commands
@@ -81,14 +81,15 @@ class FederationProcesses:
 
     def __init__(self, folder: Path, config: Config) -> None:
         self.folder = folder
-        self.ports = free_ports(1 + config.federation.clients)
+        self.ports = free_ports(2 + config.federation.clients)
         path = folder.parent / f"{folder.name}.yaml"
         path.write_text(config.resolved_yaml())
         write_project(folder, config.federation.clients, str(path), address=f"127.0.0.1:{self.ports[0]}")
         for index in range(config.federation.clients):
-            self.change_site(index, port=self.ports[1 + index], accept={"max_steps": 10000})
+            self.change_site(index, port=self.ports[2 + index], accept={"max_steps": 10000})
         path = folder / "server" / "server.yaml"
-        path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "deliver": False}))
+        settings = {**yaml.safe_load(path.read_text()), "deliver": False, "control_port": self.ports[1]}
+        path.write_text(yaml.safe_dump(settings))
         self.server: Command | None = None
         self.clients: dict[int, Command] = {}
 
@@ -121,10 +122,17 @@ class FederationProcesses:
 
     def node(self, index: int) -> Child:
         """Returns Flower's node of a client alone, without a trainer."""
+        return self._site_child(index, "node", commands.supernode)
+
+    def executor(self, index: int) -> Child:
+        """Returns the program that runs the app on a client."""
+        return self._site_child(index, "executor", commands.client_executor)
+
+    def _site_child(self, index: int, name: str, command: Callable[[Path, SiteSettings], list[str]]) -> Child:
         folder = self.site(index)
         site = load_site(folder)
         environment = {**commands.site_environment(folder, site), **FAST}
-        return Child("node", commands.supernode(folder, site), environment, folder / site.work / "node.log", folder)
+        return Child(name, command(folder, site), environment, folder / site.work / f"{name}.log", folder)
 
     def start_run(self) -> Command:
         return Command(["federation", "run", str(self.folder / "server")], self.folder / "run.out")
@@ -142,6 +150,9 @@ class FederationProcesses:
     def trainer_log(self, index: int) -> str:
         path = self.site(index) / "work" / "trainer.log"
         return path.read_text() if path.is_file() else ""
+
+    def executor_log(self, index: int) -> str:
+        return (self.site(index) / "work" / "executor.log").read_text()
 
     def trainer_pid(self, index: int) -> int:
         return int(json.loads((self.site(index) / "work" / ipc.ADDRESS_FILE).read_text())["pid"])
@@ -181,9 +192,9 @@ def running_cheaply(folder: Path, config: Config) -> Iterator[FederationProcesse
         federation.start_server()
         for index in range(last):
             stack.enter_context(_trainer_thread(federation.site(index)))
-            node = federation.node(index)
-            stack.callback(node.terminate)
-            node.start()
+            for child in (federation.node(index), federation.executor(index)):
+                stack.callback(child.terminate)
+                child.start()
         federation.start_client(last)
         yield federation
 

@@ -213,6 +213,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"methods": ["flame"]}, "the method 'fedit' is not among accept.methods (flame)"),
     "clients": ({"min_clients": 4}, "the uploads of only 3 client(s), below accept.min_clients of 4"),
     "steps": ({"max_steps": 2}, "a round asks for 3 steps, beyond accept.max_steps of 2"),
+    "batch": ({"min_batch": 1000}, "below accept.min_batch of 1000"),
+    "training": ({"requests": ["score"]}, "'train' is not among accept.requests (score)"),
 }
 
 
@@ -244,6 +246,17 @@ def test_a_site_lets_out_no_more_than_it_says(
         says(record.rejected[0].reason, "refused by its site", reason)
     records = [record for record in RunLog(tmp_path / "state" / "run").read() if isinstance(record, ClientRecord)]
     assert all(record.upload_bytes == 0 for record in records if record.client == 2)
+
+
+def test_a_site_that_only_trains_gives_no_scores_and_takes_no_model_home(config: Config, tmp_path: Path) -> None:
+    grid, trainers = federation(config, tmp_path, accept={"requests": ["train"]})
+    lines = Lines()
+    result = serve_on(grid, config, tmp_path, lines, reads_data=False, deliver=True)
+    assert set(result.own) == {"client-000", "client-001"}
+    assert not any(record.rejected for record in rounds_of(tmp_path))
+    assert lines.says("client 2 has no scores: refused by its site: 'score' is not among accept.requests (train)")
+    assert lines.says("The model of client 2: refused by its site: 'deliver' is not among accept.requests (train)")
+    assert [(trainer.work / "models").exists() for trainer in trainers] == [True, True, False]
 
 
 def test_a_run_begins_with_a_quorum_and_others_join_at_the_next_round(

@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 
 from fedguild import experiment
 from fedguild.config import Config
+from fedguild.engines.flower.tasks import SERVER_APP, TaskSource
+from fedguild.federation import commands
+from fedguild.federation.audit import AuditLog
 from fedguild.federation.keys import write_key
 from fedguild.federation.operations import exit_reason
 from fedguild.server.run_log import RoundRecord, RunLog
@@ -24,6 +28,8 @@ from tests.engines.flower.federation_processes import (
     running_cheaply,
     wait_for,
 )
+from tests.engines.flower.foreign_app import ForeignApp, control, error_codes_of_clients, post
+from tests.engines.flower.foreign_app import ended as ended_run
 from tests.engines.flower.loopback_federation import QUICK, small_config
 from tests.experiment.runs import assert_same, ended, save_model
 
@@ -131,3 +137,37 @@ def test_a_node_whose_key_is_not_registered_stays_outside(federation: Federation
     finally:
         node.terminate()
     assert "refuses this site's key: it is not registered there" in " ".join(exit_reason(node).split())
+
+
+def test_a_foreign_app_runs_nowhere(federation: FederationProcesses, config: Config, tmp_path: Path) -> None:
+    """With `ca.pem` and no key: from outside, on the server's machine, and where the server lets it start."""
+    assert federation.server is not None
+    app, authority = ForeignApp(tmp_path / "it-ran"), federation.folder / "server" / "certificates" / "ca.pem"
+    outside, inside = (f"127.0.0.1:{port}" for port in federation.ports[:2])
+    with control(outside, authority) as client, pytest.raises(httpx.HTTPStatusError, match="403"):
+        app.start(client)
+    assert post(outside, "/v1/runtime/acquire-task", authority) == 403
+    assert post(outside, "/v1/fleet/../control/start-run", authority) == 403
+    assert post(outside, "/v1/fleet/pull-messages", authority) == 401
+    assert post(inside, "/v1/runtime/acquire-task", authority) == 401
+
+    with control(inside, authority) as client:
+        run = ended_run(client, app.start(client))
+        assert (run.status.sub_status, run.status.details) == ("failed", "This server runs FedGuild's app only.")
+        executor = federation.pid_of(federation.server, "fedguild.federation.server_executor")
+        secret = federation.folder / "server" / "state" / "flower" / commands.SECRET
+        os.kill(executor, signal.SIGSTOP)
+        try:
+            app.start(client)
+            source = TaskSource(inside, secret, authority)
+            task = source.take(SERVER_APP)
+            assert task is not None
+            assert error_codes_of_clients(source, task, config.federation.clients) == [7] * config.federation.clients
+            source.fail(task, "the attack is over")
+        finally:
+            os.kill(executor, signal.SIGCONT)
+    assert "Refused an app that is not FedGuild's: it brings code" in federation.executor_log(2)
+    assert [entry["event"] for entry in AuditLog(federation.folder / "server" / "state").read()].count("foreign") == 1
+    assert not app.mark.exists()
+    exec(app.code, {})
+    assert app.mark.exists(), "the mark shows nothing"

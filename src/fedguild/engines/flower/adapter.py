@@ -1,8 +1,7 @@
-"""All uses of Flower's Python interface (flwr 1.41); no other module imports flwr.
+"""FedGuild's messages over Flower's Grid and ClientApp (flwr 1.41 and 1.42).
 
 The bytes of a payload travel as one `Array` of raw bytes, which Flower splits into chunks of 5 MiB; a `ConfigRecord`
-would travel in one piece. A client handles every message in a new process, which must start quickly: nothing here
-imports torch.
+would travel in one piece. Nothing here imports torch: the process that answers a client's messages only forwards them.
 """
 
 from __future__ import annotations

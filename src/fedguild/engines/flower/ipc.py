@@ -1,4 +1,4 @@
-"""Requests from Flower's short-lived process to the trainer on the same machine, over 127.0.0.1 with a token.
+"""Requests from a client's executor to the trainer on the same machine, over 127.0.0.1 with a token.
 
 The trainer writes its port and a token into a file that only its user can read. A request is the token, a length and a
 message; the reply is a length and a message. Needs neither torch nor flwr.

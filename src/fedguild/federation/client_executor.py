@@ -1,0 +1,41 @@
+"""The program on a client's machine that takes the messages which Flower's node has received.
+
+It runs FedGuild's own app as it is installed here, whatever app the server sends: nothing of the server's is executed.
+A message of a run with another app gets an error for an answer.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from fedguild.engines.flower import bundle
+from fedguild.engines.flower.tasks import AGENT_APP, CLIENT_APP, TaskSource, answer
+from fedguild.federation import templates
+from fedguild.federation.client_app import app
+from fedguild.wire.schema import printable
+
+
+def main(address: str, secret: str) -> None:
+    """Answers messages until a signal ends it.
+
+    Args:
+        address: Where Flower's node answers, `host:port`.
+        secret: The file with the node's secret.
+    """
+    source = TaskSource(address, Path(secret))
+    for task in source.forever(CLIENT_APP, AGENT_APP):
+        if task is None:
+            continue
+        try:
+            refused = answer(source, task, app, lambda content: bundle.refusal(content, templates.APP))
+        except Exception as error:  # The node answers the message itself once it misses the heartbeats.
+            reason = f"{type(error).__name__}: {error}"
+            print(f"A message was given up: {printable(reason, 300)}", file=sys.stderr, flush=True)
+            continue
+        if refused:
+            print(f"Refused an app that is not FedGuild's: {printable(refused, 300)}.", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
