@@ -1,0 +1,49 @@
+"""Rows, a small config on a random model that is loaded once, and runs that write no report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.experiment.runs import load_models_once, save_model, small_settings
+
+ROWS: list[dict[str, Any]] = [
+    {"instruction": f"Say {number}.", "response": str(number % 3), "label": f"kind {number % 2}"}
+    for number in range(48)
+]
+BASE = "flame/tiny-tasks"
+CLIENTS = 4
+
+
+@pytest.fixture(scope="session")
+def api_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random OLMoE of two layers with 8 experts, of which 4 are active."""
+    return save_model(tmp_path_factory.mktemp("models") / "olmoe")
+
+
+@pytest.fixture(scope="session")
+def settings(api_model: Path) -> list[str]:
+    """Overrides that make a run of four clients and three rounds small."""
+    return [*small_settings(api_model), "evaluation.max_examples=2"]
+
+
+@pytest.fixture(scope="session")
+def own_data(settings: list[str]) -> list[str]:
+    """The same for a run with a dataset of its own, which has none of the options of generated tasks."""
+    return [setting for setting in settings if not setting.startswith("data.options")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _once() -> Iterator[None]:
+    """Loads the model once for all runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        load_models_once(patch, "setup")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_report(no_report: None) -> None:
+    """Runs write no report."""
