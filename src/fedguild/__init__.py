@@ -19,7 +19,10 @@ _MODULES = {
     "Event": "callbacks",
     "FedGuildError": "errors",
     "RunResult": "results",
+    "compare": "api.comparing",
     "load_run": "results",
+    "partition": "api.looking",
+    "profile": "api.looking",
     "resume": "api.runs",
     "run": "api.runs",
 }

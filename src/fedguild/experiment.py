@@ -289,7 +289,11 @@ def _rounds(
 
 
 def _ended(experiment: Experiment, last: int, delivery: Delivery) -> RunResult:
-    """Writes the report after the last round, and why it is the last if a callback stopped the run; returns the result."""
+    """Writes the report after the last round, and why it is the last if a callback stopped the run.
+
+    Returns:
+        The result.
+    """
     experiment.progress.stage("Writing the report")
     report = write_report(experiment.folder)
     if delivery.reason and last < experiment.config.federation.rounds:

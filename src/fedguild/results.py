@@ -16,8 +16,10 @@ from fedguild.server.run_log import EvaluationRecord, Record
 if TYPE_CHECKING:
     import pandas
 
+    from fedguild.costs.profile import Profile
     from fedguild.report.comparison import ComparisonTable
     from fedguild.report.run_folder import Run
+    from fedguild.setup import PreparedData
 
 STOPPED = "stopped.json"
 """The file in a run's folder that says after which round a callback stopped it, and why."""
@@ -150,12 +152,18 @@ class Comparison:
         tables: Column -> its table; one without a name, if the comparison has no columns.
         runs: Column -> row -> the folders of its runs, in the order of their seeds.
         pages: Column -> its page.
+        name: The name of the shipped table; empty if it is none.
+        scores: Row of the shipped table -> the score that its overview shows.
+        overview: The Markdown file with the whole shipped table; None if it is none.
     """
 
     folder: Path
     tables: Mapping[str, ComparisonTable] = field(repr=False)
     runs: Mapping[str, Mapping[str, Sequence[Path]]] = field(repr=False)
     pages: Mapping[str, Path]
+    name: str = ""
+    scores: Mapping[str, str] = field(default_factory=dict, repr=False)
+    overview: Path | None = None
 
     @property
     def warnings(self) -> list[str]:
@@ -231,6 +239,66 @@ class Comparison:
         from fedguild.report.html import comparison_fragment
 
         return "\n".join(comparison_fragment(table, column) for column, table in self.tables.items())
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of a config, from the model's config alone.
+
+    Attributes:
+        profile: The figures of each tier of clients, and of the server.
+        assumed_examples: Whether the number of a client's examples is an assumption.
+    """
+
+    profile: Profile
+    assumed_examples: bool = False
+
+    def frame(self) -> pandas.DataFrame:
+        """Returns a row for each tier: parameters, FLOPs, bytes and memory of a client, and the server's; in bytes."""
+        import pandas
+
+        from fedguild.costs.rows import as_rows
+
+        return pandas.json_normalize(as_rows(self.profile)).set_index("tier")
+
+    def _repr_html_(self) -> str:
+        shown = ("clients", "active_experts", "rank", "trainable_total", "flops_round", "upload_bytes")
+        return str(self.frame()[[*shown, "download_bytes", "peak_memory_bytes"]].to_html())
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The clients' shares of the data, before anything is trained.
+
+    Attributes:
+        data: The corpus, and each client's training, validation and test examples.
+        budgets: Each client's budget.
+    """
+
+    data: PreparedData = field(repr=False)
+    budgets: Sequence[str]
+
+    def frame(self) -> pandas.DataFrame:
+        """Returns clients × labels, the number of examples; the client's budget and its split lead the columns."""
+        import pandas
+
+        table, sizes = self.data.partition_table, self.data.sizes()
+        facts = pandas.DataFrame({"budget": list(self.budgets), **sizes})
+        counts = pandas.DataFrame([list(row) for row in table.counts], columns=list(table.labels))
+        return pandas.concat([facts, counts], axis=1).rename_axis("client")
+
+    def figures(self) -> Figures:
+        """Returns a figure of the examples by client and label."""
+        import numpy
+
+        from fedguild.report.figures import partition_bubbles
+
+        table = self.data.partition_table
+        names = [str(index) for index in range(len(table.counts))]
+        return Figures({"partition": partition_bubbles(table.labels, numpy.array(table.counts), names)})
+
+    def _repr_html_(self) -> str:
+        return self.figures()._repr_html_() + str(self.frame().to_html())
 
 
 def load_run(folder: str | Path) -> RunResult:

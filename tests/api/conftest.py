@@ -45,5 +45,11 @@ def _once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_report(no_report: None) -> None:
-    """Runs write no report."""
+def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs write an empty report."""
+    monkeypatch.setattr("fedguild.experiment.write_report", empty_report)
+
+
+def empty_report(folder: Path) -> Path:
+    (folder / "report.html").touch()
+    return folder / "report.html"

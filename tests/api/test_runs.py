@@ -13,7 +13,7 @@ from fedguild.callbacks import Event, Finished, Recorded, RoundStarted, Saved
 from fedguild.config import load_config
 from fedguild.errors import CheckpointError, ConfigError, DataError
 from fedguild.server.run_log import EvaluationRecord, RoundRecord
-from tests.api.conftest import BASE, CLIENTS, ROWS
+from tests.api.conftest import BASE, CLIENTS, ROWS, empty_report
 from tests.experiment.runs import Killed, assert_same, ended, kill_at
 
 UNEVEN = [0] * 24 + [1] * 12 + [2] * 6 + [3] * 6
@@ -32,7 +32,7 @@ def events() -> list[Event]:
 def given(tmp_path_factory: pytest.TempPathFactory, own_data: list[str], events: list[Event]) -> fedguild.RunResult:
     """A run of two rounds whose data, partition, metric and callback were given in Python."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
+        patch.setattr("fedguild.experiment.write_report", empty_report)
         return fedguild.run(
             BASE,
             *own_data,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.cli.compare import plan_cells
+from fedguild.api.cells import plan_cells
 from fedguild.cli.progress import TerminalProgress
 from fedguild.errors import ConfigError
 from fedguild.export import Exported, Subject
@@ -105,7 +105,7 @@ def test_compare_refuses_nonsense_before_anything_runs(
 
 
 def test_cells_of_a_comparison(tmp_path: Path) -> None:
-    cells = plan_cells([*PAIR, "training.steps=7"], [4, 5], tmp_path)
+    cells = plan_cells(PAIR, ["training.steps=7"], [4, 5], tmp_path)
     assert [(cell.config.method.name, cell.config.seed) for cell in cells] == [
         ("flame", 4),
         ("flame", 5),
@@ -114,9 +114,9 @@ def test_cells_of_a_comparison(tmp_path: Path) -> None:
     ]
     assert {cell.config.training.steps for cell in cells} == {7}
     with pytest.raises(ConfigError, match="no config to compare"):
-        plan_cells(["seed=3"], [0], tmp_path)
+        plan_cells([], ["seed=3"], [0], tmp_path)
     with pytest.raises(ConfigError, match="Two of the configs are named 'flame-tiny-tasks'"):
-        plan_cells(["flame/tiny-tasks", "flame/tiny-tasks"], [0], tmp_path)
+        plan_cells(["flame/tiny-tasks", "flame/tiny-tasks"], [], [0], tmp_path)
 
 
 def test_a_table_runs_every_cell_and_writes_a_page_for_each_column(invoke: Invoke, experiment: FakeExperiment) -> None:

@@ -46,13 +46,13 @@ class Inputs:
     data: GivenData | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
-    def config(self, given: Given, overrides: Sequence[str]) -> Config:
-        """Returns a config with the settings of what was given.
+    def config(self, given: Given, overrides: Sequence[str], between: Sequence[Layer] = ()) -> Config:
+        """Returns a config with the settings of what was given, which lie above `between`.
 
         Raises:
             ConfigError: there is no such config, or a setting is wrong.
         """
-        config = load_config(given, overrides, between=self.layers)
+        config = load_config(given, overrides, between=[*between, *self.layers])
         missing = [name for name in self.metrics if name not in config.evaluation.metrics]
         if not missing:
             return config

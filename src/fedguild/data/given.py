@@ -110,7 +110,7 @@ def given_parts(
         DataError: the partition does not fit the examples and clients, or there is none.
     """
     path = None if run_folder is None else run_folder / FOLDER / ASSIGNMENT
-    if path is not None and path.is_file():
+    if scheme is None and path is not None and path.is_file():
         try:
             return as_parts(json.loads(path.read_text("utf-8")), len(examples), clients, what=f"in {path}")
         except (ValueError, TypeError) as error:

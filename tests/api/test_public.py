@@ -1,0 +1,55 @@
+"""The documented names: what they are, that they cost nothing until used, and that their examples run."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import fedguild
+
+ROOT = Path(__file__).parents[2]
+STUB = ROOT / "src" / "fedguild" / "__init__.pyi"
+GUIDE = ROOT / "docs" / "guides" / "python.md"
+
+
+def test_the_types_are_those_of_the_names() -> None:
+    tree = ast.parse(STUB.read_text())
+    stubbed = {
+        alias.asname: node.module for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert stubbed == {name: f"fedguild.{module}" for name, module in fedguild._MODULES.items()}
+    assert sorted(stubbed) == sorted(fedguild.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(fedguild.__all__))
+def test_every_name_is_there_and_says_what_it_is(name: str) -> None:
+    assert (getattr(fedguild, name).__doc__ or "").strip()
+    assert name in dir(fedguild)
+
+
+def test_another_name_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'runn'"):
+        fedguild.runn  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("arguments", [[], ["methods"], ["presets", "--json"], ["presets", "flame/tiny-tasks"]])
+def test_what_lists_needs_no_torch(arguments: list[str]) -> None:
+    heavy = "sorted({'torch', 'transformers', 'datasets', 'pandas', 'matplotlib'} & set(sys.modules))"
+    script = f"import sys, fedguild; sys.argv = ['fedguild', *{arguments!r}]\n"
+    if arguments:
+        script += "from fedguild.cli import app\ntry:\n    app()\nexcept SystemExit:\n    pass\n"
+    done = subprocess.run([sys.executable, "-c", f"{script}print({heavy})"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("module", sorted(set(fedguild._MODULES.values())))
+def test_the_examples_of_the_docstrings(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = doctest.testmod(import_module(f"fedguild.{module}"), optionflags=doctest.ELLIPSIS)
+    assert found.failed == 0
