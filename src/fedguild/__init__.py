@@ -20,6 +20,7 @@ _MODULES = {
     "FedGuildError": "errors",
     "RunResult": "results",
     "compare": "api.comparing",
+    "load_model": "api.models",
     "load_run": "results",
     "partition": "api.looking",
     "profile": "api.looking",

@@ -17,6 +17,7 @@ from fedguild.cli import (
     evaluate,
     export,
     federation,
+    generate,
     methods,
     partition,
     presets,
@@ -90,7 +91,7 @@ def _options(
         warnings.simplefilter("ignore", FutureWarning)
 
 
-for module in (run, resume, compare, partition, profile, evaluate, export, report, methods, presets, doctor):
+for module in (run, resume, compare, partition, profile, evaluate, generate, export, report, methods, presets, doctor):
     name = module.__name__.rsplit(".", 1)[-1]
     app.command(name, epilog="\n\n".join(["Examples:", *module.EXAMPLES]))(module.command)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config, load_config
@@ -14,6 +14,7 @@ from fedguild.experiment import restore
 from fedguild.export.adapter import obstacle, write_adapter
 from fedguild.export.card import FILE, Origin, adapter_card, merged_card
 from fedguild.export.folder import new_folder, require_new
+from fedguild.export.live import attached
 from fedguild.export.merged import require_mergeable, write_merged
 from fedguild.export.weights import beyond_weights, in_one_adapter
 from fedguild.files import write_text
@@ -97,6 +98,30 @@ def export_adapter(run_folder: Path, subject: Subject, output: Path, round: int 
         FedGuildError: the output folder is not empty, or cannot be written.
     """
     return _write(*_restored(run_folder, subject, output, round), output)
+
+
+def load_attached(run_folder: Path, subject: Subject | None = None, round: int | None = None) -> tuple[Any, Experiment]:
+    """Returns a model of a run as a transformers model with its adapter and routing attached, and the run.
+
+    Args:
+        run_folder: A run.
+        subject: The model; None for the global one as the largest budget runs it.
+        round: The round to take the model from; the last by default.
+
+    Raises:
+        CheckpointError: there is no such run, or no checkpoint of that round.
+        ConfigError: the budget or the client is unknown, or there is no global model.
+        ModelError: the model cannot run outside of FedGuild.
+    """
+    if subject is not None and (run_folder / "config.yaml").is_file():
+        subject.require_in(load_config(str(run_folder / "config.yaml")))
+    experiment, state, number = restore(run_folder, round)
+    if subject is None:
+        subject = Subject(budget=max(experiment.budgets, key=lambda one: (one.active_experts, one.rank or 0)).name)
+    if subject.client:
+        state = experiment.method.excerpt(state, experiment.backbone.info, _client(experiment, subject))
+    _, deployment = _deployed(experiment, state, number, subject)
+    return attached(experiment.backbone, deployment), experiment
 
 
 def export_own(experiment: Experiment, excerpt: Payload, number: int, output: Path) -> Exported:
@@ -201,21 +226,23 @@ def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subjec
 
 
 def _deployed(experiment: Experiment, state: Payload, number: int, subject: Subject) -> tuple[Budget, Deployment]:
-    """Returns the subject's budget and model, with as many active experts as the run's tables score it with."""
+    """Returns the subject's budget and model, with as many active experts as the run's tables score it with.
+
+    `state` is the method's state; for a client's own model, its excerpt.
+    """
     method, model = experiment.method, experiment.backbone.info
     deployment: Deployment | None
     if subject.client:
         client = _client(experiment, subject)
         budget, memory = client.budget, experiment.memory.load(client.name, number + 1)
-        deployment = method.personalize(method.excerpt(state, model, client), model, client, memory)
+        deployment = method.personalize(state, model, client, memory)
     else:
         budget = next(known for known in experiment.budgets if known.name == subject.budget)
         deployment = method.deploy(state, model, budget)
     if deployment is None:
-        _require_writable(experiment, method.plan(model, budget))
         raise ConfigError(
-            f"Under {method.name} every client has its own model; there is no global one to export.",
-            "Export a client's: `--client client-000`.",
+            f"Under {method.name} every client has its own model; there is no global one.",
+            "Name a client, for example client-000 (`--client client-000`).",
         )
     return budget, replace(deployment, plan=evaluated_plan(experiment, budget, deployment))
 
