@@ -24,6 +24,7 @@ _MODULES = {
     "load_run": "results",
     "partition": "api.looking",
     "profile": "api.looking",
+    "push": "api.pushing",
     "resume": "api.runs",
     "run": "api.runs",
 }

@@ -2,6 +2,7 @@ from fedguild.api.comparing import compare as compare
 from fedguild.api.looking import partition as partition
 from fedguild.api.looking import profile as profile
 from fedguild.api.models import load_model as load_model
+from fedguild.api.pushing import push as push
 from fedguild.api.runs import resume as resume
 from fedguild.api.runs import run as run
 from fedguild.callbacks import Event as Event

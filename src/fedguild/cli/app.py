@@ -22,6 +22,7 @@ from fedguild.cli import (
     partition,
     presets,
     profile,
+    push,
     report,
     resume,
     run,
@@ -91,7 +92,21 @@ def _options(
         warnings.simplefilter("ignore", FutureWarning)
 
 
-for module in (run, resume, compare, partition, profile, evaluate, generate, export, report, methods, presets, doctor):
+for module in (
+    run,
+    resume,
+    compare,
+    partition,
+    profile,
+    evaluate,
+    generate,
+    export,
+    push,
+    report,
+    methods,
+    presets,
+    doctor,
+):
     name = module.__name__.rsplit(".", 1)[-1]
     app.command(name, epilog="\n\n".join(["Examples:", *module.EXAMPLES]))(module.command)
 
