@@ -9,6 +9,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import pandas
 import pytest
 
 import fedguild
@@ -53,3 +54,31 @@ def test_the_examples_of_the_docstrings(module: str, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     found = doctest.testmod(import_module(f"fedguild.{module}"), optionflags=doctest.ELLIPSIS)
     assert found.failed == 0
+
+
+def test_the_guide_names_exactly_these() -> None:
+    rows = [line for line in GUIDE.read_text().splitlines() if line.startswith("| `")]
+    named = [line.split("`")[1].partition("(")[0] for line in rows]
+    assert sorted(named) == sorted(fedguild.__all__)
+    assert 11 <= len(named) <= 14
+
+
+def test_the_guides_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it calls is there and takes these arguments; the runs themselves are in test_runs.py."""
+    calls = []
+    monkeypatch.setattr("fedguild.experiment.run", lambda *arguments, **named: calls.append(arguments) or _Nothing())
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, object] = {}
+    for block in GUIDE.read_text().split("```python\n")[1:]:
+        exec(block.partition("```")[0], scope)
+    assert [str(folder) for _, folder in calls] == ["runs/first", "runs/good"]
+
+
+class _Nothing(fedguild.RunResult):
+    """A result without a run."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(), 0, {}, 0.0, Path())
+
+    def frame(self, of: str = "scores") -> pandas.DataFrame:  # type: ignore[override]
+        return pandas.DataFrame()

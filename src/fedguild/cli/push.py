@@ -22,9 +22,7 @@ def command(
     client: Annotated[str, typer.Option("--client", help="Push a client's own model, for example client-000.")] = "",
     form: Annotated[
         Literal["peft", "per-expert", "merged", "code"],
-        typer.Option(
-            "--format", help="As in `fedguild export`; merged if the base model is not on the hub."
-        ),
+        typer.Option("--format", help="As in `fedguild export`; merged if the base model is not on the hub."),
     ] = "peft",
     round: Annotated[int | None, typer.Option("--round", help="The round to push; the last by default.")] = None,
     public: Annotated[bool, typer.Option("--public", help="Let everybody read the repository.")] = False,

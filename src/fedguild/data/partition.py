@@ -110,7 +110,7 @@ def as_parts(assignment: Assignment, examples: int, clients: int, what: str = "g
         DataError: it names an example or a client that does not exist, uses an example twice, leaves a client without
             examples, or has the wrong length.
     """
-    rows = list(assignment)
+    rows: list[Any] = list(assignment)
     if all(isinstance(entry, Integral) for entry in rows):
         if len(rows) != examples:
             raise DataError(
