@@ -201,35 +201,40 @@ def test_evaluate_where_every_client_has_a_model_of_its_own(invoke: Invoke, expe
     assert shown["deviations"] == {"mtal": 0.177, "pooled": 0.0}
 
 
-@pytest.mark.parametrize(("flags", "called"), [([], "export_adapter"), (["--merged"], "export_merged")])
+@pytest.mark.parametrize(
+    ("flags", "form"),
+    [([], "peft"), (["--merged"], "merged"), (["--format", "merged"], "merged"), (["--format", "code"], "code")],
+)
 def test_export_prints_the_folder_and_why_it_is_merged(
-    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, flags: list[str], called: str
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, flags: list[str], form: str
 ) -> None:
     asked: list[object] = []
 
-    def write(*arguments: object) -> Exported:
-        asked.extend(arguments)
+    def write(*arguments: object, round: int | None) -> Exported:
+        asked.extend([*arguments, round])
         return Exported(Path("out"), "merged", "the merged form, as an adapter cannot carry it")
 
-    monkeypatch.setattr(f"fedguild.export.{called}", write)
+    monkeypatch.setattr("fedguild.export.export", write)
     result = invoke("export", "run", "--budget", "b4", "--output", "out", "--round", "3", *flags)
-    assert asked == [Path("run"), Subject(budget="b4"), Path("out"), 3]
+    assert asked == [Path("run"), Subject(budget="b4"), Path("out"), form, 3]
     assert result.stdout == "out\n"
-    assert result.stderr == "This is the merged form, as an adapter cannot carry it.\n"
+    first, second = result.stderr.splitlines()
+    assert first == "This is the merged form, as an adapter cannot carry it."
+    assert second.startswith("For anything that loads a Hugging Face checkpoint")
 
 
 def test_export_of_a_client(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def write(*arguments: object) -> Exported:
-        asked.extend(arguments)
-        return Exported(Path("out"), "adapter")
+    def write(*arguments: object, round: int | None) -> Exported:
+        asked.extend([*arguments, round])
+        return Exported(Path("out"), "peft")
 
-    monkeypatch.setattr("fedguild.export.export_adapter", write)
+    monkeypatch.setattr("fedguild.export.export", write)
     assert invoke("export", "run", "--client", "client-002", "--output", "out").stdout == "out\n"
-    assert asked == [Path("run"), Subject(client="client-002"), Path("out"), None]
+    assert asked == [Path("run"), Subject(client="client-002"), Path("out"), "peft", None]
     both = invoke("export", "run", "--client", "client-002", "--budget", "b1", "--output", "out")
-    assert (both.exit_code, asked[4:]) == (2, [])
+    assert (both.exit_code, asked[5:]) == (2, [])
     assert "Give either --budget or --client" in both.stderr
 
 

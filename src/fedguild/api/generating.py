@@ -67,7 +67,7 @@ class Generator:
     ) -> None:
         from transformers import TextStreamer
 
-        class Streamer(TextStreamer):  # type: ignore[misc]
+        class Streamer(TextStreamer):
             """Puts finalised text into the queue."""
 
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:

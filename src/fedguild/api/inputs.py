@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fedguild.config import Config, load_config
 from fedguild.config.data import GIVEN
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from fedguild.experiment import Preparation
 
-    Rows = datasets.Dataset | pandas.DataFrame | Sequence[Mapping[str, Any]]
-    Dataset = Rows | datasets.DatasetDict | Mapping[str, Rows] | str | Path
+    Rows: TypeAlias = datasets.Dataset | pandas.DataFrame | Sequence[Mapping[str, Any]]
+    Dataset: TypeAlias = Rows | datasets.DatasetDict | Mapping[str, Rows] | str | Path
     """Rows, rows by split, or a file, folder or hub id."""
 
 Partition = PartitionScheme | Assignment
@@ -106,13 +106,13 @@ def _scheme(partition: Partition) -> tuple[PartitionScheme, str]:
     if callable(partition):
         named = getattr(partition, "__qualname__", type(partition).__qualname__)
         return partition, f"{getattr(partition, '__module__', '')}.{named}".strip(".")
-    if isinstance(partition, str) or not hasattr(partition, "__len__"):
+    assignment: Any = partition
+    if isinstance(assignment, str) or not hasattr(assignment, "__len__"):
         raise ConfigError(
             f"A partition cannot be a {type(partition).__name__}.",
             "Accepted: a function of (examples, clients, generator), a client for each example, or for each client the "
             "indices of its examples. One of those that ship is a setting: 'data.partition.scheme=iid'.",
         )
-    assignment = partition
     listed = [list(map(int, row)) if hasattr(row, "__len__") else int(row) for row in assignment]
     name, _ = as_file([{"assignment": listed}])
     return (lambda examples, clients, rng: listed), name.removesuffix(".jsonl")  # type: ignore[return-value]

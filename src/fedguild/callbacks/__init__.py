@@ -159,7 +159,7 @@ class Delivery:
 
     def _send(self, kind: type[Event], number: int, **more: Any) -> None:
         if self._callbacks:
-            facts = {"folder": self._folder, "round": number, "rounds": self._rounds}
+            facts: dict[str, Any] = {"folder": self._folder, "round": number, "rounds": self._rounds}
             event = kind(**facts, history=tuple(self._history), _brake=self._brake, **more)
             for callback in self._callbacks:
                 callback(event)

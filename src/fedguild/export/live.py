@@ -89,12 +89,13 @@ class _Described:
         slots = self._slots
         if arguments:
             named = {"input_ids": arguments[0], **named}
-        ids, embedded = named.get("input_ids"), named.get("inputs_embeds")
+        ids = named.get("input_ids")
+        given: Any = named.get("inputs_embeds") if ids is None else ids
         if ids is None and (self._front or slots.copies > 1):
             raise ModelError(
                 "A soft prompt and a gate between two adapters need token ids.", "Give input_ids, not inputs_embeds."
             )
-        rows, tokens = (embedded if ids is None else ids).shape[:2]
+        rows, tokens = given.shape[:2]
         begins = not _cached_tokens(named.get("past_key_values"))
         if self._front:
             named = self._with_front(named, begins)

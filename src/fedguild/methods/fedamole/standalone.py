@@ -7,17 +7,17 @@ Source: FedAMoLE, Section 4.2, Equations 4 to 9 (and 18 for the vanilla router).
 shared expert and the routers are in the buffers of `fedguild`.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel as Base
 
 
-class FedGuildForCausalLM(Base):  # type: ignore[misc]
+class FedGuildForCausalLM(Base):
     """The model with a mixture of LoRA experts on some of its linear layers."""
 
-    _keep_in_fp32_modules_strict: ClassVar[set[str]] = {"fedguild"}
+    _keep_in_fp32_modules_strict = {"fedguild"}  # noqa: RUF012
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

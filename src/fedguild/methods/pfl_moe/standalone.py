@@ -8,7 +8,7 @@ prompt's features in the model without any adapter. The prompt is the whole row 
 pass both adapters are added to copies of the weights that they change, which are kept in memory beside the weights.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,10 @@ from transformers import DynamicCache
 from transformers import PreTrainedModel as Base
 
 
-class FedGuildForCausalLM(Base):  # type: ignore[misc]
+class FedGuildForCausalLM(Base):
     """The model under two LoRAs, and the gate that mixes their logits."""
 
-    _keep_in_fp32_modules_strict: ClassVar[set[str]] = {"fedguild"}
+    _keep_in_fp32_modules_strict = {"fedguild"}  # noqa: RUF012
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -36,7 +36,7 @@ class FedGuildForCausalLM(Base):  # type: ignore[misc]
         settings = kwargs.get("generation_config") or self.generation_config
         if (kwargs.get("num_beams") or settings.num_beams or 1) > 1:
             raise ValueError("This model mixes two models' logits and cannot search by beams: set num_beams=1.")
-        return super().generate(*args, **kwargs)
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def forward(
         self,

@@ -7,17 +7,17 @@ Source: UB-SMoE, Section 5.1, Equations 2 and 10, and Algorithm 2. LoRA is merge
 buffers of `fedguild`, and the number of active experts is the config's own.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel as Base
 
 
-class FedGuildForCausalLM(Base):  # type: ignore[misc]
+class FedGuildForCausalLM(Base):
     """The model with a learned offset phi on its routers' logits."""
 
-    _keep_in_fp32_modules_strict: ClassVar[set[str]] = {"fedguild"}
+    _keep_in_fp32_modules_strict = {"fedguild"}  # noqa: RUF012
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
