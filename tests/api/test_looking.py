@@ -12,16 +12,17 @@ from tests.api.conftest import BASE, ROWS
 
 
 def test_a_profile_has_a_row_for_each_tier() -> None:
-    costs = fedguild.profile("flame/olmoe-dolly", clients=8)
+    costs = fedguild.profile(BASE, "training.steps=null", clients=8)
     frame = costs.frame()
     assert list(frame.index) == ["b1", "b2", "b3", "b4"]
     assert frame.loc["b4", "active_experts"] == 1
+    assert frame.clients.sum() == 8
     assert (frame.flops_round.diff().dropna() < 0).all()
     assert "b4" in costs._repr_html_()
     assert costs.assumed_examples
-    assert not fedguild.profile("flame/olmoe-dolly", examples=5).assumed_examples
+    assert not fedguild.profile(BASE, "training.steps=null", examples=5).assumed_examples
     with pytest.raises(ConfigError, match="dtype on the wire is 'fp8'"):
-        fedguild.profile("flame/olmoe-dolly", wire_dtype="fp8")  # type: ignore[arg-type]
+        fedguild.profile(BASE, wire_dtype="fp8")  # type: ignore[arg-type]
 
 
 def test_a_partition_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
