@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from fedguild.cli.cells import Cell, complete, plan_table
+from fedguild.api.cells import Cell, complete, plan_table
 from fedguild.cli.recorded import CellRecord, record_of, record_path
 from fedguild.config import table_cells, tables
 from fedguild.config.table import ONLY_COLUMN
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = [one for one in planned(options.tables) if not one.is_recorded()]
         for start in range(0, len(missing), options.jobs):
             several = missing[start : start + options.jobs]
-            complete([one.cell for one in several], options.jobs)
+            complete([one.cell for one in several], options.jobs, tell=print)
             for one in several:
                 print(f"recorded {one.record().relative_to(ROOT)}")
     return subprocess.run([sys.executable, str(ROOT / "docs" / "generate.py")], check=False).returncode

@@ -16,7 +16,7 @@ from tests.backbones import tiny_backbone
 pytest.register_assert_rewrite("tests.experiment.runs", "tests.engines.equality")
 
 TOGETHER = {
-    "tests/cli/test_ray_cells.py": "ray",
+    "tests/api/test_ray_cells.py": "ray",
     "tests/engines/flower/test_guide.py": "flower",
     "tests/engines/flower/test_processes.py": "flower",
     "tests/engines/flower/test_processes_long.py": "flower",

@@ -24,10 +24,13 @@ LAST = (
     "costs.from_config",
     "recording",
     "scoring",
+    "results",
+    "callbacks",
     "experiment",
     "export",
     "federation",
     "testing",
+    "api",
     "cli",
     "__main__",
 )

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from fedguild.cli.cells import Cell
+from fedguild.api.cells import Cell
 from fedguild.config import load_config, tables
 from tests.report.runs import write_run
 

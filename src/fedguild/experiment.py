@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
+from fedguild.callbacks import Callback, Delivery, make_callback
 from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config import Config, load_config
 from fedguild.environment import describe_environment
 from fedguild.errors import CheckpointError
+from fedguild.evaluation.metrics import Metric
 from fedguild.files import write_json, write_text
 from fedguild.locking import run_lock
 from fedguild.payload import Payload
@@ -19,6 +21,7 @@ from fedguild.progress import Progress, Silent
 from fedguild.recording import client_records, observation_records, routing_record
 from fedguild.report.html import write_report
 from fedguild.report.tracking import Tracker
+from fedguild.results import STOPPED, RunResult, result_of, write_stopping_reason
 from fedguild.scoring import evaluate_state
 from fedguild.sealed import remove_leftovers
 from fedguild.seeding import torch_rng
@@ -60,39 +63,13 @@ LOG_SEAL = "log_seal"
 """Key of the seal of the run's log, which the log must still have when the run resumes from a checkpoint."""
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """A finished run.
-
-    Attributes:
-        folder: The run's folder.
-        rounds: Number of rounds that were run.
-        scores: Budget -> score of the global model after the last round, from 0 to 1.
-        mean: Mean over the budgets, or over the clients if every client has its own model.
-        report: The report's page.
-        own: Client -> score of its own model on its own data; empty if not evaluated.
-        trained: Client -> score of the model that its training left; empty if not evaluated.
-        received: Client -> score of the model with which it would begin its next round; empty if not evaluated.
-        pooled: Client -> score of the latter on all clients' data; empty if not evaluated.
-        summaries: `mean`, `mtal`, `trained`, `received` and `pooled`, those that were evaluated.
-        deviations: Summaries over clients -> the sample standard deviation, if there are at least two clients.
-    """
-
-    folder: Path
-    rounds: int
-    scores: Mapping[str, float]
-    mean: float
-    report: Path
-    own: Mapping[str, float] = field(default_factory=dict)
-    trained: Mapping[str, float] = field(default_factory=dict)
-    received: Mapping[str, float] = field(default_factory=dict)
-    pooled: Mapping[str, float] = field(default_factory=dict)
-    summaries: Mapping[str, float] = field(default_factory=dict)
-    deviations: Mapping[str, float] = field(default_factory=dict)
-
-
 def run(
-    config: Config, output: Path, *, progress: Progress | None = None, preparation: Preparation | None = None
+    config: Config,
+    output: Path,
+    *,
+    progress: Progress | None = None,
+    preparation: Preparation | None = None,
+    callbacks: Iterable[Callback] = (),
 ) -> RunResult:
     """Runs a config in a new folder.
 
@@ -101,6 +78,7 @@ def run(
         output: The folder to create.
         progress: Receiver of progress reports.
         preparation: Builds the experiment; None for simulated clients on this machine alone.
+        callbacks: Receivers of the run's events, beside those that the config names.
 
     Raises:
         CheckpointError: the folder already holds a run, or another process is working on it.
@@ -111,8 +89,9 @@ def run(
             raise CheckpointError(
                 f"{output} already holds a run.", f"Continue with `fedguild resume {output}`, or choose another folder."
             )
+        every = _callbacks(config, callbacks)
         experiment = (preparation or prepare)(config, output, progress)
-        return _rounds(experiment, _begin(experiment), first=1)
+        return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
 
 
 def resume(
@@ -121,14 +100,18 @@ def resume(
     progress: Progress | None = None,
     preparation: Preparation | None = None,
     round: int | None = None,
+    callbacks: Iterable[Callback] = (),
 ) -> RunResult:
     """Continues a run from its last complete round.
+
+    A run that a callback stopped goes on as if it had not been stopped.
 
     Args:
         output: The run's folder.
         progress: Receiver of progress reports; told if a damaged checkpoint is skipped for the one before it.
         preparation: As in `run`.
         round: Goes back to this round, whose checkpoint must still be there; what came after it is removed.
+        callbacks: As in `run`.
 
     Raises:
         CheckpointError: the folder holds no run, another process is working on it, no checkpoint is left, or there is
@@ -137,11 +120,13 @@ def resume(
     config = _written_config(output)
     with run_lock(output):
         remove_leftovers(output, below=True)
+        every = _callbacks(config, callbacks)
+        was_stopped = (output / STOPPED).is_file()
         saved = _saved(config, output, progress or Silent(), round)
         if saved is None:
             (output / RunLog.FILE).unlink(missing_ok=True)
             experiment = (preparation or prepare)(config, output, progress)
-            return _rounds(experiment, _begin(experiment), first=1)
+            return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
         RunLog(output).truncate_after(saved.round, saved.extra.get(LOG_SEAL))
         if round is not None:
             checkpoint.remove_after(output / CHECKPOINTS, round)
@@ -149,7 +134,9 @@ def resume(
         experiment = (preparation or prepare)(config, output, progress)
         if experiment.remote is None:
             MergeLedger.beside(experiment.memory).refill(merges(saved.state))
-        return _rounds(experiment, saved.state, first=saved.round + 1, accepted=accepted)
+        (output / STOPPED).unlink(missing_ok=True)
+        again = not was_stopped and round is None and saved.round > 0
+        return _rounds(experiment, saved.state, saved.round + 1, accepted, every, saved_again=again)
 
 
 def _saved(config: Config, output: Path, progress: Progress, round: int | None) -> Checkpoint | None:
@@ -159,21 +146,44 @@ def _saved(config: Config, output: Path, progress: Progress, round: int | None) 
     return checkpoint.load(folder, round, fingerprint=fingerprint)
 
 
-def evaluate(output: Path, *, round: int | None = None, split: Split = "test") -> RunResult:
+def evaluate(
+    output: Path,
+    *,
+    round: int | None = None,
+    split: Split = "test",
+    metrics: Mapping[str, Metric] | None = None,
+) -> RunResult:
     """Scores the global model of one of a run's rounds again.
+
+    Args:
+        output: The run's folder.
+        round: The round; the last by default.
+        split: Which held-out examples to score.
+        metrics: Metrics that were given in Python.
 
     Raises:
         CheckpointError: there is no such run, or no checkpoint of that round.
+        ConfigError: the config names a metric that neither ships nor was given.
     """
-    experiment, state, number = restore(output, round)
+    experiment, state, number = restore(output, round, metrics=metrics or {})
     records = evaluate_state(experiment, state, number, split)
-    return _result(experiment, number, records, output)
+    return result_of(experiment.folder, number, records, output)
 
 
 def restore(
-    output: Path, round: int | None = None, *, progress: Progress | None = None
+    output: Path,
+    round: int | None = None,
+    *,
+    progress: Progress | None = None,
+    metrics: Mapping[str, Metric] | None = None,
 ) -> tuple[Experiment, Payload, int]:
     """Returns a run with its state after a round (by default the last), and the round's number.
+
+    Args:
+        output: The run's folder.
+        round: The round; the last by default.
+        progress: Receiver of progress reports.
+        metrics: Metrics that were given in Python; None if nothing is to be scored, and so none is needed.
 
     Raises:
         CheckpointError: there is no such run, or no checkpoint of that round.
@@ -183,7 +193,13 @@ def restore(
     if number is None:
         raise CheckpointError(f"{output} has no complete round yet.", f"Continue with `fedguild resume {output}`.")
     saved = checkpoint.load(output / CHECKPOINTS, number, fingerprint=config.fingerprint())
-    return prepare(config, output, progress), saved.state, number
+    known = dict.fromkeys(config.evaluation.metrics, _no_metric) if metrics is None else metrics
+    return prepare(config, output, progress, metrics=known), saved.state, number
+
+
+def _no_metric(prediction: str, reference: str) -> float:
+    """Stands for a metric where nothing is scored."""
+    return 0.0
 
 
 def _begin(experiment: Experiment) -> Payload:
@@ -199,18 +215,41 @@ def _begin(experiment: Experiment) -> Payload:
     return state
 
 
-def _rounds(experiment: Experiment, state: Payload, first: int, accepted: Collection[int] = ()) -> RunResult:
-    """Runs the rounds from `first` on: train, aggregate, evaluate, record, checkpoint."""
+def _callbacks(config: Config, given: Iterable[Callback]) -> list[Callback]:
+    """Returns the callbacks that were given, and those that the config names."""
+    return [*given, *(make_callback(named.name, named.options) for named in config.callbacks)]
+
+
+def _rounds(
+    experiment: Experiment,
+    state: Payload,
+    first: int,
+    accepted: Collection[int] = (),
+    callbacks: Iterable[Callback] = (),
+    *,
+    saved_again: bool = False,
+) -> RunResult:
+    """Runs the rounds from `first` on: train, aggregate, evaluate, record, checkpoint.
+
+    With `saved_again` the callbacks get the `Saved` of the round before once more.
+    """
     config, log = experiment.config, RunLog(experiment.folder)
     rules, model = config.federation, experiment.backbone.info
     total, saving_seconds = config.federation.rounds, 0.0
+    last = first - 1
+    delivery = Delivery(callbacks, experiment.folder, total, _evaluations(log.read()))
+    if saved_again:
+        delivery.saved(last)
     guard = guard_of(experiment)
     with (
         closing(make_engine(experiment)) as engine,
         Tracker(experiment.folder, enabled=config.tracking.tensorboard, first_round=first) as tracker,
     ):
         for number in range(first, total + 1):
+            if delivery.reason:
+                break
             experiment.progress.round_started(number, total)
+            delivery.round_started(number)
             started = time.perf_counter()
             if experiment.remote is not None:
                 experiment.clients = experiment.remote.current()
@@ -240,12 +279,35 @@ def _rounds(experiment: Experiment, state: Payload, first: int, accepted: Collec
             records.append(_round_record(outcome, time.perf_counter() - started + saving_seconds))
             log.append(*records)
             tracker.add(records)
+            delivery.recorded(number, records)
             started = time.perf_counter()
             _save(experiment, number, state, accepted)
             saving_seconds = time.perf_counter() - started
+            last = number
+            delivery.saved(number)
+    return _ended(experiment, last, delivery)
+
+
+def _ended(experiment: Experiment, last: int, delivery: Delivery) -> RunResult:
+    """Writes the report after the last round, and why it is the last if a callback stopped the run.
+
+    Returns:
+        The result.
+    """
     experiment.progress.stage("Writing the report")
-    last = [record for record in log.read() if isinstance(record, EvaluationRecord) and record.round == total]
-    return _result(experiment, total, last, write_report(experiment.folder))
+    report = write_report(experiment.folder)
+    if delivery.reason and last < experiment.config.federation.rounds:
+        write_stopping_reason(experiment.folder, last, delivery.reason)  # last: a run killed before is stopped again
+        experiment.progress.message(f"Stopped after round {last}: {delivery.reason}")
+    scored = _evaluations(RunLog(experiment.folder).read())
+    evaluated = max((record.round for record in scored), default=last)
+    result = result_of(experiment.folder, last, [one for one in scored if one.round == evaluated], report)
+    delivery.finished(last, result)
+    return result
+
+
+def _evaluations(records: Iterable[Record]) -> list[EvaluationRecord]:
+    return [record for record in records if isinstance(record, EvaluationRecord)]
 
 
 def _round_record(outcome: Outcome, seconds: float) -> RoundRecord:
@@ -304,30 +366,3 @@ def _written_config(folder: Path) -> Config:
             "Give the folder that `fedguild run` wrote, for example runs/flame-tiny-tasks.",
         )
     return load_config(str(path))
-
-
-def _result(experiment: Experiment, number: int, records: Sequence[Record], report: Path) -> RunResult:
-    scored = [record for record in records if isinstance(record, EvaluationRecord)]
-    scores, own_scores, trained_scores, received_scores, pooled_scores, summaries = (
-        {record.name: record.score for record in scored if record.scope == scope}
-        for scope in ("budget", "client", "trained", "received", "pooled", "summary")
-    )
-    deviations = {
-        record.name: record.metrics["deviation"]
-        for record in scored
-        if record.scope == "summary" and "deviation" in record.metrics
-    }
-    mean = next((summaries[name] for name in ("mean", "mtal", "trained", "received") if name in summaries), 0.0)
-    return RunResult(
-        experiment.folder,
-        number,
-        scores,
-        mean,
-        report,
-        own=own_scores,
-        trained=trained_scores,
-        received=received_scores,
-        pooled=pooled_scores,
-        summaries=summaries,
-        deviations=deviations,
-    )

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.config import Config
 from fedguild.costs.flops import cost
 from fedguild.data import Example
 from fedguild.data.corpora import corpus_spec
@@ -133,7 +132,7 @@ def _scored_at_once(
                 max_tokens=config.data.max_tokens,
                 max_new_tokens=settings.max_new_tokens,
                 batch_tokens=settings.batch_tokens,
-                scoring=_scoring(config),
+                scoring=_scoring(experiment),
             )
     flops = [cost(backbone.info, plan).table_flops(1, adapters=False) for plan in plans]
     return [
@@ -156,12 +155,17 @@ def evaluated_plan(experiment: Experiment, budget: Budget, deployment: Deploymen
     return replace(plan, active_experts=(plan.active_experts or model.top_k) if as_method else budget.active_experts)
 
 
-def _scoring(config: Config) -> Scoring:
+def _scoring(experiment: Experiment) -> Scoring:
+    config, given = experiment.config, experiment.metrics
     settings, primary = config.evaluation, corpus_spec(config.data.corpus).metric
+    found = load_metrics(name for name in settings.metrics if name not in given)
     return Scoring(
         choices="generation" if settings.by == "generation" else "likelihood",
         normalise=settings.normalise,
-        metrics={**load_metrics(settings.metrics), primary: METRICS.load(primary)},
+        metrics={
+            **{name: given[name] if name in given else found[name] for name in settings.metrics},
+            primary: METRICS.load(primary),
+        },
         responses=primary,
     )
 

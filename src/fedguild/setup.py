@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from uuid import uuid4
@@ -12,6 +12,7 @@ from uuid import uuid4
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config
+from fedguild.config.data import GIVEN
 from fedguild.data import (
     ClientData,
     Corpus,
@@ -24,11 +25,12 @@ from fedguild.data import (
     split_clients,
 )
 from fedguild.data.batches import Encoded, encode
+from fedguild.data.given import GivenData, given_parts, source
 from fedguild.data.sampling import sample
 from fedguild.engines.coded import CodedEngine
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
-from fedguild.evaluation.metrics import load_metrics
+from fedguild.evaluation.metrics import Metric, load_metrics
 from fedguild.files import write_text
 from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone, describe_config, inspect_model, is_at_hand, load_backbone, pick_device
@@ -103,7 +105,8 @@ class Remote(Protocol):
 class Experiment:
     """The objects of a run.
 
-    `remote` is None if the clients are simulated, by the engine that the config names.
+    `remote` is None if the clients are simulated, by the engine that the config names. `metrics` are those that were
+    given in Python, by the names that the config has.
     """
 
     config: Config
@@ -116,10 +119,16 @@ class Experiment:
     memory: ClientMemory
     progress: Progress
     remote: Remote | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
 
-def prepare_data(config: Config) -> PreparedData:
+def prepare_data(config: Config, folder: Path | None = None, given: GivenData | None = None) -> PreparedData:
     """Loads the corpus, partitions it over the clients and splits every client's share.
+
+    Args:
+        config: The config.
+        folder: The run's folder, with data and the partition if they were given in Python.
+        given: The objects behind them; None if the folder has them.
 
     Raises:
         DataError: the data is missing, has the wrong columns, or leaves a client without examples.
@@ -127,8 +136,8 @@ def prepare_data(config: Config) -> PreparedData:
     data = config.data
     corpus = load_corpus(
         data.corpus,
-        train=data.train,
-        test=data.test,
+        train=source(data.train, folder),
+        test=source(data.test, folder),
         limit=data.limit,
         seed=config.seed,
         template=data.template,
@@ -136,9 +145,12 @@ def prepare_data(config: Config) -> PreparedData:
     )
     rng = numpy_rng(config.seed, "partition")
     rule = data.partition
-    parts = partition(
-        rule.scheme, corpus.train, config.federation.clients, rng=rng, alpha=rule.alpha, minimum=rule.minimum
-    )
+    clients_wanted = config.federation.clients
+    if rule.scheme.startswith(GIVEN):
+        scheme = None if given is None else given.partition
+        parts = given_parts(corpus.train, clients_wanted, rng, scheme, folder)
+    else:
+        parts = partition(rule.scheme, corpus.train, clients_wanted, rng=rng, alpha=rule.alpha, minimum=rule.minimum)
     clients = split_clients(corpus, parts, data.split, seed=config.seed)
     return PreparedData(corpus, clients, partition_table(corpus.train, parts))
 
@@ -230,27 +242,46 @@ def tell_fitted(given: Method, method: Method, tell: Callable[[str], None]) -> N
         tell(f"method.{name} is {used} here, not {json.dumps(value)}, to fit the model and the federation.")
 
 
-def prepare(config: Config, output: Path, progress: Progress | None = None) -> Experiment:
+def prepare(
+    config: Config,
+    output: Path,
+    progress: Progress | None = None,
+    *,
+    data: GivenData | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+) -> Experiment:
     """Builds the method, the data and the backbone of a run, the steps that fail fastest first.
 
     Everything that follows from the config and the model's `config.json` is checked before data is read or a weight is
     loaded.
+
+    Args:
+        config: The run's config.
+        output: Its folder.
+        progress: Receiver of progress reports.
+        data: Data and partition that were given in Python; written into the folder.
+        metrics: Metrics that were given in Python, by the names that the config has.
     """
     progress = progress or Silent()
-    given = method_of(config)
-    load_metrics(config.evaluation.metrics)
+    given, own_metrics = method_of(config), dict(metrics or {})
+    load_metrics(name for name in config.evaluation.metrics if name not in own_metrics)
     method, tiers = fit_method(given, config, model_of(config))
     tell_fitted(given, method, progress.message)
     progress.stage("Reading the data")
-    data = prepare_data(config)
+    if data is not None:
+        data.write(output)
+    prepared = prepare_data(config, output, data)
     progress.stage(f"Loading the model {config.model.path}")
     backbone = load_model(config)
     clients = [
-        ClientInfo(index, tiers[tier.name], len(data.clients[index].train))
+        ClientInfo(index, tiers[tier.name], len(prepared.clients[index].train))
         for index, tier in enumerate(config.federation.budget_per_client())
     ]
     memory = ClientMemory(output / MEMORY, trained=config.evaluation.trained)
-    return Experiment(config, output, method, data, backbone, list(tiers.values()), clients, memory, progress)
+    budgets = list(tiers.values())
+    return Experiment(
+        config, output, method, prepared, backbone, budgets, clients, memory, progress, metrics=own_metrics
+    )
 
 
 def load_model(config: Config) -> Backbone:

@@ -36,7 +36,7 @@ class FakeExperiment:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Path]] = []
 
-    def run(self, config: Config, output: Path, *, progress: Progress) -> SimpleNamespace:
+    def run(self, config: Config, output: Path, *, progress: Progress, **_: object) -> SimpleNamespace:
         self.calls.append(("run", output))
         progress.stage("loading the model")
         progress.round_started(1, config.federation.rounds)
@@ -45,7 +45,7 @@ class FakeExperiment:
         self._write(config, output)
         return SimpleNamespace(folder=output)
 
-    def resume(self, output: Path, *, progress: Progress, round: int | None = None) -> SimpleNamespace:
+    def resume(self, output: Path, *, progress: Progress, round: int | None = None, **_: object) -> SimpleNamespace:
         self.calls.append(("resume", output) if round is None else ("resume", output, round))
         config = load_config(str(output / "config.yaml"))
         RunLog(output).path.unlink()

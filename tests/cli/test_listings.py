@@ -11,10 +11,11 @@ import yaml
 from fedguild.cli import doctor
 from fedguild.config import Config, load_config, presets, tables
 from fedguild.config.data import PartitionSettings
-from fedguild.data import ClientData, Example, PartitionTable, partition
+from fedguild.data import ClientData, Corpus, Example, PartitionTable, partition
 from fedguild.data.partition import SCHEMES
 from fedguild.methods import METHODS
-from tests.cli.conftest import FakeExperiment, Invoke
+from fedguild.setup import PreparedData
+from tests.cli.conftest import Invoke
 from tests.plugins import install
 
 
@@ -68,7 +69,7 @@ def test_the_method_of_every_preset_takes_its_options(preset: str) -> None:
 
 
 def test_the_config_accepts_the_schemes_that_there_are() -> None:
-    assert set(PartitionSettings.model_json_schema()["properties"]["scheme"]["enum"]) == set(SCHEMES)
+    assert set(PartitionSettings.model_json_schema()["properties"]["scheme"]["anyOf"][0]["enum"]) == set(SCHEMES)
     assert callable(partition)
 
 
@@ -151,14 +152,16 @@ def test_doctor_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def prepared(experiment: FakeExperiment) -> None:
+def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     one = (Example("p", "r", "x", "t"),)
-    experiment.prepare_data = lambda config: SimpleNamespace(  # type: ignore[attr-defined]
+    made = PreparedData(
+        Corpus("tasks", one),
         partition_table=PartitionTable(
             tuple(f"label {index}" for index in range(12)), ((40, 20, *[1] * 10), (0, 5, *[2] * 10))
         ),
         clients=[ClientData(one * 60, one * 6, one * 4), ClientData(one * 20, one * 3, one * 2)],
     )
+    monkeypatch.setattr("fedguild.setup.prepare_data", lambda config, *_: made)
 
 
 def test_partition_shows_clients_and_labels(invoke: Invoke, prepared: None) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.cli.compare import plan_cells
+from fedguild.api.cells import plan_cells
 from fedguild.cli.progress import TerminalProgress
 from fedguild.errors import ConfigError
 from fedguild.export import Exported, Subject
@@ -105,7 +105,7 @@ def test_compare_refuses_nonsense_before_anything_runs(
 
 
 def test_cells_of_a_comparison(tmp_path: Path) -> None:
-    cells = plan_cells([*PAIR, "training.steps=7"], [4, 5], tmp_path)
+    cells = plan_cells(PAIR, ["training.steps=7"], [4, 5], tmp_path)
     assert [(cell.config.method.name, cell.config.seed) for cell in cells] == [
         ("flame", 4),
         ("flame", 5),
@@ -114,9 +114,9 @@ def test_cells_of_a_comparison(tmp_path: Path) -> None:
     ]
     assert {cell.config.training.steps for cell in cells} == {7}
     with pytest.raises(ConfigError, match="no config to compare"):
-        plan_cells(["seed=3"], [0], tmp_path)
+        plan_cells([], ["seed=3"], [0], tmp_path)
     with pytest.raises(ConfigError, match="Two of the configs are named 'flame-tiny-tasks'"):
-        plan_cells(["flame/tiny-tasks", "flame/tiny-tasks"], [0], tmp_path)
+        plan_cells(["flame/tiny-tasks", "flame/tiny-tasks"], [], [0], tmp_path)
 
 
 def test_a_table_runs_every_cell_and_writes_a_page_for_each_column(invoke: Invoke, experiment: FakeExperiment) -> None:
@@ -201,35 +201,40 @@ def test_evaluate_where_every_client_has_a_model_of_its_own(invoke: Invoke, expe
     assert shown["deviations"] == {"mtal": 0.177, "pooled": 0.0}
 
 
-@pytest.mark.parametrize(("flags", "called"), [([], "export_adapter"), (["--merged"], "export_merged")])
+@pytest.mark.parametrize(
+    ("flags", "form"),
+    [([], "peft"), (["--merged"], "merged"), (["--format", "merged"], "merged"), (["--format", "code"], "code")],
+)
 def test_export_prints_the_folder_and_why_it_is_merged(
-    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, flags: list[str], called: str
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, flags: list[str], form: str
 ) -> None:
     asked: list[object] = []
 
-    def write(*arguments: object) -> Exported:
-        asked.extend(arguments)
+    def write(*arguments: object, round: int | None) -> Exported:
+        asked.extend([*arguments, round])
         return Exported(Path("out"), "merged", "the merged form, as an adapter cannot carry it")
 
-    monkeypatch.setattr(f"fedguild.export.{called}", write)
+    monkeypatch.setattr("fedguild.export.export", write)
     result = invoke("export", "run", "--budget", "b4", "--output", "out", "--round", "3", *flags)
-    assert asked == [Path("run"), Subject(budget="b4"), Path("out"), 3]
+    assert asked == [Path("run"), Subject(budget="b4"), Path("out"), form, 3]
     assert result.stdout == "out\n"
-    assert result.stderr == "This is the merged form, as an adapter cannot carry it.\n"
+    first, second = result.stderr.splitlines()
+    assert first == "This is the merged form, as an adapter cannot carry it."
+    assert second.startswith("For anything that loads a Hugging Face checkpoint")
 
 
 def test_export_of_a_client(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def write(*arguments: object) -> Exported:
-        asked.extend(arguments)
-        return Exported(Path("out"), "adapter")
+    def write(*arguments: object, round: int | None) -> Exported:
+        asked.extend([*arguments, round])
+        return Exported(Path("out"), "peft")
 
-    monkeypatch.setattr("fedguild.export.export_adapter", write)
+    monkeypatch.setattr("fedguild.export.export", write)
     assert invoke("export", "run", "--client", "client-002", "--output", "out").stdout == "out\n"
-    assert asked == [Path("run"), Subject(client="client-002"), Path("out"), None]
+    assert asked == [Path("run"), Subject(client="client-002"), Path("out"), "peft", None]
     both = invoke("export", "run", "--client", "client-002", "--budget", "b1", "--output", "out")
-    assert (both.exit_code, asked[4:]) == (2, [])
+    assert (both.exit_code, asked[5:]) == (2, [])
     assert "Give either --budget or --client" in both.stderr
 
 

@@ -116,7 +116,7 @@ def test_what_an_adapter_does_not_carry_is_named(tmp_path: Path) -> None:
         write_adapter(tmp_path, backbone.info, wide, base="base")
 
 
-@pytest.mark.parametrize(("export", "form"), [(export_adapter, "adapter"), (export_merged, "merged")])
+@pytest.mark.parametrize(("export", "form"), [(export_adapter, "peft"), (export_merged, "merged")])
 def test_a_runs_merges_are_exported(export: Callable[..., object], form: str, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base")
     config = Config.model_validate(
@@ -136,9 +136,9 @@ def test_a_runs_merges_are_exported(export: Callable[..., object], form: str, tm
     deployment = restored.method.deploy(state, restored.backbone.info, restored.budgets[0])
     assert deployment is not None
     assert deployment.merged
-    plain = AutoModelForCausalLM.from_pretrained(base if form == "adapter" else tmp_path / "out")
-    exported = PeftModel.from_pretrained(plain, tmp_path / "out") if form == "adapter" else plain
+    plain = AutoModelForCausalLM.from_pretrained(base if form == "peft" else tmp_path / "out")
+    exported = PeftModel.from_pretrained(plain, tmp_path / "out") if form == "peft" else plain
     assert_same_logits(plain_logits(exported), our_logits(restored.backbone, deployment))
     card = (tmp_path / "out" / "README.md").read_text()
     assert ("| merged into the base | the changes of 2 rounds |" in card) is (form == "merged")
-    assert ("| LoRA | rank 6, scale 1," in card) is (form == "adapter")
+    assert ("| LoRA | rank 6, scale 1," in card) is (form == "peft")

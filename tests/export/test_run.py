@@ -62,7 +62,7 @@ def test_an_earlier_round(runs: dict[str, Path], tmp_path: Path) -> None:
 
 def test_an_adapter_by_the_words_of_its_card(runs: dict[str, Path], tmp_path: Path) -> None:
     exported = export_adapter(runs["ranks"], Subject("large"), tmp_path / "adapter")
-    assert (exported.form, exported.reason) == ("adapter", "")
+    assert (exported.form, exported.reason) == ("peft", "")
     names = {path.name for path in exported.folder.iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     card = (exported.folder / "README.md").read_text()
@@ -124,7 +124,7 @@ def own(folder: Path, name: str, active: int) -> torch.Tensor:
 def test_a_clients_own_adapter(runs: dict[str, Path], tmp_path: Path) -> None:
     """FedIT-FT: the adapter that the client trained, which is not the global one."""
     exported = export_adapter(runs["personal"], Subject(client="client-000"), tmp_path / "mine")
-    assert exported.form == "adapter"
+    assert exported.form == "peft"
     card = (exported.folder / "README.md").read_text()
     assert "# personal, client-000" in card
     assert "| client | client-000 |" in card
@@ -146,11 +146,11 @@ def test_a_clients_own_model_merged(runs: dict[str, Path], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("export", [export_adapter, export_merged])
-def test_a_part_beside_the_weights_has_neither_form(
+def test_a_part_beside_the_weights_without_code_has_no_form(
     export, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "beyond_weights", lambda plan: ["MixtureOfLora"])
-    with pytest.raises(ModelError, match=r"The model of flame .*MixtureOfLora\): neither a PEFT adapter nor a merged"):
+    with pytest.raises(ModelError, match=r"The model of flame .*MixtureOfLora\): no exported form can hold it"):
         export(runs["flame"], Subject(client="client-000"), tmp_path / "mine")
     assert not list(tmp_path.iterdir())
 

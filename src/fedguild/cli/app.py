@@ -17,10 +17,12 @@ from fedguild.cli import (
     evaluate,
     export,
     federation,
+    generate,
     methods,
     partition,
     presets,
     profile,
+    push,
     report,
     resume,
     run,
@@ -90,7 +92,21 @@ def _options(
         warnings.simplefilter("ignore", FutureWarning)
 
 
-for module in (run, resume, compare, partition, profile, evaluate, export, report, methods, presets, doctor):
+for module in (
+    run,
+    resume,
+    compare,
+    partition,
+    profile,
+    evaluate,
+    generate,
+    export,
+    push,
+    report,
+    methods,
+    presets,
+    doctor,
+):
     name = module.__name__.rsplit(".", 1)[-1]
     app.command(name, epilog="\n\n".join(["Examples:", *module.EXAMPLES]))(module.command)
 

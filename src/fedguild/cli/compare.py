@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedguild.cli.cells import Cell, Comparison, complete, plan_cells, plan_table
+import fedguild
 from fedguild.cli.options import JsonOption
 from fedguild.cli.output import note, show, show_json
-from fedguild.config import ShippedTable, table_cells, tables
-from fedguild.errors import ConfigError, nearest
+from fedguild.cli.progress import TerminalProgress
+from fedguild.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedguild.results import Comparison
 
 EXAMPLES = (
     "fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks --seeds 0,1,2",
@@ -23,7 +24,6 @@ EXAMPLES = (
     "fedguild compare ub-smoe/table-4 --engine ray --address auto --output /shared/table-4",
     "fedguild compare flame/table-2 --rows flame,trivial --columns dolly-0.5 --seeds 0 data.train=dolly.jsonl",
 )
-SEEDS = (0, 1, 2)
 
 
 class CellEngine(StrEnum):
@@ -86,62 +86,37 @@ def command(
     `fedguild presets` lists the tables that ship with FedGuild.
     """
     context.obj.resume_with = "the same command again"
-    table = _table_among(configs)
-    if table is None:
-        if rows or columns:
-            raise ConfigError("--rows and --columns choose from a table, but none is given.", _known_tables())
-        folder = output or Path("runs/compare")
-        cells = plan_cells(configs, _parsed_seeds(seeds) or SEEDS, folder)
-        chosen = _reference_name(reference, cells)
-        _complete(cells, jobs, engine, address, cores)
-        _show([Comparison("", folder, tuple(cells))], chosen, as_json, None)
-        return
     overrides = [text for text in configs if "=" in text]
-    if len(configs) > len(overrides) + 1:
-        raise ConfigError(f"{table.name} is a table: give it alone, followed only by settings for every cell.")
-    content = table.load()
-    wanted = table_cells(table.name, content, _parts(rows), _parts(columns))
-    folder = output or Path("runs") / table.name.replace("/", "-")
-    comparisons = plan_table(wanted, overrides, _parsed_seeds(seeds) or content.seeds, folder)
-    chosen = _row_reference(reference or content.reference, comparisons, asked=reference is not None)
-    _complete([cell for comparison in comparisons for cell in comparison.cells], jobs, engine, address, cores)
-    _show(comparisons, chosen, as_json, Whole(table.name, content.scores, folder))
+    names = [text for text in configs if "=" not in text]
+    from fedguild.api.comparing import is_table
+
+    table = next((name for name in names if is_table(name)), None)
+    if table is not None and len(names) > 1:
+        raise ConfigError(f"{table} is a table: give it alone, followed only by settings for every cell.")
+    comparison = fedguild.compare(
+        table or names,
+        *overrides,
+        seeds=_parsed_seeds(seeds),
+        reference=reference,
+        rows=_parts(rows),
+        columns=_parts(columns),
+        output=output,
+        jobs=jobs,
+        engine=engine.value,
+        address=address,
+        cores=cores,
+        progress=lambda title: TerminalProgress(title=title),
+        tell=note,
+    )
+    _show(comparison, as_json)
 
 
-@dataclass(frozen=True)
-class Whole:
-    """The table whose columns are comparisons: its name, the score shown for each row, and its folder."""
+def _show(comparison: Comparison, as_json: bool) -> None:
+    """Prints the tables of a comparison."""
+    from fedguild.report.overview import adds_to, overview
 
-    name: str
-    scores: Mapping[str, str]
-    folder: Path
-
-
-def _complete(cells: Sequence[Cell], jobs: int, engine: CellEngine, address: str | None, cores: int) -> None:
-    """Completes every cell, here or on a Ray cluster."""
-    if engine is CellEngine.RAY:
-        from fedguild.cli.ray_cells import complete_on_ray
-
-        complete_on_ray(cells, address, cores)
-    else:
-        complete(cells, jobs)
-
-
-def _show(comparisons: Sequence[Comparison], reference: str, as_json: bool, whole: Whole | None) -> None:
-    """Writes a page for each comparison and prints the tables."""
-    from fedguild.report.comparison import compare
-    from fedguild.report.html import write_comparison
-    from fedguild.report.overview import adds_to, overview, write_overview
-    from fedguild.report.run_folder import load_run
-
-    by_column, pages = {}, []
-    for comparison in comparisons:
-        folders = comparison.folders()
-        by_column[comparison.title] = compare(
-            {name: [load_run(folder) for folder in folders[name]] for name in folders}, reference
-        )
-        pages.append(write_comparison(folders, comparison.folder, reference=reference, title=comparison.title or None))
-    several = len(comparisons) > 1
+    by_column = comparison.tables
+    several = len(by_column) > 1
     if as_json:
         answers = {column: table.to_json() for column, table in by_column.items()}
         show_json(answers if several else next(iter(answers.values())))
@@ -149,34 +124,24 @@ def _show(comparisons: Sequence[Comparison], reference: str, as_json: bool, whol
         for column, table in by_column.items():
             note(f"\n{column}" if column else "")
             show(table.score_grid().to_rich(), *([] if several else [table.cost_grid().to_rich()]))
-        if whole and adds_to(by_column, whole.scores):
-            show(overview(by_column, whole.scores, whole.name).to_rich())
-    if whole:
-        note(f"Table: {write_overview(by_column, whole.scores, whole.name, whole.folder)}")
-    for column, table in by_column.items():
-        for warning in table.warnings:
-            note(f"Warning: {f'{column}: ' if column else ''}{warning}")
-    for page in pages:
+        if comparison.name and adds_to(by_column, comparison.scores):
+            show(overview(by_column, comparison.scores, comparison.name).to_rich())
+    if comparison.overview:
+        note(f"Table: {comparison.overview}")
+    for warning in comparison.warnings:
+        note(f"Warning: {warning}")
+    for page in comparison.pages.values():
         note(f"Report: {page}")
-
-
-def _table_among(configs: Sequence[str]) -> ShippedTable | None:
-    known = {table.name: table for table in tables()}
-    return next((known[name] for name in configs if name in known), None)
-
-
-def _known_tables() -> str:
-    return f"Tables: {', '.join(table.name for table in tables())}."
 
 
 def _parts(text: str | None) -> list[str]:
     return [part.strip() for part in text.split(",")] if text else []
 
 
-def _parsed_seeds(text: str | None) -> tuple[int, ...]:
-    """Returns the seeds that an option names; none where it was not given."""
+def _parsed_seeds(text: str | None) -> tuple[int, ...] | None:
+    """Returns the seeds that an option names; None where it was not given."""
     if text is None:
-        return ()
+        return None
     try:
         seeds = tuple(int(part) for part in text.split(","))
     except ValueError as error:
@@ -184,23 +149,3 @@ def _parsed_seeds(text: str | None) -> tuple[int, ...]:
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"--seeds names a seed twice: '{text}'.")
     return seeds
-
-
-def _reference_name(reference: str | None, cells: Sequence[Cell]) -> str:
-    """Returns the run name that a reference means, which may be given as on the command line."""
-    names = {cell.given: cell.config.name for cell in cells} | {cell.config.name: cell.config.name for cell in cells}
-    if reference is None:
-        return cells[-1].config.name
-    if reference not in names:
-        raise ConfigError(f"The reference '{reference}' is not one of the compared configs.", nearest(reference, names))
-    return names[reference]
-
-
-def _row_reference(reference: str, comparisons: Sequence[Comparison], *, asked: bool) -> str:
-    """Returns the row that the others are compared with; the last of those wanted where the table's own is not."""
-    names = comparisons[0].names
-    if reference in names:
-        return reference
-    if asked:
-        raise ConfigError(f"The reference '{reference}' is not one of the compared rows.", nearest(reference, names))
-    return names[-1]

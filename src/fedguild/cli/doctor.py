@@ -103,12 +103,14 @@ def _extra(extra: str, packages: tuple[str, ...], loss: str) -> Finding:
 
 def _plugins() -> Iterator[Finding]:
     """Yields the usable plug-ins of each kind in one line, and a line for each that cannot be used."""
+    from fedguild.callbacks import CALLBACKS
     from fedguild.data.corpora import CORPORA
+    from fedguild.data.partition import PARTITIONS
     from fedguild.evaluation.metrics import METRICS
     from fedguild.methods import METHODS
     from fedguild.model.families import FAMILIES
 
-    kinds: tuple[Plugins[Any], ...] = (METHODS, CORPORA, METRICS, FAMILIES)
+    kinds: tuple[Plugins[Any], ...] = (METHODS, CORPORA, PARTITIONS, METRICS, CALLBACKS, FAMILIES)
     for kind in kinds:
         checked = list(kind.checked())
         usable = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,7 +12,8 @@ from fedguild.cli.output import note
 
 EXAMPLES = (
     "fedguild export runs/fedit-tiny-tasks --budget b1 --output adapter",
-    "fedguild export runs/flame-tiny-tasks --budget b4 --output model --merged",
+    "fedguild export runs/fedit-tiny-tasks --budget b1 --output adapter --format per-expert",
+    "fedguild export runs/flame-tiny-tasks --budget b4 --output model --format merged",
     "fedguild export runs/fdlora-tiny-tasks --client client-000 --output mine",
 )
 
@@ -26,20 +27,28 @@ def command(
     client: Annotated[
         str, typer.Option("--client", help="Export a client's own model, for example client-000.", show_default=False)
     ] = "",
-    merged: Annotated[
-        bool, typer.Option("--merged", help="Write a whole Hugging Face checkpoint with the adapter merged in.")
-    ] = False,
+    form: Annotated[
+        Literal["peft", "per-expert", "merged", "code"],
+        typer.Option(
+            "--format",
+            help="peft: an adapter for peft and transformers; per-expert: one for vLLM and SGLang; merged: a whole "
+            "checkpoint; code: a checkpoint with the method's own modelling code.",
+        ),
+    ] = "peft",
+    merged: Annotated[bool, typer.Option("--merged", help="The same as --format merged.")] = False,
     round: Annotated[int | None, typer.Option("--round", help="The round to export; the last by default.")] = None,
 ) -> None:
-    """Write a run's model for a budget, or a client's own, as a PEFT adapter or merged into a checkpoint.
+    """Write a run's model for a budget, or a client's own, in a form that other programs load.
 
     A merged checkpoint has the budget's active experts in its config. Where an adapter alone
     cannot carry the model (FLAME's output scale, fewer active experts, experts trained in full), the
-    merged form is written. A mixture of LoRA experts depends on its input, so it cannot be exported in either form.
+    merged form is written, and where the method acts beside the weights (UB-SMoE, FedAMoLE, PFL-MoE) a checkpoint with
+    modelling code of its own.
     """
-    from fedguild.export import Subject, export_adapter, export_merged
+    from fedguild.export import Subject, export
 
-    exported = (export_merged if merged else export_adapter)(folder, Subject(budget, client), output, round)
+    exported = export(folder, Subject(budget, client), output, "merged" if merged else form, round=round)
     if exported.reason:
         note(f"This is {exported.reason}.")
+    note(exported.audience)
     typer.echo(exported.folder)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+import fedguild
 from fedguild.cli.options import ConfigArgument, JsonOption, OverridesArgument
 from fedguild.cli.output import note, show, show_json
-from fedguild.config import load_config
 from fedguild.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,19 +34,14 @@ def command(
     """Show how many examples of each label every client would get, without training."""
     if plot and plot.suffix != ".svg":
         raise ConfigError(f"--plot writes an SVG file, but {plot} does not end in .svg.")
-    settings = load_config(config, overrides or ())
-
-    from fedguild import experiment
-
-    prepared = experiment.prepare_data(settings)
-    table, clients = prepared.partition_table, prepared.clients
-    budgets = [tier.name for tier in settings.federation.budget_per_client()]
+    shares = fedguild.partition(config, *(overrides or ()))
+    table, clients, budgets = shares.data.partition_table, shares.data.clients, shares.budgets
     if as_json:
         show_json(_as_json(table, clients, budgets))
     else:
         show(_as_table(table, clients, budgets))
     if plot:
-        _draw(table, plot)
+        shares.figures()["partition"].save(plot)
         note(f"Plot: {plot}")
 
 
@@ -94,13 +89,3 @@ def _as_json(table: PartitionTable, clients: Sequence[ClientData], budgets: Sequ
             for index, (row, client) in enumerate(zip(table.counts, clients, strict=True))
         ],
     }
-
-
-def _draw(table: PartitionTable, path: Path) -> None:
-    import numpy as np
-
-    from fedguild.files import write_text
-    from fedguild.report.figures import partition_bubbles
-
-    names = [str(index) for index in range(len(table.counts))]
-    write_text(path, partition_bubbles(table.labels, np.array(table.counts), names) + "\n")

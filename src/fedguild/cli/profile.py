@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+import fedguild
 from fedguild.cli.options import JsonOption, OverridesArgument
 from fedguild.cli.output import note, show, show_json
-from fedguild.config import load_config
 from fedguild.errors import ConfigError
-
-if TYPE_CHECKING:
-    from fedguild.costs.from_config import WireDtype
 
 EXAMPLES = (
     "fedguild profile ub-smoe/olmoe-commonsense",
@@ -72,35 +69,32 @@ def command(
         return
     if config is None:
         raise ConfigError("There is no config to profile.", "Give a preset or a YAML file, or --published.")
-    given = list(overrides or ())
-    given += [f"model.path={model}"] if model else []
-    given += [f"federation.clients={clients}"] if clients else []
-    settings = load_config(config, given)
-
-    from fedguild.cli.profile_tables import tables
-    from fedguild.costs.from_config import WIRE_DTYPES, known_examples, profile_config
-    from fedguild.costs.rows import as_rows
-
-    if wire_dtype not in WIRE_DTYPES:
-        raise ConfigError(f"--wire-dtype is '{wire_dtype}'.", f"Known: {', '.join(WIRE_DTYPES)}.")
-    dtype: WireDtype = "bf16" if wire_dtype == "bf16" else "fp32"
-    costs = profile_config(
-        settings,
+    if wire_dtype not in ("fp32", "bf16"):
+        raise ConfigError(f"--wire-dtype is '{wire_dtype}'.", "Known: fp32, bf16.")
+    costs = fedguild.profile(
+        config,
+        *(overrides or ()),
+        model=model,
+        clients=clients,
         examples=examples,
         tokens=tokens,
         context=context,
-        wire_dtype=dtype,
+        wire_dtype="bf16" if wire_dtype == "bf16" else "fp32",
         checkpointing=checkpointing,
         tell=note,
     )
+
+    from fedguild.cli.profile_tables import tables
+    from fedguild.costs.rows import as_rows
+
     if as_json:
-        show_json(as_rows(costs))
+        show_json(as_rows(costs.profile))
         return
-    show(*tables(costs))
-    if settings.training.steps is None and examples is None and known_examples(settings) is None:
+    show(*tables(costs.profile))
+    if costs.assumed_examples:
         note(
             "The config does not say how many examples a client has; "
-            f"{costs.workload.examples} are assumed (see --examples)."
+            f"{costs.profile.workload.examples} are assumed (see --examples)."
         )
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+import fedguild
 from fedguild.cli.options import JsonOption, RunFolderArgument
 from fedguild.cli.progress import TerminalProgress
 from fedguild.cli.results import show_run
@@ -23,9 +24,7 @@ def command(
     context: typer.Context, folder: RunFolderArgument, round: RoundOption = None, as_json: JsonOption = False
 ) -> None:
     """Continue a run from its last complete round, with the results of an uninterrupted run."""
-    from fedguild import experiment
-
     context.obj.resume_with = f"fedguild resume {folder}"
     with TerminalProgress() as progress:
-        result = experiment.resume(folder, progress=progress, round=round)
+        result = fedguild.resume(folder, progress=progress, round=round)
     show_run(result.folder, as_json)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+import fedguild
 from fedguild.cli.options import ConfigArgument, JsonOption, OverridesArgument
 from fedguild.cli.progress import TerminalProgress
 from fedguild.cli.results import show_run
@@ -30,11 +31,8 @@ def command(
 ) -> None:
     """Run a config: train, evaluate every budget, write the report."""
     settings = load_config(config, overrides or ())
-
-    from fedguild import experiment
-
     folder = output or settings.run_folder
     context.obj.resume_with = f"fedguild resume {folder}"
     with TerminalProgress() as progress:
-        result = experiment.run(settings, folder, progress=progress)
+        result = fedguild.run(settings, output=folder, progress=progress)
     show_run(result.folder, as_json)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fedguild.config.base import Section
+from fedguild.errors import nearest
+from fedguild.plugins import discover
+
+Scheme = Literal["iid", "dirichlet", "label", "document", "quantity", "power_law"]
+PARTITIONS_GROUP = "fedguild.partitions"
+"""The entry-point group of other packages' partition schemes."""
+GIVEN = "given:"
+"""Prefix of a partition and of data that were given in Python, and lie in the run's folder."""
 
 
 class PartitionSettings(Section):
     """Distribution of the training examples over the clients."""
 
-    scheme: Literal["iid", "dirichlet", "label", "document", "quantity", "power_law"] = Field(
+    scheme: Scheme | str = Field(
         default="dirichlet",
         description="iid: at random, in equal sizes; dirichlet: every label spread by Dirichlet(alpha); label: "
         "different labels for every client (one task per client); document: documents kept whole; quantity: at "
         "random, sizes drawn from Dirichlet(alpha); power_law: at random, the i-th client's size proportional to i to "
-        "the power -alpha.",
+        "the power -alpha; or one that an installed package adds.",
     )
     alpha: float = Field(
         default=0.5,
@@ -26,6 +34,17 @@ class PartitionSettings(Section):
         "power_law.",
     )
     minimum: int = Field(default=8, ge=1, description="Minimum number of examples per client.")
+
+    @field_validator("scheme")
+    @classmethod
+    def _is_known(cls, scheme: str) -> str:
+        known = get_args(Scheme)
+        if scheme in known or scheme.startswith(GIVEN):
+            return scheme
+        added = [plugin.name for plugin in discover("", PARTITIONS_GROUP)]
+        if scheme not in added:
+            raise ValueError(f"must be a partition scheme, got '{scheme}'. {nearest(scheme, [*known, *added])}")
+        return scheme
 
 
 class CapSettings(Section):

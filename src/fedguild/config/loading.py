@@ -52,7 +52,11 @@ def first_sentence(yaml: str) -> str:
     return re.split(r"(?<=\.)\s|;\s", comment, maxsplit=1)[0]
 
 
-def load_config(path_or_preset: str, overrides: Sequence[str] = (), *, between: Sequence[Layer] = ()) -> Config:
+Given = str | Path | Mapping[str, Any] | Config
+"""A config: the name of a preset, a YAML file, a mapping of settings, or a config as it is."""
+
+
+def load_config(given: Given, overrides: Sequence[str] = (), *, between: Sequence[Layer] = ()) -> Config:
     """Returns the validated config of a file or preset.
 
     A config may build on another with `extends: <preset or file beside it>`. Mappings are
@@ -60,7 +64,7 @@ def load_config(path_or_preset: str, overrides: Sequence[str] = (), *, between: 
     dropped where a layer above names another one.
 
     Args:
-        path_or_preset: A YAML file, or the name of a preset.
+        given: A YAML file, the name of a preset, a mapping of settings, which may have `extends`, or a config.
         overrides: `key.sub=value`, the value read as YAML; of two for one key the later wins.
         between: Settings above the file's and below the overrides.
 
@@ -68,16 +72,29 @@ def load_config(path_or_preset: str, overrides: Sequence[str] = (), *, between: 
         ConfigError: there is no such file or preset, it is not YAML, or a setting is unknown or
             out of range; the message names the source and the full key of every such setting.
     """
-    path = _find(path_or_preset, beside=None)
     above = [replace(layer, settings=_with_method_as_mapping(layer.settings)) for layer in between]
-    layers = [*_file_layers(path, ()), *above, *map(_override_layer, overrides)]
-    settings: dict[str, Any] = {"name": _default_name(path)}
+    below, name = _given_layers(given)
+    layers = [*below, *above, *map(_override_layer, overrides)]
+    settings: dict[str, Any] = {"name": name}
     for layer in layers:
         settings = _merged(settings, layer.settings)
     try:
         return Config.model_validate(settings)
     except ValidationError as error:
         raise explained(error, layers, Config) from error
+
+
+def _given_layers(given: Given) -> tuple[list[Layer], str]:
+    """Returns the layers of what was given, and the name of a run that has none of its own."""
+    if isinstance(given, Config):
+        return [Layer("the config", given.model_dump(mode="json"))], given.name
+    if isinstance(given, Mapping):
+        settings = dict(given)
+        parent = settings.pop("extends", None)
+        extended, name = _given_layers(parent) if isinstance(parent, str) else ([], "run")
+        return [*extended, Layer("the config", _with_method_as_mapping(settings))], name
+    path = _find(str(given), beside=None)
+    return list(_file_layers(path, ())), _default_name(path)
 
 
 def _find(path_or_preset: str, beside: Path | None) -> Path:

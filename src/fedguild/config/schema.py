@@ -20,6 +20,7 @@ NOT_IN_FINGERPRINT = (
     ("name",),
     ("output",),
     ("tracking",),
+    ("callbacks",),
     ("model", "device"),
     ("model", "gradient_checkpointing"),
     ("federation", "cohort_size"),
@@ -36,17 +37,15 @@ LEFT_OUT_BY_DEFAULT = (
 go on."""
 
 
-class MethodSettings(Section):
-    """A method's name, and its options, which the method itself validates.
+class NamedSettings(Section):
+    """The name of a plug-in, and its options, which the plug-in itself validates.
 
-    In YAML the options stand beside the name: `method: {name: flame, temperature: 2}`; a method
-    without options is just its name: `method: flame`.
+    In YAML the options stand beside the name: `method: {name: flame, temperature: 2}`; one without options is just its
+    name: `method: flame`.
     """
 
-    name: str = Field(min_length=1, description="Name of a method, as `fedguild methods` lists them.")
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="Options of the method, as `fedguild methods NAME` lists them."
-    )
+    name: str = Field(min_length=1, description="Its name.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Its options.")
 
     @model_validator(mode="before")
     @classmethod
@@ -62,6 +61,26 @@ class MethodSettings(Section):
     @model_serializer
     def _beside_the_name(self) -> dict[str, Any]:
         return {"name": self.name, **self.options}
+
+
+class MethodSettings(NamedSettings):
+    """The method, which validates its options itself."""
+
+    name: str = Field(min_length=1, description="Name of a method, as `fedguild methods` lists them.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the method, as `fedguild methods NAME` lists them."
+    )
+
+
+class CallbackSettings(NamedSettings):
+    """A callback, which validates its options itself."""
+
+    name: str = Field(
+        min_length=1, description="Name of a callback: `early-stopping`, or one that an installed package adds."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the callback; in YAML they stand beside the name."
+    )
 
 
 class ModelSettings(Section):
@@ -174,6 +193,11 @@ class Config(Section):
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings, description="Scoring.")
     tracking: TrackingSettings = Field(
         default_factory=TrackingSettings, description="Further destinations of the metrics."
+    )
+    callbacks: tuple[CallbackSettings, ...] = Field(
+        default=(),
+        description="Callbacks, which get the run's events and may stop it: names, or mappings of a name and options, "
+        "for example `{name: early-stopping, patience: 2}`.",
     )
 
     @property

@@ -7,7 +7,7 @@ into three, and `batches` turns examples into token tensors.
 
 from fedguild.data.corpora import CORPORA, load_corpus
 from fedguild.data.example import Corpus, Example
-from fedguild.data.partition import SCHEMES, PartitionTable, partition, partition_table
+from fedguild.data.partition import SCHEMES, PartitionScheme, PartitionTable, as_parts, partition, partition_table
 from fedguild.data.prompts import TEMPLATES, render
 from fedguild.data.split import ClientData, pooled_test, split_clients
 
@@ -18,7 +18,9 @@ __all__ = [
     "ClientData",
     "Corpus",
     "Example",
+    "PartitionScheme",
     "PartitionTable",
+    "as_parts",
     "load_corpus",
     "partition",
     "partition_table",

@@ -1,22 +1,30 @@
 """Partitions: the assignment of training examples to clients. Pure, and deterministic in the generator.
 
-Every scheme uses every example exactly once.
+Every scheme that ships uses every example exactly once. A scheme of another package is a function in the entry-point
+group `fedguild.partitions`; it may leave examples out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedguild.config.data import PARTITIONS_GROUP
 from fedguild.data.example import Example
 from fedguild.errors import DataError, nearest
+from fedguild.plugins import Plugins
 
 Parts = list[list[int]]
+Assignment = Sequence[int] | Sequence[Sequence[int]]
+"""A client for each example, or for each client the indices of its examples."""
+PartitionScheme = Callable[[Sequence[Example], int, np.random.Generator], Assignment]
+"""Called with the training examples, the number of clients and the source of all random choices."""
 
 SCHEMES: dict[str, str] = {
     "iid": "every client draws from the whole, in equal sizes",
@@ -27,6 +35,16 @@ SCHEMES: dict[str, str] = {
     "power_law": "every client draws from the whole; the i-th client's size is proportional to i to the power -alpha",
 }
 """Scheme -> one-line description."""
+
+
+def _accepted(name: str, loaded: object) -> PartitionScheme:
+    if not callable(loaded):
+        raise TypeError(f"a partition scheme is a function, not a {type(loaded).__name__}")
+    return loaded
+
+
+PARTITIONS: Plugins[PartitionScheme] = Plugins("partition scheme", "", PARTITIONS_GROUP, _accepted, attribute="assign")
+"""The schemes of other packages."""
 
 
 def partition(
@@ -41,7 +59,7 @@ def partition(
     """Assigns examples to clients.
 
     Args:
-        scheme: A name in `SCHEMES`.
+        scheme: A name in `SCHEMES`, or in `PARTITIONS`.
         examples: The training examples.
         clients: Number of clients.
         rng: Source of all random choices.
@@ -57,7 +75,11 @@ def partition(
             every client its minimum.
     """
     if scheme not in SCHEMES:
-        raise DataError(f"There is no partition scheme '{scheme}'.", nearest(scheme, SCHEMES))
+        if scheme not in PARTITIONS:
+            raise DataError(f"There is no partition scheme '{scheme}'.", nearest(scheme, [*SCHEMES, *PARTITIONS]))
+        parts = as_parts(PARTITIONS.load(scheme)(examples, clients, rng), len(examples), clients, what=f"'{scheme}'")
+        _check_minimum(scheme, parts, minimum)
+        return parts
     _check(len(examples), clients, alpha, minimum)
     if scheme == "iid":
         parts = iid(len(examples), clients, rng)
@@ -73,6 +95,52 @@ def partition(
         parts = by_size(np.arange(1.0, clients + 1) ** -alpha, len(examples), minimum, rng)
     _check_minimum(scheme, parts, minimum)
     return [sorted(part) for part in parts]
+
+
+def as_parts(assignment: Assignment, examples: int, clients: int, what: str = "given") -> Parts:
+    """Returns an assignment as lists of indices, ascending, after checking it.
+
+    Args:
+        assignment: A client for each example, or for each client the indices of its examples.
+        examples: Number of examples.
+        clients: Number of clients.
+        what: The partition's name in messages.
+
+    Raises:
+        DataError: it names an example or a client that does not exist, uses an example twice, leaves a client without
+            examples, or has the wrong length.
+    """
+    rows: list[Any] = list(assignment)
+    if all(isinstance(entry, Integral) for entry in rows):
+        if len(rows) != examples:
+            raise DataError(
+                f"The partition {what} has a client for {len(rows)} examples, but there are {examples}.",
+                "Examples without a response, and those above data.limit, are left out before the partition.",
+            )
+        wrong = next((entry for entry in rows if not 0 <= int(entry) < clients), None)
+        if wrong is not None:
+            raise DataError(f"The partition {what} names client {wrong}, but clients count from 0 to {clients - 1}.")
+        parts: Parts = [[] for _ in range(clients)]
+        for index, client in enumerate(rows):
+            parts[int(client)].append(index)
+    else:
+        parts = [sorted(int(index) for index in row) for row in rows]
+        if len(parts) != clients:
+            raise DataError(
+                f"The partition {what} has {len(parts)} parts, but there are {clients} clients.",
+                f"Set federation.clients={len(parts)}, or give a part for each client.",
+            )
+    seen = Counter(index for part in parts for index in part)
+    wrong = next((index for index in seen if not 0 <= index < examples), None)
+    if wrong is not None:
+        raise DataError(f"The partition {what} names example {wrong}, but they count from 0 to {examples - 1}.")
+    twice = next((index for index, times in seen.items() if times > 1), None)
+    if twice is not None:
+        raise DataError(f"The partition {what} uses example {twice} twice.")
+    empty = next((client for client, part in enumerate(parts) if not part), None)
+    if empty is not None:
+        raise DataError(f"The partition {what} leaves client {empty} without an example.")
+    return parts
 
 
 def _check(count: int, clients: int, alpha: float, minimum: int) -> None:

@@ -1,10 +1,11 @@
 """After the engines, beside the experiment: export. A run's model in formats that other libraries load.
 
-`weights` says how a deployment changes the backbone's weights. `adapter` writes that as a PEFT
-folder, `merged` as a whole Hugging Face checkpoint, both into a folder that appears complete or
-not at all (`folder`) and describes itself (`card`). `run` takes the deployment from a run.
+`weights` says how a deployment changes the backbone's weights. `adapter` writes that as a PEFT folder, `per_expert`
+with a key for every expert, `merged` as a whole Hugging Face checkpoint, and `code` as one with the method's own
+modelling code; all go into a folder that appears complete or not at all (`folder`) and describes itself (`card`).
+`live` attaches it to the backbone in this process. `run` takes the deployment from a run.
 """
 
-from fedguild.export.run import Exported, Subject, export_adapter, export_merged
+from fedguild.export.run import Exported, Form, Subject, export, export_adapter, export_merged
 
-__all__ = ["Exported", "Subject", "export_adapter", "export_merged"]
+__all__ = ["Exported", "Form", "Subject", "export", "export_adapter", "export_merged"]

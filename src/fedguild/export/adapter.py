@@ -36,7 +36,7 @@ from fedguild.server.method import Deployment
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 
 
 def obstacle(model: ModelInfo, deployment: Deployment) -> str:
@@ -60,6 +60,15 @@ def obstacle(model: ModelInfo, deployment: Deployment) -> str:
     return ""
 
 
+def require_carried(model: ModelInfo, deployment: Deployment) -> None:
+    """Raises ModelError where an adapter alone cannot carry a deployment."""
+    missing = obstacle(model, deployment)
+    if missing:
+        raise ModelError(
+            f"An adapter alone cannot carry the model: {missing}.", "Export the merged form (--format merged)."
+        )
+
+
 def write_adapter(
     folder: Path, model: ModelInfo, deployment: Deployment, *, base: str, revision: str | None = None
 ) -> None:
@@ -77,9 +86,7 @@ def write_adapter(
     Raises:
         ModelError: an adapter alone cannot carry the deployment.
     """
-    missing = obstacle(model, deployment)
-    if missing:
-        raise ModelError(f"An adapter alone cannot carry the model: {missing}.", "Export the merged form (--merged).")
+    require_carried(model, deployment)
     deployment = in_one_adapter(deployment)
     write_json(folder / CONFIG_FILE, peft_config(model, deployment.plan, base=base, revision=revision))
     save_file(peft_tensors(model, deployment), folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -127,8 +134,8 @@ def peft_tensors(model: ModelInfo, deployment: Deployment) -> dict[str, Tensor]:
             each = (factor.unbind() if factor.dim() == 3 else (factor,) for factor in (down, up))
             places = list(zip(_modules(model, weight), *each, strict=True))
         for where, own_down, own_up in places:
-            tensors[f"{_PREFIX}{where}.lora_A.weight"] = own_down.float().cpu().contiguous()
-            tensors[f"{_PREFIX}{where}.lora_B.weight"] = own_up.float().cpu().contiguous()
+            tensors[f"{PREFIX}{where}.lora_A.weight"] = own_down.float().cpu().contiguous()
+            tensors[f"{PREFIX}{where}.lora_B.weight"] = own_up.float().cpu().contiguous()
     return tensors
 
 

@@ -58,6 +58,33 @@ def adapter_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> st
     return _card("peft", "A LoRA adapter", origin, _facts(origin, model, deployment), load, remark)
 
 
+def per_expert_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str:
+    """Returns the README of an adapter folder with a key for every expert."""
+    rank = deployment.plan.lora.rank
+    load = (
+        "from vllm import LLM",
+        "from vllm.lora.request import LoRARequest",
+        f"llm = LLM({origin.base_code}, enable_lora=True, max_lora_rank={rank})",
+        'adapter = LoRARequest("adapter", 1, folder)',
+        'print(llm.generate("A prompt.", lora_request=adapter)[0].outputs[0].text)',
+    )
+    remark = _SERVER_REMARK.format(rank=rank, router=_ROUTER if "router" in deployment.plan.lora.targets else "")
+    what = "A LoRA adapter with a key for every expert"
+    return _card("peft", what, origin, _facts(origin, model, deployment), load, remark)
+
+
+def code_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str:
+    """Returns the README of a checkpoint with the method's own modelling code."""
+    load = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        "model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)",
+    )
+    parts = ", ".join(type(part).__name__ for part in deployment.plan.parts if not part.folds_into_weights)
+    facts = {**_facts(origin, model, deployment), "beside the weights": f"{parts}, in `modeling_fedguild.py`"}
+    return _card("transformers", "A language model with the method's own routing", origin, facts, load)
+
+
 def merged_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str:
     """Returns the README of a merged checkpoint."""
     facts = _facts(origin, model, deployment)
@@ -121,6 +148,13 @@ _PATTERN_REMARK = """
 peft 0.21 warns that `rank_pattern` and `alpha_pattern` match no module. It compares them with modules only; they do
 apply to the experts, which are parameters.
 """
+
+_SERVER_REMARK = """
+SGLang serves it with `--enable-lora --max-lora-rank {rank}` and `--lora-paths adapter=FOLDER`. The factors of an expert
+have the names of the base model's repository; one rank and one alpha hold for all of them.{router}
+"""
+_ROUTER = """
+The adapter also changes the routers: a server that adapts no routers refuses it or leaves that out."""
 
 _CARD = """\
 ---

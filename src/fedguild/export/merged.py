@@ -10,8 +10,10 @@ the model's hub repository and written one after the other; the backbone itself 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -36,7 +38,15 @@ from fedguild.server.method import Deployment
 SHARD_BYTES = 5_000_000_000
 
 
-def write_merged(folder: Path, backbone: Backbone, deployment: Deployment, *, shard_bytes: int = SHARD_BYTES) -> None:
+def write_merged(
+    folder: Path,
+    backbone: Backbone,
+    deployment: Deployment,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    further: Mapping[str, Tensor] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
     """Writes weights, config and tokenizer into a folder.
 
     Args:
@@ -44,6 +54,8 @@ def write_merged(folder: Path, backbone: Backbone, deployment: Deployment, *, sh
         backbone: The model to merge into; not changed.
         deployment: The adapter, and the active experts for the config.
         shard_bytes: Size at which a new file of weights is started.
+        further: Tensors to write beside the weights, by name.
+        settings: Entries of the config beside the model's own.
 
     Raises:
         ModelError: the backbone's weights are quantised, or cannot hold what is trained.
@@ -56,7 +68,7 @@ def write_merged(folder: Path, backbone: Backbone, deployment: Deployment, *, sh
             "Score the model with `fedguild evaluate`, which needs no export.",
         )
     model = backbone.model
-    _write_config(folder, backbone, deployment.plan.active_experts)
+    _write_config(folder, backbone, deployment.plan.active_experts, settings or {})
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     if backbone.tokenizer is not None:
@@ -64,7 +76,7 @@ def write_merged(folder: Path, backbone: Backbone, deployment: Deployment, *, sh
     weights = (
         pair for name, weight in merged_weights(backbone, deployment) for pair in _published(backbone, name, weight)
     )
-    _write_shards(folder, weights, shard_bytes)
+    _write_shards(folder, chain(weights, (further or {}).items()), shard_bytes)
 
 
 def require_mergeable(backbone: Backbone) -> None:
@@ -122,12 +134,14 @@ def _published(backbone: Backbone, name: str, weight: Tensor) -> Iterable[tuple[
     return converted.items()
 
 
-def _write_config(folder: Path, backbone: Backbone, active_experts: int | None) -> None:
+def _write_config(folder: Path, backbone: Backbone, active_experts: int | None, settings: Mapping[str, Any]) -> None:
     config = copy.deepcopy(backbone.model.config)
     config.architectures = [type(backbone.model).__name__]
     config.dtype = str(backbone.dtype).removeprefix("torch.")
     if active_experts is not None and hasattr(config.get_text_config(), "num_experts_per_tok"):
         config.get_text_config().num_experts_per_tok = active_experts
+    for name, value in settings.items():
+        setattr(config, name, value)
     config.save_pretrained(folder)
 
 

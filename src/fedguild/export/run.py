@@ -5,20 +5,22 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config, load_config
 from fedguild.errors import ConfigError, ModelError, nearest
 from fedguild.experiment import restore
 from fedguild.export.adapter import obstacle, write_adapter
-from fedguild.export.card import FILE, Origin, adapter_card, merged_card
+from fedguild.export.card import FILE, Origin, adapter_card, code_card, merged_card, per_expert_card
+from fedguild.export.code import standalone_of, write_code
 from fedguild.export.folder import new_folder, require_new
+from fedguild.export.live import attached
 from fedguild.export.merged import require_mergeable, write_merged
+from fedguild.export.per_expert import write_per_expert
 from fedguild.export.weights import beyond_weights, in_one_adapter
 from fedguild.files import write_text
 from fedguild.model.packaged import PACKAGED, packaged
-from fedguild.model.plan import AdapterPlan
 from fedguild.payload import Payload
 from fedguild.scoring import evaluated_plan
 from fedguild.server.method import Deployment
@@ -28,19 +30,33 @@ BASE = "base"
 """Subfolder of an adapter's folder for the base model, if that is not on the hub."""
 
 
+Form = Literal["peft", "per-expert", "merged", "code"]
+AUDIENCES: dict[Form, str] = {
+    "peft": "For peft and transformers. For vLLM or SGLang export --format per-expert: fused experts are not theirs.",
+    "per-expert": "For vLLM and SGLang, which load an adapter beside the base model. For peft export --format peft.",
+    "merged": "For anything that loads a Hugging Face checkpoint: transformers, vLLM, SGLang, llama.cpp's converter.",
+    "code": "For transformers, with trust_remote_code=True: the method's own code comes with the weights.",
+}
+
+
 @dataclass(frozen=True)
 class Exported:
     """An exported model.
 
     Attributes:
         folder: The folder.
-        form: A PEFT adapter, or a whole checkpoint.
+        form: The form.
         reason: Why another form than the requested one was written; empty otherwise.
     """
 
     folder: Path
-    form: Literal["adapter", "merged"]
+    form: Form
     reason: str = ""
+
+    @property
+    def audience(self) -> str:
+        """For whom the form is, in one sentence."""
+        return AUDIENCES[self.form]
 
 
 @dataclass(frozen=True)
@@ -76,17 +92,22 @@ class Subject:
             raise ConfigError(f"The run has no client '{self.client}'.", f"Known: {known}.")
 
 
-def export_adapter(run_folder: Path, subject: Subject, output: Path, round: int | None = None) -> Exported:
-    """Writes a model of a run as a PEFT adapter folder.
+def export(
+    run_folder: Path, subject: Subject, output: Path, form: Form = "peft", *, round: int | None = None
+) -> Exported:
+    """Writes a model of a run in a form that other programs load.
 
-    Where an adapter alone cannot carry the model (an output scale other than 1, active experts
-    other than the base model's own, weights trained in full, merged changes of a high rank), the
-    merged form is written and `reason` says why.
+    `peft` is an adapter with fused experts, `per-expert` one with a key for every expert, `merged` a whole checkpoint
+    with the number of active experts in its config. Where an adapter alone cannot carry the model (an output scale
+    other than 1, active experts other than the base model's own, weights trained in full, merged changes of a high
+    rank), the merged form is written; where the method acts beside the weights, a checkpoint with its own modelling
+    code (`code`). `reason` then says why.
 
     Args:
         run_folder: A run.
         subject: The model to export.
         output: The folder to write; new or empty.
+        form: The form.
         round: The round to take the model from; the last by default.
 
     Raises:
@@ -96,7 +117,41 @@ def export_adapter(run_folder: Path, subject: Subject, output: Path, round: int 
             backbone is in 4 bit.
         FedGuildError: the output folder is not empty, or cannot be written.
     """
-    return _write(*_restored(run_folder, subject, output, round), output)
+    return _write(*_restored(run_folder, subject, output, round), output, form)
+
+
+def export_adapter(run_folder: Path, subject: Subject, output: Path, round: int | None = None) -> Exported:
+    """Writes a model of a run as a PEFT adapter folder, if an adapter can carry it; as `export`."""
+    return export(run_folder, subject, output, "peft", round=round)
+
+
+def export_merged(run_folder: Path, subject: Subject, output: Path, round: int | None = None) -> Exported:
+    """Writes a model of a run as a whole Hugging Face checkpoint, its adapter merged in; as `export`."""
+    return export(run_folder, subject, output, "merged", round=round)
+
+
+def load_attached(run_folder: Path, subject: Subject | None = None, round: int | None = None) -> tuple[Any, Experiment]:
+    """Returns a model of a run as a transformers model with its adapter and routing attached, and the run.
+
+    Args:
+        run_folder: A run.
+        subject: The model; None for the global one as the largest budget runs it.
+        round: The round to take the model from; the last by default.
+
+    Raises:
+        CheckpointError: there is no such run, or no checkpoint of that round.
+        ConfigError: the budget or the client is unknown, or there is no global model.
+        ModelError: the model cannot run outside of FedGuild.
+    """
+    if subject is not None and (run_folder / "config.yaml").is_file():
+        subject.require_in(load_config(str(run_folder / "config.yaml")))
+    experiment, state, number = restore(run_folder, round)
+    if subject is None:
+        subject = Subject(budget=max(experiment.budgets, key=lambda one: (one.active_experts, one.rank or 0)).name)
+    if subject.client:
+        state = experiment.method.excerpt(state, experiment.backbone.info, _client(experiment, subject))
+    _, deployment = _deployed(experiment, state, number, subject)
+    return attached(experiment.backbone, deployment), experiment
 
 
 def export_own(experiment: Experiment, excerpt: Payload, number: int, output: Path) -> Exported:
@@ -114,46 +169,66 @@ def export_own(experiment: Experiment, excerpt: Payload, number: int, output: Pa
     """
     require_new(output)
     subject = Subject(client=experiment.clients[0].name)
-    return _write(experiment, *_chosen(experiment, excerpt, number, subject), output)
+    return _write(experiment, *_chosen(experiment, excerpt, number, subject), output, "peft")
 
 
-def _write(experiment: Experiment, deployment: Deployment, origin: Origin, output: Path) -> Exported:
-    missing = obstacle(experiment.backbone.info, deployment)
-    if missing:
-        _merge(experiment, deployment, origin, output)
-        return Exported(output, "merged", f"the merged form, as an adapter alone cannot carry the model: {missing}")
-    model, settings = experiment.backbone.info, experiment.config.model
-    deployment = in_one_adapter(deployment)
+def _write(experiment: Experiment, deployment: Deployment, origin: Origin, output: Path, form: Form) -> Exported:
+    written, reason = _possible(experiment, deployment, form)
+    backbone, settings = experiment.backbone, experiment.config.model
+    model = backbone.info
+    if written not in ("peft", "per-expert"):
+        require_mergeable(backbone)
     with new_folder(output) as folder:
-        base = settings.path
-        shipped = packaged(base)
-        if shipped:
-            shutil.copytree(shipped, folder / BASE)
-            base = str(output.resolve() / BASE)
-        write_adapter(folder, model, deployment, base=base, revision=settings.revision)
-        write_text(folder / FILE, adapter_card(origin, model, deployment))
-    return Exported(output, "adapter")
+        if written == "merged":
+            write_merged(folder, backbone, deployment)
+            card = merged_card(origin, model, deployment)
+        elif written == "code":
+            write_code(folder, backbone, deployment)
+            card = code_card(origin, model, deployment)
+        else:
+            deployment, base = in_one_adapter(deployment), _base(settings.path, folder, output)
+            if written == "peft":
+                write_adapter(folder, model, deployment, base=base, revision=settings.revision)
+                card = adapter_card(origin, model, deployment)
+            else:
+                write_per_expert(folder, backbone, deployment, base=base, revision=settings.revision)
+                card = per_expert_card(origin, model, deployment)
+        write_text(folder / FILE, card + f"\n{AUDIENCES[written]}\n")
+    return Exported(output, written, reason)
 
 
-def export_merged(run_folder: Path, subject: Subject, output: Path, round: int | None = None) -> Exported:
-    """Writes a model of a run as a whole Hugging Face checkpoint, its adapter merged in.
-
-    The checkpoint's config has the number of active experts. The arguments and errors are those of
-    `export_adapter`.
+def _possible(experiment: Experiment, deployment: Deployment, form: Form) -> tuple[Form, str]:
+    """Returns the form in which a deployment can be written, the wanted one where possible, and the reason if not.
 
     Raises:
-        ModelError: the backbone is in 4 bit, or no form holds what the method trains.
+        ModelError: there is none.
     """
-    experiment, deployment, origin = _restored(run_folder, subject, output, round)
-    _merge(experiment, deployment, origin, output)
-    return Exported(output, "merged")
+    beyond = beyond_weights(deployment.plan)
+    if beyond:
+        if standalone_of(experiment.backbone, deployment) is None:
+            raise ModelError(
+                f"The model of {experiment.method.name} has a part that acts beside the backbone's weights "
+                f"({', '.join(beyond)}): no exported form can hold it.",
+                "Use `fedguild generate` or `fedguild.load_model`, which need no export.",
+            )
+        if form == "code":
+            return "code", ""
+        return "code", f"a checkpoint with modelling code, as {', '.join(beyond)} acts beside the backbone's weights"
+    if form == "code":
+        return "merged", "the merged form, as nothing acts beside the backbone's weights"
+    missing = "" if form == "merged" else obstacle(experiment.backbone.info, deployment)
+    if missing:
+        return "merged", f"the merged form, as an adapter alone cannot carry the model: {missing}"
+    return form, ""
 
 
-def _merge(experiment: Experiment, deployment: Deployment, origin: Origin, output: Path) -> None:
-    require_mergeable(experiment.backbone)
-    with new_folder(output) as folder:
-        write_merged(folder, experiment.backbone, deployment)
-        write_text(folder / FILE, merged_card(origin, experiment.backbone.info, deployment))
+def _base(path: str, folder: Path, output: Path) -> str:
+    """Returns where an adapter finds its base model; one that ships with FedGuild is copied into the folder."""
+    shipped = packaged(path)
+    if not shipped:
+        return path
+    shutil.copytree(shipped, folder / BASE)
+    return str(output.resolve() / BASE)
 
 
 def _restored(
@@ -184,7 +259,6 @@ def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subjec
         subject: The model to return.
     """
     budget, deployment = _deployed(experiment, state, number, subject)
-    _require_writable(experiment, deployment.plan)
     path = experiment.config.model.path
     is_hub_id = path not in PACKAGED and not Path(path).exists()
     origin = Origin(
@@ -201,31 +275,22 @@ def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subjec
 
 
 def _deployed(experiment: Experiment, state: Payload, number: int, subject: Subject) -> tuple[Budget, Deployment]:
-    """Returns the subject's budget and model, with as many active experts as the run's tables score it with."""
+    """Returns the subject's budget and model, with as many active experts as the run's tables score it with.
+
+    `state` is the method's state; for a client's own model, its excerpt.
+    """
     method, model = experiment.method, experiment.backbone.info
     deployment: Deployment | None
     if subject.client:
         client = _client(experiment, subject)
         budget, memory = client.budget, experiment.memory.load(client.name, number + 1)
-        deployment = method.personalize(method.excerpt(state, model, client), model, client, memory)
+        deployment = method.personalize(state, model, client, memory)
     else:
         budget = next(known for known in experiment.budgets if known.name == subject.budget)
         deployment = method.deploy(state, model, budget)
     if deployment is None:
-        _require_writable(experiment, method.plan(model, budget))
         raise ConfigError(
-            f"Under {method.name} every client has its own model; there is no global one to export.",
-            "Export a client's: `--client client-000`.",
+            f"Under {method.name} every client has its own model; there is no global one.",
+            "Name a client, for example client-000 (`--client client-000`).",
         )
     return budget, replace(deployment, plan=evaluated_plan(experiment, budget, deployment))
-
-
-def _require_writable(experiment: Experiment, plan: AdapterPlan) -> None:
-    """Raises ModelError where a model has parts that act beside the backbone's weights."""
-    beyond = beyond_weights(plan)
-    if beyond:
-        raise ModelError(
-            f"The model of {experiment.method.name} has a part that acts beside the backbone's weights "
-            f"({', '.join(beyond)}): neither a PEFT adapter nor a merged checkpoint can hold it.",
-            "Score it with `fedguild evaluate`, which needs no export.",
-        )

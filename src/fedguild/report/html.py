@@ -16,6 +16,7 @@ from fedguild.files import write_text
 from fedguild.report import comparison_figures, figures, units
 from fedguild.report.comparison import ComparisonTable, compare
 from fedguild.report.costs import budget_costs, client_totals, phase_seconds
+from fedguild.report.grid import Grid
 from fedguild.report.observation_figures import MOST_NAMED, observation_figure
 from fedguild.report.observations import Series, observation_grid, observed
 from fedguild.report.run_folder import Run, load_run
@@ -59,6 +60,56 @@ def write_comparison(
     table = compare(loaded, reference)
     page = _comparison_page(table, loaded)
     return _write(output / COMPARISON_FILE, "comparison.html.j2", {**page, "title": title or page["title"]})
+
+
+def run_figures(run: Run) -> dict[str, str]:
+    """Returns the figures of a run's page as `<svg>` elements, by name."""
+    page = _run_page(run)
+    personal, experts = page["personal"] or {}, page["experts"] or {}
+    drawn = {
+        "scores": page["curves"],
+        "client means": personal.get("curves"),
+        "clients": personal.get("dots"),
+        "costs": page["costs"],
+        "experts": experts.get("mean"),
+        "experts by layer": experts.get("layers"),
+        "partition": page["partition"],
+    }
+    seen = dict(
+        zip((series.title for series in observed(run)), page["observations"] + page["more_observations"], strict=True)
+    )
+    return {
+        **{name: str(svg) for name, svg in drawn.items() if svg},
+        **{title: str(observation["svg"]) for title, observation in seen.items()},
+    }
+
+
+def run_fragment(run: Run) -> str:
+    """Returns a run's facts, tables and scores over the rounds as HTML to place inside a page."""
+    page = _run_page(run)
+    personal = page["personal"] or {}
+    grids = [page["grid"], personal.get("grid")]
+    return _fragment(page, grids, [page["curves"] or personal.get("curves")])
+
+
+def comparison_figures_of(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> dict[str, str]:
+    """Returns the figures of a comparison's page as `<svg>` elements, by name."""
+    return {
+        "scores": comparison_figures.score_bars(table),
+        "rounds": comparison_figures.curves_by_column(table, runs),
+        "costs": comparison_figures.cost_against_score(table, runs),
+    }
+
+
+def comparison_fragment(table: ComparisonTable, title: str = "") -> str:
+    """Returns a comparison's summary, tables and scores as HTML to place inside a page."""
+    page = {"title": title, "facts": [], "summary": comparison_summary(table)}
+    return _fragment(page, [table.score_grid(), table.cost_grid()], [_figure(comparison_figures.score_bars(table))])
+
+
+def _fragment(page: Mapping[str, Any], grids: Sequence[Grid | None], drawn: Sequence[Markup | None]) -> str:
+    shown = {"grids": [grid for grid in grids if grid], "figures": [svg for svg in drawn if svg]}
+    return _environment().get_template("fragment.html.j2").render(**page, **shown)
 
 
 def _run_page(run: Run) -> dict[str, Any]:
@@ -231,13 +282,16 @@ def _figure(svg: str) -> Markup:
     return Markup(svg)
 
 
-def _write(path: Path, template: str, page: Mapping[str, Any]) -> Path:
-    environment = Environment(
+def _environment() -> Environment:
+    return Environment(
         loader=PackageLoader("fedguild.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    write_text(path, environment.get_template(template).render(version=__version__, **page))
+
+
+def _write(path: Path, template: str, page: Mapping[str, Any]) -> Path:
+    write_text(path, _environment().get_template(template).render(version=__version__, **page))
     return path

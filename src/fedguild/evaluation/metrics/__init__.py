@@ -40,7 +40,11 @@ def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
     wanted = list(names)
     for name in wanted:
         if name not in METRICS:
-            raise ConfigError(f"evaluation.metrics: there is no metric '{name}'.", nearest(name, METRICS))
+            raise ConfigError(
+                f"evaluation.metrics: there is no metric '{name}'.",
+                f"{nearest(name, METRICS)} One that was given to fedguild.run in Python must be given again to resume "
+                "or score the run.",
+            )
     return {name: METRICS.load(name) for name in wanted}
 
 

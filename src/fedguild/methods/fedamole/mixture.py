@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -19,8 +20,9 @@ from fedguild.errors import ConfigError, ModelError
 from fedguild.methods.fedamole.embeddings import Embeddings
 from fedguild.methods.fedamole.kernel import Gating, Tokens, balance_loss, mixture_product
 from fedguild.model.adapters.lora import kaiming_uniform
-from fedguild.model.adapters.part import AdapterHost, AdapterPart
+from fedguild.model.adapters.part import AdapterHost, AdapterPart, Standalone
 from fedguild.model.adapters.storage import Layout
+from fedguild.model.backbone import Backbone
 from fedguild.model.info import LinearInfo, ModelInfo
 from fedguild.model.runtime import Pass
 from fedguild.model.targets import targeted_linears
@@ -141,6 +143,29 @@ class MixtureOfLora(AdapterPart):
                 "The clients of a cohort must have the same mixture of LoRA experts, except for those held."
             )
         host.attached[MixtureOfLora] = Mixture(host, parts)
+
+    def standalone(self, backbone: Backbone, parts: Sequence[AdapterPart], tensors: Mapping[str, Tensor]) -> Standalone:
+        """Returns the held experts, the shared one and the routers for `standalone.py`."""
+        held, own, scales = dict(self.held), dict[str, Tensor](), dict[str, float | None]()
+        for linear in self.linears(backbone.info):
+            ids = list(held[linear.name])
+            for name in (name for name in tensors if name.startswith(f"{linear.name}.")):
+                value = tensors[name]
+                if ".experts." in name:
+                    value = value[: len(ids)]
+                elif name.endswith(".router") and self.router == "vanilla":
+                    value = value[ids]
+                own[name] = value
+            width = self.rank if self.score_scale == "rank" else linear.inputs
+            scales[linear.name] = width**-0.5 if self.router == "invariant" else None
+        settings = {
+            "modules": scales,
+            "top_k": self.top_k,
+            "scale": self.scale,
+            "renormalise": self.renormalise,
+            "shared": self.shared,
+        }
+        return Standalone(Path(__file__).with_name("standalone.py"), settings, own)
 
 
 class Mixture:

@@ -10,8 +10,9 @@ Mixture of Experts", APWeb-WAIM 2021.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from fedguild.data.batches import SlotBatch
 from fedguild.errors import ConfigError
 from fedguild.methods.pfl_moe.prompt_features import Features, prompt_features, target_rows
 from fedguild.model.adapters.lora import Lora
-from fedguild.model.adapters.part import AdapterHost, AdapterPart
+from fedguild.model.adapters.part import AdapterHost, AdapterPart, Standalone
+from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
+from fedguild.model.weight_changes import weight_modules
 
 SECOND = "personal."
 """Prefix of the names of the second LoRA."""
@@ -64,6 +67,26 @@ class LogitMixture(AdapterPart):
         host.widen = mixing.widen
         head = host.backbone.model.get_output_embeddings()
         host.on_close(head.register_forward_hook(mixing.mix).remove)
+
+    def standalone(
+        self, backbone: Backbone, parts: Sequence[AdapterPart], tensors: Mapping[str, Tensor]
+    ) -> Standalone | None:
+        """Returns both LoRAs and the gate for `standalone.py`; None for a LoRA that is more than B A."""
+        lora = next((part for part in parts if isinstance(part, Lora)), None)
+        if lora is None or lora.middle:
+            return None
+        weights = {
+            weight: list(modules)
+            for weight, modules in weight_modules(backbone.info).items()
+            if f"{modules[0]}.lora_A" in tensors
+        }
+        own = {name: tensors[name] for name in (WEIGHT, BIAS)}
+        for modules in weights.values():
+            for name in (f"{module}.{leaf}" for module in modules for leaf in ("lora_A", "lora_B")):
+                own |= {f"first.{name}": tensors[name], f"second.{name}": tensors[f"{SECOND}{name}"]}
+        routers = {layer.router: layer.top_k for layer in backbone.info.moe}
+        settings = {"scale": lora.scale, "features": self.features, "weights": weights, "routers": routers}
+        return Standalone(Path(__file__).with_name("standalone.py"), settings, own, merges=False)
 
 
 def gate_values(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from fedguild.errors import ConfigError
-from fedguild.model.adapters.part import AdapterHost, AdapterPart
+from fedguild.model.adapters.part import AdapterHost, AdapterPart, Standalone
 from fedguild.model.adapters.storage import Layout
+from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.moe.routing import RoutingRule
 
@@ -81,6 +83,24 @@ class ModulatedRouting(AdapterPart):
             name = f"{layer.info.name}.phi"
             phi = host.running(name) if name in host.loaded else None
             layer.chooser = ModulatedChooser(self, phi if self.learned or phi is None else phi.detach(), layer.rule)
+
+    def standalone(
+        self, backbone: Backbone, parts: Sequence[AdapterPart], tensors: Mapping[str, Tensor]
+    ) -> Standalone | None:
+        """Returns phi and the options for `standalone.py`; None for a capacity, which it does not count."""
+        if any(layer.capacity is not None for layer in backbone.moe):
+            return None
+        layers = {
+            layer.info.router: {
+                "phi": f"{layer.info.name}.phi",
+                "renormalise": layer.rule.renormalise,
+                "scaling": layer.rule.scaling,
+            }
+            for layer in backbone.moe
+        }
+        options = {"modulation": self.modulation, "candidates": self.candidates, "gating": self.gating}
+        own = {name: tensors[name] for name in self.shapes(backbone.info)}
+        return Standalone(Path(__file__).with_name("standalone.py"), {**options, "layers": layers}, own)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ runs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -58,6 +60,25 @@ class AdapterHost(Protocol):
     def on_close(self, undo: Callable[[], None]) -> None:
         """Registers a function that detaches an adapter from the backbone."""
         ...
+
+
+@dataclass(frozen=True)
+class Standalone:
+    """A part as code for plain transformers, which `fedguild export` writes where nothing can be merged.
+
+    Attributes:
+        source: The file with a class `FedGuildForCausalLM(Base)`, which imports nothing of FedGuild, and `Base` by the
+            line `from transformers import PreTrainedModel as Base`. It finds `settings`, with the tensors' `shapes`, in
+            `config.fedguild`, and registers each tensor as a buffer of a module `fedguild`, its dots as slashes.
+        settings: Plain JSON values.
+        tensors: Name -> tensor.
+        merges: Whether the plan's other parts are merged into the weights; if not, `tensors` has them.
+    """
+
+    source: Path
+    settings: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    merges: bool = True
 
 
 class AdapterPart:
@@ -111,3 +132,15 @@ class AdapterPart:
             parts: Each slot's part, in slot order; `self` is the first.
         """
         raise NotImplementedError
+
+    def standalone(
+        self, backbone: Backbone, parts: Sequence[AdapterPart], tensors: Mapping[str, Tensor]
+    ) -> Standalone | None:
+        """Returns the part as code for plain transformers; None, by default, if there is none.
+
+        Args:
+            backbone: The model.
+            parts: All parts of the model to write.
+            tensors: The model's tensors, those of all its parts.
+        """
+        return None

@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedguild.cli.cells import Cell
-from fedguild.cli.output import note
+from fedguild.api.cells import Cell, Tell, hand_over, say_nothing
 from fedguild.errors import ConfigError, FedGuildError
 
 TRIES = 3
 """Attempts at a cell whose process or machine died; each continues from its last complete round."""
 
 
-def complete_on_ray(cells: Sequence[Cell], address: str | None, cores: int) -> None:
+def complete_on_ray(cells: Sequence[Cell], address: str | None, cores: int, tell: Tell = say_nothing) -> None:
     """Completes every cell on a Ray cluster, as many at a time as it has room for.
 
     Args:
         cells: The cells; their folders must be on storage that every machine of the cluster sees.
         address: The cluster's; None to start Ray on this machine.
         cores: CPU cores of each cell, and its threads; with GPUs each cell has one to itself.
+        tell: Receives a line for each finished cell.
 
     Raises:
         ConfigError: Ray is missing or cannot be reached, or has fewer cores than a cell needs.
@@ -29,9 +29,10 @@ def complete_on_ray(cells: Sequence[Cell], address: str | None, cores: int) -> N
     open_cells = [cell for cell in cells if cell.state() != "finished"]
     for cell in cells:
         if cell not in open_cells:
-            note(f"{cell.title}: already finished")
+            tell(f"{cell.title}: already finished")
     if not open_cells:
         return
+    hand_over(open_cells)
     ray = _ray()
     from fedguild.engines.ray_cluster import connect
 
@@ -40,20 +41,20 @@ def complete_on_ray(cells: Sequence[Cell], address: str | None, cores: int) -> N
         resources = ray.cluster_resources()
         gpus = 1 if resources.get("GPU", 0.0) else 0
         if cores > resources.get("CPU", 0.0):
-            raise ConfigError(f"--cores is {cores}, but Ray has {resources.get('CPU', 0.0):g} CPU core(s).")
+            raise ConfigError(f"cores is {cores}, but Ray has {resources.get('CPU', 0.0):g} CPU core(s).")
         task = ray.remote(num_cpus=cores, num_gpus=gpus, max_retries=TRIES - 1)(_complete)
         waiting = {
             task.remote(str(cell.folder.resolve()), cell.config.resolved_yaml(), cores): cell for cell in open_cells
         }
         while waiting:
             (done,), _ = ray.wait(list(waiting), num_returns=1)
-            _finish(ray, done, waiting.pop(done), list(waiting))
+            _finish(ray, done, waiting.pop(done), list(waiting), tell)
     finally:
         if started:
             ray.shutdown()
 
 
-def _finish(ray: Any, done: Any, cell: Cell, others: Sequence[Any]) -> None:
+def _finish(ray: Any, done: Any, cell: Cell, others: Sequence[Any], tell: Tell = say_nothing) -> None:
     """Reports the end of a cell; if it failed, stops the others and raises."""
     try:
         problem, hint = ray.get(done)
@@ -68,12 +69,12 @@ def _finish(ray: Any, done: Any, cell: Cell, others: Sequence[Any]) -> None:
         )
     if not problem and cell.state() != "finished":
         problem = f"it ended on a machine that does not share {cell.folder} with this one"
-        hint = "Give an --output on storage that every machine of the cluster sees."
+        hint = "Give an output folder on storage that every machine of the cluster sees."
     if problem:
         for other in others:
             ray.cancel(other, force=True)
         raise FedGuildError(f"{cell.title} failed: {problem}", hint)
-    note(f"{cell.title}: finished")
+    tell(f"{cell.title}: finished")
 
 
 def _complete(folder: str, resolved_yaml: str, threads: int) -> tuple[str, str]:
@@ -104,5 +105,5 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("--engine ray needs Ray.", "pip install 'fedguild[ray]'") from error
+        raise ConfigError("The engine ray needs Ray.", "pip install 'fedguild[ray]'") from error
     return ray

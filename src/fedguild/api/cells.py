@@ -6,27 +6,54 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from fedguild.cli.output import note
-from fedguild.cli.progress import TerminalProgress
+from fedguild.api.inputs import Inputs
 from fedguild.config import Config, TableCell, load_config
+from fedguild.config.loading import Given
 from fedguild.config.table import ONLY_COLUMN
 from fedguild.errors import ConfigError, FedGuildError
 from fedguild.files import write_text
+from fedguild.progress import Progress, Silent
+
+if TYPE_CHECKING:
+    from fedguild.callbacks import Callback
+
+Tell = Callable[[str], None]
+"""Receives a line about the cells."""
+ProgressOf = Callable[[str], AbstractContextManager[Progress]]
+"""Returns the receiver of a cell's progress reports, by the cell's title."""
+
+
+def say_nothing(_: str) -> None:
+    """A `Tell` that ignores everything."""
+
+
+def silent(_: str) -> AbstractContextManager[Progress]:
+    """A `ProgressOf` whose receivers ignore everything."""
+    return nullcontext(Silent())
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One config, as given on the command line, at one seed, and the folder of its run."""
+    """One config at one seed, and the folder of its run.
+
+    Attributes:
+        given: The config as it was given, for the reference; empty if not as a name.
+        config: The config.
+        folder: The run's folder.
+        inputs: What else was given in Python.
+    """
 
     given: str
     config: Config
     folder: Path
+    inputs: Inputs = field(default_factory=Inputs)
 
     @property
     def title(self) -> str:
@@ -41,6 +68,7 @@ class Cell:
         """
         from fedguild.experiment import CHECKPOINTS
         from fedguild.report.html import REPORT_FILE
+        from fedguild.results import STOPPED
         from fedguild.server import checkpoint
 
         written = self.folder / "config.yaml"
@@ -52,32 +80,37 @@ class Cell:
                 "Give another --output, or remove that folder.",
             )
         last = checkpoint.latest(self.folder / CHECKPOINTS)
-        finished = last == self.config.federation.rounds and (self.folder / REPORT_FILE).is_file()
+        ended = last == self.config.federation.rounds or (self.folder / STOPPED).is_file()
+        finished = ended and (self.folder / REPORT_FILE).is_file()
         return "finished" if finished else "partial"
 
 
-def plan_cells(configs: Sequence[str], seeds: Sequence[int], output: Path) -> list[Cell]:
+def plan_cells(
+    configs: Sequence[Given], overrides: Sequence[str], seeds: Sequence[int], output: Path, inputs: Inputs | None = None
+) -> list[Cell]:
     """Returns a cell for every config and seed, configs in the order given, seeds within.
 
     Args:
-        configs: Presets and files; arguments of the form key=value are overrides for each of them.
+        configs: The configs.
+        overrides: Settings that override those of each of them.
         seeds: The seeds.
         output: Parent folder of the cells' folders.
+        inputs: What else was given in Python, for all cells.
 
     Raises:
         ConfigError: there is no config, one or a method's options are wrong, or two have the same name.
     """
-    overrides = [text for text in configs if "=" in text]
-    names = [text for text in configs if "=" not in text]
-    if not names:
+    if not configs:
         raise ConfigError(
             "There is no config to compare.", "Give presets or YAML files: `fedguild presets` lists some."
         )
+    inputs = inputs or Inputs()
     cells = []
-    for name in names:
+    for given in configs:
         for seed in seeds:
-            config = _with_known_options(load_config(name, [*overrides, f"seed={seed}"]))
-            cells.append(Cell(name, config, output / config.name / f"seed-{seed}"))
+            config = _with_known_options(inputs.config(given, [*overrides, f"seed={seed}"]))
+            name = str(given) if isinstance(given, (str, Path)) else ""
+            cells.append(Cell(name, config, output / config.name / f"seed-{seed}", inputs))
     folders = [cell.folder for cell in cells]
     repeated = next((cell.config.name for cell in cells if folders.count(cell.folder) > 1), None)
     if repeated is not None:
@@ -86,7 +119,7 @@ def plan_cells(configs: Sequence[str], seeds: Sequence[int], output: Path) -> li
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Column:
     """Cells whose scores form one table.
 
     Attributes:
@@ -110,25 +143,32 @@ class Comparison:
 
 
 def plan_table(
-    cells: Sequence[TableCell], overrides: Sequence[str], seeds: Sequence[int], output: Path
-) -> list[Comparison]:
+    cells: Sequence[TableCell],
+    overrides: Sequence[str],
+    seeds: Sequence[int],
+    output: Path,
+    inputs: Inputs | None = None,
+) -> list[Column]:
     """Returns a comparison for every column of a table, in the order of its cells.
 
     Raises:
         ConfigError: a cell's config, or an option of its method, is wrong.
     """
+    inputs = inputs or Inputs()
     columns = list(dict.fromkeys(cell.column for cell in cells))
     comparisons = []
     for column in columns:
         folder = output if columns == [ONLY_COLUMN] else output / column
         runs = [
-            Cell(cell.preset, config, folder / config.name / f"seed-{seed}")
+            Cell(cell.preset, _with_known_options(config), folder / config.name / f"seed-{seed}", inputs)
             for cell in cells
             if cell.column == column
             for seed in seeds
-            for config in [_with_known_options(cell.config([*overrides, f"seed={seed}"]))]
+            for config in [
+                _with_known_options(inputs.config(cell.preset, [*overrides, f"seed={seed}"], between=cell.layers))
+            ]
         ]
-        comparisons.append(Comparison("" if columns == [ONLY_COLUMN] else column, folder, tuple(runs)))
+        comparisons.append(Column("" if columns == [ONLY_COLUMN] else column, folder, tuple(runs)))
     return comparisons
 
 
@@ -144,12 +184,22 @@ def _with_known_options(config: Config) -> Config:
     return config
 
 
-def complete(cells: Sequence[Cell], jobs: int) -> None:
+def complete(
+    cells: Sequence[Cell],
+    jobs: int = 1,
+    *,
+    tell: Tell = say_nothing,
+    progress: ProgressOf = silent,
+    callbacks: Iterable[Callback] = (),
+) -> None:
     """Completes every cell: runs absent ones, resumes partial ones, keeps finished ones.
 
     Args:
         cells: The cells.
         jobs: How many run at the same time; if more than one, each in its own process.
+        tell: Receives a line for each finished cell, and what the processes say.
+        progress: Returns the receiver of a cell's progress reports, where it runs in this process.
+        callbacks: Receivers of the events of each run in this process.
 
     Raises:
         FedGuildError: a run failed; those that were under way have been stopped and can be resumed.
@@ -157,31 +207,48 @@ def complete(cells: Sequence[Cell], jobs: int) -> None:
     open_cells = []
     for cell in cells:
         if cell.state() == "finished":
-            note(f"{cell.title}: already finished")
+            tell(f"{cell.title}: already finished")
         else:
             open_cells.append(cell)
     if jobs == 1:
         for cell in open_cells:
-            _complete_here(cell)
+            _complete_here(cell, progress, tuple(callbacks))
     else:
-        _Workers(jobs).complete(open_cells)
+        hand_over(open_cells)
+        _Workers(jobs, tell).complete(open_cells)
 
 
-def _complete_here(cell: Cell) -> None:
+def _complete_here(cell: Cell, progress: ProgressOf, callbacks: tuple[Callback, ...]) -> None:
     from fedguild import experiment
 
-    with TerminalProgress(title=cell.title) as progress:
+    preparation = cell.inputs.preparation()
+    with progress(cell.title) as receiver:
         if cell.state() == "partial":
-            experiment.resume(cell.folder, progress=progress)
+            experiment.resume(cell.folder, progress=receiver, preparation=preparation, callbacks=callbacks)
         else:
-            experiment.run(cell.config, cell.folder, progress=progress)
+            experiment.run(cell.config, cell.folder, progress=receiver, preparation=preparation, callbacks=callbacks)
+
+
+def hand_over(cells: Iterable[Cell]) -> None:
+    """Writes the data and the partition that were given in Python where another process finds them.
+
+    Raises:
+        DataError: the partition does not fit the data.
+    """
+    for cell in cells:
+        if cell.inputs.data is not None and cell.state() == "absent":
+            from fedguild.setup import prepare_data
+
+            cell.inputs.data.write(cell.folder)
+            prepare_data(cell.config, cell.folder, cell.inputs.data)
 
 
 class _Workers:
     """Processes that each run a cell with an equal share of the cores."""
 
-    def __init__(self, jobs: int) -> None:
+    def __init__(self, jobs: int, tell: Tell) -> None:
         self._jobs = jobs
+        self._tell = tell
         self._running: set[subprocess.Popen[str]] = set()
         self._stopped = threading.Event()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -210,7 +277,7 @@ class _Workers:
         lines = []
         for line in process.stderr:
             lines.append(line.rstrip())
-            note(f"{cell.title}: {line.rstrip()}")
+            self._tell(f"{cell.title}: {line.rstrip()}")
         self._running.discard(process)
         if process.wait() != 0 and not self._stopped.is_set():
             problem = next((line for line in lines if line.startswith("Error: ")), lines[-1] if lines else "no message")

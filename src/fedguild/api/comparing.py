@@ -1,0 +1,180 @@
+"""Comparing configs over seeds, or a table that ships with FedGuild."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from fedguild.api.cells import Cell, Column, ProgressOf, Tell, complete, plan_cells, plan_table, say_nothing, silent
+from fedguild.api.inputs import Inputs, gather
+from fedguild.config import ShippedTable, table_cells, tables
+from fedguild.errors import ConfigError, nearest
+from fedguild.results import Comparison
+
+if TYPE_CHECKING:
+    from fedguild.api.inputs import Dataset, Partition
+    from fedguild.callbacks import Callback
+    from fedguild.config.loading import Given
+    from fedguild.evaluation.metrics import Metric
+
+SEEDS = (0, 1, 2)
+
+
+def compare(
+    configs: str | Sequence[Given],
+    *overrides: str,
+    seeds: Sequence[int] | None = None,
+    reference: str | None = None,
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    output: str | Path | None = None,
+    dataset: Dataset | None = None,
+    partition: Partition | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    callbacks: Iterable[Callback] = (),
+    jobs: int = 1,
+    engine: Literal["local", "ray"] = "local",
+    address: str | None = None,
+    cores: int = 1,
+    progress: ProgressOf = silent,
+    tell: Tell = say_nothing,
+) -> Comparison:
+    """Runs several configs over several seeds, or a table that ships with FedGuild, and compares them.
+
+    Every config and seed is a run in `output/NAME/seed-N` (`output/COLUMN/ROW/seed-N` in a table with columns).
+    Finished runs are kept, unfinished ones are resumed: the same call continues after an interruption. A partition that
+    is a function is known by its name only, so give another `output` after a change of it.
+
+    Args:
+        configs: Presets, files, mappings or configs; or the name of a table that `fedguild presets` lists.
+        overrides: `key.sub=value`, for every config.
+        seeds: The seeds; by default the table's, or 0, 1, 2.
+        reference: The config or row that the others are compared with; by default the table's, or the last.
+        rows: Rows of a table; all by default.
+        columns: Columns of a table; all by default.
+        output: Folder for all the runs; by default `runs/compare`, or `runs/TABLE` for a table.
+        dataset: As in `run`, for every config.
+        partition: As in `run`, for every config.
+        metrics: As in `run`; with one job on the engine `local` only.
+        callbacks: As in `run`; with one job on the engine `local` only.
+        jobs: Runs at the same time, each in a process with its share of the CPU cores.
+        engine: `local`: on this machine; `ray`: each run as a task of a Ray cluster.
+        address: The Ray cluster; None to start Ray on this machine.
+        cores: With `ray`, CPU cores of each run.
+        progress: Returns the receiver of a run's progress reports by the run's title; with one job only.
+        tell: Receives a line for each run that is finished.
+
+    Raises:
+        FedGuildError: a config, a row or a column is wrong, or a run failed; the others can be continued.
+
+    Example:
+        >>> import tempfile, fedguild
+        >>> small = ["federation.clients=4", "federation.rounds=1", "training.steps=1", "evaluation.max_examples=2"]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     comparison = fedguild.compare(
+        ...         ["flame/tiny-tasks", "fedit/tiny-tasks-ranks"], *small, seeds=[0], output=folder
+        ...     )
+        ...     frame = comparison.frame()
+        >>> sorted(frame.row.unique()), list(frame.columns)
+        (['fedit-tiny-tasks-ranks', 'flame-tiny-tasks'], ['row', 'score', 'seed', 'value', 'difference'])
+    """
+    given = gather(dataset, partition, metrics)
+    if isinstance(configs, str):
+        table = _table(configs)
+        content = table.load()
+        cells = table_cells(table.name, content, list(rows or ()), list(columns or ()))
+        folder = Path(output) if output else Path("runs") / table.name.replace("/", "-")
+        groups = plan_table(cells, overrides, tuple(seeds or content.seeds), folder, given)
+        chosen = _row_reference(reference or content.reference, groups, asked=reference is not None)
+        name, scores = table.name, content.scores
+    else:
+        if rows or columns:
+            raise ConfigError(
+                "Rows and columns choose from a table, but none is given.",
+                f"Tables: {', '.join(table.name for table in tables())}.",
+            )
+        folder = Path(output) if output else Path("runs/compare")
+        planned = plan_cells(configs, overrides, _checked(seeds or SEEDS), folder, given)
+        groups = [Column("", folder, tuple(planned))]
+        chosen = _reference_name(reference, planned)
+        name, scores = "", {}
+    every = [cell for group in groups for cell in group.cells]
+    if engine == "ray":
+        from fedguild.api.ray_cells import complete_on_ray
+
+        _require_no_functions(given, callbacks, "on Ray")
+        complete_on_ray(every, address, cores, tell)
+    else:
+        if jobs > 1:
+            _require_no_functions(given, callbacks, "with more than one job")
+        complete(every, jobs, tell=tell, progress=progress, callbacks=callbacks)
+    return _compared(groups, chosen, name, scores, folder)
+
+
+def is_table(name: object) -> bool:
+    """Whether this is the name of a table that ships with FedGuild."""
+    return any(table.name == name for table in tables())
+
+
+def _compared(
+    groups: Sequence[Column], reference: str, name: str, scores: Mapping[str, str], folder: Path
+) -> Comparison:
+    """Writes a page for each column, and the table's overview; returns the comparison."""
+    from fedguild.report.comparison import compare as compared
+    from fedguild.report.html import write_comparison
+    from fedguild.report.overview import write_overview
+    from fedguild.report.run_folder import load_run
+
+    by_column, pages = {}, {}
+    for group in groups:
+        folders = group.folders()
+        loaded = {row: [load_run(one) for one in members] for row, members in folders.items()}
+        by_column[group.title] = compared(loaded, reference)
+        pages[group.title] = write_comparison(folders, group.folder, reference=reference, title=group.title or None)
+    overview = write_overview(by_column, scores, name, folder) if name else None
+    runs = {group.title: group.folders() for group in groups}
+    return Comparison(folder, by_column, runs, pages, name, scores, overview)
+
+
+def _table(name: str) -> ShippedTable:
+    known = {table.name: table for table in tables()}
+    if name not in known:
+        raise ConfigError(
+            f"There is no table '{name}'.", f"{nearest(name, known)} To compare configs, give them as a list."
+        )
+    return known[name]
+
+
+def _require_no_functions(given: Inputs, callbacks: Iterable[Callback], where: str) -> None:
+    if given.metrics or tuple(callbacks):
+        raise ConfigError(
+            f"Metrics and callbacks that are given in Python cannot be used {where}: other processes lack them.",
+            "Use one job on this machine, or install them as plug-ins (docs/guides/plug-ins.md).",
+        )
+
+
+def _checked(seeds: Sequence[int]) -> tuple[int, ...]:
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"A seed is given twice: {', '.join(map(str, seeds))}.")
+    return tuple(seeds)
+
+
+def _reference_name(reference: str | None, cells: Sequence[Cell]) -> str:
+    """Returns the run name that a reference means, which may be given as the configs were."""
+    names = {cell.given: cell.config.name for cell in cells} | {cell.config.name: cell.config.name for cell in cells}
+    if reference is None:
+        return cells[-1].config.name
+    if reference not in names:
+        raise ConfigError(f"The reference '{reference}' is not one of the compared configs.", nearest(reference, names))
+    return names[reference]
+
+
+def _row_reference(reference: str, groups: Sequence[Column], *, asked: bool) -> str:
+    """Returns the row that the others are compared with; the last of those wanted where the table's own is not."""
+    names = groups[0].names
+    if reference in names:
+        return reference
+    if asked:
+        raise ConfigError(f"The reference '{reference}' is not one of the compared rows.", nearest(reference, names))
+    return names[-1]

@@ -1,0 +1,116 @@
+"""Running and resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedguild.api.inputs import gather
+from fedguild.progress import Progress
+from fedguild.results import RunResult
+
+if TYPE_CHECKING:
+    from fedguild.api.inputs import Dataset, Partition
+    from fedguild.callbacks import Callback
+    from fedguild.config.loading import Given
+    from fedguild.evaluation.metrics import Metric
+
+
+def run(
+    config: Given,
+    *overrides: str,
+    output: str | Path | None = None,
+    dataset: Dataset | None = None,
+    partition: Partition | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    callbacks: Iterable[Callback] = (),
+    progress: Progress | None = None,
+) -> RunResult:
+    """Runs a config: trains, evaluates every budget, and writes the report.
+
+    Data, a partition and metrics that are given here are part of the run: the data and the partition are kept in its
+    folder, so that it can be resumed, scored and exported without them; metrics must be given to `resume` again.
+
+    Args:
+        config: A preset (`fedguild presets` lists them), a YAML file, a mapping of settings (which may have `extends`),
+            or a `fedguild.config.Config`.
+        overrides: `key.sub=value`, as on the command line.
+        output: The folder of the run, new; by default `runs/<name>`.
+        dataset: The rows to train on, with the columns of the corpus `instructions` (instruction, response, and maybe
+            input, label, task, document, choices): a `datasets.Dataset`, a pandas frame or a list of mappings; with
+            test rows a `DatasetDict` or a mapping with `train` and `test`; or a file, a folder or a hub id.
+            `data.options` names other columns.
+        partition: For each example its client, for each client the indices of its examples, or a function of
+            (examples, clients, generator) that returns one of these.
+        metrics: Name -> function of (prediction, reference), for generated answers. They are recorded beside the
+            corpus's own metric.
+        callbacks: Functions that get the run's events (`fedguild.callbacks`) and may stop it, for example
+            `EarlyStopping`.
+        progress: Receiver of progress reports; by default none.
+
+    Raises:
+        FedGuildError: the folder holds a run, or something in the config, the data or the model is wrong.
+
+    Example:
+        >>> import tempfile, fedguild
+        >>> rows = [{"instruction": f"Say {n}.", "response": str(n % 2), "label": str(n % 2)} for n in range(40)]
+        >>> small = ["federation.clients=2", "federation.rounds=1", "training.steps=1", "evaluation.max_new_tokens=1"]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = fedguild.run(
+        ...         "flame/tiny-tasks", *small, output=f"{folder}/run", dataset=rows,
+        ...         partition=[n % 2 for n in range(40)], metrics={"length": lambda said, wanted: len(said)},
+        ...     )
+        ...     scores = result.frame()
+        >>> result.rounds, sorted(result.scores)
+        (1, ['b1', 'b2', 'b3', 'b4'])
+        >>> scores["round"].tolist()[-1], "length" in scores.columns
+        (1, True)
+    """
+    from fedguild import experiment
+
+    given = gather(dataset, partition, metrics)
+    settings = given.config(config, overrides)
+    folder = settings.run_folder if output is None else Path(output)
+    return experiment.run(
+        settings, folder, progress=progress, preparation=given.preparation(), callbacks=tuple(callbacks)
+    )
+
+
+def resume(
+    folder: str | Path,
+    *,
+    round: int | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    callbacks: Iterable[Callback] = (),
+    progress: Progress | None = None,
+) -> RunResult:
+    """Continues a run from its last complete round, with the results of an uninterrupted run.
+
+    A run that a callback had stopped goes on.
+
+    Args:
+        folder: The run's folder.
+        round: Goes back to this round, whose checkpoint must still be there; what came after it is removed.
+        metrics: The metrics that were given to `run`.
+        callbacks: As in `run`.
+        progress: Receiver of progress reports; by default none.
+
+    Raises:
+        CheckpointError: the folder holds no run, another process is working on it, or there is no such round.
+        ConfigError: the run needs a metric that is not given.
+
+    Example:
+        >>> import fedguild
+        >>> fedguild.resume("nowhere")
+        Traceback (most recent call last):
+        ...
+        fedguild.errors.CheckpointError: nowhere is not the folder of a run: it has no config.yaml.
+        Give the folder that `fedguild run` wrote, for example runs/flame-tiny-tasks.
+    """
+    from fedguild import experiment
+
+    given = gather(metrics=metrics)
+    return experiment.resume(
+        Path(folder), progress=progress, preparation=given.preparation(), round=round, callbacks=tuple(callbacks)
+    )

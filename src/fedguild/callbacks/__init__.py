@@ -1,0 +1,165 @@
+"""Callbacks: functions that get the events of a run while it goes on, and may stop it.
+
+A callback is any callable of one event. The events come in the order of the classes below; what happens twice a round
+or more (a training step) is left to `fedguild.progress`. One that ships is a module of this package with a class or
+function `CALLBACK` that returns a callback; one of another package is an entry point in the group `fedguild.callbacks`.
+A config names them in `callbacks`.
+
+A run that was killed delivers the last complete round's `Saved` again when it resumes, since it may not have been
+delivered: a callback that decides from `history` alone, as `EarlyStopping` does, makes a resumed run end like an
+uninterrupted one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedguild.errors import ConfigError
+from fedguild.plugins import Plugins
+from fedguild.results import RunResult
+from fedguild.server.run_log import EvaluationRecord, Record
+
+
+@dataclass
+class _Brake:
+    """The wish of some callback to stop the run."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened in a run.
+
+    Attributes:
+        folder: The run's folder.
+        round: The round; 0 is before training.
+        rounds: The number of rounds that the config asks for.
+        history: All scores so far, round 0 included, in order.
+    """
+
+    folder: Path
+    round: int
+    rounds: int
+    history: Sequence[EvaluationRecord] = field(repr=False)
+    _brake: _Brake = field(default_factory=_Brake, repr=False, compare=False)
+
+    def stop(self, reason: str) -> None:
+        """Stops the run once the current round is saved; it then ends as a finished run does, with its report.
+
+        Args:
+            reason: One sentence, kept in the run's folder and in `RunResult.stopped`.
+        """
+        self._brake.reason = self._brake.reason or reason or "a callback stopped it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundStarted(Event):
+    """A round begins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(Event):
+    """A round's records were written.
+
+    Attributes:
+        records: The records: clients, routing, observations, scores (if it was evaluated) and the round itself.
+    """
+
+    records: Sequence[Record] = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Event):
+    """A round is complete and its checkpoint written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished(Event):
+    """The run is over and its report written.
+
+    Attributes:
+        result: The result.
+    """
+
+    result: RunResult
+
+
+Callback = Callable[[Event], object]
+"""A function of an event; what it returns is ignored."""
+
+
+def _accepted(name: str, loaded: object) -> Callable[..., Callback]:
+    if not callable(loaded):
+        raise TypeError(f"a callback is made by a class or function, not by a {type(loaded).__name__}")
+    return loaded
+
+
+CALLBACKS = Plugins("callback", __name__, "fedguild.callbacks", _accepted, attribute="CALLBACK", dashes=True)
+
+
+def make_callback(name: str, options: Mapping[str, Any]) -> Callback:
+    """Returns a callback that ships or comes from an installed package.
+
+    Raises:
+        ConfigError: there is none of this name, or it does not take the options.
+    """
+    make = CALLBACKS.load(name)
+    try:
+        callback = make(**options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"callbacks: {name} does not take {dict(options)}: {error}.") from error
+    if not callable(callback):
+        raise ConfigError(f"callbacks: {name} returns a {type(callback).__name__}, which is not callable.")
+    return callback
+
+
+class Delivery:
+    """Delivers a run's events to its callbacks.
+
+    Args:
+        callbacks: The callbacks, in the order in which each event reaches them.
+        folder: The run's folder.
+        rounds: The number of rounds that the config asks for.
+        history: The scores of the rounds before.
+    """
+
+    def __init__(
+        self, callbacks: Iterable[Callback], folder: Path, rounds: int, history: Iterable[EvaluationRecord]
+    ) -> None:
+        self._callbacks = tuple(callbacks)
+        self._folder, self._rounds = folder, rounds
+        self._history = list(history)
+        self._brake = _Brake()
+
+    @property
+    def reason(self) -> str:
+        """The reason for which a callback wants the run to stop; empty if none does."""
+        return self._brake.reason
+
+    def round_started(self, number: int) -> None:
+        """Delivers `RoundStarted`."""
+        self._send(RoundStarted, number)
+
+    def recorded(self, number: int, records: Sequence[Record]) -> None:
+        """Delivers `Recorded`, the scores among the records added to the history."""
+        self._history += [record for record in records if isinstance(record, EvaluationRecord)]
+        self._send(Recorded, number, records=tuple(records))
+
+    def saved(self, number: int) -> None:
+        """Delivers `Saved`."""
+        self._send(Saved, number)
+
+    def finished(self, number: int, result: RunResult) -> None:
+        """Delivers `Finished`."""
+        self._send(Finished, number, result=result)
+
+    def _send(self, kind: type[Event], number: int, **more: Any) -> None:
+        if self._callbacks:
+            facts: dict[str, Any] = {"folder": self._folder, "round": number, "rounds": self._rounds}
+            event = kind(**facts, history=tuple(self._history), _brake=self._brake, **more)
+            for callback in self._callbacks:
+                callback(event)

@@ -1,0 +1,100 @@
+"""Early stopping: ends a run whose score no longer improves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from fedguild.callbacks import Event, Saved
+from fedguild.errors import ConfigError, nearest
+from fedguild.server.run_log import EvaluationRecord
+
+_SUMMARIES = ("mean", "mtal", "trained", "received", "pooled")
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """A callback that stops a run after `patience` evaluations without a better score.
+
+    It has no memory of its own: it looks at the run's history only, so a resumed run stops where an uninterrupted one
+    does. The score before training (round 0) counts.
+
+    Attributes:
+        monitor: A budget (`b1`), or a mean: `mean`, `mtal`, `trained`, `received`, `pooled`; `auto`: the first of
+            these means that the run has.
+        patience: Evaluations without an improvement before the run is stopped; at least 1.
+        min_delta: Smallest change that counts as an improvement; at least 0.
+        metric: A metric of that score instead of the score itself, for example `perplexity`; a budget's only.
+        mode: Whether a larger value is better (`max`) or a smaller one (`min`).
+
+    Raises:
+        ValueError: an option is out of range.
+
+    Example:
+        >>> from fedguild import EarlyStopping
+        >>> EarlyStopping(monitor="b1", patience=2)
+        EarlyStopping(monitor='b1', patience=2, min_delta=0.0, metric=None, mode='max')
+    """
+
+    monitor: str = "auto"
+    patience: int = 3
+    min_delta: float = 0.0
+    metric: str | None = None
+    mode: Literal["max", "min"] = "max"
+
+    def __post_init__(self) -> None:
+        if self.patience < 1:
+            raise ValueError(f"patience must be at least 1, got {self.patience}")
+        if not self.min_delta >= 0:
+            raise ValueError(f"min_delta must be at least 0, got {self.min_delta}")
+        if self.mode not in ("max", "min"):
+            raise ValueError(f"mode must be max or min, got {self.mode!r}")
+
+    def __call__(self, event: Event) -> None:
+        """Stops the run if the last `patience` evaluations brought no improvement.
+
+        Raises:
+            ConfigError: the run has no such score or metric.
+        """
+        if not isinstance(event, Saved):
+            return
+        monitor = self._monitored(event.history)
+        values = self._values(event.history, monitor)
+        since = self._since_the_best(values)
+        if since >= self.patience:
+            what = f"{monitor}.{self.metric}" if self.metric else monitor
+            event.stop(f"{what} has not improved in {since} evaluations, after round {event.round}")
+
+    def _monitored(self, history: Iterable[EvaluationRecord]) -> str:
+        names = list(dict.fromkeys(record.name for record in history if record.scope in ("summary", "budget")))
+        monitor = next((name for name in _SUMMARIES if name in names), "") if self.monitor == "auto" else self.monitor
+        if monitor not in names:
+            raise ConfigError(f"early-stopping: the run has no score '{monitor}' to monitor.", nearest(monitor, names))
+        return monitor
+
+    def _values(self, history: Iterable[EvaluationRecord], monitor: str) -> list[float]:
+        records = [record for record in history if record.scope in ("summary", "budget") and record.name == monitor]
+        if self.metric is None:
+            return [record.score for record in records]
+        known = {name for record in records for name in record.metrics}
+        if self.metric not in known:
+            raise ConfigError(
+                f"early-stopping: '{monitor}' has no metric '{self.metric}'.", nearest(self.metric, known)
+            )
+        return [record.metrics[self.metric] for record in records if self.metric in record.metrics]
+
+    def _since_the_best(self, values: Iterable[float]) -> int:
+        """Returns the number of values after the last that was better than all before it by more than `min_delta`."""
+        best: float | None = None
+        since = 0
+        for value in values:
+            gain = 0.0 if best is None else (value - best if self.mode == "max" else best - value)
+            if best is None or gain > self.min_delta:
+                best, since = value, 0
+            else:
+                since += 1
+        return since
+
+
+CALLBACK = EarlyStopping

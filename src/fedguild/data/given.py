@@ -1,0 +1,154 @@
+"""Data that was given in Python, kept as JSON lines in the folder of the run, so that the run can go on without it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedguild.config.data import GIVEN
+from fedguild.data.corpora.spec import CorpusSpec
+from fedguild.data.example import Example
+from fedguild.data.partition import PartitionScheme, Parts, as_parts
+from fedguild.errors import DataError
+from fedguild.files import write_bytes, write_json
+
+FOLDER = "data"
+ASSIGNMENT = "assignment.json"
+
+
+@dataclass(frozen=True)
+class GivenData:
+    """The objects behind a config's `given:` settings.
+
+    Attributes:
+        files: Name of a file below the run's `data` -> its content.
+        partition: The scheme, if it was given.
+    """
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    partition: PartitionScheme | None = None
+
+    def write(self, run_folder: Path) -> None:
+        """Writes the files into the folder of a run."""
+        for name, content in self.files.items():
+            write_bytes(run_folder / FOLDER / name, content)
+
+
+def rows_of(dataset: Any) -> dict[str, list[dict[str, Any]]]:
+    """Returns the rows of a dataset by split, `train` and maybe `test`.
+
+    Args:
+        dataset: A `datasets.Dataset` or `DatasetDict`, a pandas frame, a list of mappings, or a mapping of splits to
+            any of these.
+
+    Raises:
+        DataError: it is none of these, or has no training rows.
+    """
+    if isinstance(dataset, Mapping):
+        splits = {str(name): _rows(part) for name, part in dataset.items()}
+        names = CorpusSpec(kind="mixed", read=lambda *_: ()).test_splits
+        test = next((name for name in names if name in splits), None)
+        if "train" not in splits:
+            raise DataError(
+                f"The dataset has no split named train; it has: {', '.join(splits) or 'none'}.",
+                "Name the split to train on train, and the one to test on test.",
+            )
+        return {"train": splits["train"], **({"test": splits[test]} if test else {})}
+    return {"train": _rows(dataset)}
+
+
+def as_file(rows: Iterable[Mapping[str, Any]]) -> tuple[str, bytes]:
+    """Returns the name and the content of a file with these rows: JSON lines, named by their SHA-256."""
+    content = "".join(f"{json.dumps(dict(row), ensure_ascii=False, default=str)}\n" for row in rows).encode()
+    return f"{hashlib.sha256(content).hexdigest()}.jsonl", content
+
+
+def source(setting: str | None, run_folder: Path | None) -> str | None:
+    """Returns what a setting of the data's source names: itself, or the file that was given in Python.
+
+    Raises:
+        DataError: the file is missing, or not what was given.
+    """
+    if setting is None or not setting.startswith(GIVEN):
+        return setting
+    name = f"{setting.removeprefix(GIVEN)}.jsonl"
+    path = None if run_folder is None else run_folder / FOLDER / name
+    if path is None or not path.is_file():
+        raise DataError(
+            f"The data of this config was given in Python, and {path or name} does not exist.",
+            "Give the dataset to fedguild.run again, or set data.train to a file.",
+        )
+    if hashlib.sha256(path.read_bytes()).hexdigest() != path.stem:
+        raise DataError(f"{path} is not what was given: its checksum differs.")
+    return str(path)
+
+
+def given_parts(
+    examples: Sequence[Example],
+    clients: int,
+    rng: np.random.Generator,
+    scheme: PartitionScheme | None,
+    run_folder: Path | None,
+) -> Parts:
+    """Returns the partition that was given in Python, and keeps it in the run's folder.
+
+    Args:
+        examples: The training examples.
+        clients: Number of clients.
+        rng: Source of all random choices of the scheme.
+        scheme: The scheme; None to take what the folder keeps.
+        run_folder: The folder of the run; None to keep nothing.
+
+    Raises:
+        DataError: the partition does not fit the examples and clients, or there is none.
+    """
+    path = None if run_folder is None else run_folder / FOLDER / ASSIGNMENT
+    if scheme is None and path is not None and path.is_file():
+        try:
+            return as_parts(json.loads(path.read_text("utf-8")), len(examples), clients, what=f"in {path}")
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{path} is damaged.", "Give the partition to fedguild.run again.") from error
+    if scheme is None:
+        raise DataError(
+            f"The partition of this config was given in Python, and {path or ASSIGNMENT} does not exist.",
+            "Give the partition to fedguild.run again, or set data.partition.scheme.",
+        )
+    parts = as_parts(scheme(examples, clients, rng), len(examples), clients)
+    if path is not None:
+        write_json(path, parts)
+    return parts
+
+
+def _rows(part: Any) -> list[dict[str, Any]]:
+    to_records: Callable[..., Any] | None = getattr(part, "to_dict", None) if hasattr(part, "iloc") else None
+    rows = to_records("records") if to_records is not None else part
+    if isinstance(rows, str) or not isinstance(rows, Iterable):
+        raise DataError(
+            f"A dataset cannot be a {type(part).__name__}.",
+            "Accepted: a datasets.Dataset or DatasetDict, a pandas frame, a list of mappings, or a path.",
+        )
+    listed = list(rows)
+    wrong = next((row for row in listed if not isinstance(row, Mapping)), None)
+    if wrong is not None:
+        raise DataError(f"A row of the dataset is a {type(wrong).__name__}, not a mapping of columns to values.")
+    if not listed:
+        raise DataError("The dataset has no rows.")
+    return [{str(key): _cell(value) for key, value in row.items()} for row in listed]
+
+
+def _cell(value: Any) -> Any:
+    """Returns a value as JSON holds it; a missing one of pandas is None."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return value

@@ -1,0 +1,68 @@
+"""A model whose method acts beside the weights, as a folder with its own modelling code.
+
+The folder is a merged checkpoint with further tensors, and `modeling_fedguild.py`, the stand-alone file of the method's
+part (`AdapterPart.standalone`). Plain transformers load it with `trust_remote_code=True`; FedGuild is not needed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedguild.errors import ModelError
+from fedguild.export.merged import require_mergeable, write_merged
+from fedguild.files import write_text
+from fedguild.model.adapters.part import AdapterPart, Standalone
+from fedguild.model.backbone import Backbone
+from fedguild.server.method import Deployment
+
+MODULE = "modeling_fedguild"
+CLASS = "FedGuildForCausalLM"
+_BASE = "from transformers import PreTrainedModel as Base\n"
+
+
+def standalone_of(backbone: Backbone, deployment: Deployment) -> tuple[AdapterPart, Standalone] | None:
+    """Returns the part of a deployment that acts beside the weights, with its stand-alone form; None without that.
+
+    There is none for several such parts, for a part without stand-alone code, and for an encoder-decoder model.
+    """
+    beyond = [part for part in deployment.plan.parts if not part.folds_into_weights]
+    if len(beyond) != 1 or backbone.info.seq2seq is not None:
+        return None
+    standalone = beyond[0].standalone(backbone, deployment.plan.parts, deployment.tensors)
+    return None if standalone is None else (beyond[0], standalone)
+
+
+def write_code(folder: Path, backbone: Backbone, deployment: Deployment) -> None:
+    """Writes weights, further tensors, modelling code, config and tokenizer into a folder.
+
+    Args:
+        folder: Where to write; it must exist.
+        backbone: The model; not changed.
+        deployment: The model to write.
+
+    Raises:
+        ModelError: the backbone's weights are quantised, or no code runs what is trained.
+    """
+    require_mergeable(backbone)
+    found = standalone_of(backbone, deployment)
+    kind = type(backbone.model)
+    if found is None or not kind.__module__.startswith("transformers."):
+        raise ModelError(
+            f"There is no stand-alone code for this model of {backbone.info.name}.",
+            "Use `fedguild.load_model` or `fedguild generate`, which need no export.",
+        )
+    part, standalone = found
+    kept = [one for one in deployment.plan.parts if one is not part and standalone.merges]
+    plan = deployment.plan.without(*(type(one) for one in deployment.plan.parts if one not in kept))
+    names = {name for one in kept for name in one.shapes(backbone.info)}
+    rest = {name: value for name, value in deployment.tensors.items() if name in names}
+    further = {f"fedguild.{name.replace('.', '/')}": value.float() for name, value in standalone.tensors.items()}
+    shapes = {name: list(value.shape) for name, value in standalone.tensors.items()}
+    settings = {
+        "architectures": [CLASS],
+        "auto_map": {"AutoModelForCausalLM": f"{MODULE}.{CLASS}"},
+        "fedguild": {**standalone.settings, "shapes": shapes},
+    }
+    write_merged(folder, backbone, Deployment(plan, rest, deployment.merged), further=further, settings=settings)
+    code = standalone.source.read_text("utf-8")
+    write_text(folder / f"{MODULE}.py", code.replace(_BASE, f"from transformers import {kind.__name__} as Base\n"))

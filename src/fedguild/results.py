@@ -1,0 +1,400 @@
+"""Results of runs and comparisons as Python objects: scores, pandas frames and figures, also shown in a notebook."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fedguild.errors import CheckpointError, ConfigError, nearest
+from fedguild.files import write_json, write_text
+from fedguild.report import run_folder
+from fedguild.server.run_log import EvaluationRecord, Record
+
+if TYPE_CHECKING:
+    import pandas
+
+    from fedguild.costs.profile import Profile
+    from fedguild.report.comparison import ComparisonTable
+    from fedguild.report.run_folder import Run
+    from fedguild.setup import PreparedData
+
+STOPPED = "stopped.json"
+"""The file in a run's folder that says after which round a callback stopped it, and why."""
+FrameOf = Literal["scores", "tasks", "clients", "rounds", "observations"]
+FRAMES: tuple[FrameOf, ...] = ("scores", "tasks", "clients", "rounds", "observations")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the report; the last expression of a notebook's cell shows it.
+
+    Attributes:
+        name: Its name, for example `scores`.
+        svg: The figure as an `<svg>` element.
+    """
+
+    name: str
+    svg: str = field(repr=False)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the figure to an SVG file.
+
+        Raises:
+            ConfigError: the name does not end in .svg.
+        """
+        path = Path(path)
+        if path.suffix != ".svg":
+            raise ConfigError(f"A figure is written as SVG, but {path} does not end in .svg.")
+        write_text(path, self.svg + "\n")
+        return path
+
+    def _repr_html_(self) -> str:
+        return self.svg
+
+
+class Figures(Mapping[str, Figure]):
+    """Figures by name; a notebook shows them one below the other."""
+
+    def __init__(self, drawn: Mapping[str, str]) -> None:
+        self._figures = {name: Figure(name, svg) for name, svg in drawn.items()}
+
+    def __getitem__(self, name: str) -> Figure:
+        return self._figures[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._figures)
+
+    def __len__(self) -> int:
+        return len(self._figures)
+
+    def __repr__(self) -> str:
+        return f"Figures({', '.join(self)})"
+
+    def _repr_html_(self) -> str:
+        return "\n".join(f"<figure><figcaption>{name}</figcaption>{one.svg}</figure>" for name, one in self.items())
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run, or what a run in progress has reached.
+
+    Attributes:
+        folder: The run's folder.
+        rounds: Number of the last round.
+        scores: Budget -> score of the global model after that round, from 0 to 1.
+        mean: Mean over the budgets, or over the clients if every client has its own model.
+        report: The report's page.
+        own: Client -> score of its own model on its own data; empty if not evaluated.
+        trained: Client -> score of the model that its training left; empty if not evaluated.
+        received: Client -> score of the model with which it would begin its next round; empty if not evaluated.
+        pooled: Client -> score of the latter on all clients' data; empty if not evaluated.
+        summaries: `mean`, `mtal`, `trained`, `received` and `pooled`, those that were evaluated.
+        deviations: Summaries over clients -> the sample standard deviation, if there are at least two clients.
+        stopped: The reason for which a callback stopped the run; empty if none did.
+    """
+
+    folder: Path
+    rounds: int
+    scores: Mapping[str, float]
+    mean: float
+    report: Path
+    own: Mapping[str, float] = field(default_factory=dict)
+    trained: Mapping[str, float] = field(default_factory=dict)
+    received: Mapping[str, float] = field(default_factory=dict)
+    pooled: Mapping[str, float] = field(default_factory=dict)
+    summaries: Mapping[str, float] = field(default_factory=dict)
+    deviations: Mapping[str, float] = field(default_factory=dict)
+    stopped: str = ""
+
+    def frame(self, of: FrameOf = "scores") -> pandas.DataFrame:
+        """Returns what the run has recorded in all its rounds.
+
+        Args:
+            of: `scores`: a row for each score, with a column for each metric; `tasks`: a row for each score and task;
+                `clients`: a row for each client and round with its training, traffic and time; `rounds`: a row for each
+                round; `observations`: a row for each value that the method itself reported.
+
+        Raises:
+            ConfigError: `of` is none of these.
+            CheckpointError: the folder is no longer that of a run.
+        """
+        import pandas
+
+        if of not in FRAMES:
+            raise ConfigError(f"There is no frame of '{of}'.", nearest(of, FRAMES))
+        return pandas.DataFrame(list(_rows(run_folder.load_run(self.folder), of)))
+
+    def figures(self) -> Figures:
+        """Returns the figures of the run's report by name.
+
+        Raises:
+            CheckpointError: the folder is no longer that of a run.
+        """
+        from fedguild.report.html import run_figures
+
+        return Figures(run_figures(run_folder.load_run(self.folder)))
+
+    def _repr_html_(self) -> str:
+        from fedguild.report.html import run_fragment
+
+        return run_fragment(run_folder.load_run(self.folder))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several configs over several seeds.
+
+    Attributes:
+        folder: Parent folder of the runs.
+        tables: Column -> its table; one without a name, if the comparison has no columns.
+        runs: Column -> row -> the folders of its runs, in the order of their seeds.
+        pages: Column -> its page.
+        name: The name of the shipped table; empty if it is none.
+        scores: Row of the shipped table -> the score that its overview shows.
+        overview: The Markdown file with the whole shipped table; None if it is none.
+    """
+
+    folder: Path
+    tables: Mapping[str, ComparisonTable] = field(repr=False)
+    runs: Mapping[str, Mapping[str, Sequence[Path]]] = field(repr=False)
+    pages: Mapping[str, Path]
+    name: str = ""
+    scores: Mapping[str, str] = field(default_factory=dict, repr=False)
+    overview: Path | None = None
+
+    @property
+    def warnings(self) -> list[str]:
+        """The reasons why the comparison may be unfair, one sentence each."""
+        return [
+            f"{column}: {warning}" if column else warning
+            for column, table in self.tables.items()
+            for warning in table.warnings
+        ]
+
+    def frame(self) -> pandas.DataFrame:
+        """Returns a row for each column, row, seed and score (a budget's, or a mean).
+
+        `difference` is that to the reference, paired by seed; missing where the reference has no such score.
+        """
+        import pandas
+
+        return pandas.DataFrame(
+            [
+                {
+                    **({"column": column} if column else {}),
+                    "row": row.label,
+                    "score": name,
+                    "seed": seed,
+                    "value": value,
+                    "difference": None
+                    if (against := table.row(table.reference).scores.get(name, {}).get(seed)) is None
+                    else value - against,
+                }
+                for column, table in self.tables.items()
+                for row in table.rows
+                for name, seeds in row.scores.items()
+                for seed, value in seeds.items()
+            ]
+        )
+
+    def figures(self) -> Figures:
+        """Returns the figures of the comparison's pages by name; `column/name` if there are several columns."""
+        from fedguild.report.html import comparison_figures_of
+
+        return Figures(
+            {
+                f"{column}/{name}" if column else name: svg
+                for column, table in self.tables.items()
+                for name, svg in comparison_figures_of(table, self._loaded(column)).items()
+            }
+        )
+
+    def run(self, row: str, seed: int | None = None, column: str | None = None) -> RunResult:
+        """Returns one of the runs.
+
+        Args:
+            row: The config's name.
+            seed: Its seed; by default the first.
+            column: The column; by default the first.
+
+        Raises:
+            ConfigError: there is no such run.
+        """
+        where = next(iter(self.runs)) if column is None else column
+        rows = self.runs.get(where, {})
+        if row not in rows:
+            raise ConfigError(f"The comparison has no run '{row}'.", nearest(row, rows))
+        folders = {run_folder.load_run(folder).seed: folder for folder in rows[row]}
+        if seed is not None and seed not in folders:
+            raise ConfigError(f"'{row}' has no run with seed {seed}.", f"Known: {', '.join(map(str, folders))}.")
+        return load_run(folders[next(iter(folders)) if seed is None else seed])
+
+    def _loaded(self, column: str) -> dict[str, list[Run]]:
+        return {row: [run_folder.load_run(folder) for folder in folders] for row, folders in self.runs[column].items()}
+
+    def _repr_html_(self) -> str:
+        from fedguild.report.html import comparison_fragment
+
+        return "\n".join(comparison_fragment(table, column) for column, table in self.tables.items())
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of a config, from the model's config alone.
+
+    Attributes:
+        profile: The figures of each tier of clients, and of the server.
+        assumed_examples: Whether the number of a client's examples is an assumption.
+    """
+
+    profile: Profile
+    assumed_examples: bool = False
+
+    def frame(self) -> pandas.DataFrame:
+        """Returns a row for each tier: parameters, FLOPs, bytes and memory of a client, and the server's; in bytes."""
+        import pandas
+
+        from fedguild.costs.rows import as_rows
+
+        return pandas.json_normalize(as_rows(self.profile)).set_index("tier")
+
+    def _repr_html_(self) -> str:
+        shown = ("clients", "active_experts", "rank", "trainable_total", "flops_round", "upload_bytes")
+        return str(self.frame()[[*shown, "download_bytes", "peak_memory_bytes"]].to_html())
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The clients' shares of the data, before anything is trained.
+
+    Attributes:
+        data: The corpus, and each client's training, validation and test examples.
+        budgets: Each client's budget.
+    """
+
+    data: PreparedData = field(repr=False)
+    budgets: Sequence[str]
+
+    def frame(self) -> pandas.DataFrame:
+        """Returns clients × labels, the number of examples; the client's budget and its split lead the columns."""
+        import pandas
+
+        table, sizes = self.data.partition_table, self.data.sizes()
+        facts = pandas.DataFrame({"budget": list(self.budgets), **sizes})
+        counts = pandas.DataFrame([list(row) for row in table.counts], columns=list(table.labels))
+        return pandas.concat([facts, counts], axis=1).rename_axis("client")
+
+    def figures(self) -> Figures:
+        """Returns a figure of the examples by client and label."""
+        import numpy
+
+        from fedguild.report.figures import partition_bubbles
+
+        table = self.data.partition_table
+        names = [str(index) for index in range(len(table.counts))]
+        return Figures({"partition": partition_bubbles(table.labels, numpy.array(table.counts), names)})
+
+    def _repr_html_(self) -> str:
+        return self.figures()._repr_html_() + str(self.frame().to_html())
+
+
+def load_run(folder: str | Path) -> RunResult:
+    """Returns the result of a run from its folder, without loading a model.
+
+    Args:
+        folder: The folder that `run` or `fedguild run` wrote; the run may still be going on.
+
+    Raises:
+        CheckpointError: the folder is not that of a run, a file of it is damaged, or it has no score yet.
+
+    Example:
+        >>> import fedguild
+        >>> fedguild.load_run("nowhere")
+        Traceback (most recent call last):
+        ...
+        fedguild.errors.CheckpointError: nowhere is not the folder of a run: it has no config.yaml.
+        Give the folder that `fedguild run` wrote, for example runs/flame.
+    """
+    from fedguild.report.html import REPORT_FILE
+
+    found = run_folder.load_run(Path(folder))
+    last = [record for record in found.evaluations if (record.round, record.split) == (found.last_round, found.split)]
+    return result_of(Path(folder), found.last_round, last, Path(folder) / REPORT_FILE)
+
+
+def result_of(folder: Path, number: int, records: Sequence[Record], report: Path) -> RunResult:
+    """Returns the result of a run after a round, from the records of that round."""
+    scored = [record for record in records if isinstance(record, EvaluationRecord)]
+    scores, own_scores, trained_scores, received_scores, pooled_scores, summaries = (
+        {record.name: record.score for record in scored if record.scope == scope}
+        for scope in ("budget", "client", "trained", "received", "pooled", "summary")
+    )
+    deviations = {
+        record.name: record.metrics["deviation"]
+        for record in scored
+        if record.scope == "summary" and "deviation" in record.metrics
+    }
+    mean = next((summaries[name] for name in ("mean", "mtal", "trained", "received") if name in summaries), 0.0)
+    return RunResult(
+        folder,
+        number,
+        scores,
+        mean,
+        report,
+        own=own_scores,
+        trained=trained_scores,
+        received=received_scores,
+        pooled=pooled_scores,
+        summaries=summaries,
+        deviations=deviations,
+        stopped=stopping_reason(folder),
+    )
+
+
+def stopping_reason(folder: Path) -> str:
+    """Returns the reason for which a callback stopped a run; empty if none did.
+
+    Raises:
+        CheckpointError: the file that holds it is damaged.
+    """
+    path = folder / STOPPED
+    if not path.is_file():
+        return ""
+    try:
+        return str(json.loads(path.read_text("utf-8"))["reason"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged.", "Remove it to let the run go on.") from error
+
+
+def write_stopping_reason(folder: Path, number: int, reason: str) -> None:
+    """Notes that a callback stopped a run after a round."""
+    write_json(folder / STOPPED, {"round": number, "reason": reason})
+
+
+def _rows(run: Run, of: FrameOf) -> Iterator[dict[str, Any]]:
+    if of == "scores":
+        for score in run.evaluations:
+            known = score.model_dump(exclude={"kind", "metrics", "by_task"})
+            yield {**known, **score.metrics}
+    elif of == "tasks":
+        for score in run.evaluations:
+            for task, value in score.by_task.items():
+                place = score.model_dump(include={"round", "scope", "name", "split"})
+                yield {**place, "task": task, "score": value}
+    elif of == "clients":
+        for trained in run.clients:
+            parts = {f"upload_bytes_{part}": size for part, size in trained.upload_parts.items()}
+            yield {**trained.model_dump(exclude={"kind", "upload_parts"}), **parts}
+    elif of == "rounds":
+        for one in run.rounds:
+            phases = {f"seconds_{phase}": spent for phase, spent in one.phase_seconds.items()}
+            counts = {"participants": len(one.participants), "rejected": len(one.rejected), "strays": len(one.strays)}
+            yield {"round": one.round, "seconds": one.seconds, **counts, **phases}
+    else:
+        for seen in run.observations:
+            for row, values in zip(seen.rows, seen.values, strict=True):
+                for column, value in zip(seen.columns or [""], values, strict=True):
+                    yield {"round": seen.round, "name": seen.name, "row": row, "column": column, "value": value}

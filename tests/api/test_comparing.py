@@ -1,0 +1,128 @@
+"""`fedguild.compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fedguild
+from fedguild.callbacks import Event, Saved
+from fedguild.errors import ConfigError
+from tests.api.conftest import BASE, CLIENTS, ROWS, empty_report
+
+CONFIGS = [
+    {"extends": BASE, "name": "flame"},
+    {"extends": BASE, "name": "fedit", "method": {"name": "fedit", "rank": 3}},
+]
+
+
+def stop_after_the_first(event: Event) -> None:
+    if isinstance(event, Saved) and event.round == 1 and "flame" in str(event.folder):
+        event.stop("enough")
+
+
+@pytest.fixture(scope="module")
+def rows_only(own_data: list[str]) -> list[str]:
+    """The settings without `method.rank`, which each config has."""
+    return [*[one for one in own_data if not one.startswith("method.")], "federation.rounds=2"]
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory, rows_only: list[str]) -> fedguild.Comparison:
+    """FLAME, which a callback stops after its first round, and FedIT, on given data; two seeds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedguild.experiment.write_report", empty_report)
+        return fedguild.compare(
+            CONFIGS,
+            *rows_only,
+            seeds=[0, 1],
+            output=tmp_path_factory.mktemp("compared"),
+            dataset=ROWS,
+            partition=[number % CLIENTS for number in range(len(ROWS))],
+            metrics={"length": lambda said, wanted: len(said)},
+            callbacks=[stop_after_the_first],
+            tell=print,
+        )
+
+
+def test_a_row_for_every_score_and_seed(comparison: fedguild.Comparison) -> None:
+    frame = comparison.frame()
+    assert set(frame.row) == {"flame", "fedit"}
+    assert set(frame.score) == {"large", "small", "mean"}
+    assert len(frame) == 2 * 3 * 2
+    assert (frame[frame.row == "fedit"].difference == 0).all()
+    wide = frame.pivot_table(index=["score", "seed"], columns="row", values="value")
+    flame = frame[frame.row == "flame"].set_index(["score", "seed"]).difference
+    assert (flame - (wide.flame - wide.fedit)).abs().max() < 1e-12
+
+
+def test_a_run_of_it(comparison: fedguild.Comparison) -> None:
+    run = comparison.run("flame", seed=1)
+    assert (run.folder, run.stopped) == (comparison.folder / "flame" / "seed-1", "enough")
+    assert "length" in run.frame().columns
+    with pytest.raises(ConfigError, match="no run with seed 7"):
+        comparison.run("flame", seed=7)
+    with pytest.raises(ConfigError, match="has no run 'flam'"):
+        comparison.run("flam")
+
+
+def test_it_shows_itself(comparison: fedguild.Comparison) -> None:
+    shown = comparison._repr_html_()
+    assert "<svg" in shown
+    assert "flame" in shown
+    assert list(comparison.figures()) == ["scores", "rounds", "costs"]
+    assert "<svg" in comparison.figures()["costs"]._repr_html_()
+    assert comparison.pages[""].is_file()
+
+
+def test_finished_and_stopped_runs_are_kept(comparison: fedguild.Comparison, rows_only: list[str]) -> None:
+    told: list[str] = []
+    before = {path: path.stat().st_mtime_ns for path in comparison.folder.rglob("metrics.jsonl")}
+    again = fedguild.compare(
+        CONFIGS,
+        *rows_only,
+        seeds=[0, 1],
+        output=comparison.folder,
+        dataset=ROWS,
+        partition=[number % CLIENTS for number in range(len(ROWS))],
+        metrics={"length": lambda said, wanted: len(said)},
+        tell=told.append,
+    )
+    assert told == [f"{name} seed {seed}: already finished" for name in ("flame", "fedit") for seed in (0, 1)]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert again.frame().equals(comparison.frame())
+
+
+def test_what_cannot_be_compared(tmp_path: Path, rows_only: list[str]) -> None:
+    def compare(*arguments: object, **given: object) -> None:
+        fedguild.compare(*arguments, *rows_only, output=tmp_path, **given)  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match="cannot be used with more than one job"):
+        compare(CONFIGS, jobs=2, callbacks=[print])
+    with pytest.raises(ConfigError, match="cannot be used on Ray"):
+        compare(CONFIGS, engine="ray", metrics={"length": lambda said, wanted: 1.0})
+    with pytest.raises(ConfigError, match="There is no table 'flame/tiny-tasks'"):
+        compare("flame/tiny-tasks")
+    with pytest.raises(ConfigError, match="Rows and columns choose from a table"):
+        compare(CONFIGS, rows=["flame"])
+    with pytest.raises(ConfigError, match="A seed is given twice"):
+        compare(CONFIGS, seeds=[1, 1])
+    with pytest.raises(ConfigError, match="'flam' is not one of the compared configs"):
+        compare(CONFIGS, reference="flam")
+    assert not list(tmp_path.iterdir())
+
+
+def test_data_reaches_other_processes(tmp_path: Path, rows_only: list[str]) -> None:
+    """What a process with a cell needs lies in its folder before it starts."""
+    from fedguild.api.cells import hand_over, plan_cells
+    from fedguild.api.inputs import gather
+    from fedguild.setup import prepare_data
+
+    def last_alone(examples: object, clients: int, rng: object) -> list[int]:
+        return [index % (clients - 1) for index in range(len(ROWS) - 8)] + [clients - 1] * 8
+
+    cells = plan_cells(CONFIGS[:1], rows_only, [0], tmp_path, gather(ROWS, last_alone))
+    hand_over(cells)
+    data = prepare_data(cells[0].config, cells[0].folder)
+    assert [sum(row) for row in data.partition_table.counts] == [14, 13, 13, 8]

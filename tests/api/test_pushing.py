@@ -1,0 +1,98 @@
+"""`fedguild.push`: what is sent to the hub, and that nothing becomes public by accident."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import fedguild
+from fedguild.cli import app
+from fedguild.errors import ConfigError, FedGuildError
+
+pytestmark = pytest.mark.usefixtures("loaded_alone")
+
+
+class Hub:
+    """Stands in for `huggingface_hub.HfApi`."""
+
+    endpoint = "https://hub.test"
+
+    def __init__(self, private: bool | None = None, refuses: str = "") -> None:
+        self.private, self.refuses = private, refuses
+        self.created: list[tuple[str, bool]] = []
+        self.files: dict[str, str] = {}
+
+    def repo_exists(self, name: str) -> bool:
+        return self.private is not None
+
+    def repo_info(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(private=self.private)
+
+    def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> None:
+        if self.refuses:
+            raise OSError(self.refuses)
+        self.created.append((name, private))
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
+        paths = sorted(Path(folder_path).iterdir())
+        self.files = {path.name: path.read_text() if path.suffix in (".md", ".json") else "" for path in paths}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def stand_in(**behaviour: Any) -> Hub:
+        made = Hub(**behaviour)
+        monkeypatch.setattr("huggingface_hub.HfApi", lambda: made)
+        return made
+
+    return stand_in
+
+
+def test_it_is_private_and_has_its_card(routed_runs: dict[str, Path], hub: Any) -> None:
+    made = hub()
+    address = fedguild.push(routed_runs["ub-smoe"], "me/model", budget="small")
+    assert address == "https://hub.test/me/model"
+    assert made.created == [("me/model", True)]
+    assert {"README.md", "config.json", "model.safetensors", "modeling_fedguild.py"} <= made.files.keys()
+    assert '`folder` is `"me/model"`, this repository.' in made.files["README.md"]
+    assert str(Path.cwd()) not in made.files["README.md"]
+
+
+def test_the_command_makes_it_public_only_if_told(routed_runs: dict[str, Path], hub: Any) -> None:
+    made = hub(private=False)
+    arguments = ["push", str(routed_runs["ub-smoe"]), "--to", "me/model", "--budget", "small"]
+    refused = CliRunner().invoke(app, arguments)
+    assert refused.exit_code == 2
+    assert "me/model is public: everybody could read the model." in refused.stderr
+    assert (made.created, made.files) == ([], {})
+    done = CliRunner().invoke(app, [*arguments, "--public"])
+    assert done.stdout == "https://hub.test/me/model\n"
+    assert made.created == [("me/model", False)]
+
+
+def test_an_adapter_of_a_model_that_is_not_on_the_hub_is_merged(
+    routed_runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedguild.api import pushing
+
+    folder = routed_runs["ub-smoe"]
+    assert [pushing._pushable(folder, form) for form in ("peft", "per-expert", "code")] == ["merged", "merged", "code"]
+    monkeypatch.setattr(pushing, "_on_hub", lambda path: True)
+    assert pushing._pushable(folder, "peft") == "peft"
+
+
+def test_what_cannot_be_pushed(routed_runs: dict[str, Path], hub: Any) -> None:
+    made = hub(refuses="403 Forbidden: no right to write\nDetails.")
+    folder = routed_runs["ub-smoe"]
+    with pytest.raises(ConfigError, match="'model' is not a repository of the hub"):
+        fedguild.push(folder, "model", budget="small")
+    with pytest.raises(ConfigError, match="No model is named"):
+        fedguild.push(folder, "me/model")
+    with pytest.raises(FedGuildError, match=r"The hub did not take me/model: 403 Forbidden: no right to write\n"):
+        fedguild.push(folder, "me/model", budget="small")
+    assert json.dumps(made.files) == "{}"
