@@ -73,5 +73,5 @@ def test_an_error_within_a_run_is_told_as_it_is(model: Path, tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("cluster")
 def test_more_cores_than_there_are_is_said_at_once(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(FedGuildError, match=r"--cores is 9, but Ray has 2 CPU"):
+    with pytest.raises(FedGuildError, match=r"cores is 9, but Ray has 2 CPU"):
         complete_on_ray([cell(model, tmp_path / "run")], None, 9)

@@ -118,6 +118,6 @@ def end_with_ancestors(programs: Sequence[str], last_words: Callable[[str], None
 
 def _is_alive(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
