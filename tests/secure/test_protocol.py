@@ -11,10 +11,11 @@ from scipy import stats
 from fedguild.errors import QuorumError, UploadError
 from fedguild.secure.form import Contribution, Form, LinearMean
 from fedguild.secure.graph import degree_of, neighbours, threshold_of
-from fedguild.secure.keys import SIGNATURE_BYTES, load_peers, load_private, load_public, new_identity, sign, verify
+from fedguild.secure.keys import load_peers, load_private, load_public, new_identity, sign, verify
 from fedguild.secure.masks import add_mask
 from fedguild.secure.session import STEPS, Roster
 from fedguild.secure.shares import recover, seal, split, unseal
+from fedguild.secure.sizes import SIGNATURE_BYTES
 from tests.oracles.secure import fixed_point_sums
 from tests.secure.federation import EQUAL, FORM, Federation, contributions, session_of
 

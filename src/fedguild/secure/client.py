@@ -1,4 +1,4 @@
-"""A client's half of an aggregation: it answers each step once, and gives nothing away that two answers would add up to."""
+"""A client's half of an aggregation: it answers each step once, and never opens what would leave one client alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from fedguild.errors import UploadError
 from fedguild.secure import fixed_point
 from fedguild.secure.form import Bits, Contribution, Form
+from fedguild.secure.graph import FEWEST_CLIENTS
 from fedguild.secure.keys import (
-    SEED_BYTES,
-    SIGNATURE_BYTES,
     PrivateKey,
     PublicKey,
     agree,
@@ -26,7 +25,6 @@ from fedguild.secure.keys import (
 from fedguild.secure.masks import add_mask
 from fedguild.secure.session import (
     ENVELOPE_BYTES,
-    FEWEST_CLIENTS,
     STEPS,
     Advert,
     Arrays,
@@ -45,6 +43,7 @@ from fedguild.secure.session import (
     rows_in,
 )
 from fedguild.secure.shares import parted, seal, split, unseal
+from fedguild.secure.sizes import SEED_BYTES, SIGNATURE_BYTES
 
 LEAST_SHARE = 0.5
 """No client takes part where half of the clients could open two different sums."""

@@ -178,8 +178,8 @@ def means(
 def error_bound(ranges: float, clients: int, left: int, share: float = 1.0) -> float:
     """Returns the largest difference between a mean of fixed point and the exact mean over the clients that are left.
 
-    The values are rounded to half a unit each, of `room / ranges` units per 1, and divided by the sum of the shares; the
-    shares to half of 2^-51 each, which moves the quotient by that relative to it; fp64 adds a few units of 2^-53.
+    The values are rounded to half a unit each, of `room / ranges` units per 1, and divided by the sum of the shares;
+    the shares to half of 2^-51 each, which moves the quotient by that relative to it; fp64 adds a few units of 2^-53.
     The rounding of the weights, up to the next 2^-86, makes all shares smaller alike and the mean no less exact.
 
     Args:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +42,7 @@ class LinearMean:
         """Number of values of x."""
         return prod(self.shape)
 
-    def along(self, axis: int | None, values: NDArray[np.generic]) -> NDArray[np.generic]:
+    def along(self, axis: int | None, values: NDArray[Any]) -> NDArray[Any]:
         """Returns [n] values along an axis of x (or [1] for none), with x's number of dimensions."""
         if axis is None:
             return values.reshape([1] * len(self.shape))
@@ -49,7 +50,7 @@ class LinearMean:
         shape[axis % len(self.shape)] = -1
         return values.reshape(shape)
 
-    def spread(self, axis: int | None, values: NDArray[np.generic]) -> NDArray[np.generic]:
+    def spread(self, axis: int | None, values: NDArray[Any]) -> NDArray[Any]:
         """Returns [size], for every value of x the one along an axis that belongs to it."""
         return np.broadcast_to(self.along(axis, values), self.shape).reshape(-1)
 

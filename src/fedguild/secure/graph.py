@@ -6,6 +6,8 @@ import hashlib
 import math
 from collections.abc import Sequence
 
+FEWEST_CLIENTS = 3
+"""Of two clients each could take its own numbers from the sum."""
 LARGEST_COMPLETE = 32
 """With more clients the graph is sparse."""
 

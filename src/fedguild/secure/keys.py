@@ -10,12 +10,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, utils, x25519
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedguild.errors import ConfigError, FedGuildError, UploadError
+from fedguild.secure.sizes import KEY_BYTES, SIGNATURE_BYTES
 
-SIGNATURE_BYTES = 96
-"""ECDSA over P-384 as r and s, 48 bytes each; one of Ed25519 has 64 and is filled with zeros."""
-KEY_BYTES = 32
-SEED_BYTES = 16
-"""Secrets that are shared have 128 bits, as Shamir's scheme in pycryptodome takes them."""
 _HALF = SIGNATURE_BYTES // 2
 _DOMAIN = b"fedguild secure aggregation 1 "
 

@@ -13,7 +13,7 @@ from fedguild.secure import fixed_point
 from fedguild.secure.client import HALVES, both, cover_of
 from fedguild.secure.fixed_point import Means
 from fedguild.secure.form import Bits, Form
-from fedguild.secure.keys import KEY_BYTES, SEED_BYTES, SIGNATURE_BYTES, agree, exchange_key, public_bytes
+from fedguild.secure.keys import agree, exchange_key, public_bytes
 from fedguild.secure.masks import add_mask
 from fedguild.secure.session import (
     DIGEST_BYTES,
@@ -34,6 +34,7 @@ from fedguild.secure.session import (
     rows_in,
 )
 from fedguild.secure.shares import recover
+from fedguild.secure.sizes import KEY_BYTES, SEED_BYTES, SIGNATURE_BYTES
 
 Answers = Mapping[int, Arrays]
 
@@ -111,7 +112,7 @@ class ServerSession:
             raise QuorumError(
                 f"Secure aggregation: {len(self.left)} of {len(self._roster.clients)} clients are left after "
                 f"'{step}', but {needed} are needed. Nothing was opened.{reasons}",
-                "federation.secure_share says which share of the clients has to be left; at least 3 clients are needed.",
+                "federation.secure_share says which share has to be left; at least 3 clients are needed.",
             )
 
     def means(self) -> Means:
@@ -126,6 +127,11 @@ class ServerSession:
             self.session.fewest,
             self.form.covered(self._large),
         )
+
+    @property
+    def weighers(self) -> tuple[int, ...]:
+        """The clients whose weights are in the sums of the first half."""
+        return self._weighers
 
     @property
     def contributors(self) -> tuple[int, ...]:

@@ -1,13 +1,13 @@
-"""What the clients and the server of one aggregation agree on, and the arrays that go between them.
+"""What clients and server of one aggregation agree on, and the arrays that go between them.
 
-Messages are named arrays (`Arrays`); a list of clients is [n] int32, ascending, and keys, shares and signatures are rows
-of uint8. The steps, each a request to every client that is left and its answer:
+Messages are named arrays (`Arrays`); a list of clients is [n] int32, ascending, and keys, shares and signatures are
+rows of uint8. The steps, each a request to every client that is left and its answer:
 
-    join    the session                           -> `keys` [96], `held` [groups / 8], `commitments` [64], `signature`
-    share   `clients`, everybody's answer to it   -> `clients` (its neighbours), `envelopes` [k, 80]
-    weigh   `clients` (who shared), `senders`, `envelopes` for it  -> `masked` uint64
+    join    the session alone                     -> `keys` [96], `held` [groups / 8], `commitments` [64], `signature`
+    share   `clients`, everybody's answer to join -> `clients` (its neighbours), `envelopes` [k, 80]
+    weigh   `clients` (who shared), `envelopes` for it -> `masked` uint64, its weights
     open_weights   `clients` (who weighed)        -> `clients`, `shares` [k, 16]
-    send    `clients`, `sums` uint64              -> `values` uint32, `masked` uint64, `signature`, the disclosed parts
+    send    `clients`, `sums` uint64              -> `values` uint32, `masked` uint64 (its shares), `signature`
     open    `clients` (who sent), `signatures`    -> `clients`, `shares` [k, 16]
 """
 
@@ -17,23 +17,21 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedguild.errors import UploadError
-from fedguild.secure.graph import degree_of, neighbours, threshold_of
-from fedguild.secure.keys import KEY_BYTES, SEED_BYTES, SIGNATURE_BYTES
-from fedguild.secure.shares import TAG_BYTES
+from fedguild.secure.graph import FEWEST_CLIENTS, degree_of, neighbours, threshold_of
+from fedguild.secure.sizes import KEY_BYTES, SEED_BYTES, SIGNATURE_BYTES, TAG_BYTES
 
 Arrays = Mapping[str, NDArray[Any]]
 Step = Literal["join", "share", "weigh", "open_weights", "send", "open"]
 STEPS: tuple[Step, ...] = get_args(Step)
 Unheld = Literal["omit", "zeros"]
 
-FEWEST_CLIENTS = 3
-"""Of two clients each could take its own numbers from the sum."""
 SECRETS = 4
 """A client's secrets: the seeds of its own mask and of its exchange key, for the weights and for the values."""
 ENVELOPE_BYTES = SECRETS * SEED_BYTES + TAG_BYTES
@@ -213,7 +211,7 @@ def list_in(arrays: Arrays, name: str) -> list[int]:
     """
     found = array_in(arrays, name, np.int32, None)
     clients: list[int] = found.tolist()
-    if found.ndim != 1 or any(one >= other for one, other in zip(clients, clients[1:], strict=False)):
+    if found.ndim != 1 or any(one >= other for one, other in pairwise(clients)):
         raise UploadError(f"'{name}' is no ascending list of clients")
     return clients
 

@@ -9,11 +9,10 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from fedguild.errors import UploadError
-from fedguild.secure.keys import SEED_BYTES
+from fedguild.secure.sizes import SEED_BYTES
 
 _NONCE = bytes(12)
 """Every envelope has a key of its own, so that no nonce is needed beside it."""
-TAG_BYTES = 16
 
 
 def split(secret: bytes, holders: Sequence[int], threshold: int) -> dict[int, bytes]:
@@ -24,7 +23,7 @@ def split(secret: bytes, holders: Sequence[int], threshold: int) -> dict[int, by
         holders: Who gets a share, ascending.
         threshold: How many shares give the secret back.
     """
-    shares: list[tuple[int, bytes]] = Shamir.split(threshold, len(holders), secret)
+    shares: list[tuple[int, bytes]] = Shamir.split(threshold, len(holders), secret, ssss=False)
     return {holder: share for holder, (_, share) in zip(holders, shares, strict=True)}
 
 
@@ -43,7 +42,7 @@ def recover(shares: Mapping[int, bytes], holders: Sequence[int], threshold: int)
         raise UploadError(f"{len(shares)} share(s) of a secret are left, but {threshold} are needed")
     places = {holder: place for place, holder in enumerate(holders, start=1)}
     chosen = [(places[holder], shares[holder]) for holder in sorted(shares)[:threshold]]
-    secret: bytes = Shamir.combine(chosen)
+    secret: bytes = Shamir.combine(chosen, ssss=False)
     return secret
 
 
