@@ -53,6 +53,7 @@ class Answering:
     def train(
         self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
+        """Yields every task's delivery."""
         for task in tasks:
             rng = torch_rng(task.client.index, "upload")
             tensors = {}
@@ -64,7 +65,7 @@ class Answering:
             yield Delivery(task, Payload(tensors), method.plan(model, task.client.budget), report, frequency)
 
     def close(self) -> None:
-        pass
+        """Does nothing."""
 
 
 class TimedClients(SecureClients):
@@ -73,11 +74,13 @@ class TimedClients(SecureClients):
     seconds = 0.0
 
     def keep(self, *arguments: object) -> None:  # type: ignore[override]
+        """Keeps a client's numbers."""
         started = time.perf_counter()
         super().keep(*arguments)  # type: ignore[arg-type]
         TimedClients.seconds += time.perf_counter() - started
 
     def answer(self, *arguments: object) -> Payload:  # type: ignore[override]
+        """Returns a client's answer."""
         started = time.perf_counter()
         try:
             return super().answer(*arguments)  # type: ignore[arg-type]
@@ -129,8 +132,8 @@ def measure(name: str, model: ModelInfo, count: int, repeats: int, unheld: str) 
     values = form_of(name, model).value_count
     label = name if unheld == "omit" else f"{name}, zeros"
     print(
-        f"{label:>15} {count:>4} {values / 1e6:>7.2f} M {(plain_up + plain_down) / 1e6:>8.2f} {(up + down) / 1e6:>8.2f} "
-        f"{ratio:>6.3f} {up / plain_up:>6.3f} {median(s for _, s in plain):>8.2f} {server:>8.2f} "
+        f"{label:>15} {count:>4} {values / 1e6:>7.2f} M {(plain_up + plain_down) / 1e6:>8.2f} "
+        f"{(up + down) / 1e6:>8.2f} {ratio:>6.3f} {up / plain_up:>6.3f} {median(s for _, s in plain):>8.2f} {server:>8.2f} "
         f"{median(client_seconds) / count:>8.3f}",
         flush=True,
     )
