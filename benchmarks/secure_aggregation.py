@@ -131,12 +131,9 @@ def measure(name: str, model: ModelInfo, count: int, repeats: int, unheld: str) 
     server = median(whole - own for (_, whole), own in zip(secure, client_seconds, strict=True))
     values = form_of(name, model).value_count
     label = name if unheld == "omit" else f"{name}, zeros"
-    print(
-        f"{label:>15} {count:>4} {values / 1e6:>7.2f} M {(plain_up + plain_down) / 1e6:>8.2f} "
-        f"{(up + down) / 1e6:>8.2f} {ratio:>6.3f} {up / plain_up:>6.3f} {median(s for _, s in plain):>8.2f} {server:>8.2f} "
-        f"{median(client_seconds) / count:>8.3f}",
-        flush=True,
-    )
+    sizes = f"{values / 1e6:>7.2f} M {(plain_up + plain_down) / 1e6:>8.2f} {(up + down) / 1e6:>8.2f}"
+    seconds = f"{median(s for _, s in plain):>8.2f} {server:>8.2f} {median(client_seconds) / count:>8.3f}"
+    print(f"{label:>15} {count:>4} {sizes} {ratio:>6.3f} {up / plain_up:>6.3f} {seconds}", flush=True)
 
 
 def main() -> None:
