@@ -1,8 +1,8 @@
-"""What secure aggregation costs beside a plain round: bytes of the clients, and seconds of a client and the server.
+"""What secure aggregation costs beside a plain round: bytes of the clients, and CPU seconds of a client and the server.
 
 Run: python benchmarks/secure_aggregation.py [--clients 8 64] [--repeats 3] [--methods flame fedit ...]
 The uploads are random numbers of the form that each method sends, on the configs' model below; nothing is trained. One
-process plays the server and all clients in turn, so a client's seconds are the sum over its six answers, told as the
+process plays the server and all clients in turn, so a client's CPU seconds are the sum over its six answers, told as the
 mean over the clients, and the server's are all the rest of the round. The aim is at most 1.15 times the plain bytes for
 methods of equal shapes.
 """
@@ -75,17 +75,17 @@ class TimedClients(SecureClients):
 
     def keep(self, *arguments: object) -> None:  # type: ignore[override]
         """Keeps a client's numbers."""
-        started = time.perf_counter()
+        started = time.process_time()
         super().keep(*arguments)  # type: ignore[arg-type]
-        TimedClients.seconds += time.perf_counter() - started
+        TimedClients.seconds += time.process_time() - started
 
     def answer(self, *arguments: object) -> Payload:  # type: ignore[override]
         """Returns a client's answer."""
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             return super().answer(*arguments)  # type: ignore[arg-type]
         finally:
-            TimedClients.seconds += time.perf_counter() - started
+            TimedClients.seconds += time.process_time() - started
 
 
 def one_round(name: str, model: ModelInfo, count: int, *, secure: bool, unheld: str = "omit") -> tuple[Outcome, float]:
@@ -101,11 +101,11 @@ def one_round(name: str, model: ModelInfo, count: int, *, secure: bool, unheld: 
         engine.clients = TimedClients(held.budgets, held.identities, held.registered)
         aggregation = SecureAggregation("benchmark", BUDGETS, 2 / 3, 3, unheld)
     TimedClients.seconds = 0.0
-    started = time.perf_counter()
+    started = time.process_time()
     outcome = run_round(
         1, method, state, model, clients, engine, FederationSettings(clients=count), seed=0, secure=aggregation
     )
-    return outcome, time.perf_counter() - started
+    return outcome, time.process_time() - started
 
 
 def total_bytes(outcome: Outcome) -> tuple[float, float]:

@@ -61,18 +61,27 @@ def test_too_few_shares_leave_the_masks_where_they_are():
         federation.run()
 
 
-def test_with_many_clients_the_graph_is_sparse_and_the_sum_as_exact():
+def test_along_a_sparse_graph_the_sum_is_as_exact(monkeypatch):
+    """Each of 12 clients masks with 6 others; of a client and its neighbours 5 of 7 have to be left."""
+    monkeypatch.setattr("fedguild.secure.session.degree_of", lambda clients: 6)
     form = Form({"x": LinearMean((40,), "w")}, {"w": 1})
-    numbers = contributions(36, form)
-    silent = {3: "weigh", 9: "send", 20: "send"}
+    numbers = contributions(12, form)
+    silent = {3: "weigh", 9: "send"}
     federation = Federation(numbers, form, silent)
     federation.run()
-    assert {len(peers) for peers in federation.server._graph.values()} == {degree_of(36)} == {32}
+    assert {len(peers) for peers in federation.server._graph.values()} == {6}
     weighed = {client: own for client, own in numbers.items() if client != 3}
     words, values, shares = fixed_point_sums(form, weighed, [c for c in weighed if c not in silent], 3)
     assert federation.server._words.tolist() == words
     assert federation.server._values.tolist() == values
     assert federation.server._value_words.tolist() == shares
+
+
+def test_with_unequal_holdings_everybody_masks_with_everybody(monkeypatch):
+    monkeypatch.setattr("fedguild.secure.session.degree_of", lambda clients: 4)
+    federation = Federation(unequal(7), FORM)
+    federation.run()
+    assert {len(peers) for peers in federation.server._graph.values()} == {6}
 
 
 @pytest.mark.parametrize("unheld", ["omit", "zeros"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,15 @@ import torch
 
 from fedguild import experiment
 from fedguild.config import load_config
+from fedguild.config.site import load_site
+from fedguild.engines.flower.message import Message
 from fedguild.errors import ConfigError, QuorumError
 from fedguild.experiment import CHECKPOINTS
 from fedguild.federation.keys import write_key
+from fedguild.federation.project import write_project
+from fedguild.federation.trainer_service import run_metadata
 from fedguild.files import make_folder
+from fedguild.secure.keys import load_peers
 from fedguild.server import checkpoint
 from fedguild.server.run_log import ClientRecord, RoutingRecord, RunLog
 from tests.engines.equality import traffic
@@ -120,6 +127,54 @@ def test_a_key_that_its_peers_do_not_know_keeps_a_client_out(model, tmp_path):
     write_key(tmp_path / "sites/client-003/node.key")
     with pytest.raises(QuorumError, match="the key of client 3 is not signed by the key that is registered for it"):
         serve_on(grid_of(trainers), config, tmp_path / "server")
+
+
+@pytest.mark.parametrize("step", ["train", "weigh", "send"])
+def test_an_answer_that_is_none_is_one_clients_dropout(step, model, tmp_path):
+    """An upload in the clear is not used, and bytes that are no message drop their client, whatever the step."""
+    config = small_config(model, *SECURE)
+    trainers = sites(config, tmp_path / "sites")
+    handle, lines = trainers[1].handle, Lines()
+
+    def careless(message):
+        answer = handle(message)
+        return replace(answer, body=b"\7" * 40) if step in (message.kind, message.metadata.get("step")) else answer
+
+    trainers[1].handle = careless
+    serve_on(grid_of(trainers), config, tmp_path / "server", lines)
+    reason = "it sent an upload in the clear" if step == "train" else "cannot be decoded"
+    assert lines.says("client 1 was rejected", reason)
+
+
+def test_a_site_keeps_its_scores_and_refuses_another_session_than_the_configs(model, tmp_path):
+    config = small_config(model, *SECURE)
+    trainer = sites(config, tmp_path / "sites")[0]
+    metadata = run_metadata(config)
+    score = Message("score", "0" * 32, 1, 0, metadata={**metadata, "scope": "client", "split": "test"})
+    assert "its scores are its own alone" in trainer.handle(score).failure
+    form, nonce = "0" * 64, "1" * 32
+    session = {"run": "0" * 32, "round": 1, "nonce": nonce, "form": form, "share": 0.6, "fewest": 3, "unheld": "omit"}
+    step = Message("secure", "0" * 32, 1, 0, metadata={**metadata, "session": session, "step": "join"})
+    assert "not that of the run's config" in trainer.handle(step).failure
+    plain = replace(step, metadata={**step.metadata, "session": {**session, "share": 0.3}})
+    assert "session.share" in trainer.handle(plain).failure
+
+
+def test_a_site_names_what_it_does_not_disclose(model, tmp_path):
+    config = small_config(model, *SECURE, "federation.secure_disclose=[scores]", "federation.quorum=1.0")
+    accepts = {index: {"accept": {"disclose": ["scores"]}} for index in range(3)}
+    with pytest.raises(QuorumError, match=r"asks for scores in the clear, beyond accept\.disclose"):
+        serve_on(grid_of(sites(config, tmp_path / "sites", accepts)), config, tmp_path / "server", wait_seconds=0.1)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_init_gives_every_client_its_peers_keys_and_a_site_that_accepts_nothing_else(tmp_path):
+    write_project(tmp_path / "guild", 3, "flame/tiny-tasks", ["federation.secure=true"])
+    for index in range(3):
+        folder = tmp_path / f"guild/client-{index:03d}"
+        site = load_site(folder)
+        assert site.accept.secure
+        assert sorted(load_peers(folder / site.peers)) == [0, 1, 2]
 
 
 def test_a_site_without_its_peers_keys_says_which_files_it_needs(model, tmp_path):
