@@ -47,6 +47,7 @@ class Federation:
         form: What is summed.
         silent: Client -> the first step that it does not answer.
         session: The session.
+        least: Fewest clients among whom each of them hides.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Federation:
         form: Form = EQUAL,
         silent: Mapping[int, str] | None = None,
         session: Session | None = None,
+        least: int = 3,
     ) -> None:
         self.form, self.silent = form, dict(silent or {})
         self.session = session or session_of(form)
@@ -62,7 +64,7 @@ class Federation:
         registered = {client: key.public_key() for client, key in self.identities.items()}
         self.server = ServerSession(self.session, form, list(numbers))
         self.clients = {
-            client: ClientSession(client, self.session, form, own, self.identities[client], registered)
+            client: ClientSession(client, self.session, form, own, self.identities[client], registered, least)
             for client, own in numbers.items()
         }
         self.sent: dict[tuple[int, str], dict[str, np.ndarray]] = {}

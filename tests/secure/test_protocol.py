@@ -209,6 +209,12 @@ class TestTheServerInTheMiddle:
         with pytest.raises(UploadError, match="only 3 of 5 clients are left, but the sum of at least 4 may be opened"):
             federation.clients[0].answer("open_weights", {"clients": np.array([0, 1, 2], np.int32)})
 
+    def test_no_client_hides_among_fewer_than_it_wants(self):
+        with pytest.raises(QuorumError, match="5 clients are not enough to hide among: at least 6 are"):
+            Federation(contributions(5), least=6).run()
+        with pytest.raises(QuorumError, match="only 5 of 6 clients are left, but the sum of at least 6 may be opened"):
+            Federation(contributions(6), silent={0: "weigh"}, least=6).run()
+
     @pytest.mark.parametrize("wish", [{"share": 0.5}, {"fewest": 1}, {"unheld": "all"}])
     def test_a_session_that_protects_too_little_is_refused(self, wish):
         with pytest.raises(UploadError, match="protects too little"):
@@ -224,6 +230,33 @@ def test_a_client_that_shares_lies_ends_the_round_and_not_the_sum():
     federation.clients[3]._seeds = [bytes(16)] * 4  # it shares other secrets than it masks with
     with pytest.raises(QuorumError, match="the shares of its secret do not fit together"):
         federation.run()
+
+
+def test_envelopes_that_nobody_can_open_are_their_senders_fault():
+    federation = Federation(contributions(5))
+    honest = federation.answer
+
+    def answer(client, step, request):
+        answered = honest(client, step, request)
+        return {**answered, "envelopes": answered["envelopes"] ^ 1} if (client, step) == (2, "share") else answered
+
+    federation.answer = answer
+    with pytest.raises(QuorumError, match=r"the masks of client 2 cannot be taken away: 1 share\(s\) of a secret"):
+        federation.run()
+    assert federation.server.left == (0, 1, 2, 3, 4)
+
+
+def test_a_key_that_cannot_be_used_drops_its_owner_alone():
+    federation = Federation(contributions(5))
+    honest = federation.answer
+
+    def answer(client, step, request):
+        answered = honest(client, step, request)
+        return {**answered, "keys": np.zeros(96, np.uint8)} if (client, step) == (2, "join") else answered
+
+    federation.answer = answer
+    federation.run()
+    assert federation.server.contributors == (0, 1, 3, 4)
 
 
 def test_a_malformed_answer_is_one_clients_dropout():

@@ -14,6 +14,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.secure.client import ClientSession
 from fedguild.secure.form import Contribution, Form
+from fedguild.secure.graph import FEWEST_CLIENTS
 from fedguild.secure.keys import PrivateKey, PublicKey, new_identity
 from fedguild.secure.session import Session, Step
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms
@@ -43,12 +44,14 @@ class SecureClients:
         identities: Client index -> its registered private key.
         registered: Client index -> registered public key, of all clients.
         norm_limit: Upper limit of an upload's L2 norm, which each client checks itself; None for no limit.
+        least: Fewest clients among whom each of them hides.
     """
 
     budgets: Sequence[Budget]
     identities: Mapping[int, PrivateKey]
     registered: Mapping[int, PublicKey]
     norm_limit: float | None = None
+    least: int = FEWEST_CLIENTS
     _kept: dict[int, _Kept] = field(default_factory=dict)
     _sessions: dict[int, ClientSession] = field(default_factory=dict)
 
@@ -93,7 +96,7 @@ class SecureClients:
             if kept is None:
                 raise UploadError("it has trained nothing that it has not been asked for already")
             self._sessions[client] = ClientSession(
-                client, session, kept.form, kept.terms, self.identities[client], self.registered
+                client, session, kept.form, kept.terms, self.identities[client], self.registered, self.least
             )
         part = self._sessions.get(client)
         if part is None or part.session != session:

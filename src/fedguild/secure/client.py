@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,7 @@ class ClientSession:
         numbers: The client's numbers.
         identity: Its registered private key.
         registered: Client index -> registered public key, from a source that is not the server.
+        least: Fewest clients among whom this one hides, whatever the server says.
 
     Raises:
         UploadError: the session is not one that a client may take part in.
@@ -75,13 +77,14 @@ class ClientSession:
         numbers: Contribution,
         identity: PrivateKey,
         registered: Mapping[int, PublicKey],
+        least: int = FEWEST_CLIENTS,
     ) -> None:
         if session.form != form.digest():
             raise UploadError("the server sums something else than this client's method")
         if session.share <= LEAST_SHARE or session.fewest < SMALLEST_GROUP or session.unheld not in ("omit", "zeros"):
             raise UploadError("the server asks for an aggregation that protects too little")
         self.client, self.session, self.form, self.numbers = client, session, form, numbers
-        self._identity, self._registered = identity, registered
+        self._identity, self._registered, self._least = identity, registered, max(least, FEWEST_CLIENTS)
         self._context = session.context()
         self._done = 0
         self._seeds = [secrets.token_bytes(SEED_BYTES) for _ in range(4)]
@@ -128,8 +131,8 @@ class ClientSession:
         roster = Roster.from_arrays(self.session, request, self.form.group_count)
         if roster.adverts.get(self.client) != self._advert:
             raise UploadError("the list of clients is not the one that this client joined")
-        if len(roster.adverts) < FEWEST_CLIENTS or len(roster.adverts) > fixed_point.MOST_CLIENTS:
-            raise UploadError(f"{len(roster.adverts)} clients cannot be aggregated securely")
+        if not self._least <= len(roster.adverts) <= fixed_point.MOST_CLIENTS:
+            raise UploadError(f"{len(roster.adverts)} clients are not enough to hide among: at least {self._least} are")
         self._roster, self._graph = roster, roster.graph(complete=bool(self.form.groups))
         self._neighbours = self._graph[self.client]
         for peer in self._verified():
@@ -153,7 +156,8 @@ class ClientSession:
         senders = [peer for peer in self._neighbours if peer in shared]
         envelopes = rows_in(request, "envelopes", len(senders), ENVELOPE_BYTES)
         for peer, content in zip(senders, envelopes, strict=True):
-            self._held_shares[peer] = parted(unseal(self._envelope_secret(peer, self.client, peer), content))
+            with suppress(UploadError):  # its sender's fault: that one's shares are missed, not this client
+                self._held_shares[peer] = parted(unseal(self._envelope_secret(peer, self.client, peer), content))
         self._shared = shared
         words = fixed_point.weight_words(self.form, self.numbers)
         self._mask(words, 0, senders)
@@ -208,10 +212,11 @@ class ClientSession:
         if self.client not in left or not set(left) <= set(before):
             raise UploadError("the list of clients that are left is not one of those before")
         near = [client for client in left if client in self._holders]
-        if len(left) < self._roster.fewest_left() or len(near) < self._roster.threshold(self._holders):
+        needed = max(self._roster.fewest_left(), self._least)
+        if len(left) < needed or len(near) < self._roster.threshold(self._holders):
             raise UploadError(
                 f"only {len(left)} of {len(self._roster.clients)} clients are left, but the sum of at least "
-                f"{self._roster.fewest_left()} may be opened"
+                f"{needed} may be opened"
             )
         return left
 

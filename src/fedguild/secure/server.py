@@ -166,7 +166,10 @@ class ServerSession:
                 "signature": SIGNATURE_BYTES,
             }
             columns = {name: array_in(arrays, name, np.uint8, (size,)).tobytes() for name, size in sizes.items()}
-            self._adverts[client] = Advert(client, **columns)
+            advert = Advert(client, **columns)
+            for place in range(3):  # a key that cannot be used would drive out the neighbours
+                agree(exchange_key(self._context), advert.key(place), b"trial")
+            self._adverts[client] = advert
 
         self._read(answers, read)
         self._roster = Roster(self.session, {client: self._adverts[client] for client in self.left})
