@@ -15,7 +15,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 STAGES = ("config", "data", "model", "client", "wire", "server", "evaluation", "costs", "report")
 BELOW = (
-    *("errors", "plugins", "seeding", "heap", "files", "payload", "packing", "sealed", "chained", "locking"),
+    *("errors", "plugins", "seeding", "heap", "files", "payload", "packing", "sealed", "chained", "locking", "secure"),
     *("progress", "environment"),
 )
 """What every stage may use, and what uses no stage."""

@@ -48,6 +48,7 @@ from fedguild.setup import (
     method_record,
     prepare,
     prepare_data,
+    secure_of,
 )
 
 __all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
@@ -240,7 +241,7 @@ def _rounds(
     delivery = Delivery(callbacks, experiment.folder, total, _evaluations(log.read()))
     if saved_again:
         delivery.saved(last)
-    guard = guard_of(experiment)
+    guard, secure = guard_of(experiment), secure_of(experiment)
     with (
         closing(make_engine(experiment)) as engine,
         Tracker(experiment.folder, enabled=config.tracking.tensorboard, first_round=first) as tracker,
@@ -264,6 +265,7 @@ def _rounds(
                 accepted,
                 seed=config.seed,
                 guard=guard,
+                secure=secure,
             )
             state, accepted = outcome.state, outcome.accepted
             _tell(experiment.progress, outcome)

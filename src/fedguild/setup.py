@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -13,6 +13,7 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config
 from fedguild.config.data import GIVEN
+from fedguild.config.federation import FederationSettings
 from fedguild.data import (
     ClientData,
     Corpus,
@@ -38,12 +39,17 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import adapter_shapes
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
+from fedguild.secure.fixed_point import MOST_CLIENTS
+from fedguild.secure.form import require_disclosure
+from fedguild.secure.graph import FEWEST_CLIENTS
 from fedguild.seeding import numpy_rng
 from fedguild.server.engine import Engine
 from fedguild.server.guard import LARGEST_VALUE, NORM_FACTOR, Guard
 from fedguild.server.method import Method
 from fedguild.server.rounds import Outcome
 from fedguild.server.run_log import EvaluationRecord
+from fedguild.server.sampling import wanted_count
+from fedguild.server.secure_round import SecureAggregation
 
 Split = Literal["test", "validation"]
 OwnScope = Literal["client", "trained", "received"]
@@ -199,6 +205,8 @@ def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method
             model.require_active_experts(budget.active_experts, f"federation.budgets: '{budget.name}'")
     shapes = [adapter_shapes(model, method.plan(model, budget)) for budget in budgets.values()]
     _require_mean(method, federation.robust, equal_shapes=all(one == shapes[0] for one in shapes))
+    if federation.secure:
+        _require_secure(method, federation, model, list(budgets.values()))
     return method, budgets
 
 
@@ -215,6 +223,36 @@ def _require_mean(method: Method, robust: str, *, equal_shapes: bool) -> None:
         f"federation.robust is {robust}, but {reason}.",
         "Set federation.robust=none; federation.norm_factor bounds what one upload can change with every method.",
     )
+
+
+def _require_secure(
+    method: Method, federation: FederationSettings, model: ModelInfo, budgets: Sequence[Budget]
+) -> None:
+    """Raises ConfigError if a run cannot be aggregated securely."""
+    try:
+        import Crypto
+        import cryptography
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"federation.secure: the package '{error.name}' is not installed.",
+            "Install the extra: pip install 'fedguild[secure]'.",
+        ) from error
+    del Crypto, cryptography
+    wanted = wanted_count(federation.clients, federation.participation)
+    beside = {
+        "codec": federation.codec != "fp32" and "masked uploads are words of 32 bits, which cannot be rounded",
+        "robust": federation.robust != "none" and "it needs single uploads",
+        "norm_factor": federation.norm_factor not in ("auto", None)
+        and "it compares single uploads; each client checks norm_limit itself",
+        "late": federation.late != "drop" and "a late upload would be in no sum",
+        "clients": not FEWEST_CLIENTS <= wanted <= MOST_CLIENTS
+        and f"a round has {wanted} of them, but {FEWEST_CLIENTS} to {MOST_CLIENTS} can be aggregated securely",
+        "secure_clients": federation.secure_clients > wanted and f"a round has {wanted} clients only",
+    }
+    for setting, reason in beside.items():
+        if reason:
+            raise ConfigError(f"federation.secure does not go with federation.{setting} as it is: {reason}.")
+    require_disclosure(method.linear_form(model, budgets), federation.secure_disclose, method.name)
 
 
 def method_record(given: Method, method: Method) -> dict[str, Any]:
@@ -311,14 +349,21 @@ def make_engine(experiment: Experiment) -> Engine:
         return experiment.remote.engine
     federation = experiment.config.federation
     engine = _ENGINES[federation.engine.name](experiment)
+    if federation.secure:
+        from fedguild.engines.secure import SecureEngine
+
+        return SecureEngine(engine, experiment.budgets, federation.clients, federation.norm_limit)
     return engine if federation.codec == "fp32" else CodedEngine(engine, federation.codec)
 
 
 def guard_of(experiment: Experiment) -> Guard | None:
     """Returns the protection of a run's state: always with real clients, in a simulation where the config asks for it.
 
-    A simulation's clients run this program's own code, and its engines agree bit for bit.
+    A simulation's clients run this program's own code, and its engines agree bit for bit. Masked uploads cannot be
+    compared.
     """
+    if experiment.config.federation.secure:
+        return None
     rules, real = experiment.config.federation, experiment.remote is not None
     factor = (NORM_FACTOR if real else None) if rules.norm_factor == "auto" else rules.norm_factor
     if not real and factor is None and rules.robust == "none":
@@ -329,6 +374,20 @@ def guard_of(experiment: Experiment) -> Guard | None:
         robust=rules.robust,
         trim=rules.trim,
         largest_value=LARGEST_VALUE if real else None,
+    )
+
+
+def secure_of(experiment: Experiment) -> SecureAggregation | None:
+    """Returns the secure aggregation of a run; None where the server sees the uploads."""
+    rules = experiment.config.federation
+    if not rules.secure:
+        return None
+    return SecureAggregation(
+        run_identity(experiment.folder),
+        experiment.budgets,
+        rules.secure_share,
+        rules.secure_clients,
+        rules.secure_unheld,
     )
 
 

@@ -128,6 +128,34 @@ class FederationSettings(Section):
     trim: float = Field(
         default=0.2, gt=0, lt=0.5, description="Share of the clients that trimmed_mean leaves out at either end."
     )
+    secure: bool = Field(
+        default=False,
+        description="Whether the server sees sums over the clients only (secure aggregation): each upload is masked, "
+        "and the masks cancel in the sum. Needs a method whose aggregate is linear.",
+    )
+    secure_share: float = Field(
+        default=2 / 3,
+        gt=0.5,
+        le=1,
+        description="Share of a round's clients that have to be left after every step of secure aggregation; otherwise "
+        "the round fails and nothing is opened.",
+    )
+    secure_clients: int = Field(
+        default=3,
+        ge=2,
+        description="Fewest clients behind any mean of secure aggregation; what fewer hold, or have a weight for, is "
+        "not sent, and the server's value stays.",
+    )
+    secure_unheld: Literal["omit", "zeros"] = Field(
+        default="omit",
+        description="What a client sends, in secure aggregation, of what it does not hold; omit: nothing; zeros: "
+        "masked zeros.",
+    )
+    secure_disclose: tuple[str, ...] = Field(
+        default=(),
+        description="Parts of an upload that may go to the server in the clear, for methods whose server needs them of "
+        "each client by itself.",
+    )
     keep_checkpoints: int = Field(default=2, ge=1, description="Number of rounds whose checkpoints stay on disk.")
 
     @model_validator(mode="after")

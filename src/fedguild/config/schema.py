@@ -32,6 +32,11 @@ LEFT_OUT_BY_DEFAULT = (
     ("federation", "norm_factor"),
     ("federation", "robust"),
     ("federation", "trim"),
+    ("federation", "secure"),
+    ("federation", "secure_share"),
+    ("federation", "secure_clients"),
+    ("federation", "secure_unheld"),
+    ("federation", "secure_disclose"),
 )
 """Settings that came after runs had been written: at their default they are not in the fingerprint, so that such runs
 go on."""

@@ -74,6 +74,16 @@ class AcceptSettings(Section):
     max_upload_bytes: int | None = Field(
         default=None, ge=1, description="Maximum size of an encoded upload; null: no limit."
     )
+    secure: bool = Field(
+        default=False,
+        description="Whether only runs with secure aggregation (federation.secure) are accepted, so that no upload of "
+        "this site can be seen by itself.",
+    )
+    disclose: tuple[str, ...] = Field(
+        default=(),
+        description="Parts that a run with secure aggregation may ask for in the clear (federation.secure_disclose); "
+        "`scores`: the scores of this site's own model.",
+    )
 
 
 class SiteSettings(Section):
@@ -85,6 +95,11 @@ class SiteSettings(Section):
         default="ca.pem", description="Certificate of the authority that signed the server's, a PEM file."
     )
     key: str = Field(default="node.key", description="This site's private key, as `fedguild federation key` writes it.")
+    peers: str = Field(
+        default="peers",
+        description="Folder with the public keys of the other clients, `client-000.pub` and so on, for secure "
+        "aggregation; from their operators, not from the server.",
+    )
     port: int = Field(
         default=9094,
         ge=1,
@@ -149,6 +164,9 @@ class ServerSettings(Section):
     )
     score_seconds: float = Field(
         default=3600.0, gt=0, description="How long a round waits for the scores that clients compute themselves."
+    )
+    secure_seconds: float = Field(
+        default=600.0, gt=0, description="How long each of the six steps of a secure aggregation waits for its clients."
     )
     reads_data: bool = Field(
         default=False,

@@ -126,6 +126,11 @@ def site_faults(folder: Path, site: SiteSettings) -> Iterator[Fault]:
     """Yields faults of a client's folder and machine, and of the connection to the server."""
     yield from version_faults()
     key, authority = folder / site.key, folder / site.certificate
+    if site.accept.secure and not any((folder / site.peers).glob("client-*.pub")):
+        yield Fault(
+            f"{folder / site.peers} has no public keys of the other clients, which accept.secure needs.",
+            "Put them there as client-000.pub and so on; get them from their operators, not from the server.",
+        )
     if not key.is_file():
         yield Fault(f"The private key {key} is missing.", f"`fedguild federation key {key}` creates one.")
     elif key.stat().st_mode & 0o077:

@@ -23,6 +23,7 @@ from fedguild.setup import check_config
 FIRST_NODE_PORT = 9094
 CONTROL_PORT = 9444
 """Where the port next to the clients' is not free for everybody to use."""
+PEERS = "peers"
 
 
 def write_project(
@@ -73,7 +74,18 @@ def write_project(
     _make_certificates(server / "certificates", host)
     for index in range(clients):
         _write_client(folder, config, index, address, own_data)
+    if config.federation.secure:
+        _write_peers(folder, clients)
     return config
+
+
+def _write_peers(folder: Path, clients: int) -> None:
+    """Gives every client the others' public keys, by which it knows them in a secure aggregation."""
+    for index in range(clients):
+        peers = folder / f"client-{index:03d}" / PEERS
+        make_folder(peers)
+        for public in (folder / "server" / "nodes").glob("client-*.pub"):
+            shutil.copyfile(public, peers / public.name)
 
 
 def _write_client(folder: Path, config: Config, index: int, address: str, own_data: bool) -> None:
@@ -107,8 +119,15 @@ def _write_client(folder: Path, config: Config, index: int, address: str, own_da
             min_steps=config.training.steps or 1,
             min_batch=config.training.batch_size * config.training.accumulation,
             min_clients=min(2, quorum_count(wanted, config.federation.quorum)),
+            secure=_accepted(config),
         ),
     )
+
+
+def _accepted(config: Config) -> str:
+    """Returns the lines by which a site accepts a secure run and no other; none where the run is plain."""
+    rules = config.federation
+    return f"\n  secure: true\n  disclose: [{', '.join(rules.secure_disclose)}]" if rules.secure else ""
 
 
 def _indented(section: dict[str, object]) -> str:

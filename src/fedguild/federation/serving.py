@@ -28,7 +28,7 @@ from fedguild.federation.audit import AuditLog
 from fedguild.federation.members import Members
 from fedguild.federation.revocation import Revocations
 from fedguild.federation.stopping import stop_if_requested, withdraw_request
-from fedguild.federation.trainer_service import model_digest, run_metadata
+from fedguild.federation.trainer_service import SCORES, model_digest, run_metadata
 from fedguild.locking import run_lock
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
@@ -271,6 +271,7 @@ def prepare_remote(
             "evaluation.pooled scores every client's model on all clients' examples, but those never leave the client.",
             "Set evaluation.pooled=false.",
         )
+    _require_no_scores(config, settings)
     state = output.parent
     audit = AuditLog(state)
     given = method_of(config)
@@ -303,6 +304,8 @@ def prepare_remote(
         limit_bytes=config.federation.upload_limit_bytes,
         reconnect_seconds=settings.reconnect_seconds,
         patience=_patience(config, settings),
+        secure=config.federation.secure,
+        step_seconds=settings.secure_seconds,
         poll_seconds=poll_seconds,
     )
     engine.expect_absent([index for index in range(config.federation.clients) if index not in registry.clients])
@@ -322,6 +325,18 @@ def prepare_remote(
         progress,
         remote,
     )
+
+
+def _require_no_scores(config: Config, settings: ServerSettings) -> None:
+    """Raises ConfigError if clients of a secure run would send the scores of their own models, which are not summed."""
+    asked = config.evaluation
+    own = asked.clients or asked.trained or asked.received or not settings.reads_data
+    if config.federation.secure and own and SCORES not in config.federation.secure_disclose:
+        raise ConfigError(
+            "federation.secure: the clients would send the scores of their own models one by one.",
+            "Set reads_data: true in server.yaml and evaluation.clients, .trained and .received to false; or add "
+            "scores to federation.secure_disclose.",
+        )
 
 
 def _patience(config: Config, settings: ServerSettings) -> Patience | None:

@@ -54,6 +54,8 @@ class SitePolicy:
         leave: Patterns of the names of tensors that may leave the site.
         min_clients: Minimum number of clients whose uploads the run aggregates.
         max_upload_bytes: Largest encoded upload; None for no limit.
+        secure: Whether only runs with secure aggregation are accepted.
+        disclose: What such a run may ask for in the clear.
     """
 
     requests: Collection[str] = REQUESTS
@@ -67,6 +69,8 @@ class SitePolicy:
     leave: tuple[str, ...] = ("*",)
     min_clients: int = 2
     max_upload_bytes: int | None = None
+    secure: bool = False
+    disclose: Collection[str] = ()
 
     def kind_refusal(self, kind: str) -> str:
         """Returns why a kind of request is refused; empty if it is not."""
@@ -97,6 +101,20 @@ class SitePolicy:
         """Returns why a score that is a mean over this number of examples is refused; empty if it is not."""
         if examples < self.min_scored:
             return f"a score is of {examples} example(s), below accept.min_scored of {self.min_scored}"
+        return ""
+
+    def disclosure_refusal(self, secure: bool, disclosed: Iterable[str]) -> str:
+        """Returns why a run is refused for what the server would see of this site; empty if it is not.
+
+        Args:
+            secure: Whether it aggregates securely.
+            disclosed: What such a run sends in the clear beside.
+        """
+        if self.secure and not secure:
+            return "the run does not aggregate securely (federation.secure), but accept.secure is true"
+        refused = sorted(set(disclosed) - set(self.disclose)) if secure else []
+        if refused:
+            return f"the run asks for {', '.join(refused)} in the clear, beyond accept.disclose"
         return ""
 
     def names_refusal(self, names: Iterable[str]) -> str:

@@ -16,6 +16,9 @@ and every `node.key` where only their owner can read them, and let the clients r
 Better still, every organisation makes its own key with `fedguild federation key node.key` and sends only
 `node.pub`, which goes into `server/nodes/` under the client's name.
 
+For secure aggregation (`federation.secure`) every organisation also needs the others' `node.pub`, as
+`peers/client-000.pub` and so on in its folder: from them, not from the server.
+
 In its `site.yaml` an organisation says where its data and its model are, and what it accepts.
 """
 
@@ -51,7 +54,7 @@ accept:
   min_examples: 2
   requests_per_round: 3
   leave: ["*"]
-  min_clients: {min_clients}
+  min_clients: {min_clients}{secure}
 
 {model}
 

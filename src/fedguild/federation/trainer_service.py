@@ -6,10 +6,10 @@ import hashlib
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pydantic
 
@@ -37,6 +37,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.progress import Silent
 from fedguild.scoring import score_clients
+from fedguild.secure.session import Session as SecureParameters
 from fedguild.server.engine import Task
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (
@@ -49,8 +50,11 @@ from fedguild.setup import (
     prepare_data,
 )
 from fedguild.wire.accounting import size_bytes
-from fedguild.wire.codec import encode, shrink
-from fedguild.wire.schema import MessageKind, Request, ScoreRequest, read_metadata
+from fedguild.wire.codec import decode, encode, shrink
+from fedguild.wire.schema import MessageKind, Request, ScoreRequest, SecureRequest, read_metadata
+
+if TYPE_CHECKING:
+    from fedguild.engines.secure import SecureClients
 
 MODELS, LATEST = "models", "latest"
 """Folder of the models that a client takes home, and the link to the newest."""
@@ -58,6 +62,8 @@ REQUESTS = "requests.json"
 """File of a run's requests that were answered, beside the client's memory."""
 RUN_NAME = re.compile(r"[0-9a-f]{32}")
 """Identity of a run, which is also the name of its folder on a client's machine."""
+SCORES = "scores"
+"""What `federation.secure_disclose` and `accept.disclose` call the scores of a client's own model."""
 _DATA_ONLY = {"seed", "shares", "share"}
 
 
@@ -69,6 +75,7 @@ class _Session:
     engine: LocalEngine
     secret: bytes
     requests: RequestLog
+    clients: SecureClients | None = None
 
 
 class TrainerService:
@@ -85,7 +92,7 @@ class TrainerService:
 
     def __init__(self, site: SiteSettings, folder: Path, *, load: Callable[[Config], Backbone] = load_model) -> None:
         self.site = site
-        self.work = folder / site.work
+        self.folder, self.work = folder, folder / site.work
         self.policy = SitePolicy(**dict(site.accept))
         self.loads = 0
         self._load = load
@@ -97,6 +104,7 @@ class TrainerService:
             "train": self._train,
             "score": self._score,
             "deliver": self._deliver,
+            "secure": self._secure,
         }
 
     def handle(self, message: Message) -> Message:
@@ -149,6 +157,11 @@ class TrainerService:
         (delivery,) = session.engine.train(method.with_secret(secret), model, [task])
         if delivery.upload is None:
             return message.reply(failure=delivery.failure)
+        if session.clients is not None:
+            upload_bytes = size_bytes(delivery.upload)
+            _require_none(self.policy.names_refusal(delivery.upload.tensors) or self.policy.size_refusal(upload_bytes))
+            session.clients.keep(method, model, task, delivery.upload, delivery.report, delivery.frequency)
+            return message.reply(metadata={"backbone_loads": self.loads})
         upload = shrink(delivery.upload, config.federation.codec)
         _require_none(
             self.policy.names_refusal(delivery.upload.tensors) or self.policy.size_refusal(size_bytes(upload))
@@ -157,8 +170,22 @@ class TrainerService:
         metadata = {**report.to_json(), "backbone_loads": self.loads}
         return message.reply(metadata=metadata, body=encode(upload))
 
+    def _secure(self, message: Message) -> Message:
+        """Answers a step of a secure aggregation of what was trained in the same round."""
+        config = self._admitted_config(message)
+        clients, rules = self._session(message.run, config).clients, config.federation
+        request = read_metadata(SecureRequest, message.metadata, "the step cannot be read")
+        session = SecureParameters(**request.session.model_dump())
+        agreed = (message.run, message.round, rules.secure_share, rules.secure_clients, rules.secure_unheld)
+        if (session.run, session.round, session.share, session.fewest, session.unheld) != agreed or clients is None:
+            raise UploadError("the session is not that of the run's config")
+        body = decode(message.body, "A step of the secure aggregation")
+        return message.reply(body=encode(clients.answer(self.site.client, session, request.step, body)))
+
     def _score(self, message: Message) -> Message:
         config = self._admitted_config(message)
+        if config.federation.secure and SCORES not in config.federation.secure_disclose:
+            return message.reply(failure="its scores are its own alone: federation.secure_disclose lacks 'scores'")
         wanted = read_metadata(ScoreRequest, message.metadata, "the request for scores cannot be read")
         scored = getattr(self._client_data(), wanted.split)[: config.evaluation.max_examples]
         session = self._session(message.run, config)
@@ -184,7 +211,8 @@ class TrainerService:
         if message.client != self.site.client:
             raise UploadError(f"a message for client {message.client} reached client {self.site.client}")
         config = self._config(message)
-        _require_none(self.policy.kind_refusal(message.kind) or self._run_refusal(config))
+        kind = "train" if message.kind == "secure" else message.kind  # how the upload of a training leaves
+        _require_none(self.policy.kind_refusal(kind) or self._run_refusal(config))
         return config
 
     def _config(self, message: Message) -> Config:
@@ -210,7 +238,8 @@ class TrainerService:
         examples, training = len(self._client_data().train), config.training
         steps, batch = steps_in_round(examples, training), training.batch_size * training.accumulation
         aggregated = quorum_count(wanted, config.federation.quorum)
-        return self.policy.run_refusal(
+        rules = config.federation
+        return self.policy.disclosure_refusal(rules.secure, rules.secure_disclose) or self.policy.run_refusal(
             Terms(config.method.name, steps, batch, min(examples, steps * batch), aggregated)
         )
 
@@ -245,7 +274,23 @@ class TrainerService:
         engine = LocalEngine(
             backbone, {client.index: encoded}, config.training, memory, cohort_size=1, seed=config.seed
         )
-        return _Session(experiment, engine, run_secret(folder), RequestLog(folder / REQUESTS))
+        secure = self._secure_clients(config, experiment.budgets)
+        return _Session(experiment, engine, run_secret(folder), RequestLog(folder / REQUESTS), secure)
+
+    def _secure_clients(self, config: Config, budgets: Sequence[Budget]) -> SecureClients | None:
+        """Returns the site's half of secure aggregation, with its key and those of its peers; None for a plain run."""
+        if not config.federation.secure:
+            return None
+        from fedguild.engines.secure import SecureClients
+        from fedguild.secure.keys import load_peers, load_private
+
+        index = self.site.client
+        identity = {index: load_private(self.folder / self.site.key)}
+        peers = load_peers(self.folder / self.site.peers)
+        rules = config.federation
+        aggregated = quorum_count(wanted_count(rules.clients, rules.participation), rules.quorum)
+        least = max(aggregated, self.site.accept.min_clients)
+        return SecureClients(budgets, identity, peers, rules.norm_limit, least)
 
     def _budget(self, config: Config, tiers: dict[str, Budget]) -> Budget:
         if self.site.client >= config.federation.clients:

@@ -37,10 +37,21 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload
+from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import WeightedMean, pad_rank, truncate_rank
 from fedguild.server.limits import require_within_rank, require_within_top_k
+from fedguild.server.linear import (
+    EXAMPLES,
+    RANK,
+    SecureMeans,
+    changes_of,
+    held_ranks,
+    means_by_rank,
+    means_of,
+    one,
+)
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
 from fedguild.server.settings import Dropout, Rank, Scale, UnequalRanksSettings, Weights
 from fedguild.server.uploads import weight_of
@@ -102,6 +113,34 @@ class FedIT(Method):
             weight = weight_of(upload, self.settings.weights)
             mean.add(padded, {name: weight * ranks[name] for name in padded})
         return Payload.of({ADAPTER: mean.result(state.part(ADAPTER))})
+
+    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
+        """Line 5; with `rank_by_budget` each rank is a mean over its holders."""
+        rank = self.settings.rank
+        shapes = trainable_shapes(model, self.plan(model, budgets[0]).with_lora(rank=rank))
+        if not self.settings.rank_by_budget:
+            return Form(means_of(ADAPTER, shapes), {EXAMPLES: 1})
+        return Form(means_by_rank(ADAPTER, shapes), {EXAMPLES: 1, RANK: rank})
+
+    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
+        """Returns the client's A and B, padded to the full rank, and its weight on each rank that it holds."""
+        rank, own = self.settings.rank, self.plan(model, client.budget).lora.rank
+        padded, _ = pad_rank(upload.part(ADAPTER), rank)
+        received, _ = pad_rank(download.part(ADAPTER), rank)
+        weight = weight_of(Upload(0, client, upload), self.settings.weights)
+        values = changes_of(ADAPTER, padded, received)
+        if not self.settings.rank_by_budget:
+            return Contribution(values, {EXAMPLES: one(weight)})
+        held = held_ranks(own, rank)
+        return Contribution(
+            changes_of(ADAPTER, padded, received),
+            {EXAMPLES: one(weight), RANK: weight * held.astype(float)},
+            {RANK: held},
+        )
+
+    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+        """Line 5; a rank that too few clients trained keeps its global value."""
+        return Payload.of({ADAPTER: means.moved(ADAPTER, state.part(ADAPTER))})
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global A, B, at the budget's rank if ranks differ."""

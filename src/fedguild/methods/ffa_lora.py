@@ -35,11 +35,13 @@ from fedguild.model.adapters.lora import Lora, kaiming_uniform
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
 from fedguild.payload import ADAPTER, Payload
+from fedguild.secure.form import Contribution, Form
 from fedguild.seeding import new_seed, torch_rng
 from fedguild.server.limits import active_experts_of
+from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
 from fedguild.server.settings import Dropout, LoraSettings, Weights
-from fedguild.server.uploads import mean_adapter
+from fedguild.server.uploads import mean_adapter, weight_of
 
 SEED = "seed"
 """The seed of A, a scalar in the state and in every download."""
@@ -88,6 +90,19 @@ class FFALoRA(Method):
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5."""
         return Payload.of({ADAPTER: mean_adapter(state, uploads, self.settings.weights)}, state.scalars)
+
+    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
+        """Line 5."""
+        return Form(means_of(ADAPTER, trainable_shapes(model, self.plan(model, budgets[0]))), {EXAMPLES: 1})
+
+    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
+        """Returns the client's B and its weight."""
+        weight = weight_of(Upload(0, client, upload), self.settings.weights)
+        return Contribution(changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER)), {EXAMPLES: one(weight)})
+
+    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+        """Line 5."""
+        return Payload.of({ADAPTER: means.moved(ADAPTER, state.part(ADAPTER))}, state.scalars)
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the shared A and the global B."""

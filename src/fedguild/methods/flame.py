@@ -48,8 +48,10 @@ from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, ROUTING, Payload
+from fedguild.secure.form import Contribution, Form, LinearMean
 from fedguild.server.aggregation import WeightedMean, activation_weights, weights_by_name
 from fedguild.server.limits import require_within_top_k
+from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one, values_of
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload, in_part
 from fedguild.server.settings import LoraSettings, Targets
 from fedguild.server.uploads import weight_of
@@ -136,6 +138,34 @@ class Flame(Method):
         active = upload.client.budget.active_experts if self.settings.frequency_by_active else 1
         frequency = {experts: share / active for experts, share in upload.payload.part(ROUTING).items()}
         return activation_weights(frequency, upload.client.examples, self.settings.temperature)
+
+    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
+        """Lines 6 to 8: LoRA by |D_i|, that of experts by gamma_i^j; the budgets' mean s by their clients alone."""
+        lora, scales = split(trainable_shapes(model, self.plan(model, budgets[0])))
+        layers = {layer.experts: layer.num_experts for layer in model.moe}
+        means: dict[str, LinearMean] = {}
+        for name, shape in lora.items():
+            experts = name.rsplit(".", 2)[0]
+            means |= means_of(ADAPTER, {name: shape}, *((experts, 0) if experts in layers else (EXAMPLES, None)))
+        owned = {f"{RESCALER}/{budget.name}": budget for budget in budgets if scales}
+        for key in owned:
+            means |= means_of(key, scales, key)
+        return Form(means, {EXAMPLES: 1, **layers, **dict.fromkeys(owned, 1)})
+
+    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
+        """Returns the terms of Eq. 6 and 7; gamma stays with the client."""
+        key, scales = f"{RESCALER}/{client.budget.name}", upload.part(RESCALER)
+        own = {key: one(weight_of(Upload(0, client, upload), "uniform"))} if scales else {}
+        gamma = {experts: weight.numpy() for experts, weight in self.gamma(Upload(0, client, upload)).items()}
+        return Contribution(
+            {**changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER)), **values_of(key, scales)},
+            {EXAMPLES: one(client.examples), **gamma, **own},
+        )
+
+    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+        """Lines 6 to 8."""
+        rescaler = means.result(RESCALER, state.part(RESCALER))
+        return Payload.of({ADAPTER: means.moved(ADAPTER, state.part(ADAPTER)), RESCALER: rescaler})
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of A_i, B_i, s_i and a_i."""

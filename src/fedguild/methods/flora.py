@@ -59,6 +59,7 @@ class Flora(Method):
     """
 
     Settings = FloraSettings
+    not_linear = "it stacks every client's own A and B side by side"
     settings: FloraSettings
     costs = ServerCosts(
         f"O(C n): the stack of all factors, of rank R = sum of the clients' ranks; {HISTORY_COST}",

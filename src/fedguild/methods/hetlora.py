@@ -48,13 +48,16 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
+from fedguild.errors import ConfigError
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, with_part
+from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import Weight, WeightedMean, pad_rank, rank_axis, truncate_rank
 from fedguild.server.limits import require_within_rank
+from fedguild.server.linear import RANK, SecureMeans, held_ranks, means_by_rank, one, values_of
 from fedguild.server.low_rank import DOWN, UP, by_module, product_norm
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
 from fedguild.server.settings import Dropout, Scale, UnequalRanksSettings
@@ -63,6 +66,8 @@ from fedguild.server.validation import Omissible
 
 TAIL = "tail"
 """The payload part with the ranks of a client's adapter that it loses if it is pruned; left out if it was."""
+WEIGHT = "weight"
+"""The name of w_k among the weights of secure aggregation."""
 RANKS = "ranks"
 """The state's tensor with r_k of every client, [clients] int64."""
 
@@ -159,6 +164,42 @@ class HetLoRA(Method):
         adapter = weighted.result(uniform.result(state.part(ADAPTER)))
         return Payload({**with_part(ADAPTER, adapter), RANKS: ranks})
 
+    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
+        """Line 7: means over all clients, of which each holds its first r_k ranks; the server sees every r_k.
+
+        Raises:
+            ConfigError: every matrix has a weight of its own.
+        """
+        if self.settings.norm_scope != "client":
+            raise ConfigError(
+                "federation.secure: HetLoRA's norm_scope=module, a weight for every matrix, cannot be used.",
+                "Set method.norm_scope=client.",
+            )
+        rank = self.settings.rank
+        shapes = trainable_shapes(model, self.plan(model, budgets[0]).with_lora(rank=rank))
+        return Form(means_by_rank(ADAPTER, shapes, WEIGHT), {WEIGHT: 1, RANK: rank})
+
+    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
+        """Line 6: the client weighs itself; its ranks, less those that it was pruned of, are what it holds."""
+        adapter, full = whole_adapter(upload), self.settings.rank
+        weight = self._weights(adapter, client)
+        assert isinstance(weight, float)
+        held = held_ranks(rank_of(adapter), full)
+        values = values_of(ADAPTER, pad_rank(adapter, full)[0])
+        return Contribution(values, {WEIGHT: one(weight), RANK: weight * held.astype(float)}, {RANK: held})
+
+    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+        """Line 7; ranks whose holders have no weight keep their global value."""
+        ranks, before = state.tensors[RANKS].clone(), state.part(ADAPTER)
+        for contributor in means.contributors:
+            ranks[contributor.client.index] = int(contributor.held[RANK].sum())
+        weighed = (means.weight(RANK) > 0).to(torch.float32)
+        averaged = {
+            name: value.where(_along(name, value, weighed) > 0, before[name])
+            for name, value in means.result(ADAPTER, before).items()
+        }
+        return Payload({**with_part(ADAPTER, averaged), RANKS: ranks})
+
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global A, B truncated to the budget's rank."""
         plan = self.plan(model, budget)
@@ -209,6 +250,13 @@ class HetLoRA(Method):
         if self.settings.norm_scope == "client":
             return math.hypot(*(value for norm in norms.values() for value in norm.flatten().tolist()))
         return {f"{module}.{leaf}": norm for module, norm in norms.items() for leaf in (DOWN, UP)}
+
+
+def _along(name: str, value: Tensor, ranks: Tensor) -> Tensor:
+    """Returns [r] along the rank of a factor."""
+    shape = [1] * value.dim()
+    shape[_axis(name)] = -1
+    return ranks.reshape(shape)
 
 
 class PaddedMean:

@@ -58,6 +58,8 @@ class Delivery:
         failure: The reason for a missing upload.
         needed: False if the engine stopped waiting because enough other clients had delivered; the round does not count
             this as a failure.
+        kept: Whether the client has trained and keeps its upload and its report, for secure aggregation; `upload` is
+            empty then.
     """
 
     task: Task
@@ -68,6 +70,7 @@ class Delivery:
     peak_memory_bytes: int | None = None
     failure: str = ""
     needed: bool = True
+    kept: bool = False
 
 
 def too_late(task: Task, plan: AdapterPlan, deadline_seconds: float) -> Delivery:

@@ -19,9 +19,12 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.merge_ledger import MERGE, VERSION, up_to
+from fedguild.errors import ConfigError
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, Scalar
+from fedguild.secure.form import Contribution, Form
+from fedguild.server.linear import SecureMeans
 from fedguild.server.settings import fitting_defaults
 
 
@@ -117,6 +120,8 @@ class Method(ABC):
         costs: The order of the server's work.
         is_mean: Whether `aggregate` depends on the uploads by a mean of their part `adapter` only, with one weight for
             each client; a robust estimate may then take the mean's place (`federation.robust`).
+        not_linear: Why the server needs single uploads, a clause without a subject's name; empty where it does not, or
+            where nobody has said which sums it takes.
         settings: The options of this instance.
     """
 
@@ -126,6 +131,7 @@ class Method(ABC):
     needs_experts: ClassVar[bool] = False
     costs: ClassVar[ServerCosts] = ServerCosts()
     is_mean: ClassVar[bool] = False
+    not_linear: ClassVar[str] = ""
     settings: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -188,6 +194,34 @@ class Method(ABC):
         A method whose state holds data about individual clients, or meant for some of them, leaves that data out.
         """
         return state
+
+    # Secure aggregation
+
+    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
+        """Returns the weighted means that `aggregate` takes of the uploads, where it takes nothing else.
+
+        By default a method has none and refuses `federation.secure`; `not_linear` says why.
+
+        Args:
+            model: The backbone's description.
+            budgets: All budgets of the run, in the config's order.
+
+        Raises:
+            ConfigError: the method's aggregate, or an option of it, is not linear in the uploads.
+        """
+        reason = self.not_linear or "it does not declare the sums that it takes of them"
+        raise ConfigError(
+            f"federation.secure: the server of {self.name} needs single uploads: {reason}.",
+            "Set federation.secure=false, or use a method that aggregates securely (docs/guides/security.md).",
+        )
+
+    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
+        """Returns a client's terms in those means, in the form's shapes; runs where the client's data is."""
+        raise NotImplementedError(f"{self.name} declares a form but no terms")
+
+    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+        """Returns the next state from the means, as `aggregate` does from the uploads."""
+        raise NotImplementedError(f"{self.name} declares a form but no aggregate of it")
 
     # The resulting models
 

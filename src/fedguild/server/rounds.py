@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from fedguild.server.engine import Delivery, Engine, Task, Terms
 from fedguild.server.guard import LARGEST_VALUE, Guard, largest_value, not_finite
 from fedguild.server.method import Method, Upload
 from fedguild.server.sampling import require_quorum, sample, wanted_count
+from fedguild.server.secure_round import Peers, SecureAggregation
 from fedguild.server.validation import check_size, check_upload, unusable
 from fedguild.wire.accounting import Traffic, count_traffic, size_bytes
 from fedguild.wire.codec import shrunk_shapes
@@ -62,6 +64,7 @@ class Outcome:
         unneeded: Indices of the clients that the engine did not wait for because enough others had delivered.
         retried: Indices of the clients that were asked more than once.
         strays: Unexpected uploads.
+        bounds: Name of a mean of a secure round -> the largest error of fixed point in it.
         phase_seconds: Wall time by phase.
     """
 
@@ -75,6 +78,7 @@ class Outcome:
     unneeded: list[int] = field(default_factory=list)
     retried: list[int] = field(default_factory=list)
     strays: list[Stray] = field(default_factory=list)
+    bounds: dict[str, float] = field(default_factory=dict)
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -97,6 +101,7 @@ def run_round(
     *,
     seed: int,
     guard: Guard | None = None,
+    secure: SecureAggregation | None = None,
 ) -> Outcome:
     """Runs one round.
 
@@ -117,6 +122,7 @@ def run_round(
         seed: The run's seed, for the sampling.
         guard: Protection of the state against valid uploads; the server then holds them on disk and aggregates
             after the last.
+        secure: How uploads are aggregated that the server does not see; the engine is then one of its `Peers`.
 
     Raises:
         QuorumError: there were too few valid uploads; the earlier state is unchanged.
@@ -134,7 +140,9 @@ def run_round(
     largest = None if guard is None else guard.largest_value
     intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, frozenset(accepted_before), largest)
     with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:  # the engine ends its work in any case
-        if guard is None:
+        if secure is not None:
+            intake.aggregate_securely(secure, state, list(uploads))
+        elif guard is None:
             outcome.state = method.aggregate(state, uploads)
         else:
             outcome.state = guard.aggregate(method, state, intake.with_downloads(uploads), intake.withdraw)
@@ -211,6 +219,20 @@ class _Intake:
             if (stray.round, stray.client, stray.dropped) == (upload.round, index, ""):
                 strays[position] = replace(stray, dropped=reason)
 
+    def aggregate_securely(self, secure: SecureAggregation, state: Payload, uploads: Sequence[Upload]) -> None:
+        """Aggregates the uploads that the clients keep; each client's report becomes the mean over the clients."""
+        outcome, peers = self.outcome, cast(Peers, self.engine)
+        reasons = {self.tasks[index].client.name: reason for index, reason in outcome.rejected.items()}
+        require_quorum(len(self.accepted), self.wanted, self.rules.quorum, reasons)
+        result = secure.aggregate(outcome.round, self.method, state, self.model, peers, uploads)
+        for upload in uploads:
+            index = upload.client.index
+            outcome.traffic[index] = outcome.traffic[index] + result.traffic[index]
+            if index in result.dropped:
+                self.withdraw(upload, result.dropped[index])
+            self.arrived[index] = replace(self.arrived[index], report=result.report, frequency=result.frequency)
+        outcome.state, outcome.bounds = result.state, dict(result.bounds)
+
     def close(self) -> None:
         """Completes the outcome: every client that was asked is accepted, rejected or not needed."""
         outcome = self.outcome
@@ -239,7 +261,7 @@ class _Intake:
         if not delivery.needed or len(self.accepted) == self.wanted:
             self.unneeded.add(index)
             return None
-        reason = delivery.failure or self._rejection(self.tasks[index], delivery.upload)
+        reason = delivery.failure or ("" if delivery.kept else self._rejection(self.tasks[index], delivery.upload))
         if reason or delivery.upload is None:
             outcome.rejected[index] = printable(reason or NOTHING) + _blame(self.tasks[index].download)
             return None
@@ -299,7 +321,7 @@ class _Intake:
         """Counts a delivery's bytes; returns it, without its upload if that cannot even be counted."""
         task = self.tasks[delivery.task.client.index]
         try:
-            self._count(task, delivery.upload)
+            self._count(task, None if delivery.kept else delivery.upload)
         except Exception as error:
             self._count(task, None)
             return replace(delivery, upload=None, failure=unusable(error))

@@ -19,7 +19,7 @@ from pydantic_core import from_json
 
 from fedguild.errors import UploadError
 
-MessageKind = Literal["hello", "train", "score", "deliver"]
+MessageKind = Literal["hello", "train", "score", "deliver", "secure"]
 
 HEADER_BYTES = 2**24
 """Largest header; one with the activation frequencies of 60 layers with 256 experts has about 400 kB."""
@@ -92,6 +92,25 @@ class ScoreRequest(Request):
 
     scope: Literal["client", "trained", "received"]
     split: Literal["test", "validation"]
+
+
+class SecureSession(_Part):
+    """The public parameters of a secure aggregation (`fedguild.secure.session.Session`)."""
+
+    run: str = Field(max_length=64, pattern=r"^[0-9a-z-]*$")
+    round: int = Field(ge=1, le=LARGEST_ROUND)
+    nonce: str = Field(pattern=r"^[0-9a-f]{32}$")
+    form: str = Field(pattern=r"^[0-9a-f]{64}$")
+    share: float = Field(gt=0.5, le=1, allow_inf_nan=False)
+    fewest: int = Field(ge=2, le=LARGEST_CLIENT)
+    unheld: Literal["omit", "zeros"]
+
+
+class SecureRequest(Request):
+    """A step of a secure aggregation; the body has its arrays, whose form the client's session checks."""
+
+    session: SecureSession
+    step: Literal["join", "share", "weigh", "open_weights", "send", "open"]
 
 
 class Sizes(_Part):

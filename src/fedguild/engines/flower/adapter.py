@@ -21,7 +21,13 @@ from fedguild.wire.schema import printable
 
 HEADER, BODY = "header", "body"
 _BYTES = "fedguild.bytes"
-_MESSAGE_TYPES = {"hello": "query", "train": "train", "score": "evaluate", "deliver": "evaluate.deliver"}
+_MESSAGE_TYPES = {
+    "hello": "query",
+    "train": "train",
+    "score": "evaluate",
+    "deliver": "evaluate.deliver",
+    "secure": "train.secure",
+}
 
 _NODE_GONE = 5
 _ERRORS = {
@@ -106,6 +112,7 @@ def make_client_app(handle: Callable[[Message], Message]) -> ClientApp:
 
     app.query()(reply_to)
     app.train()(reply_to)
+    app.train("secure")(reply_to)
     app.evaluate()(reply_to)
     app.evaluate("deliver")(reply_to)
     return app

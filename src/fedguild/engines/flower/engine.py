@@ -8,8 +8,8 @@ task (its machine was restarted) and is not waited for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from fedguild.engines.flower.upload_store import UploadStore
 from fedguild.errors import FedGuildError, UploadError
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
+from fedguild.secure.session import Session, Step
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late
 from fedguild.server.method import Method
-from fedguild.server.validation import Envelope, check_envelope, check_plausible_size, unusable
+from fedguild.server.validation import Envelope, check_envelope, check_plausible_size, check_size, unusable
 from fedguild.wire.codec import Codec, decode, encode, expand, shrink
 from fedguild.wire.schema import MessageKind
 
@@ -87,6 +88,8 @@ class FlowerEngine:
         reconnect_seconds: How long to wait for a client that is not connected; one that did not reconnect in that time
             is not waited for again until it has been seen.
         patience: How long the slowest clients are waited for; None for as long as the round's deadline says.
+        secure: Whether the clients keep their uploads and go through a secure aggregation (`exchange`).
+        step_seconds: How long a step of that waits for the clients.
     """
 
     def __init__(
@@ -102,8 +105,11 @@ class FlowerEngine:
         silence_seconds: float = SILENCE_SECONDS,
         reconnect_seconds: float = 0.0,
         patience: Patience | None = None,
+        secure: bool = False,
+        step_seconds: float = 600.0,
     ) -> None:
         self.patience = patience
+        self.secure, self.step_seconds = secure, step_seconds
         self.transport = transport
         self.registry = registry
         self.run_metadata = dict(run_metadata)
@@ -179,9 +185,41 @@ class FlowerEngine:
             wait_seconds: How long to wait for the replies.
             metadata: The request's metadata, beside the run's config.
         """
+        return self._ask(self.registry.clients, kind, round, body_of, wait_seconds, metadata)
+
+    def exchange(self, session: Session, step: Step, requests: Mapping[int, Payload]) -> dict[int, Payload | str]:
+        """Returns client -> its answer to a step of a secure aggregation, or why there is none."""
+        replies = self._ask(
+            requests,
+            "secure",
+            session.round,
+            lambda client: encode(requests[client]),
+            self.step_seconds,
+            {"session": asdict(session), "step": step},
+        )
+        answers: dict[int, Payload | str] = {}
+        for client, reply in replies.items():
+            try:
+                if not reply.failure:
+                    check_size(len(reply.body), self.limit_bytes, client=f"client-{client:03d}")
+                answers[client] = reply.failure or decode(reply.body, f"client-{client:03d}")
+            except UploadError as error:
+                answers[client] = error.message
+        return answers
+
+    def _ask(
+        self,
+        clients: Iterable[int],
+        kind: MessageKind,
+        round: int,
+        body_of: Callable[[int], bytes],
+        wait_seconds: float,
+        metadata: Mapping[str, Any],
+    ) -> dict[int, Message]:
+        """Sends some clients a request; the arguments are those of `ask`."""
         replies: dict[int, Message] = {}
         pending: dict[str, Message] = {}
-        for client in sorted(self.registry.clients):
+        for client in sorted(clients):
             request = Message(kind, self.registry.run, round, client, metadata={**self.run_metadata, **metadata})
             node = self.registry.node_of(client)
             if node is None:
@@ -328,6 +366,9 @@ class FlowerEngine:
         if reply.upload is None:
             return Delivery(task, None, plan, failure=reply.failure)
         body = self._uploads.take(reply.upload)
+        if self.secure:
+            in_the_clear = "it sent an upload in the clear" if body else ""
+            return Delivery(task, None if body else Payload(), plan, failure=in_the_clear, kept=not body)
         try:
             report = ClientReport.from_peer(reply.metadata, model)
             upload = read_payload(body, task.client.name)

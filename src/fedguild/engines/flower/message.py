@@ -22,7 +22,8 @@ class Message:
 
     Attributes:
         kind: `hello` asks a node which client it is, `train` for a round's training, `score` for the scores of the
-            client's own model; `deliver` sends the client the state that its own model is built from.
+            client's own model; `deliver` sends the client the state that its own model is built from; `secure` is a
+            step of a secure aggregation.
         run: Identity of the run, 32 hexadecimal digits.
         round: The round, from 1; 0 before the first.
         client: Index of the client; -1 while the server does not know it.

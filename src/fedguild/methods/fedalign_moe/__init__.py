@@ -132,6 +132,7 @@ class FedAlignMoe(Method):
     """Aligned routing with private gates, region-conditioned expert averaging; see the module's docstring."""
 
     Settings = FedAlignMoeSettings
+    not_linear = "it compares the clients' experts by their cosines"
     settings: FedAlignMoeSettings
     needs_experts = True
     costs = ServerCosts(

@@ -124,6 +124,7 @@ class FedAMoLE(Method):
     """Mixtures of LoRA experts, assigned to clients by relevance; see the module's docstring."""
 
     Settings = FedAMoLESettings
+    not_linear = "it assigns experts by every client's embedding"
     settings: FedAMoLESettings
     costs = ServerCosts(
         "O(E n / b) for the pool of experts, and C E scores a module",

@@ -53,6 +53,7 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.load_balancing import LoadBalancing
 from fedguild.client.observing import observing
+from fedguild.errors import QuorumError, UploadError
 from fedguild.methods.fedmoe.adjusting import adjusted_sets, recommendation, similarities, top_peers
 from fedguild.methods.fedmoe.fitting import fitted_sets
 from fedguild.methods.fedmoe.held_experts import HeldExperts
@@ -66,10 +67,13 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, with_part
+from fedguild.secure.form import Contribution, Form, LinearMean
 from fedguild.seeding import new_seed
 from fedguild.server.aggregation import WeightedMean
+from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
 from fedguild.server.settings import LoraSettings, Rank
+from fedguild.server.validation import check_upload
 
 EXPERTS = "experts"
 """The part with tensors that have a row per expert, such as the routers' rows (rows.py), for the held experts."""
@@ -184,7 +188,7 @@ class FedMoe(Method):
         return [_upload(cohort, slot, validation) for slot, validation in enumerate(figures)]
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 8, then lines 3 and 4 after the last round of stage 1, or lines 9 and 10 in stage 2."""
+        """Line 8, then `_assigned`."""
         round, sub_moes = int(state.scalars["round"]) + 1, SubMoes.of(state)
         dense, experts, validated = WeightedMean(), WeightedMean(), []
         sizes = sub_moes.layers()
@@ -197,12 +201,67 @@ class FedMoe(Method):
             loss, accuracy = float(payload.tensors[LOSS]), float(payload.tensors[ACCURACY])
             sub_moes.note(client.index, payload.part(ACTIVATION), loss, accuracy)
             validated += [] if is_late else [client.index]
+        trained = {ADAPTER: dense.result(state.part(ADAPTER)), EXPERTS: experts.result(state.part(EXPERTS))}
+        return self._assigned(round, trained, sub_moes, validated)
+
+    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
+        """Line 8. The sets of lines 3, 4 and 9 need each client's p, loss and accuracy, in the clear."""
+        dense, experts = by_part(model, trainable_shapes(model, self.plan(model, budgets[0])))
+        layers = {layer.experts: layer.num_experts for layer in model.moe}
+        rows = {
+            f"{EXPERTS}/{name}": LinearMean(tuple(shape), layer_of(name), 0, layer_of(name), 0)
+            for name, shape in experts.items()
+        }
+        disclosed = (ACTIVATION, LOSS.partition("/")[0])
+        return Form({**means_of(ADAPTER, dense), **rows}, {EXAMPLES: 1, **layers}, disclosed)
+
+    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
+        """Returns the dense parts, and the held experts among all of them."""
+        held = download.part(HELD)
+        sizes = {layer.experts: layer.num_experts for layer in model.moe}
+        rows, before = (all_rows(payload.part(EXPERTS), held, sizes) for payload in (upload, download))
+        weights = holder_weights(held, sizes, client.examples)
+        return Contribution(
+            {**changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER)), **changes_of(EXPERTS, rows, before)},
+            {EXAMPLES: one(client.examples), **{layer: weight.double().numpy() for layer, weight in weights.items()}},
+            {layer: torch.zeros(sizes[layer]).index_fill(0, ids, 1).bool().numpy() for layer, ids in held.items()},
+        )
+
+    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+        """Line 8, then lines 3 and 4, or 9 and 10, by what the clients disclose.
+
+        Raises:
+            QuorumError: what a client disclosed is not of the form of p, a loss and an accuracy.
+        """
+        sub_moes = SubMoes.of(state)
+        for contributor in means.contributors:
+            sent, name = contributor.disclosed, contributor.client.name
+            shapes = {f"{ACTIVATION}/{layer}": (size,) for layer, size in sub_moes.layers().items()}
+            try:
+                check_upload(sent, {**shapes, LOSS: (), ACCURACY: ()}, client=name)
+            except UploadError as error:
+                raise QuorumError(f"Secure aggregation: {error.message}") from error
+            loss, accuracy = float(sent.tensors[LOSS]), float(sent.tensors[ACCURACY])
+            sub_moes.note(contributor.client.index, sent.part(ACTIVATION), loss, accuracy)
+        trained = {part: means.moved(part, state.part(part)) for part in (ADAPTER, EXPERTS)}
+        return self._assigned(means.round, trained, sub_moes, [each.client.index for each in means.contributors])
+
+    def _assigned(
+        self, round: int, trained: Mapping[str, Mapping[str, Tensor]], sub_moes: SubMoes, validated: Sequence[int]
+    ) -> Payload:
+        """Lines 3 and 4 after the last round of stage 1, or lines 9 and 10 in stage 2.
+
+        Args:
+            round: The round.
+            trained: What line 8 gives.
+            sub_moes: With the clients' measurements of this round.
+            validated: The clients that have validated in this round.
+        """
         sub_moes.close_round()
         if round == self.settings.stage_one_rounds:
             fit(sub_moes)
         elif round > self.settings.stage_one_rounds:
             adjust(sub_moes, sorted(validated), self.settings)
-        trained = {ADAPTER: dense.result(state.part(ADAPTER)), EXPERTS: experts.result(state.part(EXPERTS))}
         return Payload({**Payload.of(trained).tensors, **sub_moes.tensors()}, {"round": round})
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:

@@ -1,0 +1,68 @@
+"""Bytes of a secure aggregation's messages, from the form of the sums alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fedguild.payload import Payload, with_part
+from fedguild.secure.form import Form
+from fedguild.secure.graph import degree_of
+from fedguild.secure.session import DIGEST_BYTES, ENVELOPE_BYTES, Step
+from fedguild.secure.sizes import KEY_BYTES, SEED_BYTES, SIGNATURE_BYTES
+from fedguild.server.secure_round import PART
+from fedguild.wire.accounting import size_bytes
+
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def session_bytes(form: Form, clients: int) -> tuple[int, int]:
+    """Returns the bytes that a client receives and sends in a session in which nobody drops out.
+
+    Every client holds everything; one that does not sends four bytes less for every value that it lacks.
+
+    Args:
+        form: All that the round sums (`fedguild.server.secure_round.whole_form`).
+        clients: How many take part.
+    """
+    requests, answers = _messages(form, clients)
+    return tuple(sum(_bytes(shapes) for shapes in side.values()) for side in (requests, answers))  # type: ignore[return-value]
+
+
+def _messages(form: Form, clients: int) -> tuple[dict[Step, Shapes], dict[Step, Shapes]]:
+    byte, number, word = torch.uint8, torch.int32, torch.int64
+    near = clients - 1 if form.groups else degree_of(clients)
+    held = -(-form.group_count // 8)
+    sums = (word, (3 * form.weight_count + len(form.names),))
+    signature = (byte, (SIGNATURE_BYTES,))
+    everybody = (number, (clients,))
+    opened: Shapes = {"clients": (number, (near + 1,)), "shares": (byte, (near + 1, SEED_BYTES))}
+    envelopes = (byte, (near, ENVELOPE_BYTES))
+    columns = {"keys": 3 * KEY_BYTES, "held": held, "commitments": 2 * DIGEST_BYTES, "signature": SIGNATURE_BYTES}
+    requests: dict[Step, Shapes] = {
+        "join": {},
+        "share": {"clients": everybody, **{name: (byte, (clients, width)) for name, width in columns.items()}},
+        "weigh": {"clients": everybody, "envelopes": envelopes},
+        "open_weights": {"clients": everybody},
+        "send": {"clients": everybody, "sums": sums},
+        "open": {"clients": everybody, "signatures": (byte, (clients, SIGNATURE_BYTES))},
+    }
+    answers: dict[Step, Shapes] = {
+        "join": {name: (byte, (width,)) for name, width in columns.items()},
+        "share": {"clients": (number, (near,)), "envelopes": envelopes},
+        "weigh": {"masked": sums},
+        "open_weights": opened,
+        "send": {
+            "values": (number, (form.value_count,)),
+            "masked": (word, (form.weight_count,)),
+            "signature": signature,
+        },
+        "open": opened,
+    }
+    return requests, answers
+
+
+def _bytes(shapes: Shapes) -> int:
+    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in shapes.items()}
+    return size_bytes(Payload(with_part(PART, tensors)))

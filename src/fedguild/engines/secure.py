@@ -1,0 +1,163 @@
+"""The clients' half of secure aggregation, and an engine whose simulated clients keep their uploads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from fedguild.client.budget import Budget
+from fedguild.client.cohort import LocalReport
+from fedguild.errors import UploadError
+from fedguild.model.info import ModelInfo
+from fedguild.payload import Payload
+from fedguild.secure.client import ClientSession
+from fedguild.secure.form import Contribution, Form
+from fedguild.secure.graph import FEWEST_CLIENTS
+from fedguild.secure.keys import PrivateKey, PublicKey, new_identity
+from fedguild.secure.session import Session, Step
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms
+from fedguild.server.guard import LARGEST_VALUE
+from fedguild.server.method import Method
+from fedguild.server.secure_round import to_arrays, to_payload, whole_form, whole_terms
+from fedguild.server.validation import check_upload
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a client has trained and not yet brought into a session."""
+
+    form: Form
+    terms: Contribution
+    disclosed: Mapping[str, Tensor]
+
+
+@dataclass
+class SecureClients:
+    """The clients of one process: that of a site, or all of a simulation.
+
+    Each training is brought into one session only: whoever could open the sums of two would know their difference.
+
+    Attributes:
+        budgets: The run's budgets, in the config's order.
+        identities: Client index -> its registered private key.
+        registered: Client index -> registered public key, of all clients.
+        norm_limit: Upper limit of an upload's L2 norm, which each client checks itself; None for no limit.
+        least: Fewest clients among whom each of them hides.
+    """
+
+    budgets: Sequence[Budget]
+    identities: Mapping[int, PrivateKey]
+    registered: Mapping[int, PublicKey]
+    norm_limit: float | None = None
+    least: int = FEWEST_CLIENTS
+    _kept: dict[int, _Kept] = field(default_factory=dict)
+    _sessions: dict[int, ClientSession] = field(default_factory=dict)
+
+    def keep(
+        self,
+        method: Method,
+        model: ModelInfo,
+        task: Task,
+        upload: Payload,
+        report: LocalReport,
+        frequency: Tensor | None,
+    ) -> None:
+        """Keeps what a client has trained until it is aggregated, in place of what it kept before.
+
+        Raises:
+            UploadError: its values are not finite, too large, or of another form than the server could have summed.
+        """
+        client = task.client
+        self._kept.pop(client.index, None)
+        self._sessions.pop(client.index, None)
+        check_upload(
+            upload,
+            method.expected_upload(model, client, task.download),
+            client=client.name,
+            norm_limit=self.norm_limit,
+            expected_scalars=method.expected_scalars(task.download),
+            largest_value=LARGEST_VALUE,
+        )
+        form = whole_form(method.linear_form(model, self.budgets), model)
+        terms = whole_terms(method.linear_terms(model, client, task.download, upload), report, frequency)
+        clear = {name: tensor for name, tensor in upload.tensors.items() if name.partition("/")[0] in form.disclosed}
+        self._kept[client.index] = _Kept(form, terms, clear)
+
+    def answer(self, client: int, session: Session, step: Step, request: Payload) -> Payload:
+        """Returns a client's answer to a step.
+
+        Raises:
+            UploadError: it has nothing to aggregate, or refuses the request.
+        """
+        if step == "join":
+            kept = self._kept.get(client)
+            if kept is None:
+                raise UploadError("it has trained nothing that it has not been asked for already")
+            self._sessions[client] = ClientSession(
+                client, session, kept.form, kept.terms, self.identities[client], self.registered, self.least
+            )
+        part = self._sessions.get(client)
+        if part is None or part.session != session:
+            raise UploadError("it has not joined this aggregation")
+        answered = part.answer(step, to_arrays(request))
+        disclosed = self._kept.pop(client).disclosed if step == "send" else None
+        if step == "open":
+            del self._sessions[client]
+        return to_payload(answered, disclosed)
+
+
+class SecureEngine:
+    """Wraps an engine of simulated clients, each of which keeps its upload and takes part in the session by itself.
+
+    The clients' keys are drawn for this engine alone. The result does not depend on any of its random numbers.
+
+    Args:
+        engine: Trains the clients.
+        budgets: As `SecureClients`.
+        clients: How many clients there are.
+        norm_limit: As `SecureClients`.
+    """
+
+    def __init__(
+        self, engine: Engine, budgets: Sequence[Budget], clients: int, norm_limit: float | None = None
+    ) -> None:
+        self.engine = engine
+        identities = {client: new_identity() for client in range(clients)}
+        registered = {client: key.public_key() for client, key in identities.items()}
+        self.clients = SecureClients(budgets, identities, registered, norm_limit)
+
+    def train(
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+    ) -> Iterator[Delivery]:
+        """Yields the engine's deliveries without what the clients keep to themselves."""
+        for delivery in self.engine.train(method, model, tasks, terms):
+            if delivery.upload is None or not delivery.needed:
+                yield delivery
+                continue
+            try:
+                self.clients.keep(method, model, delivery.task, delivery.upload, delivery.report, delivery.frequency)
+            except UploadError as error:
+                yield without_figures(replace(delivery, upload=None, failure=error.message))
+            else:
+                yield without_figures(replace(delivery, upload=Payload(), kept=True))
+
+    def exchange(self, session: Session, step: Step, requests: Mapping[int, Payload]) -> dict[int, Payload | str]:
+        """Returns client -> its answer to a step's request, or why there is none."""
+        answers: dict[int, Payload | str] = {}
+        for client, request in requests.items():
+            try:
+                answers[client] = self.clients.answer(client, session, step, request)
+            except UploadError as error:
+                answers[client] = error.message
+        return answers
+
+    def close(self) -> None:
+        """Closes the engine."""
+        self.engine.close()
+
+
+def without_figures(delivery: Delivery) -> Delivery:
+    """Returns a delivery without what it reports of one client's training."""
+    return replace(delivery, report=LocalReport(), frequency=None, peak_memory_bytes=None)

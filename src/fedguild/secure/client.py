@@ -1,0 +1,289 @@
+"""A client's half of an aggregation: it answers each step once, and never opens what would leave one client alone."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedguild.errors import UploadError
+from fedguild.secure import fixed_point
+from fedguild.secure.form import Bits, Contribution, Form
+from fedguild.secure.graph import FEWEST_CLIENTS
+from fedguild.secure.keys import (
+    PrivateKey,
+    PublicKey,
+    agree,
+    exchange_key,
+    public_bytes,
+    sign,
+    verify,
+)
+from fedguild.secure.masks import add_mask
+from fedguild.secure.session import (
+    ENVELOPE_BYTES,
+    STEPS,
+    Advert,
+    Arrays,
+    Roster,
+    Session,
+    Step,
+    array_in,
+    commitment,
+    digest_of,
+    envelope,
+    list_in,
+    listed,
+    own_mask,
+    pair_mask,
+    rows,
+    rows_in,
+)
+from fedguild.secure.shares import parted, seal, split, unseal
+from fedguild.secure.sizes import SEED_BYTES, SIGNATURE_BYTES
+
+LEAST_SHARE = 0.5
+"""No client takes part where half of the clients could open two different sums."""
+HALVES = ("weights", "values")
+SMALLEST_GROUP = 2
+"""A sum over one client is its upload: where dropouts would leave that, nothing is opened."""
+
+
+class ClientSession:
+    """A client's part in one session.
+
+    Args:
+        client: Its index.
+        session: The public parameters, as the server names them.
+        form: What is summed, as the client's own method says.
+        numbers: The client's numbers.
+        identity: Its registered private key.
+        registered: Client index -> registered public key, from a source that is not the server.
+        least: Fewest clients among whom this one hides, whatever the server says.
+
+    Raises:
+        UploadError: the session is not one that a client may take part in.
+    """
+
+    def __init__(
+        self,
+        client: int,
+        session: Session,
+        form: Form,
+        numbers: Contribution,
+        identity: PrivateKey,
+        registered: Mapping[int, PublicKey],
+        least: int = FEWEST_CLIENTS,
+    ) -> None:
+        if session.form != form.digest():
+            raise UploadError("the server sums something else than this client's method")
+        if session.share <= LEAST_SHARE or session.fewest < SMALLEST_GROUP or session.unheld not in ("omit", "zeros"):
+            raise UploadError("the server asks for an aggregation that protects too little")
+        self.client, self.session, self.form, self.numbers = client, session, form, numbers
+        self._identity, self._registered, self._least = identity, registered, max(least, FEWEST_CLIENTS)
+        self._context = session.context()
+        self._done = 0
+        self._seeds = [secrets.token_bytes(SEED_BYTES) for _ in range(4)]
+        self._own, self._pair_keys = self._seeds[:2], [exchange_key(seed) for seed in self._seeds[2:]]
+        self._envelope_key = exchange_key(secrets.token_bytes(SEED_BYTES))
+        self._answers: dict[Step, Callable[[Arrays], dict[str, NDArray[Any]]]] = {
+            "join": self._join,
+            "share": self._share,
+            "weigh": self._weigh,
+            "open_weights": self._open_weights,
+            "send": self._send,
+            "open": self._open,
+        }
+
+    def answer(self, step: Step, request: Arrays) -> dict[str, NDArray[Any]]:
+        """Returns the answer to a step's request.
+
+        Raises:
+            UploadError: it is not the step's turn, or the request is not one to be answered; the session is over then.
+        """
+        if self._done >= len(STEPS) or STEPS[self._done] != step:
+            self._done = len(STEPS)
+            raise UploadError(f"'{step}' is not what comes next in this aggregation")
+        self._done = len(STEPS)  # an error ends the session
+        answer = self._answers[step](request)
+        self._done = STEPS.index(step) + 1
+        return answer
+
+    def _join(self, request: Arrays) -> dict[str, NDArray[Any]]:
+        keys = b"".join(public_bytes(key) for key in (self._envelope_key, *self._pair_keys))
+        held = np.packbits(self.form.holdings(self.numbers.held)).tobytes()
+        commitments = b"".join(commitment(self._context, self.client, secret) for secret in self._own)
+        advert = Advert(self.client, keys, held, commitments, b"")
+        signature = sign(self._identity, advert.signed(self._context))
+        self._advert = Advert(self.client, keys, held, commitments, signature)
+        return {
+            "keys": np.frombuffer(keys, np.uint8),
+            "held": np.frombuffer(held, np.uint8),
+            "commitments": np.frombuffer(commitments, np.uint8),
+            "signature": np.frombuffer(signature, np.uint8),
+        }
+
+    def _share(self, request: Arrays) -> dict[str, NDArray[Any]]:
+        roster = Roster.from_arrays(self.session, request, self.form.group_count)
+        if roster.adverts.get(self.client) != self._advert:
+            raise UploadError("the list of clients is not the one that this client joined")
+        if not self._least <= len(roster.adverts) <= fixed_point.MOST_CLIENTS:
+            raise UploadError(f"{len(roster.adverts)} clients are not enough to hide among: at least {self._least} are")
+        self._roster, self._graph = roster, roster.graph(complete=bool(self.form.groups))
+        self._neighbours = self._graph[self.client]
+        for peer in self._verified():
+            key = self._registered.get(peer)
+            if key is None:
+                raise UploadError(f"no key of client {peer} is known here")
+            advert = roster.adverts[peer]
+            verify(key, advert.signed(self._context), advert.signature, f"the key of client {peer}")
+        self._holders = tuple(sorted((*self._neighbours, self.client)))
+        threshold = roster.threshold(self._holders)
+        shares = [split(seed, self._holders, threshold) for seed in self._seeds]
+        self._held_shares = {self.client: [share[self.client] for share in shares]}
+        envelopes = [
+            seal(self._envelope_secret(self.client, peer, peer), b"".join(share[peer] for share in shares))
+            for peer in self._neighbours
+        ]
+        return {"clients": listed(self._neighbours), "envelopes": rows(envelopes)}
+
+    def _weigh(self, request: Arrays) -> dict[str, NDArray[Any]]:
+        shared = self._still(list_in(request, "clients"), self._roster.clients)
+        senders = [peer for peer in self._neighbours if peer in shared]
+        envelopes = rows_in(request, "envelopes", len(senders), ENVELOPE_BYTES)
+        for peer, content in zip(senders, envelopes, strict=True):
+            with suppress(UploadError):  # its sender's fault: that one's shares are missed, not this client
+                self._held_shares[peer] = parted(unseal(self._envelope_secret(peer, self.client, peer), content))
+        self._shared = shared
+        words = fixed_point.weight_words(self.form, self.numbers)
+        self._mask(words, 0, senders)
+        return {"masked": words}
+
+    def _open_weights(self, request: Arrays) -> dict[str, NDArray[Any]]:
+        self._weighed = self._still(list_in(request, "clients"), self._shared)
+        return self._opened(0, self._shared, self._weighed)
+
+    def _send(self, request: Arrays) -> dict[str, NDArray[Any]]:
+        if tuple(list_in(request, "clients")) != self._weighed:
+            raise UploadError("the clients are not those whose weights were opened")
+        count = 3 * self.form.weight_count + len(self.form.names)
+        words = array_in(request, "sums", np.uint64, (count,))
+        sums = fixed_point.weight_sums(self.form, words)
+        self._counts = sums.counts
+        self._transcript = self._transcript_of(words)
+        self._large = np.sum([self._holds(peer) for peer in self._weighed], axis=0) >= self.session.fewest
+        values, shares = fixed_point.value_words(self.form, self.numbers, sums, len(self._weighed), self.session.fewest)
+        peers = [peer for peer in self._neighbours if peer in self._weighed]
+        covers = {peer: self._cover(peer) for peer in (*peers, self.client)}
+        own = covers[self.client]
+        if own is not None:
+            values[~own] = 0
+        self._mask(values, 1, peers, covers)
+        self._mask(shares, 1, peers, purpose=b" shares")
+        sent = values if own is None else values[own]
+        return {
+            "values": sent,
+            "masked": shares,
+            "signature": np.frombuffer(sign(self._identity, b"send" + self._transcript), np.uint8),
+        }
+
+    def _open(self, request: Arrays) -> dict[str, NDArray[Any]]:
+        sent = self._still(list_in(request, "clients"), self._weighed)
+        signatures = rows_in(request, "signatures", len(sent), SIGNATURE_BYTES)
+        for peer, signature in zip(sent, signatures, strict=True):
+            if peer in self._verified():
+                what = f"what client {peer} was told about the weights"
+                verify(self._registered[peer], b"send" + self._transcript, signature, what)
+        dropped = len(self._weighed) - len(sent)
+        weights = self._counts[self._counts >= self.session.fewest]
+        alone = bool((weights - dropped < SMALLEST_GROUP).any())
+        held = np.sum([self._holds(peer) for peer in sent], axis=0)
+        if alone or bool((held[self._large] < SMALLEST_GROUP).any()):
+            raise UploadError("the clients that are left would leave the part of one client alone")
+        return self._opened(1, self._weighed, sent)
+
+    def _still(self, clients: list[int], before: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the clients that are left, after checking that they are enough to hide one another."""
+        left = tuple(clients)
+        if self.client not in left or not set(left) <= set(before):
+            raise UploadError("the list of clients that are left is not one of those before")
+        near = [client for client in left if client in self._holders]
+        needed = max(self._roster.fewest_left(), self._least)
+        if len(left) < needed or len(near) < self._roster.threshold(self._holders):
+            raise UploadError(
+                f"only {len(left)} of {len(self._roster.clients)} clients are left, but the sum of at least "
+                f"{needed} may be opened"
+            )
+        return left
+
+    def _verified(self) -> tuple[int, ...]:
+        """Returns the peers whose signatures this client checks: all, where what they hold counts, else neighbours."""
+        everybody = tuple(client for client in self._roster.clients if client != self.client)
+        return everybody if self.form.groups else self._neighbours
+
+    def _opened(self, half: int, before: tuple[int, ...], left: tuple[int, ...]) -> dict[str, NDArray[Any]]:
+        """Returns the shares of the own masks of those who are left, and of the exchange keys of those who are not."""
+        about = [client for client in self._holders if client in before and client in self._held_shares]
+        shares = [self._held_shares[client][half if client in left else 2 + half] for client in about]
+        return {"clients": listed(about), "shares": rows(shares)}
+
+    def _mask(
+        self,
+        words: NDArray[Any],
+        half: int,
+        peers: list[int],
+        covers: Mapping[int, Bits | None] | None = None,
+        purpose: bytes = b"",
+    ) -> None:
+        """Adds the client's own mask, and of every peer the mask that the other of the two takes away."""
+        add_mask(words, self._own[half], self._context + own_mask(self.client, HALVES[half]) + purpose)
+        for peer in peers:
+            secret = agree(
+                self._pair_keys[half],
+                self._roster.adverts[peer].key(1 + half),
+                self._context + pair_mask(self.client, peer, HALVES[half]),
+            )
+            where = None if covers is None else both(covers[self.client], covers[peer])
+            add_mask(words, secret, b"mask" + purpose, subtract=self.client > peer, where=where)
+
+    def _envelope_secret(self, sender: int, receiver: int, peer: int) -> bytes:
+        purpose = self._context + envelope(sender, receiver)
+        return agree(self._envelope_key, self._roster.adverts[peer].key(0), purpose)
+
+    def _holds(self, peer: int) -> Bits:
+        return self._roster.adverts[peer].groups(self.form.group_count)
+
+    def _cover(self, peer: int) -> Bits | None:
+        """Returns [values] those that a client sends; None for all."""
+        return cover_of(self.form, self.session, self._holds(peer), self._large)
+
+    def _transcript_of(self, sums: NDArray[np.uint64]) -> bytes:
+        return transcript(self._roster, self._shared, self._weighed, sums)
+
+
+def transcript(roster: Roster, shared: tuple[int, ...], weighed: tuple[int, ...], sums: NDArray[np.uint64]) -> bytes:
+    """Returns a digest of all that the clients were told before they send their values."""
+    return digest_of(roster.digest(), listed(shared).tobytes(), listed(weighed).tobytes(), sums.tobytes())
+
+
+def cover_of(form: Form, session: Session, held: Bits, large: Bits) -> Bits | None:
+    """Returns [values] those that a client sends: of large groups, those that it holds or all; None for all values.
+
+    Args:
+        form: The form.
+        session: Its `unheld` says whether a client sends zeros for what it does not hold.
+        held: [groups] those that the client is in.
+        large: [groups] those that are large enough.
+    """
+    return form.covered(large & held if session.unheld == "omit" else large)
+
+
+def both(one: Bits | None, other: Bits | None) -> Bits | None:
+    """Returns where both of two masks are true; None is true everywhere."""
+    if one is None or other is None:
+        return one if other is None else other
+    return one & other

@@ -1,0 +1,45 @@
+"""Who masks with whom: everybody with everybody, or in a sparse graph that nobody chooses (Bell et al., section 3)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+FEWEST_CLIENTS = 3
+"""Of two clients each could take its own numbers from the sum."""
+LARGEST_COMPLETE = 32
+"""With more clients the graph is sparse."""
+
+
+def degree_of(clients: int) -> int:
+    """Returns the number of neighbours of each client: all others, or 6 log2(n) of more than `LARGEST_COMPLETE`."""
+    if clients <= LARGEST_COMPLETE:
+        return max(0, clients - 1)
+    return min(clients - 1, 2 * math.ceil(3 * math.log2(clients)))
+
+
+def neighbours(clients: Sequence[int], degree: int, seed: bytes) -> dict[int, tuple[int, ...]]:
+    """Returns client -> its neighbours, ascending: those within degree / 2 places in a ring in random order.
+
+    Such a graph stays connected as long as fewer than `degree` / 2 clients in a row are missing. The relation is
+    symmetric.
+
+    Args:
+        clients: The clients.
+        degree: An even number, or at least as many as there are others for a complete graph.
+        seed: Public randomness, which orders the ring.
+    """
+    if degree >= len(clients) - 1:
+        return {client: tuple(sorted(set(clients) - {client})) for client in clients}
+    ring = sorted(clients, key=lambda client: hashlib.sha256(seed + client.to_bytes(8, "little")).digest())
+    reach = range(1, degree // 2 + 1)
+    return {
+        client: tuple(sorted(ring[(place + step * side) % len(ring)] for step in reach for side in (-1, 1)))
+        for place, client in enumerate(ring)
+    }
+
+
+def threshold_of(holders: int, share: float) -> int:
+    """Returns how many of `holders` are needed: `share` of them, more than half, at least 2."""
+    return max(2, holders // 2 + 1, math.ceil(share * holders - 1e-9))

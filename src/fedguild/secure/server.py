@@ -1,0 +1,340 @@
+"""The server's half of an aggregation: it passes on what clients send to each other, adds up, and takes masks away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedguild.errors import QuorumError, UploadError
+from fedguild.secure import fixed_point
+from fedguild.secure.client import HALVES, both, cover_of
+from fedguild.secure.fixed_point import Means
+from fedguild.secure.form import Bits, Form
+from fedguild.secure.keys import agree, exchange_key, public_bytes
+from fedguild.secure.masks import add_mask
+from fedguild.secure.session import (
+    DIGEST_BYTES,
+    ENVELOPE_BYTES,
+    STEPS,
+    Advert,
+    Arrays,
+    Roster,
+    Session,
+    Step,
+    array_in,
+    commitment,
+    list_in,
+    listed,
+    own_mask,
+    pair_mask,
+    rows,
+    rows_in,
+)
+from fedguild.secure.shares import recover
+from fedguild.secure.sizes import KEY_BYTES, SEED_BYTES, SIGNATURE_BYTES
+
+Answers = Mapping[int, Arrays]
+
+
+class ServerSession:
+    """The server's part in one session: `request` and `receive` for every step, then `means`.
+
+    Args:
+        session: The public parameters.
+        form: What is summed.
+        clients: The clients that are asked to join.
+
+    Attributes:
+        left: The clients that have answered all steps so far.
+        dropped: Client -> why it is not left.
+    """
+
+    def __init__(self, session: Session, form: Form, clients: Sequence[int]) -> None:
+        self.session, self.form = session, form
+        self.left: tuple[int, ...] = tuple(sorted(clients))
+        self.dropped: dict[int, str] = {}
+        self._context = session.context()
+        self._receivers: dict[Step, Callable[[Answers], None]] = {
+            "join": self._joined,
+            "share": self._shared,
+            "weigh": self._weighed,
+            "open_weights": self._weights_opened,
+            "send": self._sent,
+            "open": self._opened,
+        }
+        self._adverts: dict[int, Advert] = {}
+        self._envelopes: dict[int, dict[int, bytes]] = {}
+        self._signatures: dict[int, bytes] = {}
+        self._covers: dict[bytes, Bits | None] = {}
+        self._before: tuple[int, ...] = ()
+        self._values = np.zeros(form.value_count, np.uint32)
+        self._large: Bits = np.ones(form.group_count, np.bool_)
+
+    def requests(self, step: Step) -> dict[int, dict[str, NDArray[Any]]]:
+        """Returns client -> the request of a step, for all that are left."""
+        everybody: dict[str, NDArray[Any]] = {}
+        if step == "share":
+            everybody = self._roster.to_arrays()
+        elif step == "open_weights":
+            everybody = {"clients": listed(self.left)}
+        elif step == "send":
+            everybody = {"clients": listed(self.left), "sums": self._words}
+        elif step == "open":
+            signatures = rows([self._signatures[client] for client in self.left])
+            everybody = {"clients": listed(self.left), "signatures": signatures}
+        if step != "weigh":
+            return dict.fromkeys(self.left, everybody)
+        return {client: self._weigh_request(client) for client in self.left}
+
+    def receive(self, step: Step, answers: Answers, failures: Mapping[int, str]) -> None:
+        """Takes a step's answers; clients without a usable one are not left.
+
+        Args:
+            step: The step.
+            answers: Client -> its answer.
+            failures: Client -> why it has not answered.
+
+        Raises:
+            QuorumError: too few clients are left; nothing that they sent can be opened.
+        """
+        self._before = self.left
+        self._dropping = dict(failures)
+        self._receivers[step]({client: answers[client] for client in self.left if client in answers})
+        for client in self._before:
+            if client not in self.left:
+                self.dropped[client] = self._dropping.get(client, "it did not answer")
+        needed = self._roster.fewest_left()
+        if len(self.left) < needed:
+            reasons = "".join(f"\n  client {client}: {reason}" for client, reason in sorted(self.dropped.items()))
+            raise QuorumError(
+                f"Secure aggregation: {len(self.left)} of {len(self._roster.clients)} clients are left after "
+                f"'{step}', but {needed} are needed. Nothing was opened.{reasons}",
+                "federation.secure_share says which share has to be left; at least 3 clients are needed.",
+            )
+
+    def means(self) -> Means:
+        """Returns the result, after the last step."""
+        return fixed_point.means(
+            self.form,
+            self._sums,
+            self._values,
+            self._value_words,
+            len(self._weighers),
+            len(self._senders),
+            self.session.fewest,
+            self.form.covered(self._large),
+        )
+
+    @property
+    def weighers(self) -> tuple[int, ...]:
+        """The clients whose weights are in the sums of the first half."""
+        return self._weighers
+
+    @property
+    def contributors(self) -> tuple[int, ...]:
+        """The clients whose numbers are in the sums, after the last step."""
+        return self._senders
+
+    def holdings(self, client: int) -> dict[str, Bits]:
+        """Returns name of groups -> [n] which parts a client holds, as it said when it joined."""
+        held = self._adverts[client].groups(self.form.group_count)
+        return {key: held[place] for key, place in self.form.group_places.items()}
+
+    def _read(self, answers: Answers, read: Callable[[int, Arrays], None]) -> None:
+        """Reads every answer; those that cannot be read do not count, and their clients are not left."""
+        left = []
+        for client, arrays in sorted(answers.items()):
+            try:
+                read(client, arrays)
+            except UploadError as error:
+                self._dropping[client] = error.message
+            else:
+                left.append(client)
+        self.left = tuple(left)
+
+    def _joined(self, answers: Answers) -> None:
+        held_bytes = -(-self.form.group_count // 8)
+
+        def read(client: int, arrays: Arrays) -> None:
+            sizes = {
+                "keys": 3 * KEY_BYTES,
+                "held": held_bytes,
+                "commitments": 2 * DIGEST_BYTES,
+                "signature": SIGNATURE_BYTES,
+            }
+            columns = {name: array_in(arrays, name, np.uint8, (size,)).tobytes() for name, size in sizes.items()}
+            advert = Advert(client, **columns)
+            for place in range(3):  # a key that cannot be used would drive out the neighbours
+                agree(exchange_key(self._context), advert.key(place), b"trial")
+            self._adverts[client] = advert
+
+        self._read(answers, read)
+        self._roster = Roster(self.session, {client: self._adverts[client] for client in self.left})
+        self._graph = self._roster.graph(complete=bool(self.form.groups))
+
+    def _shared(self, answers: Answers) -> None:
+        def read(client: int, arrays: Arrays) -> None:
+            peers = self._graph[client]
+            if tuple(list_in(arrays, "clients")) != peers:
+                raise UploadError("it shared with others than its neighbours")
+            envelopes = rows_in(arrays, "envelopes", len(peers), ENVELOPE_BYTES)
+            self._envelopes[client] = dict(zip(peers, envelopes, strict=True))
+
+        self._read(answers, read)
+        self._sharers = self.left
+
+    def _weigh_request(self, client: int) -> dict[str, NDArray[Any]]:
+        senders = [peer for peer in self._graph[client] if peer in self._sharers]
+        envelopes = rows([self._envelopes[peer][client] for peer in senders])
+        return {"clients": listed(self._sharers), "envelopes": envelopes}
+
+    def _weighed(self, answers: Answers) -> None:
+        self._words = np.zeros(3 * self.form.weight_count + len(self.form.names), np.uint64)
+
+        def read(client: int, arrays: Arrays) -> None:
+            np.add(self._words, array_in(arrays, "masked", np.uint64, self._words.shape), out=self._words)
+
+        self._read(answers, read)
+        self._weighers = self.left
+
+    def _weights_opened(self, answers: Answers) -> None:
+        shares = self._shares(answers)
+        own, keys = self._secrets(0, shares, self._sharers, self._weighers)
+        for client, secret in own.items():
+            add_mask(self._words, secret, self._context + own_mask(client, HALVES[0]), subtract=True)
+        for client, peer, secret in self._pairs(0, keys, self._weighers):
+            add_mask(self._words, secret, b"mask", subtract=client > peer)
+        self._sums = fixed_point.weight_sums(self.form, self._words)
+        # The values are asked of all whose weights were opened, whether or not they sent their shares.
+        self.left = self._weighers
+        held = np.sum([self._holds(client) for client in self._weighers], axis=0)
+        self._large = held >= self.session.fewest
+        self._covers.clear()
+
+    def _sent(self, answers: Answers) -> None:
+        self._value_words = np.zeros(self.form.weight_count, np.uint64)
+
+        def read(client: int, arrays: Arrays) -> None:
+            cover = self._cover(client)
+            size = self.form.value_count if cover is None else int(cover.sum())
+            values = array_in(arrays, "values", np.uint32, (size,))
+            words = array_in(arrays, "masked", np.uint64, self._value_words.shape)
+            signature = array_in(arrays, "signature", np.uint8, (SIGNATURE_BYTES,)).tobytes()
+            self._signatures[client] = signature
+            if cover is None:
+                np.add(self._values, values, out=self._values)
+            else:
+                self._values[cover] += values
+            np.add(self._value_words, words, out=self._value_words)
+
+        self._read(answers, read)
+        self._senders = self.left
+
+    def _opened(self, answers: Answers) -> None:
+        shares = self._shares(answers)
+        own, keys = self._secrets(1, shares, self._weighers, self._senders)
+        for client, secret in own.items():
+            purpose = self._context + own_mask(client, HALVES[1])
+            add_mask(self._values, secret, purpose, subtract=True, where=self._cover(client))
+            add_mask(self._value_words, secret, purpose + b" shares", subtract=True)
+        for client, peer, secret in self._pairs(1, keys, self._senders):
+            where = both(self._cover(client), self._cover(peer))
+            add_mask(self._values, secret, b"mask", subtract=client > peer, where=where)
+            add_mask(self._value_words, secret, b"mask shares", subtract=client > peer)
+        self.left = self._senders
+
+    def _shares(self, answers: Answers) -> dict[int, dict[int, bytes]]:
+        """Returns client -> holder -> the share that the holder has opened."""
+        opened: dict[int, dict[int, bytes]] = {}
+
+        def read(holder: int, arrays: Arrays) -> None:
+            clients = list_in(arrays, "clients")
+            shares = rows_in(arrays, "shares", len(clients), SEED_BYTES)
+            if not set(clients) <= {holder, *self._graph[holder]}:
+                raise UploadError("it opened shares that it cannot have")
+            for client, share in zip(clients, shares, strict=True):
+                opened.setdefault(client, {})[holder] = share
+
+        self._read(answers, read)
+        return opened
+
+    def _secrets(
+        self, half: int, shares: Mapping[int, Mapping[int, bytes]], before: Sequence[int], left: Sequence[int]
+    ) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        """Returns the secrets of the own masks of those who are left, and of the exchange keys of the others.
+
+        Raises:
+            QuorumError: too few shares of one were opened, or they do not give the secret that its client stands by.
+        """
+        own: dict[int, bytes] = {}
+        keys: dict[int, bytes] = {}
+        for client in before:
+            holders = tuple(sorted((client, *self._graph[client])))
+            try:
+                secret = recover(shares.get(client, {}), holders, self._roster.threshold(holders))
+                self._require_true(half, client, secret, own_mask=client in left)
+            except UploadError as error:
+                reasons = "".join(f"\n  client {one}: {why}" for one, why in sorted(self._dropping.items()))
+                raise QuorumError(
+                    f"Secure aggregation: the masks of client {client} cannot be taken away: {error.message}.{reasons}",
+                    "federation.secure_share says which share of the clients has to be left.",
+                ) from error
+            (own if client in left else keys)[client] = secret
+        return own, keys
+
+    def _require_true(self, half: int, client: int, secret: bytes, *, own_mask: bool) -> None:
+        """Raises UploadError unless a recovered secret is the one that belongs to what its client advertised."""
+        advert = self._adverts[client]
+        if own_mask:
+            found = commitment(self._context, client, secret)
+            expected = advert.commitments[half * DIGEST_BYTES : (half + 1) * DIGEST_BYTES]
+        else:
+            found, expected = public_bytes(exchange_key(secret)), advert.key(1 + half)
+        if found != expected:
+            raise UploadError("the shares of its secret do not fit together")
+
+    def _pairs(self, half: int, keys: Mapping[int, bytes], left: Sequence[int]) -> list[tuple[int, int, bytes]]:
+        """Returns (missing client, neighbour that is left, their secret) of all masks that have no counterpart."""
+        found = []
+        for client, seed in keys.items():
+            key = exchange_key(seed)
+            for peer in self._graph[client]:
+                if peer in left:
+                    purpose = self._context + pair_mask(client, peer, HALVES[half])
+                    found.append((client, peer, agree(key, self._adverts[peer].key(1 + half), purpose)))
+        return found
+
+    def _holds(self, client: int) -> Bits:
+        return self._adverts[client].groups(self.form.group_count)
+
+    def _cover(self, client: int) -> Bits | None:
+        held = self._adverts[client].held
+        if held not in self._covers:
+            self._covers[held] = cover_of(self.form, self.session, self._holds(client), self._large)
+        return self._covers[held]
+
+
+def aggregate_in_process(server: ServerSession, answer: Callable[[int, Step, Arrays], Arrays | str]) -> Means:
+    """Runs all steps of a session with clients in this process; returns the means.
+
+    Args:
+        server: The server's part.
+        answer: Returns a client's answer to a step's request, or why there is none.
+
+    Raises:
+        QuorumError: as `ServerSession.receive`.
+    """
+    for step in STEPS:
+        answers: dict[int, Arrays] = {}
+        failures: dict[int, str] = {}
+        for client, request in server.requests(step).items():
+            answered = answer(client, step, request)
+            if isinstance(answered, str):
+                failures[client] = answered
+            else:
+                answers[client] = answered
+        server.receive(step, answers, failures)
+    return server.means()

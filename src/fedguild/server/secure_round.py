@@ -1,0 +1,226 @@
+"""Secure aggregation of a round: the steps of a session with the clients of any engine, and what comes of it.
+
+A round trains first; the clients keep what they trained. Then those that have trained go through the session's steps,
+and the method gets means in place of uploads. Losses, tokens and the experts' activations are summed in the same way.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.cohort import LocalReport
+from fedguild.errors import QuorumError
+from fedguild.model.info import ModelInfo
+from fedguild.payload import Payload
+from fedguild.secure.fixed_point import LARGEST_VALUE, Means
+from fedguild.secure.form import Contribution, Form, LinearMean
+from fedguild.secure.session import STEPS, Arrays, Session, Step, Unheld
+from fedguild.server.linear import EXAMPLES, Contributor, SecureMeans, one
+from fedguild.server.method import Method, Upload
+from fedguild.wire.accounting import Traffic, size_bytes
+
+PART, DISCLOSED = "secure", "disclosed"
+"""The parts of the messages: the protocol's arrays, and what goes in the clear."""
+REPORT = "report"
+_UNSIGNED = {torch.int32: np.uint32, torch.int64: np.uint64}
+_SIGNED_NAMES = ("clients",)
+"""Arrays of signed numbers; all other integers of 32 and 64 bits are words modulo 2^32 and 2^64."""
+
+
+class Peers(Protocol):
+    """The clients of a round, wherever they are; an engine of a secure run is one."""
+
+    def exchange(self, session: Session, step: Step, requests: Mapping[int, Payload]) -> Mapping[int, Payload | str]:
+        """Returns client -> its answer to a step's request, or why there is none."""
+        ...
+
+
+@dataclass(frozen=True)
+class Aggregated:
+    """A round's result.
+
+    Attributes:
+        state: The method's state after it.
+        dropped: Client index -> why its numbers are not in it.
+        report: The mean over the clients of what each would report of its training.
+        frequency: [L, M] mean over the clients' tokens of the experts' activation; None for a dense model.
+        traffic: Client index -> bytes of the session.
+        bounds: Name of a mean -> the largest error of fixed point in it.
+    """
+
+    state: Payload
+    dropped: Mapping[int, str]
+    report: LocalReport
+    frequency: Tensor | None
+    traffic: Mapping[int, Traffic]
+    bounds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class SecureAggregation:
+    """The secure aggregation of a run.
+
+    Attributes:
+        run: Identity of the run.
+        budgets: Its budgets, in the config's order.
+        share: Share of a round's clients that have to be left.
+        fewest: Fewest clients behind a mean.
+        unheld: What a client sends of what it does not hold.
+    """
+
+    run: str
+    budgets: Sequence[Budget]
+    share: float
+    fewest: int
+    unheld: Unheld
+
+    def aggregate(
+        self, round: int, method: Method, state: Payload, model: ModelInfo, peers: Peers, uploads: Sequence[Upload]
+    ) -> Aggregated:
+        """Returns the result of the clients that have trained.
+
+        Args:
+            round: The round.
+            method: The method.
+            state: The state before the round.
+            model: The backbone's description.
+            peers: The clients.
+            uploads: One of each client that has trained; their payloads stay with the clients.
+
+        Raises:
+            QuorumError: too few clients are left, or the sums are not what honest clients' are; nothing was opened but
+                sums.
+        """
+        from fedguild.secure.server import ServerSession
+
+        form = whole_form(method.linear_form(model, self.budgets), model)
+        clients = {upload.client.index: upload.client for upload in uploads}
+        session = Session(self.run, round, secrets.token_hex(16), form.digest(), self.share, self.fewest, self.unheld)
+        server = ServerSession(session, form, list(clients))
+        down: Counter[int] = Counter()
+        up: Counter[int] = Counter()
+        disclosed: dict[int, Payload] = {}
+        for step in STEPS:
+            requests = {client: to_payload(arrays) for client, arrays in server.requests(step).items()}
+            answers = peers.exchange(session, step, requests)
+            read = {client: answer for client, answer in answers.items() if isinstance(answer, Payload)}
+            down.update({client: size_bytes(request) for client, request in requests.items()})
+            up.update({client: size_bytes(answer) for client, answer in read.items()})
+            if step == "send":
+                disclosed = {client: Payload(answer.part(DISCLOSED)) for client, answer in read.items()}
+            arrays = {client: to_arrays(answer) for client, answer in read.items()}
+            server.receive(step, arrays, {client: why for client, why in answers.items() if isinstance(why, str)})
+        means = server.means()
+        _require_plausible(means, form, [clients[client] for client in server.weighers])
+        contributors = [
+            Contributor(
+                clients[client],
+                {key: torch.from_numpy(held.copy()) for key, held in server.holdings(client).items()},
+                disclosed.get(client, Payload()),
+            )
+            for client in server.contributors
+        ]
+        dropped = {
+            client: f"dropped out of the secure aggregation: {server.dropped.get(client, 'it did not answer')}"
+            for client in clients
+            if client not in server.contributors
+        }
+        report, frequency = _report(means, len(server.weighers), model)
+        traffic = {
+            client: Traffic(round, client, {PART: down[client]}, {PART: up[client]} if up[client] else {})
+            for client in clients
+        }
+        next_state = method.aggregate_means(state, SecureMeans(round, means, contributors))
+        return Aggregated(next_state, dropped, report, frequency, traffic, means.bounds)
+
+
+def whole_form(form: Form, model: ModelInfo) -> Form:
+    """Returns a method's form with the sums of what clients report of their training."""
+    means = {f"{REPORT}/loss": LinearMean((), f"{REPORT}/tokens")}
+    if model.moe:
+        shape = (len(model.moe), model.moe[0].num_experts)
+        means[f"{REPORT}/frequency"] = LinearMean(shape, f"{REPORT}/tokens")
+    weights = dict.fromkeys((f"{REPORT}/{name}" for name in ("tokens", "steps", "examples", "seconds")), 1)
+    return replace(form, means={**form.means, **means}, weights={**form.weights, **weights})
+
+
+def whole_terms(terms: Contribution, report: LocalReport, frequency: Tensor | None) -> Contribution:
+    """Returns a client's terms with those of its report."""
+    values: dict[str, NDArray[np.floating]] = {f"{REPORT}/loss": np.array(report.loss)}
+    if frequency is not None:
+        values[f"{REPORT}/frequency"] = frequency.detach().cpu().double().numpy()
+    numbers = {"tokens": report.tokens, "steps": report.steps, "examples": report.examples, "seconds": report.seconds}
+    weights = {f"{REPORT}/{name}": one(number) for name, number in numbers.items()}
+    return replace(terms, values={**terms.values, **values}, weights={**terms.weights, **weights})
+
+
+def to_payload(arrays: Arrays, disclosed: Mapping[str, Tensor] | None = None) -> Payload:
+    """Returns a message's arrays as a payload; words are written as signed numbers of the same bits."""
+    tensors = {}
+    for name, array in arrays.items():
+        signed = array.view({"uint32": np.int32, "uint64": np.int64}.get(array.dtype.name, array.dtype))
+        tensors[f"{PART}/{name}"] = torch.from_numpy(signed.copy())
+    clear = {f"{DISCLOSED}/{name}": tensor for name, tensor in (disclosed or {}).items()}
+    return Payload({**tensors, **clear})
+
+
+def to_arrays(payload: Payload) -> dict[str, NDArray[np.generic]]:
+    """Returns the arrays of a message, whose form and values the session checks."""
+    arrays: dict[str, NDArray[np.generic]] = {}
+    for name, tensor in payload.part(PART).items():
+        if tensor.dtype not in (torch.uint8, torch.int32, torch.int64):
+            continue
+        array = tensor.contiguous().numpy()
+        words = name not in _SIGNED_NAMES and tensor.dtype in _UNSIGNED
+        arrays[name] = array.view(_UNSIGNED[tensor.dtype]) if words else array
+    return arrays
+
+
+def _require_plausible(means: Means, form: Form, clients: Sequence[ClientInfo]) -> None:
+    """Raises unless sums over clients are what those of honest clients could be.
+
+    Raises:
+        QuorumError: the clients' sizes do not add up to those that the server knows, or their values are too large.
+    """
+    known = sum(client.examples for client in clients)
+    uniform = sum(client.examples > 0 for client in clients)
+    if EXAMPLES in form.weights and not any(
+        np.isclose(means.weights[EXAMPLES][0], expected, rtol=1e-9) for expected in (known, uniform)
+    ):
+        raise QuorumError(
+            f"Secure aggregation: the clients' weights add up to {means.weights[EXAMPLES][0]:g}, but those that the "
+            f"server knows to {known}. One of them weighs itself otherwise; which one cannot be told.",
+            "A client whose size the server caps or replaces (sizes, max_examples, examples_factor in server.yaml) "
+            "cannot take part in a secure run: agree on the size that it says itself.",
+        )
+    broken = [name for name in form.names if float(np.abs(means.values[name]).max(initial=0)) > LARGEST_VALUE]
+    if broken:
+        raise QuorumError(f"Secure aggregation: the mean of '{broken[0]}' is beyond {LARGEST_VALUE:g}.")
+
+
+def _report(means: Means, clients: int, model: ModelInfo) -> tuple[LocalReport, Tensor | None]:
+    """Returns the mean over the clients of their reports, and of the experts' activations over their tokens."""
+
+    def mean(name: str) -> float:
+        return float(means.weights[f"{REPORT}/{name}"][0]) / clients
+
+    report = LocalReport(
+        round(mean("steps")),
+        round(mean("tokens")),
+        round(mean("examples")),
+        float(means.values[f"{REPORT}/loss"]),
+        mean("seconds"),
+    )
+    if not model.moe:
+        return report, None
+    return report, torch.from_numpy(means.values[f"{REPORT}/frequency"]).float().clamp(0, 1)

@@ -1,0 +1,262 @@
+"""Methods that aggregate securely end within the stated bound of their plain runs; the others say why they do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedguild.client.memory import ClientMemory
+from fedguild.config.federation import FederationSettings
+from fedguild.engines.local import LocalEngine
+from fedguild.engines.secure import SecureEngine
+from fedguild.errors import ConfigError, QuorumError
+from fedguild.methods import METHODS, build_method
+from fedguild.server.method import Method
+from fedguild.server.rounds import run_round
+from fedguild.server.secure_round import SecureAggregation
+from tests.backbones import tiny_backbone
+from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client
+
+BUDGETS = (LARGE, SMALL)
+CLIENTS = tuple(client(index, BUDGETS[index % 2], 2 + index) for index in range(6))
+"""Three clients of each budget, which is the fewest behind any mean."""
+RULES = FederationSettings(clients=6)
+LINEAR = {
+    "flame": {"rank": 2},
+    "fedit": {"rank": 2},
+    "ffa-lora": {"rank": 2},
+    "ub-smoe": {"rank": 2, "targets": ["attention", "experts"]},
+    "hetlora": {"rank": 3, "penalty_weight": 0.1, "gamma": 0.7},
+    "fedmoe": {
+        "rank": 2,
+        "stage_one_rounds": 1,
+        "memory": {"small": 0.75},
+        "memory_share": 1.0,
+        "patience": 1,
+        "gain": "loss",
+    },
+    "fedit by rank": {"rank": 3, "rank_by_budget": True},
+}
+"""The first four have equal shapes for all clients, the others unequal ones."""
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return tiny_backbone("olmoe")
+
+
+class Run:
+    """Rounds of one method on six clients, plain or secure."""
+
+    def __init__(self, backbone, label, folder, *, secure, clients=CLIENTS, options=None, **wishes):
+        method = build_method(label.partition(" ")[0], {**LINEAR.get(label, {}), **(options or {})})
+        self.federation = federation = Federation(backbone, method, clients, folder)
+        # SGD: Adam makes a whole step out of the last bits of a gradient that is 0 but for rounding
+        settings = SETTINGS.model_copy(update={"optimizer": "sgd", "learning_rate": 0.1})
+        engine = LocalEngine(backbone, federation.examples, settings, ClientMemory(folder / "memory"), seed=1)
+        self.engine = SecureEngine(engine, BUDGETS, len(clients)) if secure else engine
+        session = {"share": 2 / 3, "fewest": 3, "unheld": "omit", **wishes}
+        self.secure = SecureAggregation("run", BUDGETS, **session) if secure else None
+        self.state = federation.start()
+
+    def round(self, number, rules=RULES):
+        federation = self.federation
+        outcome = run_round(
+            number, federation.method, self.state, federation.model, federation.clients, self.engine, rules, seed=3,
+            secure=self.secure,
+        )  # fmt: skip
+        self.state = outcome.state
+        return outcome
+
+
+def fp32_bound(state, clients=6):
+    """Returns the rounding of a running mean in fp32, relative to the largest value of each tensor."""
+    return {
+        name: clients * 2.0**-23 * float(tensor.abs().max())
+        for name, tensor in state.tensors.items()
+        if tensor.is_floating_point()
+    }
+
+
+@pytest.mark.parametrize("label", LINEAR)
+def test_a_round_ends_within_the_stated_bound_of_the_plain_one(label, backbone, tmp_path):
+    plain = Run(backbone, label, tmp_path / "plain", secure=False)
+    secure = Run(backbone, label, tmp_path / "secure", secure=True)
+    outcomes = plain.round(1), secure.round(1)
+    assert outcomes[1].accepted == outcomes[0].accepted == list(range(6))
+    rounding, bounds = fp32_bound(plain.state), outcomes[1].bounds
+    compared = 0
+    for name, expected in plain.state.tensors.items():
+        found = secure.state.tensors[name]
+        if name not in bounds:
+            continue
+        error = float((found.double() - expected.double()).abs().max())
+        assert error <= bounds[name] + rounding[name], name
+        compared += 1
+    assert compared >= len(plain.state.part("adapter"))
+    assert plain.state.tensors.keys() == secure.state.tensors.keys()
+    # Each next round trains from two states that differ by so much; what training makes of that is not fixed point's.
+    before = secure.state
+    plain.round(2)
+    secure.round(2)
+    for name, expected in plain.state.tensors.items():
+        found, large = secure.state.tensors[name], held_by_three(before, name)
+        torch.testing.assert_close(found[large], expected[large], rtol=1e-3, atol=1e-5, msg=name.__add__)
+        if large is not ...:
+            assert torch.equal(found[~large], before.tensors[name][~large])
+
+
+def held_by_three(state, name):
+    """Returns [M] which experts of FedMoE's tensors at least three clients hold; everything of other tensors."""
+    part, _, rest = name.partition("/")
+    held = state.tensors.get(f"clients/held/{rest.rsplit('.', 2)[0]}")
+    return held.sum(dim=0) >= 3 if part == "experts" and held is not None else ...
+
+
+def test_two_sessions_end_alike_bit_for_bit(backbone, tmp_path):
+    """All that is random in a session is in the masks, which are gone."""
+    runs = [Run(backbone, "flame", tmp_path / str(number), secure=True) for number in range(2)]
+    for run in runs:
+        run.round(1)
+    for name, tensor in runs[0].state.tensors.items():
+        assert torch.equal(tensor, runs[1].state.tensors[name])
+
+
+def test_the_server_sees_means_of_reports_only(backbone, tmp_path):
+    plain = Run(backbone, "flame", tmp_path / "plain", secure=False).round(1)
+    outcome = Run(backbone, "flame", tmp_path / "secure", secure=True).round(1)
+    single = [delivery.report for delivery in plain.deliveries]
+    tokens = sum(report.tokens for report in single)
+    for delivery in outcome.deliveries:
+        assert delivery.report.tokens == round(tokens / 6)
+        assert delivery.report.loss == pytest.approx(sum(r.loss * r.tokens for r in single) / tokens, rel=1e-6)
+        assert delivery.upload is None
+        assert delivery.peak_memory_bytes is None
+    frequency = sum(d.frequency.double() * d.report.tokens for d in plain.deliveries) / tokens
+    torch.testing.assert_close(outcome.deliveries[3].frequency.double(), frequency, rtol=1e-5, atol=1e-6)
+
+
+class Deserting(SecureEngine):
+    """Clients that stop answering at a step."""
+
+    silent: dict[int, str]
+
+    def exchange(self, session, step, requests):
+        answers = super().exchange(session, step, requests)
+        return {c: "its machine stopped" if self.silent.get(c) == step else a for c, a in answers.items()}
+
+
+def test_a_client_that_drops_out_is_left_out_and_recorded(backbone, tmp_path):
+    run, rest = (Run(backbone, "flame", tmp_path / name, secure=True) for name in ("run", "rest"))
+    run.engine.__class__, run.engine.silent = Deserting, {4: "send"}
+    outcome = run.round(1)
+    assert outcome.rejected == {4: "dropped out of the secure aggregation: its machine stopped"}
+    assert outcome.accepted == [0, 1, 2, 3, 5]
+    plain = Run(backbone, "flame", tmp_path / "plain", secure=False)
+    method, train = plain.federation.method, plain.engine.train
+
+    def without_four(*arguments):
+        for delivery in train(*arguments):
+            gone = delivery.task.client.index == 4
+            yield replace(delivery, upload=None, failure="it stopped") if gone else delivery
+
+    plain.engine.train = without_four
+    expected = plain.round(1).state.part("adapter")
+    assert isinstance(method, Method)
+    for name, value in run.state.part("adapter").items():
+        assert float((value - expected[name]).abs().max()) <= outcome.bounds[f"adapter/{name}"] + 1e-6
+    del rest
+
+
+def test_too_few_clients_fail_the_round_and_leave_the_state(backbone, tmp_path):
+    run = Run(backbone, "flame", tmp_path, secure=True)
+    run.engine.__class__, run.engine.silent = Deserting, dict.fromkeys((1, 3, 4), "send")
+    before = run.state
+    with pytest.raises(QuorumError, match="Nothing was opened"):
+        run.round(1)
+    assert run.state is before
+
+
+def test_an_upload_is_brought_into_one_session_only(backbone, tmp_path):
+    run = Run(backbone, "fedit", tmp_path, secure=True)
+    seen = []
+    exchange = run.engine.exchange
+
+    def recording(session, step, requests):
+        seen.append((session, requests))
+        return exchange(session, step, requests)
+
+    run.engine.exchange = recording
+    run.round(1)
+    again = exchange(replace(seen[0][0], nonce="another"), "join", seen[0][1])
+    assert set(again.values()) == {"it has trained nothing that it has not been asked for already"}
+
+
+def test_a_weight_that_is_not_the_clients_size_fails_the_round(backbone, tmp_path):
+    run = Run(backbone, "fedit", tmp_path, secure=True)
+    keep = run.engine.clients.keep
+
+    def inflated(method, model, task, *rest):
+        task = replace(task, client=replace(task.client, examples=1000)) if task.client.index == 2 else task
+        keep(method, model, task, *rest)
+
+    run.engine.clients.keep = inflated
+    with pytest.raises(QuorumError, match="the clients' weights add up to 1023, but those that the server knows to 27"):
+        run.round(1)
+
+
+def test_a_holder_group_below_the_fewest_keeps_its_global_value(backbone, tmp_path):
+    clients = tuple(client(index, LARGE if index < 2 else SMALL, 3) for index in range(6))
+    run = Run(backbone, "fedit by rank", tmp_path, secure=True, clients=clients)
+    before = run.state.part("adapter")
+    run.round(1)
+    for name, value in run.state.part("adapter").items():
+        own, high = (
+            (value[..., :1, :], value[..., 1:, :]) if name.endswith("lora_A") else (value[..., :1], value[..., 1:])
+        )
+        kept = before[name][..., 1:, :] if name.endswith("lora_A") else before[name][..., 1:]
+        assert torch.equal(high, kept)
+        assert own.abs().sum() > 0
+
+
+@pytest.mark.parametrize("unheld", ["omit", "zeros"])
+def test_unheld_ranks_cost_nothing_or_as_much_as_held_ones(unheld, backbone, tmp_path):
+    run = Run(backbone, "hetlora", tmp_path, secure=True, unheld=unheld)
+    traffic = run.round(1).traffic
+    large, small = traffic[0].upload_by_part["secure"], traffic[1].upload_by_part["secure"]
+    assert small < 0.75 * large if unheld == "omit" else small == large
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("name", "reason"),
+        [
+            ("flora", "stacks every client's own A and B"),
+            ("fedalign-moe", "compares the clients' experts by their cosines"),
+            ("fedamole", "assigns experts by every client's embedding"),
+            ("flexlora", "does not declare the sums"),
+        ],
+    )
+    def test_a_method_whose_server_needs_single_uploads_says_so(self, name, reason, backbone):
+        with pytest.raises(ConfigError, match=reason):
+            build_method(name, {}).linear_form(backbone.info, BUDGETS)
+
+    def test_every_method_has_a_form_or_refuses(self, backbone):
+        forms, refusals = set(), []
+        for name in METHODS:
+            try:
+                build_method(name, LINEAR.get(name, {})).linear_form(backbone.info, (LARGE, MIDDLE))
+                forms.add(name)
+            except ConfigError as error:
+                refusals.append(error.message)
+        assert all("federation.secure" in refusal for refusal in refusals)
+        assert forms == {label for label in LINEAR if " " not in label}
+
+    @pytest.mark.parametrize(
+        ("name", "options"), [("hetlora", {"norm_scope": "module"}), ("ub-smoe", {"measure_cosine": True})]
+    )
+    def test_options_that_are_not_linear_are_refused(self, name, options, backbone):
+        with pytest.raises(ConfigError, match=r"federation\.secure"):
+            build_method(name, {**LINEAR[name], **options}).linear_form(backbone.info, BUDGETS)

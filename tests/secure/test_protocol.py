@@ -1,0 +1,360 @@
+"""The protocol: exact sums with and without dropouts, uniform masks, and nothing opened below the threshold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fedguild.errors import QuorumError, UploadError
+from fedguild.secure.form import Contribution, Form, LinearMean
+from fedguild.secure.graph import degree_of, neighbours, threshold_of
+from fedguild.secure.keys import load_peers, load_private, load_public, new_identity, sign, verify
+from fedguild.secure.masks import add_mask
+from fedguild.secure.session import STEPS, Roster
+from fedguild.secure.shares import recover, seal, split, unseal
+from fedguild.secure.sizes import SIGNATURE_BYTES
+from tests.oracles.secure import fixed_point_sums
+from tests.secure.federation import EQUAL, FORM, Federation, contributions, session_of
+
+
+@pytest.mark.parametrize("step", ["share", "weigh", "open_weights", "send", "open"])
+@pytest.mark.parametrize("dropouts", [0, 1, 2])
+def test_the_unmasked_sums_are_those_of_fixed_point_bit_for_bit(step, dropouts):
+    """Of 7 clients 5 have to be left, so that 2 may be missing, whenever they stop."""
+    numbers = contributions(7)
+    silent = dict.fromkeys((5, 2)[:dropouts], step)
+    federation = Federation(numbers, silent=silent)
+    federation.run()
+    weighed = [client for client in numbers if client not in silent or STEPS.index(step) > STEPS.index("weigh")]
+    left = [client for client in numbers if client not in silent or step == "open"]
+    expected = fixed_point_sums(EQUAL, {client: numbers[client] for client in weighed}, left, 3)
+    server = federation.server
+    assert server.contributors == tuple(left)
+    assert (server._words.tolist(), server._values.tolist(), server._value_words.tolist()) == tuple(expected)
+
+
+def test_a_third_dropout_of_seven_is_too_many_and_opens_nothing():
+    federation = Federation(contributions(7), silent={1: "send", 3: "send", 5: "send"})
+    with pytest.raises(QuorumError, match="4 of 7 clients are left after 'send', but 5 are needed"):
+        federation.run()
+    assert not [sent for sent in federation.sent if sent[1] == "open"]
+    # What the server holds of the values is uniform: it has no share of any of their masks.
+    assert not np.array_equal(federation.server._values, np.zeros(EQUAL.value_count))
+
+
+@pytest.mark.parametrize("step", STEPS[:-1])
+def test_the_round_fails_at_every_step_below_the_threshold(step):
+    federation = Federation(contributions(5), silent=dict.fromkeys((0, 1, 2), step))
+    with pytest.raises(QuorumError):
+        federation.run()
+    opened = {sent[1] for sent in federation.sent} & {"open_weights", "open"}
+    assert opened == ({"open_weights"} if step in ("open_weights", "send") else set())
+
+
+def test_too_few_shares_leave_the_masks_where_they_are():
+    numbers = contributions(5)
+    federation = Federation(numbers, silent=dict.fromkeys((0, 1), "open"))
+    with pytest.raises(QuorumError, match="share"):
+        federation.run()
+
+
+def test_along_a_sparse_graph_the_sum_is_as_exact(monkeypatch):
+    """Each of 12 clients masks with 6 others; of a client and its neighbours 5 of 7 have to be left."""
+    monkeypatch.setattr("fedguild.secure.session.degree_of", lambda clients: 6)
+    form = Form({"x": LinearMean((40,), "w")}, {"w": 1})
+    numbers = contributions(12, form)
+    silent = {3: "weigh", 9: "send"}
+    federation = Federation(numbers, form, silent)
+    federation.run()
+    assert {len(peers) for peers in federation.server._graph.values()} == {6}
+    weighed = {client: own for client, own in numbers.items() if client != 3}
+    words, values, shares = fixed_point_sums(form, weighed, [c for c in weighed if c not in silent], 3)
+    assert federation.server._words.tolist() == words
+    assert federation.server._values.tolist() == values
+    assert federation.server._value_words.tolist() == shares
+
+
+def test_with_unequal_holdings_everybody_masks_with_everybody(monkeypatch):
+    monkeypatch.setattr("fedguild.secure.session.degree_of", lambda clients: 4)
+    federation = Federation(unequal(7), FORM)
+    federation.run()
+    assert {len(peers) for peers in federation.server._graph.values()} == {6}
+
+
+@pytest.mark.parametrize("unheld", ["omit", "zeros"])
+def test_unequal_holdings_sum_over_their_holders(unheld):
+    numbers = unequal(7)
+    federation = Federation(numbers, FORM, {6: "send"}, session_of(FORM, unheld=unheld))
+    means = federation.run()
+    sent = {client: federation.sent[(client, "send")]["values"].size for client in range(6)}
+    small = FORM.value_count - 6  # column 3 has two holders, too few: nobody sends it
+    assert sent == (
+        {c: small - (0 if c < 4 else 6) for c in range(6)} if unheld == "omit" else dict.fromkeys(range(6), small)
+    )
+    assert not means.known["rows"][:, 3].any()
+    assert means.known["rows"][:, :3].all()
+    # Column 2 is held by the clients 0 to 3 (client 6 dropped out): its weights are everybody's, the others give zeros.
+    weights = np.array([float(numbers[c].weights["examples"][0]) for c in range(6)])
+    held = np.array([numbers[c].held["rows"][2] for c in range(6)])
+    values = np.stack([numbers[c].values["rows"][:, 2] for c in range(6)])
+    expected = (weights[:, None] * values * held[:, None]).sum(0) / weights.sum()
+    assert np.abs(means.values["rows"][:, 2] - expected).max() <= means.bounds["rows"]
+
+
+def test_a_group_that_dropouts_leave_with_one_client_is_never_opened():
+    numbers = unequal(7)
+    federation = Federation(numbers, FORM, {1: "send", 2: "send"}, session_of(FORM, fewest=3))
+    federation.clients[3].numbers.held["rows"][2] = False
+    federation.clients[6].numbers.held["rows"][2] = False
+    with pytest.raises(QuorumError, match="would leave the part of one client alone"):
+        federation.run()
+    assert not [sent for sent in federation.sent if sent[1] == "open"]
+
+
+def test_a_masked_upload_of_zeros_is_uniform():
+    """Chi-square over the 256 values of every byte, of one client's upload of 200,000 zeros."""
+    form = Form({"x": LinearMean((200_000,), "w")}, {"w": 1})
+    zeros = {client: Contribution({"x": np.zeros(200_000)}, {"w": np.ones(1)}) for client in range(3)}
+    federation = Federation(zeros, form)
+    federation.run()
+    values = federation.sent[(1, "send")]["values"]
+    for place in range(4):
+        observed = np.bincount((values >> np.uint32(8 * place)) & np.uint32(255), minlength=256)
+        assert stats.chisquare(observed).pvalue > 1e-6
+    assert np.abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.02
+    assert not federation.server._values.any()
+
+
+def test_the_sum_of_two_clients_masks_tells_nothing_of_the_third():
+    """Whatever two of three clients uploaded, the server's sum of the two is uniform until the masks are opened."""
+    form = Form({"x": LinearMean((100_000,), "w")}, {"w": 1})
+    zeros = {client: Contribution({"x": np.zeros(100_000)}, {"w": np.ones(1)}) for client in range(3)}
+    federation = Federation(zeros, form)
+    federation.run()
+    partial = federation.sent[(0, "send")]["values"] + federation.sent[(1, "send")]["values"]
+    observed = np.bincount(partial >> np.uint32(24), minlength=256)
+    assert stats.chisquare(observed).pvalue > 1e-6
+
+
+def test_two_sessions_with_the_same_numbers_have_nothing_in_common():
+    numbers = contributions(3)
+    one, other = Federation(numbers), Federation(numbers)
+    one.run()
+    other.run()
+    same = one.sent[(0, "send")]["values"] == other.sent[(0, "send")]["values"]
+    assert same.mean() < 0.2
+
+
+class TestTheServerInTheMiddle:
+    def test_another_key_is_not_accepted(self):
+        federation = Federation(contributions(4))
+        requests = federation.server.requests("join")
+        answers = {client: federation.clients[client].answer("join", requests[client]) for client in range(4)}
+        foreign = Federation(contributions(4), session=federation.session)
+        answers[2] = foreign.clients[2].answer("join", {})
+        federation.server.receive("join", answers, {})
+        requests = federation.server.requests("share")
+        for client in (0, 1, 3):
+            with pytest.raises(UploadError, match="the key of client 2 is not signed by the key that is registered"):
+                federation.clients[client].answer("share", requests[client])
+
+    def test_another_list_of_own_keys_is_not_accepted(self):
+        federation = joined(4)
+        request = dict(federation.server.requests("share")[0])
+        request["keys"] = request["keys"].copy()
+        request["keys"][0, 0] ^= 1
+        with pytest.raises(UploadError, match="not the one that this client joined"):
+            federation.clients[0].answer("share", request)
+
+    def test_no_step_is_answered_twice_nor_out_of_turn(self):
+        federation = joined(4)
+        request = federation.server.requests("share")[0]
+        federation.clients[0].answer("share", request)
+        with pytest.raises(UploadError, match="'share' is not what comes next"):
+            federation.clients[0].answer("share", request)
+        with pytest.raises(UploadError, match="'weigh' is not what comes next"):
+            federation.clients[0].answer("weigh", {})
+
+    def test_clients_that_were_told_different_sums_open_nothing(self):
+        """A server that gives one client another sum of the weights could read its numbers from the high bits."""
+        federation = Federation(contributions(4))
+        honest = federation.answer
+
+        def answer(client, step, request):
+            if client == 1 and step == "send":
+                request = {**request, "sums": request["sums"] + np.uint64(7)}
+            return honest(client, step, request)
+
+        federation.answer = answer
+        with pytest.raises(QuorumError, match="what client 1 was told about the weights is not signed"):
+            federation.run()
+
+    def test_a_client_that_is_said_to_be_gone_answers_no_more(self):
+        federation = Federation(contributions(5))
+        steps = ("join", "share", "weigh")
+        for step in steps:
+            requests = federation.server.requests(step)
+            federation.server.receive(step, {c: federation.clients[c].answer(step, r) for c, r in requests.items()}, {})
+        with pytest.raises(UploadError, match="not one of those before"):
+            federation.clients[4].answer("open_weights", {"clients": np.array([0, 1, 2, 3], np.int32)})
+
+    def test_no_client_opens_a_sum_over_too_few(self):
+        federation = Federation(contributions(5))
+        for step in ("join", "share", "weigh"):
+            requests = federation.server.requests(step)
+            federation.server.receive(step, {c: federation.clients[c].answer(step, r) for c, r in requests.items()}, {})
+        with pytest.raises(UploadError, match="only 3 of 5 clients are left, but the sum of at least 4 may be opened"):
+            federation.clients[0].answer("open_weights", {"clients": np.array([0, 1, 2], np.int32)})
+
+    def test_no_client_hides_among_fewer_than_it_wants(self):
+        with pytest.raises(QuorumError, match="5 clients are not enough to hide among: at least 6 are"):
+            Federation(contributions(5), least=6).run()
+        with pytest.raises(QuorumError, match="only 5 of 6 clients are left, but the sum of at least 6 may be opened"):
+            Federation(contributions(6), silent={0: "weigh"}, least=6).run()
+
+    @pytest.mark.parametrize("wish", [{"share": 0.5}, {"fewest": 1}, {"unheld": "all"}])
+    def test_a_session_that_protects_too_little_is_refused(self, wish):
+        with pytest.raises(UploadError, match="protects too little"):
+            Federation(contributions(4), session=replace(session_of(EQUAL), **wish))
+
+    def test_a_form_that_is_not_the_methods_is_refused(self):
+        with pytest.raises(UploadError, match="something else than this client's method"):
+            Federation(contributions(4), session=session_of(FORM))
+
+
+def test_a_client_that_shares_lies_ends_the_round_and_not_the_sum():
+    federation = Federation(contributions(4), silent={3: "send"})
+    federation.clients[3]._seeds = [bytes(16)] * 4  # it shares other secrets than it masks with
+    with pytest.raises(QuorumError, match="the shares of its secret do not fit together"):
+        federation.run()
+
+
+def test_envelopes_that_nobody_can_open_are_their_senders_fault():
+    federation = Federation(contributions(5))
+    honest = federation.answer
+
+    def answer(client, step, request):
+        answered = honest(client, step, request)
+        return {**answered, "envelopes": answered["envelopes"] ^ 1} if (client, step) == (2, "share") else answered
+
+    federation.answer = answer
+    with pytest.raises(QuorumError, match=r"the masks of client 2 cannot be taken away: 1 share\(s\) of a secret"):
+        federation.run()
+    assert federation.server.left == (0, 1, 2, 3, 4)
+
+
+def test_a_key_that_cannot_be_used_drops_its_owner_alone():
+    federation = Federation(contributions(5))
+    honest = federation.answer
+
+    def answer(client, step, request):
+        answered = honest(client, step, request)
+        return {**answered, "keys": np.zeros(96, np.uint8)} if (client, step) == (2, "join") else answered
+
+    federation.answer = answer
+    federation.run()
+    assert federation.server.contributors == (0, 1, 3, 4)
+
+
+def test_a_malformed_answer_is_one_clients_dropout():
+    federation = Federation(contributions(5))
+    honest = federation.answer
+
+    def answer(client, step, request):
+        answered = honest(client, step, request)
+        return {**answered, "values": answered["values"][:3]} if (client, step) == (2, "send") else answered
+
+    federation.answer = answer
+    federation.run()
+    assert federation.server.contributors == (0, 1, 3, 4)
+    assert "'values' is uint32 [3], but uint32 [41] was expected" in federation.server.dropped[2]
+
+
+def test_two_clients_are_too_few():
+    with pytest.raises(QuorumError, match="at least 3 clients are needed"):
+        Federation(contributions(2)).run()
+
+
+class TestParts:
+    def test_masks_cancel_and_need_their_own_place(self):
+        words = np.arange(600_000, dtype=np.uint32)
+        add_mask(words, b"secret", b"one")
+        masked = words.copy()
+        where = np.zeros(600_000, np.bool_)
+        where[::3] = True
+        add_mask(words, b"secret", b"one", subtract=True, where=where)
+        assert np.array_equal(words[::3], np.arange(600_000, dtype=np.uint32)[::3])
+        assert np.array_equal(words[1::3], masked[1::3])
+        add_mask(masked, b"secret", b"two", subtract=True)
+        assert not np.array_equal(masked, np.arange(600_000, dtype=np.uint32))
+
+    def test_a_secret_needs_as_many_shares_as_its_threshold(self):
+        holders, secret = (3, 5, 8, 9, 20), bytes(range(16))
+        shares = split(secret, holders, 3)
+        for chosen in ((3, 5, 8), (5, 9, 20), (3, 5, 8, 9, 20)):
+            assert recover({holder: shares[holder] for holder in chosen}, holders, 3) == secret
+        with pytest.raises(UploadError, match="2 share"):
+            recover({holder: shares[holder] for holder in (3, 20)}, holders, 3)
+
+    def test_an_envelope_is_for_one_reader(self):
+        sealed = seal(b"k" * 32, b"content")
+        assert unseal(b"k" * 32, sealed) == b"content"
+        for key, content in ((b"j" * 32, sealed), (b"k" * 32, sealed[:-1] + b"\0")):
+            with pytest.raises(UploadError):
+                unseal(key, content)
+
+    @pytest.mark.parametrize(("clients", "degree"), [(5, 4), (32, 31), (33, 32), (64, 36), (1000, 60)])
+    def test_the_graph_is_symmetric_connected_and_of_one_degree(self, clients, degree):
+        graph = neighbours(range(clients), degree_of(clients), b"seed")
+        assert {len(peers) for peers in graph.values()} == {degree}
+        assert all(client in graph[peer] for client, peers in graph.items() for peer in peers)
+        reached, frontier = {0}, {0}
+        while frontier:
+            frontier = {peer for client in frontier for peer in graph[client]} - reached
+            reached |= frontier
+        assert len(reached) == clients
+        if degree < clients - 1:
+            assert graph != neighbours(range(clients), degree, b"another seed")
+
+    def test_the_threshold_is_more_than_half(self):
+        assert [threshold_of(n, 2 / 3) for n in (3, 4, 5, 6, 7, 9, 64)] == [2, 3, 4, 4, 5, 6, 43]
+        assert [threshold_of(n, 0.1) for n in (2, 3, 4, 10)] == [2, 2, 3, 6]
+
+    def test_registered_keys_of_both_kinds_sign(self, tmp_path):
+        from fedguild.federation.keys import write_key
+
+        public = write_key(tmp_path / "client-001.key")
+        private = load_private(tmp_path / "client-001.key")
+        for key, peer in ((private, load_public(public)), (new_identity(), None)):
+            signature = sign(key, b"message")
+            assert len(signature) == SIGNATURE_BYTES
+            verify(peer or key.public_key(), b"message", signature, "it")
+            with pytest.raises(UploadError):
+                verify(peer or key.public_key(), b"another", signature, "it")
+        assert list(load_peers(tmp_path)) == [1]
+
+    def test_a_roster_is_read_as_it_was_sent(self):
+        federation = joined(3)
+        roster = federation.server._roster
+        assert Roster.from_arrays(federation.session, roster.to_arrays(), EQUAL.group_count) == roster
+
+
+def joined(count: int) -> Federation:
+    federation = Federation(contributions(count))
+    requests = federation.server.requests("join")
+    answers = {client: federation.clients[client].answer("join", requests[client]) for client in range(count)}
+    federation.server.receive("join", answers, {})
+    return federation
+
+
+def unequal(count: int) -> dict[int, Contribution]:
+    """The clients 0 to 3 and 6 hold column 2 of `rows`, the clients 0 and 6 column 3, all the other two."""
+    numbers = contributions(count, FORM)
+    for client, own in numbers.items():
+        held = np.array([True, True, client < 4 or client == 6, client in (0, 6)])
+        own.values["rows"][:, ~held] = 0
+        own.held["rows"] = held
+    return numbers

@@ -1,0 +1,220 @@
+"""Whole runs with secure aggregation: in simulation, over the loopback Grid, and the configs that are refused."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedguild import experiment
+from fedguild.config import load_config
+from fedguild.config.site import load_site
+from fedguild.engines.flower.message import Message
+from fedguild.errors import ConfigError, QuorumError
+from fedguild.experiment import CHECKPOINTS
+from fedguild.federation.keys import write_key
+from fedguild.federation.project import write_project
+from fedguild.federation.trainer_service import run_metadata
+from fedguild.files import make_folder
+from fedguild.secure.keys import load_peers
+from fedguild.server import checkpoint
+from fedguild.server.run_log import ClientRecord, RoutingRecord, RunLog
+from tests.engines.equality import traffic
+from tests.engines.flower.loopback_federation import Lines, grid_of, serve_on, site_of
+from tests.experiment.runs import ended, save_model, small_config
+
+SECURE = (
+    "federation.clients=4",
+    "federation.rounds=1",
+    "federation.secure=true",
+    "federation.cohort_size=1",
+    "federation.budgets=[{name: all, active_experts: 2, rank: 3}]",
+    "evaluation.every=2",
+    "evaluation.max_examples=2",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("models") / "olmoe")
+
+
+def sites(config, folder: Path, changes=None):
+    """Writes every site's key, gives each the public ones of all, and returns their trainers."""
+    from fedguild import setup
+    from fedguild.federation.trainer_service import TrainerService
+
+    names = [f"client-{index:03d}" for index in range(config.federation.clients)]
+    public = {name: write_key(folder / name / "node.key").read_text() for name in names}
+    for name in names:
+        make_folder(folder / name / "peers")
+        for other, text in public.items():
+            (folder / name / "peers" / f"{other}.pub").write_text(text)
+    return [
+        TrainerService(
+            site_of(config, index, **(changes or {}).get(index, {})),
+            folder / name,
+            load=lambda config: setup.load_model(config),
+        )
+        for index, name in enumerate(names)
+    ]
+
+
+def test_a_secure_run_over_flower_ends_as_in_simulation_bit_for_bit(model, tmp_path):
+    config = small_config(model, *SECURE)
+    experiment.run(config, tmp_path / "local")
+    trainers = sites(config, tmp_path / "sites", {1: {"accept": {"secure": True}}})
+    serve_on(grid_of(trainers), config, tmp_path / "server")
+    local, remote = ended(tmp_path / "local"), ended(tmp_path / "server/state/run")
+    assert local.state.tensors.keys() == remote.state.tensors.keys()
+    for name, tensor in local.state.tensors.items():
+        assert torch.equal(tensor, remote.state.tensors[name]), name
+    assert traffic(tmp_path / "local") == traffic(tmp_path / "server/state/run")
+    records = [record for record in RunLog(tmp_path / "local").read() if isinstance(record, ClientRecord)]
+    assert len({record.train_loss for record in records}) == 1, "the losses of single clients are in the log"
+    plain = small_config(model, *SECURE, "federation.secure=false")
+    experiment.run(plain, tmp_path / "plain")
+    assert_close_where_three_count(local.state, ended(tmp_path / "plain").state, tmp_path / "plain")
+    single = [record for record in RunLog(tmp_path / "plain").read() if isinstance(record, ClientRecord)]
+    total = sum(record.train_loss * record.tokens for record in single) / sum(record.tokens for record in single)
+    assert records[0].train_loss == pytest.approx(total, rel=1e-6)
+
+
+def assert_close_where_three_count(secure, plain, folder):
+    """Asserts that a FLAME run ended as the plain one, but for experts that fewer than three clients activated."""
+    (routing,) = [record for record in RunLog(folder).read() if isinstance(record, RoutingRecord)]
+    counts = (torch.tensor(routing.frequency) > 0).sum(dim=0)
+    assert (counts < 3).any(), "the case has no such expert"
+    config = load_config(str(folder / "config.yaml"))
+    before = checkpoint.load(folder / CHECKPOINTS, 0, fingerprint=config.fingerprint()).state
+    for name, expected in plain.tensors.items():
+        found, large = secure.tensors[name], ...
+        if ".experts." in name:
+            large = counts[int(name.split(".layers.")[1][0])] >= 3
+            assert torch.equal(found[~large], before.tensors[name][~large])
+        torch.testing.assert_close(found[large], expected[large], rtol=1e-6, atol=1e-6)
+
+
+def test_a_client_that_stops_between_two_steps_is_left_out(model, tmp_path):
+    config = small_config(model, *SECURE)
+    trainers = sites(config, tmp_path / "sites")
+    handle, lines = trainers[2].handle, Lines()
+
+    def stopping(message):
+        gone = message.kind == "secure" and message.metadata["step"] == "send"
+        return message.reply(failure="its machine stopped") if gone else handle(message)
+
+    trainers[2].handle = stopping
+    serve_on(grid_of(trainers), config, tmp_path / "server", lines)
+    assert lines.says("client 2 was rejected", "dropped out of the secure aggregation: its machine stopped")
+
+
+def test_a_site_that_sends_masked_uploads_only_refuses_a_plain_run(model, tmp_path):
+    config = small_config(model, *SECURE, "federation.secure=false", "federation.quorum=1.0")
+    trainers = sites(config, tmp_path / "sites", {1: {"accept": {"secure": True}}})
+    with pytest.raises(QuorumError, match=r"but accept\.secure is true"):
+        serve_on(grid_of(trainers), config, tmp_path / "server", wait_seconds=0.1)
+
+
+def test_a_key_that_its_peers_do_not_know_keeps_a_client_out(model, tmp_path):
+    config = small_config(model, *SECURE)
+    trainers = sites(config, tmp_path / "sites")
+    (tmp_path / "sites/client-003/node.key").unlink()
+    (tmp_path / "sites/client-003/node.pub").unlink(missing_ok=True)
+    write_key(tmp_path / "sites/client-003/node.key")
+    with pytest.raises(QuorumError, match="the key of client 3 is not signed by the key that is registered for it"):
+        serve_on(grid_of(trainers), config, tmp_path / "server")
+
+
+@pytest.mark.parametrize("step", ["train", "weigh", "send"])
+def test_an_answer_that_is_none_is_one_clients_dropout(step, model, tmp_path):
+    """An upload in the clear is not used, and bytes that are no message drop their client, whatever the step."""
+    config = small_config(model, *SECURE)
+    trainers = sites(config, tmp_path / "sites")
+    handle, lines = trainers[1].handle, Lines()
+
+    def careless(message):
+        answer = handle(message)
+        return replace(answer, body=b"\7" * 40) if step in (message.kind, message.metadata.get("step")) else answer
+
+    trainers[1].handle = careless
+    serve_on(grid_of(trainers), config, tmp_path / "server", lines)
+    reason = "it sent an upload in the clear" if step == "train" else "cannot be decoded"
+    assert lines.says("client 1 was rejected", reason)
+
+
+def test_a_site_keeps_its_scores_and_refuses_another_session_than_the_configs(model, tmp_path):
+    config = small_config(model, *SECURE)
+    trainer = sites(config, tmp_path / "sites")[0]
+    metadata = run_metadata(config)
+    score = Message("score", "0" * 32, 1, 0, metadata={**metadata, "scope": "client", "split": "test"})
+    assert "its scores are its own alone" in trainer.handle(score).failure
+    form, nonce = "0" * 64, "1" * 32
+    session = {"run": "0" * 32, "round": 1, "nonce": nonce, "form": form, "share": 0.6, "fewest": 3, "unheld": "omit"}
+    step = Message("secure", "0" * 32, 1, 0, metadata={**metadata, "session": session, "step": "join"})
+    assert "not that of the run's config" in trainer.handle(step).failure
+    plain = replace(step, metadata={**step.metadata, "session": {**session, "share": 0.3}})
+    assert "session.share" in trainer.handle(plain).failure
+
+
+def test_a_site_names_what_it_does_not_disclose(model, tmp_path):
+    config = small_config(model, *SECURE, "federation.secure_disclose=[scores]", "federation.quorum=1.0")
+    accepts = {index: {"accept": {"disclose": ["scores"]}} for index in range(3)}
+    with pytest.raises(QuorumError, match=r"asks for scores in the clear, beyond accept\.disclose"):
+        serve_on(grid_of(sites(config, tmp_path / "sites", accepts)), config, tmp_path / "server", wait_seconds=0.1)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_init_gives_every_client_its_peers_keys_and_a_site_that_accepts_nothing_else(tmp_path):
+    write_project(tmp_path / "guild", 3, "flame/tiny-tasks", ["federation.secure=true"])
+    for index in range(3):
+        folder = tmp_path / f"guild/client-{index:03d}"
+        site = load_site(folder)
+        assert site.accept.secure
+        assert sorted(load_peers(folder / site.peers)) == [0, 1, 2]
+
+
+def test_a_site_without_its_peers_keys_says_which_files_it_needs(model, tmp_path):
+    config = small_config(model, *SECURE)
+    trainers = sites(config, tmp_path / "sites")
+    for trainer in trainers:
+        trainer.site = trainer.site.model_copy(update={"peers": "nowhere"})
+    lines = Lines()
+    with pytest.raises(QuorumError):
+        serve_on(grid_of(trainers), config, tmp_path / "server", lines, wait_seconds=0.1)
+    assert lines.says("has no public keys of the other clients")
+
+
+class TestRefusedConfigs:
+    @pytest.mark.parametrize(
+        ("setting", "reason"),
+        [
+            ("federation.codec=bf16", "federation.codec"),
+            ("federation.robust=median", "federation.robust"),
+            ("federation.norm_factor=3", "federation.norm_factor"),
+            ("federation.late=next_round", "federation.late"),
+            ("federation.clients=2", "federation.clients"),
+            ("federation.participation=0.5", "federation.clients"),
+            ("federation.secure_clients=5", "federation.secure_clients"),
+        ],
+    )
+    def test_settings_that_need_single_uploads_are_refused(self, setting, reason, model, tmp_path):
+        with pytest.raises(ConfigError, match=reason):
+            experiment.run(small_config(model, *SECURE, setting), tmp_path / "run")
+
+    @pytest.mark.parametrize(
+        ("method", "reason"),
+        [("fedalign-moe", "by their cosines"), ("fedmoe", "needs activation, validation of every")],
+    )
+    def test_methods_that_need_them_are_refused_before_anything_is_read(self, method, reason, model, tmp_path):
+        config = small_config(model, *SECURE, base=f"{method}/tiny-tasks")
+        with pytest.raises(ConfigError, match=reason):
+            experiment.run(config, tmp_path / "run")
+
+    def test_real_clients_do_not_send_their_own_scores(self, model, tmp_path):
+        config = small_config(model, *SECURE)
+        with pytest.raises(ConfigError, match="the scores of their own models one by one"):
+            serve_on(grid_of([]), config, tmp_path / "server", reads_data=False)
