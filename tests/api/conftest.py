@@ -37,9 +37,9 @@ def own_data(settings: list[str]) -> list[str]:
     return [setting for setting in settings if not setting.startswith("data.options")]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def _once() -> Iterator[None]:
-    """Loads the model once for all runs."""
+    """Loads the model once for all runs of these tests."""
     with pytest.MonkeyPatch.context() as patch:
         load_models_once(patch, "setup")
         yield
