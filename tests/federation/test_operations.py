@@ -1,4 +1,4 @@
-"""`fedguild federation run`, `stop` and `revoke`, and the round loop's program, with stand-ins for Flower's programs."""
+"""`fedguild federation run`, `stop`, `revoke` and the round loop, with stand-ins for the programs of Flower."""
 
 from __future__ import annotations
 
