@@ -74,6 +74,13 @@ class AcceptSettings(Section):
     max_upload_bytes: int | None = Field(
         default=None, ge=1, description="Maximum size of an encoded upload; null: no limit."
     )
+    max_epsilon: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest epsilon that all runs together may spend of this site's privacy; runs whose clients do "
+        "not add the noise are then refused. null: no limit.",
+    )
+    delta: float = Field(default=1e-5, gt=0, lt=1, description="delta of max_epsilon.")
 
 
 class SiteSettings(Section):

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.engines.flower.message import Message
 from fedguild.errors import FedGuildError
 from fedguild.files import write_json
+from fedguild.privacy.accounting import Release, epsilon
 from fedguild.wire.schema import MessageKind
 
 REQUESTS: tuple[MessageKind, ...] = ("train", "score", "deliver")
@@ -54,6 +56,8 @@ class SitePolicy:
         leave: Patterns of the names of tensors that may leave the site.
         min_clients: Minimum number of clients whose uploads the run aggregates.
         max_upload_bytes: Largest encoded upload; None for no limit.
+        max_epsilon: Largest epsilon that all runs together may spend of the site's privacy; None for no limit.
+        delta: The delta of that epsilon.
     """
 
     requests: Collection[str] = REQUESTS
@@ -67,6 +71,8 @@ class SitePolicy:
     leave: tuple[str, ...] = ("*",)
     min_clients: int = 2
     max_upload_bytes: int | None = None
+    max_epsilon: float | None = None
+    delta: float = 1e-5
 
     def kind_refusal(self, kind: str) -> str:
         """Returns why a kind of request is refused; empty if it is not."""
@@ -97,6 +103,30 @@ class SitePolicy:
         """Returns why a score that is a mean over this number of examples is refused; empty if it is not."""
         if examples < self.min_scored:
             return f"a score is of {examples} example(s), below accept.min_scored of {self.min_scored}"
+        return ""
+
+    def privacy_refusal(
+        self, rules: PrivacyRules | None, released: Iterable[Release], following: Release | None
+    ) -> str:
+        """Returns why a round's release is refused; empty if it is not.
+
+        Args:
+            rules: The run's differential privacy; None without.
+            released: What all runs released before.
+            following: What the round would release.
+        """
+        if self.max_epsilon is None:
+            return ""
+        if rules is None or following is None:
+            return "the run has no differential privacy, but accept.max_epsilon limits it"
+        if rules.settings.is_central:
+            return "the server adds the run's noise and would see the upload without, but accept.max_epsilon limits it"
+        spent = epsilon([*released, following], self.delta)
+        if spent > self.max_epsilon:
+            return (
+                f"its privacy is spent: another round would bring all runs together to an epsilon of {spent:.3f} at "
+                f"delta {self.delta:g}, beyond accept.max_epsilon of {self.max_epsilon:g}"
+            )
         return ""
 
     def names_refusal(self, names: Iterable[str]) -> str:

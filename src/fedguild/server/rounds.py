@@ -21,6 +21,7 @@ from fedguild.server.clock import Clock
 from fedguild.server.engine import Delivery, Engine, Task, Terms
 from fedguild.server.guard import LARGEST_VALUE, Guard, largest_value, not_finite
 from fedguild.server.method import Method, Upload
+from fedguild.server.private_mean import PrivateMean
 from fedguild.server.sampling import require_quorum, sample, wanted_count
 from fedguild.server.validation import check_size, check_upload, unusable
 from fedguild.wire.accounting import Traffic, count_traffic, size_bytes
@@ -97,6 +98,7 @@ def run_round(
     *,
     seed: int,
     guard: Guard | None = None,
+    private_mean: PrivateMean | None = None,
 ) -> Outcome:
     """Runs one round.
 
@@ -117,6 +119,7 @@ def run_round(
         seed: The run's seed, for the sampling.
         guard: Protection of the state against valid uploads; the server then holds them on disk and aggregates
             after the last.
+        private_mean: Central differential privacy, which takes the guard's place.
 
     Raises:
         QuorumError: there were too few valid uploads; the earlier state is unchanged.
@@ -134,7 +137,16 @@ def run_round(
     largest = None if guard is None else guard.largest_value
     intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, frozenset(accepted_before), largest)
     with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:  # the engine ends its work in any case
-        if guard is None:
+        if private_mean is not None:
+            outcome.state = private_mean.aggregate(
+                method,
+                state,
+                intake.with_downloads(uploads),
+                intake.withdraw,
+                round_index=round_index,
+                wanted=wanted,
+            )
+        elif guard is None:
             outcome.state = method.aggregate(state, uploads)
         else:
             outcome.state = guard.aggregate(method, state, intake.with_downloads(uploads), intake.withdraw)
