@@ -111,6 +111,21 @@ def in_short(name: str) -> dict[str, str]:
     return {fact: " ".join(listed[fact].split()) for fact in FACTS}
 
 
+def _private(page: Path) -> str:
+    """Returns what every method says about differential privacy, with its default options."""
+    rows = []
+    for name in METHODS:
+        kind = METHODS.load(name)
+        method = kind(kind.Settings())
+        client, example = (method.privacy_refusal(unit) for unit in ("client", "example"))
+        central = client or ("" if method.is_mean else "(central) its aggregate is no mean")
+        marks = ["no" if reason else "yes" for reason in (client, central, example)]
+        why = "; ".join(dict.fromkeys(reason for reason in (client, central, example) if reason))
+        rows.append(f"| [`{name}`](../methods/{name}.md) | {' | '.join(marks)} | {why} |")
+    head = ["| method | client, local | client, central | example | why not |", "| --- | --- | --- | --- | --- |"]
+    return "\n".join([*head, *rows, ""])
+
+
 PARTS: dict[str, Callable[[Path], str]] = {
     "options": _options,
     "settings": _settings,
@@ -118,6 +133,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "recorded": _recorded,
     "titles": _titles,
     "index": _index,
+    "private-methods": _private,
 }
 
 

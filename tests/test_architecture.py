@@ -16,10 +16,11 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 STAGES = ("config", "data", "model", "client", "wire", "server", "evaluation", "costs", "report")
 BELOW = (
     *("errors", "plugins", "seeding", "heap", "files", "payload", "packing", "sealed", "chained", "locking", "secure"),
-    *("progress", "environment"),
+    *("progress", "environment", "privacy"),
 )
 """What every stage may use, and what uses no stage."""
 LAST = (
+    "guarantee",
     "setup",
     "costs.from_config",
     "recording",
@@ -190,7 +191,7 @@ def test_a_stages_docstring_opens_with_its_place():
     assert not wrong
 
 
-SECTIONS = {"fedguild.config.data", "fedguild.config.federation", "fedguild.config.training"}
+SECTIONS = {"fedguild.config.data", "fedguild.config.federation", "fedguild.config.training", "fedguild.config.privacy"}
 """The parts of a config that a stage may take as they are, so that each of their settings is declared once."""
 
 

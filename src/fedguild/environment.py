@@ -12,7 +12,18 @@ import torch
 
 from fedguild import __version__
 
-PACKAGES = ("torch", "transformers", "datasets", "safetensors", "numpy", "scipy", "peft", "flwr", "ray")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "datasets",
+    "safetensors",
+    "numpy",
+    "scipy",
+    "peft",
+    "flwr",
+    "ray",
+    "dp-accounting",
+)
 
 
 def describe_environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fedguild.callbacks import Callback, Delivery, make_callback
+from fedguild.client.budget import ClientInfo
 from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config import Config, load_config
 from fedguild.environment import describe_environment
-from fedguild.errors import CheckpointError
+from fedguild.errors import CheckpointError, ConfigError
 from fedguild.evaluation.metrics import Metric
 from fedguild.files import write_json, write_text
 from fedguild.locking import run_lock
@@ -32,12 +33,14 @@ from fedguild.server.rounds import Outcome, frequencies, run_round
 from fedguild.server.run_log import (
     EvaluationRecord,
     PartitionRecord,
+    PrivacyRecord,
     Record,
     Rejection,
     RoundRecord,
     RunLog,
     StrayUpload,
 )
+from fedguild.server.sampling import sample
 from fedguild.setup import (
     Experiment,
     PreparedData,
@@ -58,6 +61,8 @@ Preparation = Callable[[Config, Path, Progress | None], Experiment]
 CHECKPOINTS = "checkpoints"
 METHOD = "method.json"
 """The file in a run's folder with every option of its method, as it runs."""
+PRIVACY = "privacy.json"
+"""The file in a run's folder with what its differential privacy protects, and under which assumptions."""
 ACCEPTED = "accepted"
 """Key of the clients whose uploads of the round are included in a checkpoint's state."""
 LOG_SEAL = "log_seal"
@@ -241,7 +246,8 @@ def _rounds(
     delivery = Delivery(callbacks, experiment.folder, total, _evaluations(log.read()))
     if saved_again:
         delivery.saved(last)
-    guard, secure = guard_of(experiment), secure_of(experiment)
+    guard, secure, privacy = guard_of(experiment), secure_of(experiment), experiment.privacy
+    private_mean = None if privacy is None else privacy.mean()
     with (
         closing(make_engine(experiment)) as engine,
         Tracker(experiment.folder, enabled=config.tracking.tensorboard, first_round=first) as tracker,
@@ -249,29 +255,39 @@ def _rounds(
         for number in range(first, total + 1):
             if delivery.reason:
                 break
+            if experiment.remote is not None:
+                experiment.clients = experiment.remote.current()
+            clients = _charged(experiment, number) if privacy is not None else experiment.clients
+            if not clients:
+                _all_stopped(experiment, state, last, accepted)
+                break
             experiment.progress.round_started(number, total)
             delivery.round_started(number)
             started = time.perf_counter()
-            if experiment.remote is not None:
-                experiment.clients = experiment.remote.current()
             outcome = run_round(
                 number,
                 experiment.method,
                 state,
                 model,
-                experiment.clients,
+                clients,
                 engine,
                 rules,
                 accepted,
                 seed=config.seed,
                 guard=guard,
                 secure=secure,
+                private_mean=private_mean,
             )
             state, accepted = outcome.state, outcome.accepted
             _tell(experiment.progress, outcome)
             if experiment.remote is not None:
                 experiment.remote.note(outcome)
-            records: list[Record] = [*client_records(outcome, model)]
+            records: list[Record] = [*client_records(outcome, model, privacy.rules if privacy else None)]
+            if privacy is not None:
+                privacy.accounts.charge_retries(outcome, rules.retries)
+                spent = privacy.accounts.record(number, experiment.clients)
+                records.append(spent)
+                _tell_spent(experiment.progress, spent)
             records += routing_record(number, frequencies(outcome.deliveries), outcome.tokens())
             records += observation_records(number, experiment.method.observe(state, model))
             with outcome.clock.phase("evaluate"):
@@ -310,6 +326,43 @@ def _ended(experiment: Experiment, last: int, delivery: Delivery) -> RunResult:
 
 def _evaluations(records: Iterable[Record]) -> list[EvaluationRecord]:
     return [record for record in records if isinstance(record, EvaluationRecord)]
+
+
+def _charged(experiment: Experiment, number: int) -> list[ClientInfo]:
+    """Returns the clients whose budgets reach for a round, after entering it in the accounts of those it asks."""
+    privacy, rules = experiment.privacy, experiment.config.federation
+    assert privacy is not None
+    clients = [client for client in experiment.clients if privacy.accounts.affords(client, number)]
+    if clients:
+        seed = experiment.config.seed
+        asked = sample(number, clients, rules.participation, seed, over_selection=rules.over_selection)
+        privacy.accounts.charge(number, asked, clients)
+    return clients
+
+
+def _all_stopped(experiment: Experiment, state: Payload, last: int, accepted: Collection[int]) -> None:
+    """Says that no client can afford another round, and sees to the scores after the last.
+
+    Raises:
+        ConfigError: not even the first round was affordable.
+    """
+    if last == 0:
+        raise ConfigError(
+            "No client's privacy budget reaches for the first round.",
+            "Raise privacy.max_epsilon or privacy.noise_multiplier, or lower training.steps.",
+        )
+    experiment.progress.message(f"Every client's privacy budget is spent: the run ends after round {last}.")
+    log = RunLog(experiment.folder)
+    if not any(record.round == last for record in _evaluations(log.read())):
+        log.append(*evaluate_state(experiment, state, last))
+        _save(experiment, last, state, accepted)
+
+
+def _tell_spent(progress: Progress, spent: PrivacyRecord) -> None:
+    """Reports what the clients have spent, and who takes part no more."""
+    highest = max(spent.epsilon, default=0.0)
+    stopped = f"; stopped: {', '.join(map(str, spent.stopped))}" if spent.stopped else ""
+    progress.message(f"Round {spent.round}: ε up to {highest:.3f} at δ = {spent.delta:g} per {spent.unit}{stopped}")
 
 
 def _round_record(outcome: Outcome, seconds: float) -> RoundRecord:
@@ -357,6 +410,11 @@ def _write_facts(experiment: Experiment) -> None:
     )
     write_json(folder / "partition.json", partition_record.model_dump(mode="json"))
     write_json(folder / METHOD, method_record(method_of(experiment.config), experiment.method))
+    if experiment.privacy is not None:
+        guarantee = experiment.privacy.guarantee()
+        write_json(folder / PRIVACY, {"guarantee": guarantee})
+        for sentence in guarantee:
+            experiment.progress.message(sentence)
     write_text(folder / "config.yaml", experiment.config.resolved_yaml())
 
 

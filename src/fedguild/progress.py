@@ -18,7 +18,7 @@ class Progress(Protocol):
         ...
 
     def step(self, done: int, total: int, loss: float) -> None:
-        """`done` of the current cohort's `total` training steps are over; `loss` is its clients' mean."""
+        """`done` of the current cohort's `total` steps are over; `loss` is its clients' mean, NaN if withheld."""
         ...
 
     def evaluated(self, scores: Mapping[str, float]) -> None:

@@ -9,11 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedguild.client.privacy_rules import PrivacyRules, said
 from fedguild.costs.flops import cost
 from fedguild.evaluation.expert_usage import expert_utilisation
 from fedguild.evaluation.scores import Scores, Summary
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
+from fedguild.server.engine import Delivery
 from fedguild.server.method import Observation
 from fedguild.server.rounds import Outcome
 from fedguild.server.run_log import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
@@ -21,13 +23,20 @@ from fedguild.server.run_log import ClientRecord, EvaluationRecord, ObservationR
 Where = tuple[Literal["budget", "client", "trained", "received", "pooled"], int, Literal["test", "validation"]]
 
 
-def client_records(outcome: Outcome, model: ModelInfo) -> list[ClientRecord]:
-    """Returns a record for each client that trained in the round."""
+def client_records(outcome: Outcome, model: ModelInfo, rules: PrivacyRules | None = None) -> list[ClientRecord]:
+    """Returns a record for each client that trained in the round, without what it withholds.
+
+    Args:
+        outcome: The round.
+        model: The backbone's description.
+        rules: The run's differential privacy; None without.
+    """
     records = []
     for delivery in outcome.deliveries:
         client, plan, report = delivery.task.client, delivery.plan, delivery.report
         traffic = outcome.traffic[client.index]
-        sequence = max(1, round(report.tokens / max(1, report.examples)))
+        sequence, told = max(1, round(report.tokens / max(1, report.examples))), not report.withheld
+        steps = report.steps if told or rules is None else _public_steps(rules, delivery)
         records.append(
             ClientRecord(
                 round=outcome.round,
@@ -35,19 +44,27 @@ def client_records(outcome: Outcome, model: ModelInfo) -> list[ClientRecord]:
                 budget=client.budget.name,
                 active_experts=plan.active_experts or model.top_k,
                 rank=plan.rank,
-                examples=client.examples,
-                steps=report.steps,
-                tokens=report.tokens,
-                train_loss=report.loss,
+                examples=said(rules, client),
+                steps=steps if told or rules is not None else None,
+                tokens=report.tokens if told else None,
+                train_loss=report.loss if told else None,
                 upload_bytes=traffic.upload_bytes,
                 download_bytes=traffic.download_bytes,
                 upload_parts=dict(traffic.upload_by_part),
-                training_flops=float(cost(model, plan).training_flops(report.tokens, sequence)),
+                training_flops=float(cost(model, plan).training_flops(report.tokens, sequence)) if told else None,
                 peak_memory_bytes=delivery.peak_memory_bytes,
-                seconds=report.seconds,
+                seconds=report.seconds if told else None,
             )
         )
     return records
+
+
+def _public_steps(rules: PrivacyRules, delivery: Delivery) -> int | None:
+    """Returns a training's steps where they follow from what is public: 0 of one that failed; None elsewhere."""
+    public = rules.said_steps(delivery.task.client.examples)
+    if public is None:
+        return None
+    return delivery.report.steps or (0 if delivery.failure else public)
 
 
 def evaluation_record(

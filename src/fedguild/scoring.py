@@ -14,6 +14,7 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.costs.flops import cost
 from fedguild.data import Example
 from fedguild.data.corpora import corpus_spec
+from fedguild.errors import ConfigError
 from fedguild.evaluation.metrics import METRICS, load_metrics
 from fedguild.evaluation.tasks import Scoring
 from fedguild.evaluation.tasks import evaluate as score
@@ -42,6 +43,7 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
     records = _scored(experiment, global_models, [pooled] * len(global_models), ("budget", number, split))
     summary: list[Record] = [summary_record("mean", records)] if records else []
     if settings.clients or not (global_models or settings.trained):
+        _require_public_scores(experiment)
         scored = _client_scores(experiment, "client", state, number, split)
         summary.append(summary_record("mtal", scored))
         records += scored
@@ -62,6 +64,16 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
         or {record.name: record.score for record in summary if isinstance(record, EvaluationRecord)}
     )
     return [*records, *summary]
+
+
+def _require_public_scores(experiment: Experiment) -> None:
+    """Raises ConfigError if clients would score their own models, and differential privacy does not declare that."""
+    privacy = experiment.config.privacy
+    if privacy.unit != "none" and "scores" not in privacy.public:
+        raise ConfigError(
+            "There is no global model to score here, and scores of the clients' own models are not public.",
+            "Declare them, privacy.public=[scores], or let a server with examples of its own score (reads_data).",
+        )
 
 
 def _client_scores(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from uuid import uuid4
@@ -29,10 +31,12 @@ from fedguild.data.batches import Encoded, encode
 from fedguild.data.given import GivenData, given_parts, source
 from fedguild.data.sampling import sample
 from fedguild.engines.coded import CodedEngine
+from fedguild.engines.cohorts import OnStep
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
 from fedguild.evaluation.metrics import Metric, load_metrics
 from fedguild.files import write_text
+from fedguild.guarantee import Privacy, check_privacy, privacy_of, rules_of
 from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone, describe_config, inspect_model, is_at_hand, load_backbone, pick_device
 from fedguild.model.info import ModelInfo
@@ -127,6 +131,18 @@ class Experiment:
     remote: Remote | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
+    @cached_property
+    def privacy(self) -> Privacy | None:
+        """The run's differential privacy; None without."""
+        return privacy_of(self.config, self.folder, self._training_examples, real=self.remote is not None)
+
+    def _training_examples(self, client: int) -> int:
+        """Returns the number of a client's training examples; of a real one as it says, of which weights may differ."""
+        if self.remote is None:
+            return len(self.data.clients[client].train)
+        said = self.data.sizes()["train"][client]  # 0 for one that joined later
+        return said or next(each.examples for each in self.clients if each.index == client)
+
 
 def prepare_data(config: Config, folder: Path | None = None, given: GivenData | None = None) -> PreparedData:
     """Loads the corpus, partitions it over the clients and splits every client's share.
@@ -204,9 +220,11 @@ def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method
         if model.moe:
             model.require_active_experts(budget.active_experts, f"federation.budgets: '{budget.name}'")
     shapes = [adapter_shapes(model, method.plan(model, budget)) for budget in budgets.values()]
-    _require_mean(method, federation.robust, equal_shapes=all(one == shapes[0] for one in shapes))
+    equal_shapes = all(one == shapes[0] for one in shapes)
+    _require_mean(method, federation.robust, equal_shapes=equal_shapes)
     if federation.secure:
         _require_secure(method, federation, model, list(budgets.values()))
+    check_privacy(method, config, equal_shapes=equal_shapes)
     return method, budgets
 
 
@@ -311,8 +329,9 @@ def prepare(
     prepared = prepare_data(config, output, data)
     progress.stage(f"Loading the model {config.model.path}")
     backbone = load_model(config)
+    rules, sizes = rules_of(config), [len(client.train) for client in prepared.clients]
     clients = [
-        ClientInfo(index, tiers[tier.name], len(prepared.clients[index].train))
+        ClientInfo(index, tiers[tier.name], rules.said_examples(sizes[index]) if rules else sizes[index])
         for index, tier in enumerate(config.federation.budget_per_client())
     ]
     memory = ClientMemory(output / MEMORY, trained=config.evaluation.trained)
@@ -349,10 +368,14 @@ def make_engine(experiment: Experiment) -> Engine:
         return experiment.remote.engine
     federation = experiment.config.federation
     engine = _ENGINES[federation.engine.name](experiment)
+    if experiment.privacy is not None:
+        engine = experiment.privacy.simulated(engine)  # noise before anything else sees an upload
     if federation.secure:
         from fedguild.engines.secure import SecureEngine
 
-        return SecureEngine(engine, experiment.budgets, federation.clients, federation.norm_limit)
+        return SecureEngine(
+            engine, experiment.budgets, federation.clients, federation.norm_limit, reported=experiment.privacy is None
+        )
     return engine if federation.codec == "fp32" else CodedEngine(engine, federation.codec)
 
 
@@ -360,9 +383,10 @@ def guard_of(experiment: Experiment) -> Guard | None:
     """Returns the protection of a run's state: always with real clients, in a simulation where the config asks for it.
 
     A simulation's clients run this program's own code, and its engines agree bit for bit. Masked uploads cannot be
-    compared.
+    compared. Noise that the server adds itself bounds every upload, and comparing them would tell of them, so there is
+    no guard then.
     """
-    if experiment.config.federation.secure:
+    if experiment.config.federation.secure or experiment.config.privacy.is_central:
         return None
     rules, real = experiment.config.federation, experiment.remote is not None
     factor = (NORM_FACTOR if real else None) if rules.norm_factor == "auto" else rules.norm_factor
@@ -388,6 +412,7 @@ def secure_of(experiment: Experiment) -> SecureAggregation | None:
         rules.secure_share,
         rules.secure_clients,
         rules.secure_unheld,
+        reported=experiment.privacy is None,
     )
 
 
@@ -400,8 +425,15 @@ def _local_engine(experiment: Experiment) -> Engine:
         experiment.memory,
         cohort_size=config.federation.cohort_size,
         seed=config.seed,
-        on_step=experiment.progress.step,
+        on_step=_on_step(experiment),
+        private=None if experiment.privacy is None else experiment.privacy.dp_sgd(),
     )
+
+
+def _on_step(experiment: Experiment) -> OnStep:
+    """Returns what reports an optimizer step, without the loss where it is withheld for privacy."""
+    step = experiment.progress.step
+    return step if experiment.privacy is None else lambda done, total, _: step(done, total, math.nan)
 
 
 def _ray_engine(experiment: Experiment) -> Engine:
@@ -425,7 +457,8 @@ def _ray_engine(experiment: Experiment) -> Engine:
         actors=settings.actors,
         gpu_fraction=settings.gpu_fraction,
         cpus_per_actor=settings.cpus_per_actor,
-        on_step=experiment.progress.step,
+        on_step=_on_step(experiment),
+        private=None if experiment.privacy is None else experiment.privacy.dp_sgd(),
     )
 
 

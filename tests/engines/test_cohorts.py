@@ -26,6 +26,8 @@ from fedguild.errors import ConfigError, FedGuildError
 from fedguild.methods import build_method
 from fedguild.packing import unpack
 from fedguild.payload import Payload
+from fedguild.privacy.dp_sgd import DpSgd
+from fedguild.privacy.noise import Noise
 from fedguild.server.engine import Terms
 from fedguild.setup import make_engine, prepare
 from fedguild.wire.codec import encode
@@ -102,8 +104,12 @@ def test_examples_survive_the_way_to_an_actor():
 
 def test_settings_and_clients_survive_as_plain_values():
     assert TrainingSettings(**json.loads(json.dumps(SETTINGS.model_dump()))) == SETTINGS
-    job = CohortJob("flame", {"rank": 3}, 4, CLIENTS)
-    assert CohortJob.from_plain(json.loads(json.dumps(job.to_plain()))) == job
+    dp = DpSgd(1.0, 0.5, 0.1, 3, 8.0, Noise(b"key"))
+    for private in ((), (dp.to_plain(),) * len(CLIENTS)):
+        job = CohortJob("flame", {"rank": 3}, 4, CLIENTS, private=private)
+        assert CohortJob.from_plain(json.loads(json.dumps(job.to_plain()))) == job
+    again = DpSgd.from_plain(json.loads(json.dumps(dp.to_plain())))
+    assert (again.noise.key, again.to_plain()) == (b"key", dp.to_plain())
 
 
 @pytest.mark.parametrize("memory", [None, Payload({"gate": torch.ones(3)}, {"steps": 2})])

@@ -15,6 +15,7 @@ import torch
 from fedguild import experiment
 from fedguild.config import load_config
 from fedguild.config.federation import FederationSettings
+from fedguild.config.privacy import PrivacySettings
 from fedguild.errors import ConfigError, FedGuildError
 from fedguild.methods import METHODS
 from fedguild.payload import Payload
@@ -75,12 +76,14 @@ class SharedEngines:
         if model not in self.engines:
             chosen = load_config("flame/tiny-tasks", [engine_setting(2)]).federation.engine
             federation = run.config.federation.model_copy(update={"engine": chosen})
-            engine = make_engine(replace(run, config=run.config.model_copy(update={"federation": federation})))
+            changes = {"federation": federation, "privacy": PrivacySettings()}
+            engine = make_engine(replace(run, config=run.config.model_copy(update=changes)))
             assert isinstance(engine, RayEngine)
             self.engines[model] = engine
         engine = self.engines[model]
         engine.memory, engine.ledger = run.memory, engine.ledger.beside(run.memory)
-        return BorrowedEngine(engine)
+        engine.private = None if run.privacy is None else run.privacy.dp_sgd()
+        return BorrowedEngine(engine) if run.privacy is None else run.privacy.simulated(BorrowedEngine(engine))
 
 
 class BorrowedEngine:
@@ -98,6 +101,12 @@ def shared(_one_ray: None) -> Iterator[SharedEngines]:
     yield engines
     for engine in engines.engines.values():
         engine.close()
+
+
+def test_dp_sgd_on_actors_gives_the_bits_of_the_local_engine(models, shared, tmp_path):
+    privacy = ["privacy.unit=example", "privacy.noise_multiplier=2", "privacy.sample_rate=0.1"]
+    scores = ["evaluation.clients=false", "evaluation.trained=false"]
+    assert_equal_to_local("fedit", models, tmp_path, shared.make, *privacy, *scores)
 
 
 @pytest.mark.parametrize("label", LABELS)

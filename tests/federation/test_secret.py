@@ -14,12 +14,13 @@ from fedguild.config import Config
 from fedguild.engines.flower.engine import read_payload
 from fedguild.engines.flower.message import Message
 from fedguild.errors import FedGuildError
-from fedguild.federation.secret import SECRET_BYTES, private_seed, run_secret
+from fedguild.federation.secret import private_seed
 from fedguild.federation.trainer_service import TrainerService, run_metadata
 from fedguild.methods import build_method
 from fedguild.methods.fedamole.embedding_privacy import privatised
 from fedguild.methods.fedamole.pool import EXPERT, TOKEN
 from fedguild.payload import Payload
+from fedguild.privacy.secret import SECRET_BYTES, run_secret
 from fedguild.seeding import numpy_rng, torch_rng
 from fedguild.setup import fit_method, load_model
 from fedguild.wire.codec import encode

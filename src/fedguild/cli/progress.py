@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -55,7 +56,8 @@ class TerminalProgress:
 
     def step(self, done: int, total: int, loss: float) -> None:
         """Advances the bar."""
-        self._bar.update(self._task, completed=done, total=total, loss=f"loss {loss:.3f}")
+        shown = "" if math.isnan(loss) else f"loss {loss:.3f}"
+        self._bar.update(self._task, completed=done, total=total, loss=shown)
 
     def evaluated(self, scores: Mapping[str, float]) -> None:
         """Prints a line with the score of every budget."""

@@ -110,7 +110,11 @@ def record_of(
     found = run_table(run)
     summaries = {name: getattr(found, name) for name in SUMMARIES}
     cost = mean_cost(totals.cost for totals in client_totals(run))
-    trained = {row.budget.name: row.cost.training_flops for row in found.rows if row.cost}
+    trained = {
+        row.budget.name: row.cost.training_flops
+        for row in found.rows
+        if row.cost and row.cost.training_flops is not None
+    }
     perplexity = {row.budget.name: row.metrics["perplexity"] for row in found.rows if "perplexity" in row.metrics}
     return CellRecord(
         table=table,

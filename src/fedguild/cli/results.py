@@ -11,11 +11,15 @@ def show_run(folder: Path, as_json: bool) -> None:
     """Prints a run's table and the path of its report, or the table as JSON."""
     from fedguild.report.html import REPORT_FILE
     from fedguild.report.run_folder import load_run
-    from fedguild.report.tables import run_table
+    from fedguild.report.tables import privacy_grid, run_table
 
-    table = run_table(load_run(folder))
+    run = load_run(folder)
+    table, privacy = run_table(run), privacy_grid(run)
     if as_json:
-        show_json({"folder": str(folder), **table.to_json()})
+        spent = {"privacy": run.privacy[-1].model_dump(mode="json")} if run.privacy else {}
+        show_json({"folder": str(folder), **table.to_json(), **spent})
     else:
         show(table.grid().to_rich())
+        if privacy is not None:
+            show(privacy.to_rich())
         note(f"Report: {folder / REPORT_FILE}")

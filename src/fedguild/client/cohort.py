@@ -7,6 +7,7 @@ optimizer has its own state, and it stops after its own last step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,11 +22,13 @@ from fedguild.client.optimizer import SlotOptimizer
 from fedguild.client.schedule import learning_rate, plan_steps
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, SlotBatch, collate
+from fedguild.errors import ConfigError
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.moe.statistics import RoutingStatistics
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
+from fedguild.privacy.dp_sgd import DpSgd
 from fedguild.seeding import derive, numpy_rng
 
 
@@ -56,6 +59,8 @@ class LocalReport:
         examples: Examples seen, repeats counted.
         loss: Mean loss over its response tokens, in nats.
         seconds: The cohort's training time times this client's share of its tokens.
+        withheld: Whether the client says none of this, except the steps where they follow from what is public; the
+            figures are 0 then.
     """
 
     steps: int = 0
@@ -63,6 +68,7 @@ class LocalReport:
     examples: int = 0
     loss: float = 0.0
     seconds: float = 0.0
+    withheld: bool = False
     _targets: int = field(default=0, repr=False)
     _loss_sum: float = field(default=0.0, repr=False)
 
@@ -87,8 +93,10 @@ class Cohort:
         round_index: The round, from 1.
         seed: The run's seed.
         pad_id: Token id of padding.
-        on_step: Called after each optimizer step with (steps done, total steps, mean loss).
+        on_step: Called after each optimizer step with (steps done, total steps, mean loss; NaN where it is withheld).
         keep_trained: Whether to copy what the training leaves, to be scored.
+        private: Each client's DP-SGD, in slot order, if the cohort trains with differential privacy per example. It is
+            then trained by `fedguild.client.training.train`, once, and in no other way.
 
     Attributes:
         trained: With `keep_trained`, every client's adapter as its training left it, frozen tensors included; what
@@ -106,6 +114,7 @@ class Cohort:
         pad_id: int = 0,
         on_step: Callable[[int, int, float], None] | None = None,
         keep_trained: bool = False,
+        private: Sequence[DpSgd] | None = None,
     ) -> None:
         self.model = model
         self.work = tuple(work)
@@ -119,6 +128,7 @@ class Cohort:
         self.keep_trained = keep_trained
         self.trained: list[dict[str, Tensor]] = [{} for _ in work]
         self.routing: RoutingStatistics | None = None
+        self.private = None if private is None else tuple(private)
         self._on_step = on_step
         self._before: tuple[Tensor, Tensor] | None = None
 
@@ -158,6 +168,7 @@ class Cohort:
         Returns:
             The examples held out. If the client has only one example, it is returned and also stays in training.
         """
+        self.require_not_private("holds examples out of the training")
         part = self.work[slot]
         count = min(limit, max(1, round(fraction * len(part.examples))))
         order = numpy_rng(self.seed, "held out", part.client.index).permutation(len(part.examples)).tolist()
@@ -177,6 +188,7 @@ class Cohort:
         Args:
             examples: `examples[slot]`, the rows of every slot; may be empty for some.
         """
+        self.require_not_private("runs the model over examples beside the training")
         self.model.dropout.seed(None)
         size = self.settings.batch_size
         longest = max((len(rows) for rows in examples), default=0)
@@ -207,7 +219,9 @@ class Cohort:
                 pad_id=self.pad_id,
                 on_step=self._on_step,
                 keep_trained=self.keep_trained,
+                private=self.private,
             )
+            self.private = None if self.private is None else ()
             yield again
         self.trained = again.trained
         for report, more in zip(self.reports, again.reports, strict=True):
@@ -227,6 +241,7 @@ class Cohort:
             settings: The settings of this training.
             purpose: Separates its randomness from this cohort's.
         """
+        self.require_not_private("trains twice in a round")
         return Cohort(
             self.model,
             self.work,
@@ -249,6 +264,21 @@ class Cohort:
             report.examples += more.examples
             report.seconds += seconds * more.tokens / max(1, total)
 
+    def require_not_private(self, what: str) -> None:
+        """Refuses a use of the examples that differential privacy per example does not account for.
+
+        Args:
+            what: What the method does, as a verb phrase.
+
+        Raises:
+            ConfigError: the cohort trains with differential privacy per example.
+        """
+        if self.private is not None:
+            raise ConfigError(
+                f"privacy.unit is example, but the method {what}.",
+                "Set privacy.unit=client, or choose a method that trains by fedguild.client.training.train alone.",
+            )
+
     @property
     def trainables(self) -> Mapping[str, SlotTensor]:
         """Every trainable of all slots, by name."""
@@ -262,6 +292,7 @@ class Cohort:
         Args:
             most: Each client's largest number of optimizer steps, to shorten the round.
         """
+        self.require_not_private("has a training loop of its own")
         plans = [
             plan_steps(
                 len(part.examples), self.settings, numpy_rng(self.seed, "batches", self.round, part.client.index)
@@ -281,10 +312,7 @@ class Cohort:
                 self._record_step(columns)
                 if self._on_step is not None:
                     self._on_step(index + 1, total, self.mean_loss())
-        self.model.dropout.seed(None)
-        if self.keep_trained:
-            self.trained = [self.model.read(slot, frozen=True) for slot in range(len(self.work))]
-        self._share_time(time.perf_counter() - started)
+        self.finish(time.perf_counter() - started)
 
     def mean_loss(self) -> float:
         """Returns the clients' mean training loss so far."""
@@ -295,7 +323,7 @@ class Cohort:
         for picks in zip_longest(*columns, fillvalue=[]):
             rows = [[part.examples[i] for i in pick] for part, pick in zip(self.work, picks, strict=True)]
             batches.append((rows, collate(rows, self.pad_id, self.model.seq2seq)))
-        whole = [sum(_targets(rows[slot]) for rows, _ in batches) for slot in range(len(self.work))]
+        whole = [sum(targets_of(rows[slot]) for rows, _ in batches) for slot in range(len(self.work))]
         rates = [learning_rate(self.settings, index, total, self.round) if index < total else None for total in totals]
         self.optimizer.zero_grad()
         for part, (rows, batch) in enumerate(batches):
@@ -315,6 +343,18 @@ class Cohort:
         tokens = sum(report.tokens for report in self.reports)
         for report in self.reports:
             report.seconds = seconds * report.tokens / max(1, tokens)
+
+    def tell_step(self, done: int, total: int) -> None:
+        """Reports an optimizer step without its loss, which is NaN."""
+        if self._on_step is not None:
+            self._on_step(done, total, math.nan)
+
+    def finish(self, seconds: float) -> None:
+        """Ends a training: dropout off, the models to be scored copied, the time shared among the clients."""
+        self.model.dropout.seed(None)
+        if self.keep_trained:
+            self.trained = [self.model.read(slot, frozen=True) for slot in range(len(self.work))]
+        self._share_time(seconds)
 
 
 class Step:
@@ -355,7 +395,7 @@ class Step:
             label_smoothing: See `SlotModel.token_losses`.
         """
         losses = self.cohort.model.token_losses(self.batch, label_smoothing)
-        counts = [_targets(rows) for rows in self._rows]
+        counts = [targets_of(rows) for rows in self._rows]
         sums = torch.stack([part.sum() for part in losses.split(counts)])
         self._report(sums.detach(), counts)
         whole = torch.tensor([max(1, count) for count in self._targets], dtype=sums.dtype)
@@ -371,7 +411,7 @@ class Step:
         They add up to 1 over accumulated passes, so that a regulariser that is a mean over a pass's tokens
         weighs as much as the loss. A client that has finished gives 0.
         """
-        parts = [_targets(rows) / max(1, whole) for rows, whole in zip(self._rows, self._targets, strict=True)]
+        parts = [targets_of(rows) / max(1, whole) for rows, whole in zip(self._rows, self._targets, strict=True)]
         return torch.tensor(parts, device=self.cohort.model.device)
 
     def activations(self) -> tuple[Tensor, Tensor]:
@@ -407,6 +447,6 @@ class Step:
             report.loss = report._loss_sum / max(1, report._targets)
 
 
-def _targets(rows: Sequence[Encoded]) -> int:
+def targets_of(rows: Sequence[Encoded]) -> int:
     """Returns the number of tokens that the loss of these rows covers."""
     return sum(len(row.input_ids) - max(row.prompt_length, 1) for row in rows)

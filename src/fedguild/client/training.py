@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from fedguild.client.cohort import Cohort
+from fedguild.client.private_training import train_privately
 from fedguild.payload import ADAPTER, Payload
 
 
@@ -21,15 +22,19 @@ def train(cohort: Cohort, penalty: Callable[[], Tensor] | None = None, *, keep: 
 
     Args:
         cohort: The clients, their trainables loaded.
-        penalty: Returns [S], a term added to each client's loss once per optimizer step, with gradients.
+        penalty: Returns [S], a term added to each client's loss once per optimizer step, with gradients; a function of
+            the trainables alone.
         keep: Whether the clients keep their trained adapters in their memory.
     """
-    for step in cohort.steps():
-        loss = step.forward()
-        if penalty is not None and step.is_update:
-            loss = loss + penalty()
-        step.backward(loss)
-        step.apply()
+    if cohort.private is not None:
+        train_privately(cohort, penalty)
+    else:
+        for step in cohort.steps():
+            loss = step.forward()
+            if penalty is not None and step.is_update:
+                loss = loss + penalty()
+            step.backward(loss)
+            step.apply()
     uploads = trained_adapters(cohort)
     if keep:
         for slot, upload in enumerate(uploads):

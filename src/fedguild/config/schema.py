@@ -14,6 +14,7 @@ from pydantic import Field, model_serializer, model_validator
 from fedguild.config.base import Section
 from fedguild.config.data import DataSettings
 from fedguild.config.federation import FederationSettings
+from fedguild.config.privacy import PrivacySettings
 from fedguild.config.training import TrainingSettings
 
 NOT_IN_FINGERPRINT = (
@@ -39,7 +40,7 @@ LEFT_OUT_BY_DEFAULT = (
     ("federation", "secure_disclose"),
 )
 """Settings that came after runs had been written: at their default they are not in the fingerprint, so that such runs
-go on."""
+go on. The same holds for the whole section `privacy`."""
 
 
 class NamedSettings(Section):
@@ -195,6 +196,7 @@ class Config(Section):
     data: DataSettings = Field(default_factory=DataSettings, description="The corpus and its partition.")
     federation: FederationSettings = Field(default_factory=FederationSettings, description="Clients and rounds.")
     training: TrainingSettings = Field(default_factory=TrainingSettings, description="Local training.")
+    privacy: PrivacySettings = Field(default_factory=PrivacySettings, description="Differential privacy.")
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings, description="Scoring.")
     tracking: TrackingSettings = Field(
         default_factory=TrackingSettings, description="Further destinations of the metrics."
@@ -229,5 +231,7 @@ class Config(Section):
         for section, key in LEFT_OUT_BY_DEFAULT:
             if getattr(getattr(self, section), key) == type(getattr(self, section)).model_fields[key].default:
                 del settings[section][key]
+        if self.privacy == PrivacySettings():
+            del settings["privacy"]
         canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()

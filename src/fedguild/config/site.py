@@ -84,6 +84,13 @@ class AcceptSettings(Section):
         description="Parts that a run with secure aggregation may ask for in the clear (federation.secure_disclose); "
         "`scores`: the scores of this site's own model.",
     )
+    max_epsilon: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest epsilon that all runs together may spend of this site's privacy; runs whose clients do "
+        "not add the noise are then refused. null: no limit.",
+    )
+    delta: float = Field(default=1e-5, gt=0, lt=1, description="delta of max_epsilon.")
 
 
 class SiteSettings(Section):

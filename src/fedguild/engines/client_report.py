@@ -39,6 +39,7 @@ class ClientReport:
             "seconds": self.training.seconds,
             "frequency": None if self.frequency is None else self.frequency.tolist(),
             "peak_memory_bytes": self.peak_memory_bytes,
+            "withheld": self.training.withheld,
         }
 
     @classmethod
@@ -52,7 +53,10 @@ class ClientReport:
         """
         try:
             counts = {name: int(values[name]) for name in ("steps", "tokens", "examples")}
-            training = LocalReport(**counts, loss=float(values["loss"]), seconds=float(values["seconds"]))
+            withheld = bool(values.get("withheld", False))
+            training = LocalReport(
+                **counts, loss=float(values["loss"]), seconds=float(values["seconds"]), withheld=withheld
+            )
             frequency = None if values["frequency"] is None else torch.tensor(values["frequency"], dtype=torch.float32)
             peak = None if values["peak_memory_bytes"] is None else int(values["peak_memory_bytes"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:

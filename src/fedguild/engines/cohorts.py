@@ -14,6 +14,7 @@ from typing import Generic, Literal, TypeVar
 import psutil
 import torch
 
+from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merge_ledger import VERSION, merge_version
@@ -27,6 +28,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
+from fedguild.privacy.dp_sgd import DpSgd
 from fedguild.server.engine import Delivery, Task, Terms, not_needed
 from fedguild.server.method import Method
 from fedguild.server.sampling import fastest
@@ -35,6 +37,7 @@ CohortSize = int | Literal["auto"]
 Planned = tuple[Task, AdapterPlan]
 Member = TypeVar("Member")
 OnStep = Callable[[int, int, float], None]
+Private = Callable[[ClientInfo, int], DpSgd]
 
 MEMORY_SHARE = 0.6
 """Share of the free memory that `auto` fills with clients."""
@@ -79,12 +82,14 @@ class Trainer:
         settings: How clients train.
         seed: The run's seed.
         on_step: Called after each optimizer step with the cohort's (steps done, steps in all, mean loss).
+        private: Returns a client's DP-SGD in a round; None to train without.
     """
 
     backbone: Backbone
     settings: TrainingSettings
     seed: int
     on_step: OnStep | None = None
+    private: Private | None = None
 
     def train(
         self,
@@ -118,6 +123,7 @@ class Trainer:
                 pad_id=self.backbone.tokenizer.pad_token_id if self.backbone.tokenizer is not None else 0,
                 on_step=self.on_step,
                 keep_trained=keep_trained,
+                private=None if self.private is None else [self.private(part.client, round_index) for part in work],
             )
             uploads = method.local_update(cohort)
         peak = peak_bytes(self.backbone.device)

@@ -15,6 +15,7 @@ from fedguild.engines.cohorts import (
     FittingCohorts,
     OnStep,
     Planned,
+    Private,
     Trained,
     Trainer,
     delivery,
@@ -43,6 +44,7 @@ class LocalEngine:
         on_step: Called after each optimizer step with the cohort's (steps done, steps in all, mean
             loss).
         ledger: The changes to the backbone that were received; by default in a folder beside `memory`.
+        private: Returns a client's DP-SGD in a round; None to train without.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class LocalEngine:
         seed: int,
         on_step: OnStep | None = None,
         ledger: MergeLedger | None = None,
+        private: Private | None = None,
     ) -> None:
         self.backbone = backbone
         self.examples = examples
@@ -64,7 +67,7 @@ class LocalEngine:
         self.cohort_size = cohort_size
         self.seed = seed
         self.ledger = ledger or MergeLedger.beside(memory)
-        self.trainer = Trainer(backbone, settings, seed, on_step)
+        self.trainer = Trainer(backbone, settings, seed, on_step, private)
 
     def train(
         self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL

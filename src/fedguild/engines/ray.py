@@ -25,6 +25,7 @@ from fedguild.engines.cohorts import (
     CohortSize,
     OnStep,
     Planned,
+    Private,
     Trained,
     delivery,
     plan_groups,
@@ -66,6 +67,7 @@ class RayEngine:
         cpus_per_actor: CPU cores of an actor, and its threads.
         on_step: Called after each cohort with (cohorts done, cohorts in all, its clients' mean loss).
         ledger: The changes to the backbone that were received; by default in a folder beside `memory`.
+        private: Returns a client's DP-SGD in a round; None to train without.
 
     Raises:
         ConfigError: Ray cannot be reached, or has no room for the actors.
@@ -87,7 +89,9 @@ class RayEngine:
         cpus_per_actor: int = 1,
         on_step: OnStep | None = None,
         ledger: MergeLedger | None = None,
+        private: Private | None = None,
     ) -> None:
+        self.private = private
         self.memory = memory
         self.ledger = ledger or MergeLedger.beside(memory)
         self.cohort_size = cohort_size
@@ -160,7 +164,9 @@ class RayEngine:
             yield from (Delivery(task, None, plan, failure=error.message) for task, plan in planned)
             return
         cohorts = [cohort for members in plan_groups(planned) for cohort in self._cohorts(method, members)]
-        scheduler = _Scheduler(method, cohorts, merges, self.memory, self._actors, self._new_actor, deadline)
+        scheduler = _Scheduler(
+            method, cohorts, merges, self.memory, self._actors, self._new_actor, deadline, self.private
+        )
         for position, cohort in enumerate(cohorts):
             trained = scheduler.result(position)
             if isinstance(trained, str):
@@ -215,6 +221,7 @@ class _Scheduler:
         actors: The engine's actors; a dead one is replaced in place.
         new_actor: Creates an actor.
         deadline_seconds: No cohort starts later than this after the scheduler's creation; None for no deadline.
+        private: Returns a client's DP-SGD in a round; None to train without.
     """
 
     def __init__(
@@ -226,7 +233,9 @@ class _Scheduler:
         actors: list[Any],
         new_actor: Callable[[], Any],
         deadline_seconds: float | None,
+        private: Private | None = None,
     ) -> None:
+        self.private = private
         self.method, self.cohorts, self.memory = method, cohorts, memory
         self.actors, self.new_actor, self.deadline = actors, new_actor, deadline_seconds
         self.started = time.monotonic()
@@ -278,7 +287,8 @@ class _Scheduler:
             tasks = [task for task, _ in self.cohorts[position]]
             downloads = [self._put(task.download) for task in tasks]
             memories = [encode(self.memory.load(task.client.name, task.round)) for task in tasks]
-            job = _job(self.method, self.cohorts[position], keep_trained=self.memory.trained is not None)
+            keep_trained = self.memory.trained is not None
+            job = _job(self.method, self.cohorts[position], keep_trained=keep_trained, private=self.private)
             train = self.actors[seat].train.options(num_returns=2)
             summary, payloads = train.remote(job, *downloads, *memories, self.merges)
             self.running[summary] = seat, position, payloads
@@ -314,13 +324,16 @@ class _Scheduler:
         return self.downloads[content]
 
 
-def _job(method: Method, members: Sequence[Planned], *, keep_trained: bool = False) -> Plain:
+def _job(
+    method: Method, members: Sequence[Planned], *, keep_trained: bool = False, private: Private | None = None
+) -> Plain:
     """Returns a cohort's job as plain values; the method is identified by its name and options alone."""
     first, *_ = tasks = [task for task, _ in members]
     options = method.settings.model_dump(mode="json")
     digest = str(first.download.scalars.get(DIGEST, ""))
     clients = tuple(task.client for task in tasks)
-    return CohortJob(method.name, options, first.round, clients, digest, keep_trained).to_plain()
+    noisy = () if private is None else tuple(private(client, first.round).to_plain() for client in clients)
+    return CohortJob(method.name, options, first.round, clients, digest, keep_trained, noisy).to_plain()
 
 
 def _content(download: Payload) -> Any:

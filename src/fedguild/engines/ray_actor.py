@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from fedguild.errors import FedGuildError
 from fedguild.methods import build_method
 from fedguild.model.backbone import load_backbone
 from fedguild.packing import pack, unpack
+from fedguild.privacy.dp_sgd import DpSgd
 from fedguild.wire.codec import decode, encode
 
 Plain = dict[str, Any]
@@ -41,6 +42,7 @@ class CohortJob:
         clients: The cohort's clients.
         merge_digest: Digest of the changes that the backbone must hold; empty for none.
         keep_trained: Whether to return the models that the training leaves.
+        private: Each client's DP-SGD (`DpSgd.to_plain`); empty to train without.
     """
 
     method: str
@@ -49,6 +51,7 @@ class CohortJob:
     clients: tuple[ClientInfo, ...]
     merge_digest: str = ""
     keep_trained: bool = False
+    private: tuple[Plain, ...] = ()
 
     def to_plain(self) -> Plain:
         """Returns the job as plain values."""
@@ -58,7 +61,7 @@ class CohortJob:
     def from_plain(cls, plain: Plain) -> CohortJob:
         """Returns the job that `to_plain` wrote."""
         clients = [ClientInfo(one["index"], Budget(**one["budget"]), one["examples"]) for one in plain["clients"]]
-        return cls(**{**plain, "clients": tuple(clients)})
+        return cls(**{**plain, "clients": tuple(clients), "private": tuple(plain["private"])})
 
 
 class CohortActor:
@@ -122,15 +125,17 @@ class CohortActor:
             for client, download, memory in zip(clients, downloads, memories, strict=True)
         ]
         cohorts = FittingCohorts(members, len(members), self.trainer.backbone.device)
+        trainer = self.trainer
+        if request.private:
+            by_client = dict(zip(clients, map(DpSgd.from_plain, request.private), strict=True))
+            trainer = replace(trainer, private=lambda client, _: by_client[client])
         trained: list[Trained] = []
         try:
             self._merge(request.merge_digest, payloads[-1])
             for cohort in cohorts:
                 plans = [method.plan(self.trainer.backbone.info, work.client.budget) for work in cohort]
                 with cohorts.fitting():
-                    trained += self.trainer.train(
-                        method, plans, cohort, request.round, keep_trained=request.keep_trained
-                    )
+                    trained += trainer.train(method, plans, cohort, request.round, keep_trained=request.keep_trained)
         except FedGuildError as error:
             return {"error": error.message, "hint": error.hint}, []
         reports = [result.report.to_json() for result in trained]

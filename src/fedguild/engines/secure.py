@@ -45,6 +45,7 @@ class SecureClients:
         registered: Client index -> registered public key, of all clients.
         norm_limit: Upper limit of an upload's L2 norm, which each client checks itself; None for no limit.
         least: Fewest clients among whom each of them hides.
+        reported: As `SecureAggregation`.
     """
 
     budgets: Sequence[Budget]
@@ -52,6 +53,7 @@ class SecureClients:
     registered: Mapping[int, PublicKey]
     norm_limit: float | None = None
     least: int = FEWEST_CLIENTS
+    reported: bool = True
     _kept: dict[int, _Kept] = field(default_factory=dict)
     _sessions: dict[int, ClientSession] = field(default_factory=dict)
 
@@ -80,8 +82,10 @@ class SecureClients:
             expected_scalars=method.expected_scalars(task.download),
             largest_value=LARGEST_VALUE,
         )
-        form = whole_form(method.linear_form(model, self.budgets), model)
-        terms = whole_terms(method.linear_terms(model, client, task.download, upload), report, frequency)
+        form = method.linear_form(model, self.budgets)
+        terms = method.linear_terms(model, client, task.download, upload)
+        if self.reported:
+            form, terms = whole_form(form, model), whole_terms(terms, report, frequency)
         clear = {name: tensor for name, tensor in upload.tensors.items() if name.partition("/")[0] in form.disclosed}
         self._kept[client.index] = _Kept(form, terms, clear)
 
@@ -118,15 +122,22 @@ class SecureEngine:
         budgets: As `SecureClients`.
         clients: How many clients there are.
         norm_limit: As `SecureClients`.
+        reported: As `SecureAggregation`.
     """
 
     def __init__(
-        self, engine: Engine, budgets: Sequence[Budget], clients: int, norm_limit: float | None = None
+        self,
+        engine: Engine,
+        budgets: Sequence[Budget],
+        clients: int,
+        norm_limit: float | None = None,
+        *,
+        reported: bool = True,
     ) -> None:
         self.engine = engine
         identities = {client: new_identity() for client in range(clients)}
         registered = {client: key.public_key() for client, key in identities.items()}
-        self.clients = SecureClients(budgets, identities, registered, norm_limit)
+        self.clients = SecureClients(budgets, identities, registered, norm_limit, reported=reported)
 
     def train(
         self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL

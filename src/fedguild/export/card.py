@@ -28,6 +28,7 @@ class Origin:
             is the exported folder.
         hub_id: The base model on the hub; empty where it is a folder.
         client: The client whose own model it is; empty for the global one.
+        privacy: What differential privacy its clients were promised; empty for none.
     """
 
     run: str
@@ -38,6 +39,7 @@ class Origin:
     base_code: str
     hub_id: str = ""
     client: str = ""
+    privacy: str = ""
 
     @property
     def owner(self) -> str:
@@ -114,6 +116,7 @@ def _facts(origin: Origin, model: ModelInfo, deployment: Deployment) -> dict[str
         "round": str(origin.round),
         "budget": origin.budget,
         **({"client": origin.client} if origin.client else {}),
+        **({"differential privacy": origin.privacy} if origin.privacy else {}),
         **({"LoRA": f"rank {lora.rank}, scale {lora.scale:g}, on {', '.join(lora.targets)}"} if lora else {}),
         **(
             {"merged into the base": f"the changes of {len(by_version(deployment.merged))} rounds"}

@@ -22,6 +22,7 @@ from fedguild.export.weights import beyond_weights, in_one_adapter
 from fedguild.files import write_text
 from fedguild.model.packaged import PACKAGED, packaged
 from fedguild.payload import Payload
+from fedguild.report.run_folder import load_run
 from fedguild.scoring import evaluated_plan
 from fedguild.server.method import Deployment
 from fedguild.setup import Experiment
@@ -270,8 +271,19 @@ def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subjec
         base=path,
         base_code=f'folder + "/{BASE}"' if path in PACKAGED else f'"{path}"',
         hub_id=path if is_hub_id else "",
+        privacy="" if subject.client else _privacy(experiment, number),
     )
     return deployment, origin
+
+
+def _privacy(experiment: Experiment, number: int) -> str:
+    """Returns what the run promised the clients of its global model after a round; empty for nothing."""
+    if experiment.config.privacy.unit == "none":
+        return ""
+    run = load_run(experiment.folder)
+    spent = [record for record in run.privacy if record.round == number]
+    noise = " ".join(sentence for sentence in run.guarantee if sentence.startswith("Noise:"))
+    return " ".join(f"per {r.unit}, ε up to {max(r.epsilon):.3f} at δ = {r.delta:g}. {noise}" for r in spent)
 
 
 def _deployed(experiment: Experiment, state: Payload, number: int, subject: Subject) -> tuple[Budget, Deployment]:

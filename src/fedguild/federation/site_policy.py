@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.engines.flower.message import Message
 from fedguild.errors import FedGuildError
 from fedguild.files import write_json
+from fedguild.privacy.accounting import Release, epsilon
 from fedguild.wire.schema import MessageKind
 
 REQUESTS: tuple[MessageKind, ...] = ("train", "score", "deliver")
@@ -56,6 +58,8 @@ class SitePolicy:
         max_upload_bytes: Largest encoded upload; None for no limit.
         secure: Whether only runs with secure aggregation are accepted.
         disclose: What such a run may ask for in the clear.
+        max_epsilon: Largest epsilon that all runs together may spend of the site's privacy; None for no limit.
+        delta: The delta of that epsilon.
     """
 
     requests: Collection[str] = REQUESTS
@@ -71,6 +75,8 @@ class SitePolicy:
     max_upload_bytes: int | None = None
     secure: bool = False
     disclose: Collection[str] = ()
+    max_epsilon: float | None = None
+    delta: float = 1e-5
 
     def kind_refusal(self, kind: str) -> str:
         """Returns why a kind of request is refused; empty if it is not."""
@@ -115,6 +121,30 @@ class SitePolicy:
         refused = sorted(set(disclosed) - set(self.disclose)) if secure else []
         if refused:
             return f"the run asks for {', '.join(refused)} in the clear, beyond accept.disclose"
+        return ""
+
+    def privacy_refusal(
+        self, rules: PrivacyRules | None, released: Iterable[Release], following: Release | None
+    ) -> str:
+        """Returns why a round's release is refused; empty if it is not.
+
+        Args:
+            rules: The run's differential privacy; None without.
+            released: What all runs released before.
+            following: What the round would release.
+        """
+        if self.max_epsilon is None:
+            return ""
+        if rules is None or following is None:
+            return "the run has no differential privacy, but accept.max_epsilon limits it"
+        if rules.settings.is_central:
+            return "the server adds the run's noise and would see the upload without, but accept.max_epsilon limits it"
+        spent = epsilon([*released, following], self.delta)
+        if spent > self.max_epsilon:
+            return (
+                f"its privacy is spent: another round would bring all runs together to an epsilon of {spent:.3f} at "
+                f"delta {self.delta:g}, beyond accept.max_epsilon of {self.max_epsilon:g}"
+            )
         return ""
 
     def names_refusal(self, names: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import pydantic
 import fedguild
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
+from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.client.schedule import steps_in_round
 from fedguild.config import Config
 from fedguild.config.data import DataSettings
@@ -26,19 +28,28 @@ from fedguild.engines.client_report import ClientReport
 from fedguild.engines.flower.engine import read_payload
 from fedguild.engines.flower.message import Message
 from fedguild.engines.local import LocalEngine
+from fedguild.engines.private import PrivateEngine
 from fedguild.environment import installed
 from fedguild.errors import ConfigError, FedGuildError, UploadError, nearest
 from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.run import export_own
-from fedguild.federation.secret import private_seed, run_secret
+from fedguild.federation.secret import private_seed
 from fedguild.federation.site_policy import RequestLog, SitePolicy, Terms
+from fedguild.files import write_bytes
+from fedguild.guarantee import rules_of
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
+from fedguild.privacy.accounting import epsilon
+from fedguild.privacy.ledger import FILE as LEDGER
+from fedguild.privacy.ledger import Ledger
+from fedguild.privacy.noise import Noise
+from fedguild.privacy.secret import run_secret
 from fedguild.progress import Silent
 from fedguild.scoring import score_clients
 from fedguild.secure.session import Session as SecureParameters
-from fedguild.server.engine import Task
+from fedguild.server.engine import Engine, Task
+from fedguild.server.privacy_accounts import SLACK
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (
     MEMORY,
@@ -56,8 +67,12 @@ from fedguild.wire.schema import MessageKind, Request, ScoreRequest, SecureReque
 if TYPE_CHECKING:
     from fedguild.engines.secure import SecureClients
 
+LEDGER_NAME = "site"
+"""The name in the site's ledger of the one client that it has."""
 MODELS, LATEST = "models", "latest"
 """Folder of the models that a client takes home, and the link to the newest."""
+ANSWER = "answer"
+"""File of a private run's last answer, after the digest of its request, beside the client's memory."""
 REQUESTS = "requests.json"
 """File of a run's requests that were answered, beside the client's memory."""
 RUN_NAME = re.compile(r"[0-9a-f]{32}")
@@ -75,6 +90,7 @@ class _Session:
     engine: LocalEngine
     secret: bytes
     requests: RequestLog
+    rules: PrivacyRules | None
     clients: SecureClients | None = None
 
 
@@ -94,6 +110,7 @@ class TrainerService:
         self.site = site
         self.folder, self.work = folder, folder / site.work
         self.policy = SitePolicy(**dict(site.accept))
+        self.ledger = Ledger(self.work / LEDGER)
         self.loads = 0
         self._load = load
         self._backbone: Backbone | None = None
@@ -132,6 +149,9 @@ class TrainerService:
             return reply.reply(failure=f"refused by its site: {refusal}")
         budget = self._session(message.run, config).experiment.clients[0].budget.name
         sizes = {name: len(getattr(data, name)) for name in ("train", "validation", "test")}
+        rules = rules_of(config)
+        if rules is not None and not rules.sizes_are_public:
+            sizes = {"train": rules.said_examples(sizes["train"]), "validation": 0, "test": 0}
         backbone_text = f"{backbone.info.name} on {backbone.device}"
         description = {
             "budget": budget,
@@ -154,7 +174,10 @@ class TrainerService:
         _require_none(self.policy.names_refusal(expected) or self._count_refusal(message, session))
         experiment.memory.forget(max(0, message.round - config.federation.keep_checkpoints))
         secret = private_seed(session.secret, experiment.config, message.body)
-        (delivery,) = session.engine.train(method.with_secret(secret), model, [task])
+        if session.rules is not None and (answer := _stored_answer(experiment.folder, message)) is not None:
+            return answer
+        _require_none(self._spent(session, message.run))
+        (delivery,) = self._engine(session).train(method.with_secret(secret), model, [task])
         if delivery.upload is None:
             return message.reply(failure=delivery.failure)
         if session.clients is not None:
@@ -168,7 +191,35 @@ class TrainerService:
         )
         report = ClientReport(delivery.report, delivery.frequency, delivery.peak_memory_bytes)
         metadata = {**report.to_json(), "backbone_loads": self.loads}
-        return message.reply(metadata=metadata, body=encode(upload))
+        reply = message.reply(metadata=metadata, body=encode(upload))
+        if session.rules is not None:
+            write_bytes(experiment.folder / ANSWER, _digest(message) + reply.to_bytes())
+        return reply
+
+    def _spent(self, session: _Session, run: str) -> str:
+        """Enters a training in the site's ledger; returns why it is refused, if the budget does not reach for it."""
+        rules, released = session.rules, self.ledger.releases(LEDGER_NAME)
+        following = None if rules is None else rules.release(len(self._client_data().train))
+        if refusal := self.policy.privacy_refusal(rules, released.values(), following):
+            return refusal
+        if rules is None or following is None:
+            return ""
+        of_run = [release for key, release in released.items() if key.startswith(run)]
+        budget, spent = rules.settings.budget, epsilon([*of_run, following], rules.settings.delta)
+        if budget is not None and spent > budget * (1 + SLACK):
+            return f"its privacy is spent: another round would bring this run to an epsilon of {spent:.3f}"
+        self.ledger.add(LEDGER_NAME, f"{run}-{secrets.token_hex(16)}", following)
+        return ""
+
+    def _engine(self, session: _Session) -> Engine:
+        """Returns the engine of one training, with noise that no other training has."""
+        rules, examples = session.rules, len(self._client_data().train)
+        if rules is None:
+            return session.engine
+        noise = Noise(session.secret).child("training", secrets.token_hex(32))
+        private = (lambda client, number: rules.dp_sgd(examples, noise)) if rules.per_example else None
+        session.engine.trainer = replace(session.engine.trainer, private=private)
+        return PrivateEngine(session.engine, rules, lambda task: noise, lambda client: examples)
 
     def _secure(self, message: Message) -> Message:
         """Answers a step of a secure aggregation of what was trained in the same round."""
@@ -186,6 +237,8 @@ class TrainerService:
         config = self._admitted_config(message)
         if config.federation.secure and SCORES not in config.federation.secure_disclose:
             return message.reply(failure="its scores are its own alone: federation.secure_disclose lacks 'scores'")
+        if config.privacy.unit != "none" and "scores" not in config.privacy.public:
+            _require_none("scores are not among the run's privacy.public")
         wanted = read_metadata(ScoreRequest, message.metadata, "the request for scores cannot be read")
         scored = getattr(self._client_data(), wanted.split)[: config.evaluation.max_examples]
         session = self._session(message.run, config)
@@ -256,7 +309,9 @@ class TrainerService:
         load_metrics(config.evaluation.metrics)
         backbone, client_data = self._load_once(config), self._client_data()
         method, tiers = fit_method(method, config, backbone.info)
-        client = ClientInfo(self.site.client, self._budget(config, tiers), len(client_data.train))
+        rules, examples = rules_of(config), len(client_data.train)
+        said = examples if rules is None else rules.said_examples(examples)
+        client = ClientInfo(self.site.client, self._budget(config, tiers), said)
         folder = self.work / "runs" / run
         memory = ClientMemory(folder / MEMORY, trained=config.evaluation.trained)
         experiment = Experiment(
@@ -275,7 +330,7 @@ class TrainerService:
             backbone, {client.index: encoded}, config.training, memory, cohort_size=1, seed=config.seed
         )
         secure = self._secure_clients(config, experiment.budgets)
-        return _Session(experiment, engine, run_secret(folder), RequestLog(folder / REQUESTS), secure)
+        return _Session(experiment, engine, run_secret(folder), RequestLog(folder / REQUESTS), rules, secure)
 
     def _secure_clients(self, config: Config, budgets: Sequence[Budget]) -> SecureClients | None:
         """Returns the site's half of secure aggregation, with its key and those of its peers; None for a plain run."""
@@ -290,7 +345,8 @@ class TrainerService:
         rules = config.federation
         aggregated = quorum_count(wanted_count(rules.clients, rules.participation), rules.quorum)
         least = max(aggregated, self.site.accept.min_clients)
-        return SecureClients(budgets, identity, peers, rules.norm_limit, least)
+        reported = config.privacy.unit == "none"
+        return SecureClients(budgets, identity, peers, rules.norm_limit, least, reported)
 
     def _budget(self, config: Config, tiers: dict[str, Budget]) -> Budget:
         if self.site.client >= config.federation.clients:
@@ -332,6 +388,21 @@ def _require_none(refusal: str) -> None:
     """Raises a refusal of the site, unless it is empty; `TrainerService.handle` makes it the reply."""
     if refusal:
         raise FedGuildError(f"refused by its site: {refusal}")
+
+
+def _digest(message: Message) -> bytes:
+    """Returns what two messages share only if they are the same, bit for bit."""
+    return hashlib.sha256(message.to_bytes()).digest()
+
+
+def _stored_answer(folder: Path, message: Message) -> Message | None:
+    """Returns the answer to a request that is the last one that was answered, repeated word for word.
+
+    Nobody learns more from the same bits, so that it costs no privacy; trained anew, it would have other noise.
+    """
+    path, digest = folder / ANSWER, _digest(message)
+    content = path.read_bytes() if path.is_file() else b""
+    return Message.from_bytes(content[len(digest) :]) if content.startswith(digest) else None
 
 
 def _relink(link: Path, target: str) -> None:

@@ -32,6 +32,7 @@ import torch
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import activation_frequency, load_received, train
+from fedguild.config.privacy import Unit
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
@@ -55,6 +56,10 @@ class A3Smoe(Method):
     settings: A3SmoeSettings
     needs_experts = True
     costs = RUNNING_MEAN
+
+    def privacy_refusal(self, unit: Unit) -> str:
+        """Returns why its uploads tell more than an account could hold."""
+        return "sends how often a client's tokens activated each expert"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts."""

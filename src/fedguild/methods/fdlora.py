@@ -44,6 +44,7 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
+from fedguild.config.privacy import Unit
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError
 from fedguild.model.adapters.lora import Lora
@@ -95,6 +96,10 @@ class FDLoRA(Method):
         note="A client's search for its fusion weights runs forward passes that are not counted.",
     )
     is_mean = True
+
+    def privacy_refusal(self, unit: Unit) -> str:
+        """Returns why its uploads tell more than an account could hold."""
+        return "searches its fusion weights on examples that it holds out" if unit == "example" else ""
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns one LoRA, the same for every budget: the two adapters take turns in it."""

@@ -37,6 +37,7 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
+from fedguild.config.privacy import Unit
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
@@ -79,6 +80,10 @@ class FedExLoRA(Method):
         holds="all",
         rounds=3,
     )
+
+    def privacy_refusal(self, unit: Unit) -> str:
+        """Returns nothing: its uploads are the received adapters, after plain training."""
+        return ""
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget, with the budget's active experts."""

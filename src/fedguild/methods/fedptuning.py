@@ -32,6 +32,7 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
+from fedguild.config.privacy import Unit
 from fedguild.model.adapters.soft_prompt import PROMPT, EncodedPrompt, SoftPrompt, encoded_prompt
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
@@ -59,6 +60,10 @@ class FedPTuning(Method):
     settings: FedPTuningSettings
     costs = RUNNING_MEAN
     is_mean = True
+
+    def privacy_refusal(self, unit: Unit) -> str:
+        """Returns nothing: its uploads are the received adapters, after plain training."""
+        return ""
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns an encoded prompt and no LoRA, the same for every budget."""

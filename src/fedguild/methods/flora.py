@@ -34,6 +34,7 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.fresh_adapter import ADAPTER_SEED, fresh_adapter, fresh_seed
 from fedguild.client.merge_ledger import VERSION
 from fedguild.client.training import train
+from fedguild.config.privacy import Unit
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
@@ -68,6 +69,10 @@ class Flora(Method):
         note="The download is the whole stack of the round before.",
         rounds=3,
     )
+
+    def privacy_refusal(self, unit: Unit) -> str:
+        """Returns why its uploads tell more than an account could hold."""
+        return "starts every round from an adapter that was not received" if unit == "client" else ""
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with its scale; all of the model's experts stay active."""

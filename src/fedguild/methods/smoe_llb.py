@@ -40,6 +40,7 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.load_balancing import LoadBalancing
 from fedguild.client.observing import observing
 from fedguild.client.training import load_received, trained_adapters
+from fedguild.config.privacy import Unit
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
@@ -67,6 +68,10 @@ class SmoeLlb(Method):
     needs_experts = True
     costs = RUNNING_MEAN
     is_mean = True
+
+    def privacy_refusal(self, unit: Unit) -> str:
+        """Returns why its uploads tell more than an account could hold."""
+        return "balances routers over a batch's tokens, which couples its examples" if unit == "example" else ""
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts."""

@@ -31,6 +31,7 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
+from fedguild.config.privacy import Unit
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
@@ -63,6 +64,10 @@ class Trivial(Method):
         note="Every client takes part in the federation of every budget: FLOPs and bytes of a round are their sum.",
     )
     is_mean = True
+
+    def privacy_refusal(self, unit: Unit) -> str:
+        """Returns why its uploads tell more than an account could hold."""
+        return "trains once for every budget in a round" if unit == "example" else ""
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank; all of the model's experts stay active."""

@@ -86,6 +86,27 @@ class SlotModel:
         self.backbone.runtime.current = None
         self.backbone.runtime.statistics = None
 
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Detaches the adapters inside the block, in which another SlotModel may be attached.
+
+        Their values stay, also those that a part sets when it attaches.
+
+        Raises:
+            ModelError: it runs every row twice, so that its parts cannot be attached again.
+        """
+        if self.copies > 1:
+            raise ModelError("A SlotModel that runs every row twice cannot be set aside.")
+        self.close()
+        try:
+            yield
+        finally:
+            values = {name: tensor.stored.detach().clone() for name, tensor in self.loaded.items()}
+            self._attach()
+            for name, value in values.items():
+                self.loaded[name].stored.detach().copy_(value)
+            self.backbone.runtime.current = self._pass((1,) * self.slots, None)
+
     def on_close(self, undo: Callable[[], None]) -> None:
         """Registers a function that detaches an adapter from the backbone."""
         self._undo.append(undo)

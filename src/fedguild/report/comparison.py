@@ -287,7 +287,7 @@ def _method_row(label: str, runs: Sequence[Run], tables: Sequence[RunTable]) -> 
             if value is not None:
                 scores.setdefault(column, {})[table.seed] = value
         for row in table.rows:
-            if row.cost:
+            if row.cost and row.cost.training_flops is not None:
                 flops.setdefault(row.budget.name, []).append(row.cost.training_flops)
     per_run = [mean_cost(totals.cost for totals in client_totals(run)) for run in runs]
     return MethodRow(

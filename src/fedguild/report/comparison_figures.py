@@ -66,7 +66,8 @@ def cost_against_score(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]
             corner, side = ((5, 4), "left") if index % 2 else ((-5, 4), "right")
             flops, uploads = row.training_flops, _upload_bytes(runs[row.label])
             if not table.budgets and row.cost:
-                flops, uploads = {table.own: row.cost.training_flops}, {table.own: row.cost.upload_bytes}
+                trained = row.cost.training_flops
+                flops, uploads = {} if trained is None else {table.own: trained}, {table.own: row.cost.upload_bytes}
             for axes, costs in ((left, flops), (right, uploads)):
                 points = [
                     (costs[column], spread.mean, _column_title(table, column).partition("\n")[0])
@@ -82,7 +83,8 @@ def cost_against_score(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]
         for axes, unit in ((left, ""), (right, "B")):
             axes.xaxis.set_major_formatter(EngFormatter(unit))
             axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
-            axes.set(xlim=(0, 1.1 * axes.dataLim.x1), ylim=(0, 1.1 * axes.dataLim.y1))
+            if axes.has_data() and axes.dataLim.x1 > 0:  # training FLOPs may be withheld
+                axes.set(xlim=(0, 1.1 * axes.dataLim.x1), ylim=(0, 1.1 * axes.dataLim.y1))
             gridlines(axes, "both")
         _name_methods(figure, table)
         return to_svg(figure, "scatter", "Scatter charts: score against training FLOPs and against bytes sent.")

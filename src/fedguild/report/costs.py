@@ -6,9 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TypeVar
 
 from fedguild.report.run_folder import Run
 from fedguild.server.run_log import ClientRecord
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -16,18 +19,18 @@ class Cost:
     """Costs of a client over a whole run, or their mean over clients.
 
     Attributes:
-        training_flops: Floating-point operations of its local training.
+        training_flops: Floating-point operations of its local training; None where they are withheld for privacy.
         upload_bytes: Bytes that it sent.
         download_bytes: Bytes that it received.
         peak_memory_bytes: Largest peak memory of any of its rounds; None where no device reported it.
-        seconds: Wall time of its local training.
+        seconds: Wall time of its local training; None alike.
     """
 
-    training_flops: float
+    training_flops: float | None
     upload_bytes: float
     download_bytes: float
     peak_memory_bytes: float | None
-    seconds: float
+    seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,10 @@ class ClientTotals:
         active_experts: Active experts per token in its last local training.
         rank: LoRA rank in its last local training.
         rounds: Rounds in which it trained.
-        examples: Number of its training examples.
-        steps: Optimizer steps.
-        tokens: Tokens of its batches, padding excluded.
-        train_loss: Mean loss of its last local training.
+        examples: Number of its training examples; None where it is withheld for privacy.
+        steps: Optimizer steps; None alike.
+        tokens: Tokens of its batches, padding excluded; None alike.
+        train_loss: Mean loss of its last local training; None alike.
         cost: Its costs.
     """
 
@@ -52,10 +55,10 @@ class ClientTotals:
     active_experts: int
     rank: int
     rounds: int
-    examples: int
-    steps: int
-    tokens: int
-    train_loss: float
+    examples: int | None
+    steps: int | None
+    tokens: int | None
+    train_loss: float | None
     cost: Cost
 
 
@@ -74,11 +77,11 @@ def mean_cost(costs: Iterable[Cost]) -> Cost | None:
         return None
     memory = [cost.peak_memory_bytes for cost in every if cost.peak_memory_bytes is not None]
     return Cost(
-        training_flops=fmean(cost.training_flops for cost in every),
+        training_flops=_mean(cost.training_flops for cost in every),
         upload_bytes=fmean(cost.upload_bytes for cost in every),
         download_bytes=fmean(cost.download_bytes for cost in every),
         peak_memory_bytes=fmean(memory) if memory else None,
-        seconds=fmean(cost.seconds for cost in every),
+        seconds=_mean(cost.seconds for cost in every),
     )
 
 
@@ -112,14 +115,28 @@ def _totals(records: Sequence[ClientRecord]) -> ClientTotals:
         rank=last.rank,
         rounds=len(records),
         examples=last.examples,
-        steps=sum(record.steps for record in records),
-        tokens=sum(record.tokens for record in records),
+        steps=_sum(record.steps for record in records),
+        tokens=_sum(record.tokens for record in records),
         train_loss=last.train_loss,
         cost=Cost(
-            training_flops=sum(record.training_flops for record in records),
+            training_flops=_sum(record.training_flops for record in records),
             upload_bytes=sum(record.upload_bytes for record in records),
             download_bytes=sum(record.download_bytes for record in records),
             peak_memory_bytes=max(memory, default=None),
-            seconds=sum(record.seconds for record in records),
+            seconds=_sum(record.seconds for record in records),
         ),
     )
+
+
+def _sum(values: Iterable[Number | None]) -> Number | None:
+    """Returns the sum; None where a value is withheld."""
+    every = list(values)
+    known = [value for value in every if value is not None]
+    return sum(known[1:], known[0]) if known and len(known) == len(every) else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Returns the mean; None where a value is withheld."""
+    every = list(values)
+    known = [value for value in every if value is not None]
+    return fmean(known) if len(known) == len(every) else None

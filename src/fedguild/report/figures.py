@@ -184,11 +184,11 @@ def cost_bars(costs: Mapping[str, Cost]) -> str:
         costs: Budget name -> mean cost of its clients, in the order of the tables.
     """
     panels = [
-        ("Training", [cost.training_flops for cost in costs.values()], "FLOP"),
+        ("Training", [cost.training_flops or 0.0 for cost in costs.values()], "FLOP"),
         ("Upload", [cost.upload_bytes for cost in costs.values()], "B"),
         ("Download", [cost.download_bytes for cost in costs.values()], "B"),
         ("Peak memory", [cost.peak_memory_bytes or 0.0 for cost in costs.values()], "B"),
-        ("Time", [cost.seconds for cost in costs.values()], "s"),
+        ("Time", [cost.seconds or 0.0 for cost in costs.values()], "s"),
     ]
     with styled("costs"):
         figure = Figure(figsize=(FULL_WIDTH, 0.5 + 0.24 * len(costs)), layout="constrained")

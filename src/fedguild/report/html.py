@@ -22,7 +22,7 @@ from fedguild.report.observations import Series, observation_grid, observed
 from fedguild.report.run_folder import Run, load_run
 from fedguild.report.stability import stability_grids
 from fedguild.report.summary import budget_title, comparison_summary, run_summary
-from fedguild.report.tables import RunTable, routing_grid, run_table, task_grid, training_grid
+from fedguild.report.tables import RunTable, privacy_grid, routing_grid, run_table, task_grid, training_grid
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
@@ -126,6 +126,8 @@ def _run_page(run: Run) -> dict[str, Any]:
         "grid": table.grid() if table.rows else None,
         "curves": _figure(figures.score_curves(curves, run.split)) if curves else None,
         "tasks": task_grid(run),
+        "privacy": privacy_grid(run),
+        "guarantee": run.guarantee,
         "personal": _personal(run, table),
         "observations": seen[:_MOST_OBSERVATIONS_SHOWN],
         "more_observations": seen[_MOST_OBSERVATIONS_SHOWN:],
@@ -249,7 +251,7 @@ def _observation(series: Series, place: int) -> dict[str, Any]:
 
 
 def _partition_figure(run: Run) -> Markup | None:
-    if run.partition is None or not run.partition.counts or not run.partition.labels:
+    if run.guarantee or run.partition is None or not run.partition.counts or not run.partition.labels:
         return None
     budgets = {record.client: record.budget for record in run.clients}
     names = [_client_name(client, budgets) for client in range(len(run.partition.counts))]

@@ -18,6 +18,7 @@ from fedguild.server.run_log import (
     EvaluationRecord,
     ObservationRecord,
     PartitionRecord,
+    PrivacyRecord,
     RoundRecord,
     RoutingRecord,
     RunLog,
@@ -67,6 +68,8 @@ class Run:
         evaluations: Scores, in order of writing.
         routing: Expert activations, in order of writing.
         observations: Figures that the method itself reported, in order of writing.
+        privacy: What the clients had spent after each round, in order of writing; empty without differential privacy.
+        guarantee: What is protected, from whom and under which assumptions, in sentences; empty alike.
     """
 
     folder: Path
@@ -78,6 +81,8 @@ class Run:
     evaluations: Sequence[EvaluationRecord]
     routing: Sequence[RoutingRecord]
     observations: Sequence[ObservationRecord] = ()
+    privacy: Sequence[PrivacyRecord] = ()
+    guarantee: Sequence[str] = ()
 
     def setting(self, *path: str, default: Any = None) -> Any:
         """Returns the config's value under nested keys, or `default` where one is absent."""
@@ -211,6 +216,8 @@ def load_run(folder: Path) -> Run:
         evaluations=evaluations,
         routing=[record for record in records if isinstance(record, RoutingRecord)],
         observations=[record for record in records if isinstance(record, ObservationRecord)],
+        privacy=[record for record in records if isinstance(record, PrivacyRecord)],
+        guarantee=_read_mapping(folder / "privacy.json").get("guarantee", ()),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedguild.evaluation.statistics import Spread
 from fedguild.report import units
-from fedguild.report.comparison import MEAN, MTAL, TRAINED, ComparisonTable
+from fedguild.report.comparison import MEAN, MTAL, TRAINED, ComparisonTable, MethodRow
 from fedguild.report.run_folder import BudgetFacts
 from fedguild.report.tables import RunTable
 
@@ -117,8 +117,8 @@ def _costs(table: ComparisonTable, leader: str, column: str) -> list[str]:
     if column in ours.training_flops and theirs.training_flops.get(column):
         share = _share(ours.training_flops[column], theirs.training_flops[column], "FLOPs")
         facts.append(f"a client of that budget spends {share} in training")
-    elif column == MTAL and ours.cost and theirs.cost:
-        share = _share(ours.cost.training_flops, theirs.cost.training_flops, "FLOPs")
+    elif column == MTAL and (spent := _flops(ours)) and (reference := _flops(theirs)):
+        share = _share(spent, reference, "FLOPs")
         facts.append(f"the average client spends {share} in training")
     if ours.cost and theirs.cost and theirs.cost.upload_bytes:
         share = _share(ours.cost.upload_bytes, theirs.cost.upload_bytes, "bytes")
@@ -127,6 +127,11 @@ def _costs(table: ComparisonTable, leader: str, column: str) -> list[str]:
         return []
     same = "Inference costs the same per token under both. " if table.equal_inference and column != MTAL else ""
     return [f"{same}With {leader}, {' and '.join(facts)}."]
+
+
+def _flops(row: MethodRow) -> float | None:
+    """Returns the training FLOPs of a client; None where they are withheld for privacy."""
+    return row.cost.training_flops if row.cost else None
 
 
 def _signed(difference: Spread) -> str:

@@ -222,11 +222,31 @@ def training_grid(totals: Iterable[ClientTotals]) -> Grid:
     body = []
     for row in totals:
         entries = [str(row.client), row.budget, str(row.active_experts or units.MISSING), str(row.rank)]
-        entries += [*map(units.count, (row.examples, row.steps, row.tokens)), f"{row.train_loss:.3f}"]
+        entries += [*map(_count, (row.examples, row.steps, row.tokens))]
+        entries += [units.MISSING if row.train_loss is None else f"{row.train_loss:.3f}"]
         entries += [units.si(row.cost.training_flops), *map(units.byte_count, _bytes(row.cost))]
         entries += [units.duration(row.cost.seconds)]
         body.append(tuple(map(Cell, entries)))
     return Grid("Clients, over the whole run", tuple(map(Cell, header)), tuple(body))
+
+
+def privacy_grid(run: Run) -> Grid | None:
+    """Returns what every client has spent of its privacy; None without differential privacy."""
+    if not run.privacy:
+        return None
+    last = run.privacy[-1]
+    body = [
+        (
+            Cell(str(client)),
+            Cell(f"{spent:.3f}"),
+            Cell(f"{last.delta:g}"),
+            Cell(f"{noise:.3f}"),
+            Cell("stopped: budget spent" if client in last.stopped else "takes part"),
+        )
+        for client, spent, noise in zip(last.clients, last.epsilon, last.noise_multiplier, strict=True)
+    ]
+    header = (Cell("Client"), Cell("ε", "spent"), Cell("δ"), Cell("Noise multiplier"), Cell("After this round"))
+    return Grid(f"Differential privacy per {last.unit} after round {last.round}", header, tuple(body))
 
 
 def task_grid(run: Run) -> Grid | None:

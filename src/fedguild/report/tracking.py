@@ -57,7 +57,7 @@ def _scalars(record: Record) -> dict[str, float]:
     if isinstance(record, ClientRecord):
         name = f"client-{record.client:03d}"
         return {
-            f"loss/{name}": record.train_loss,
+            **({} if record.train_loss is None else {f"loss/{name}": record.train_loss}),
             f"upload_bytes/{name}": float(record.upload_bytes),
             f"download_bytes/{name}": float(record.download_bytes),
         }

@@ -19,6 +19,7 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.merge_ledger import MERGE, VERSION, up_to
+from fedguild.config.privacy import Unit
 from fedguild.errors import ConfigError
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes
@@ -289,6 +290,19 @@ class Method(ABC):
             ConfigError: the method's options do not fit.
         """
         return self.with_options(**fitting_defaults(self.settings, model))
+
+    def privacy_refusal(self, unit: Unit) -> str:
+        """Returns why the method cannot run with differential privacy of a unit; empty if it can.
+
+        A method can run with the unit `example` if it trains by `fedguild.client.training.train` alone and once a
+        round, and with `client` if its uploads are the adapters that its clients received, after a training. In
+        neither case may an upload hold anything else that was computed from data. By default a method says nothing
+        about it, and is refused.
+
+        Args:
+            unit: What is protected: a client's whole data, or one training example.
+        """
+        return "does not say what its uploads tell about a client's data (Method.privacy_refusal)"
 
     def with_options(self, **changes: Any) -> Self:
         """Returns the method with other values for some options, or the method itself if there are none."""

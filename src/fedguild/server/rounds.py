@@ -22,6 +22,7 @@ from fedguild.server.clock import Clock
 from fedguild.server.engine import Delivery, Engine, Task, Terms
 from fedguild.server.guard import LARGEST_VALUE, Guard, largest_value, not_finite
 from fedguild.server.method import Method, Upload
+from fedguild.server.private_mean import PrivateMean
 from fedguild.server.sampling import require_quorum, sample, wanted_count
 from fedguild.server.secure_round import Peers, SecureAggregation
 from fedguild.server.validation import check_size, check_upload, unusable
@@ -102,6 +103,7 @@ def run_round(
     seed: int,
     guard: Guard | None = None,
     secure: SecureAggregation | None = None,
+    private_mean: PrivateMean | None = None,
 ) -> Outcome:
     """Runs one round.
 
@@ -123,6 +125,7 @@ def run_round(
         guard: Protection of the state against valid uploads; the server then holds them on disk and aggregates
             after the last.
         secure: How uploads are aggregated that the server does not see; the engine is then one of its `Peers`.
+        private_mean: Central differential privacy, which takes the guard's place.
 
     Raises:
         QuorumError: there were too few valid uploads; the earlier state is unchanged.
@@ -142,6 +145,15 @@ def run_round(
     with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:  # the engine ends its work in any case
         if secure is not None:
             intake.aggregate_securely(secure, state, list(uploads))
+        elif private_mean is not None:
+            outcome.state = private_mean.aggregate(
+                method,
+                state,
+                intake.with_downloads(uploads),
+                intake.withdraw,
+                round_index=round_index,
+                wanted=wanted,
+            )
         elif guard is None:
             outcome.state = method.aggregate(state, uploads)
         else:

@@ -94,16 +94,16 @@ class ClientRecord(_Row):
         budget: Name of the client's budget.
         active_experts: Active experts per token while training; 0 for a dense model.
         rank: LoRA rank while training.
-        examples: Number of the client's training examples.
-        steps: Optimizer steps.
-        tokens: Tokens of the batches, padding excluded.
-        train_loss: Mean loss over the steps, nats per response token.
+        examples: Number of the client's training examples; None where it is withheld for privacy.
+        steps: Optimizer steps; None alike.
+        tokens: Tokens of the batches, padding excluded; None alike.
+        train_loss: Mean loss over the steps, nats per response token; None alike.
         upload_bytes: Size of the encoded upload.
         download_bytes: Size of the encoded download.
         upload_parts: Bytes of the upload's tensors by part, for example `adapter`.
-        training_flops: Floating-point operations of the local training.
+        training_flops: Floating-point operations of the local training; None alike.
         peak_memory_bytes: Peak memory of the client's cohort: allocated on a GPU, resident in the process on a CPU.
-        seconds: Wall time of the local training of the client's cohort.
+        seconds: Wall time of the local training of the client's cohort; None alike.
     """
 
     kind: Literal["client"] = "client"
@@ -112,16 +112,39 @@ class ClientRecord(_Row):
     budget: str
     active_experts: int
     rank: int
-    examples: int
-    steps: int
-    tokens: int
-    train_loss: float
+    examples: int | None
+    steps: int | None
+    tokens: int | None
+    train_loss: float | None
     upload_bytes: int
     download_bytes: int
     upload_parts: dict[str, int] = Field(default_factory=dict)
-    training_flops: float
+    training_flops: float | None
     peak_memory_bytes: int | None = None
-    seconds: float
+    seconds: float | None
+
+
+class PrivacyRecord(_Row):
+    """What every client has spent of its privacy after a round.
+
+    Attributes:
+        round: Number of the round, from 1.
+        unit: What is protected, `client` or `example`.
+        delta: delta of the guarantees.
+        clients: Indices of all clients.
+        epsilon: Of each of them, what it has spent since the run began.
+        noise_multiplier: Of each of them, sigma.
+        stopped: Those whose budget does not reach for another round.
+    """
+
+    kind: Literal["privacy"] = "privacy"
+    round: int = Field(ge=1)
+    unit: str
+    delta: float
+    clients: list[int]
+    epsilon: list[float]
+    noise_multiplier: list[float]
+    stopped: list[int] = Field(default_factory=list)
 
 
 class EvaluationRecord(_Row):
@@ -239,7 +262,7 @@ class PartitionRecord(_Row):
         return self
 
 
-Record = RoundRecord | ClientRecord | EvaluationRecord | RoutingRecord | ObservationRecord
+Record = RoundRecord | ClientRecord | EvaluationRecord | RoutingRecord | ObservationRecord | PrivacyRecord
 _ANY_RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
 
 

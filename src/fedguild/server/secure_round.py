@@ -76,6 +76,7 @@ class SecureAggregation:
         share: Share of a round's clients that have to be left.
         fewest: Fewest clients behind a mean.
         unheld: What a client sends of what it does not hold.
+        reported: Whether what clients report of their training is summed too; differential privacy withholds it.
     """
 
     run: str
@@ -83,6 +84,7 @@ class SecureAggregation:
     share: float
     fewest: int
     unheld: Unheld
+    reported: bool = True
 
     def aggregate(
         self, round: int, method: Method, state: Payload, model: ModelInfo, peers: Peers, uploads: Sequence[Upload]
@@ -103,7 +105,8 @@ class SecureAggregation:
         """
         from fedguild.secure.server import ServerSession
 
-        form = whole_form(method.linear_form(model, self.budgets), model)
+        form = method.linear_form(model, self.budgets)
+        form = whole_form(form, model) if self.reported else form
         clients = {upload.client.index: upload.client for upload in uploads}
         session = Session(self.run, round, secrets.token_hex(16), form.digest(), self.share, self.fewest, self.unheld)
         server = ServerSession(session, form, list(clients))
@@ -135,7 +138,9 @@ class SecureAggregation:
             for client in clients
             if client not in server.contributors
         }
-        report, frequency = _report(means, len(server.weighers), model)
+        report, frequency = LocalReport(withheld=True), None
+        if self.reported:
+            report, frequency = _report(means, len(server.weighers), model)
         traffic = {
             client: Traffic(round, client, {PART: down[client]}, {PART: up[client]} if up[client] else {})
             for client in clients

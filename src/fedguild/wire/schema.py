@@ -155,6 +155,7 @@ class TrainAnswer(_Part):
         frequency: [L, M] share of its tokens that activated each expert; None for a dense model.
         peak_memory_bytes: Peak memory of its cohort; None where it was not measured.
         backbone_loads: How often its trainer has loaded the backbone.
+        withheld: Whether the figures are withheld for privacy, and so 0 or None.
     """
 
     steps: int = Field(ge=0, le=LARGEST_STEPS)
@@ -165,6 +166,7 @@ class TrainAnswer(_Part):
     frequency: list[list[Share]] | None
     peak_memory_bytes: Annotated[int, Field(ge=0, le=LARGEST_BYTES)] | None
     backbone_loads: Count = 0
+    withheld: bool = False
 
     def shape(self) -> tuple[int, int] | None:
         """Returns (L, M) of the frequencies; None without any.

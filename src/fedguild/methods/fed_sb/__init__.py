@@ -48,6 +48,7 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
+from fedguild.config.privacy import Unit
 from fedguild.errors import ConfigError
 from fedguild.methods.fed_sb.basis import BASIS, HOLDERS, LOST, Holders, basis_of
 from fedguild.methods.fed_sb.gradient import GRADIENT, full_weight_plan, mean_upload, whole_gradients
@@ -113,6 +114,12 @@ class FedSB(Method):
         note="The first round sends sketches of gradients up and trains nothing; A and B go down once to each client.",
         rounds=3,
     )
+
+    def privacy_refusal(self, unit: Unit) -> str:
+        """Returns why its uploads tell more than an account could hold."""
+        if self.settings.start == "random":
+            return ""
+        return "sends gradients in the first round (with method.start=random it does not)"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns B R A of which R trains, with the budget's active experts."""

@@ -52,6 +52,7 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
+from fedguild.config.privacy import Unit
 from fedguild.methods.fedamole.assignment import AssignmentRules, assign_experts, selection_probability
 from fedguild.methods.fedamole.embedding_privacy import privatised
 from fedguild.methods.fedamole.embeddings import Embeddings
@@ -152,6 +153,10 @@ class FedAMoLE(Method):
         method.mixture()
         method.rules(clients).require_feasible(clients, method.settings.experts)
         return method
+
+    def privacy_refusal(self, unit: Unit) -> str:
+        """Returns why its uploads tell more than an account could hold."""
+        return "sends embeddings of the clients' examples (method.privacy_eta adds noise that nobody accounts for)"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a mixture with room for b experts on every target, whatever the budget."""

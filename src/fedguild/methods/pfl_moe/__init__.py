@@ -41,6 +41,7 @@ from pydantic import Field
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
+from fedguild.config.privacy import Unit
 from fedguild.config.training import TrainingSettings
 from fedguild.methods.pfl_moe.gate import GateSettings, train_gates
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture
@@ -93,6 +94,10 @@ class PflMoe(Method):
         note="A client's personal adapter and gate stay with it; their training comes on top of the FLOPs here.",
     )
     is_mean = True
+
+    def privacy_refusal(self, unit: Unit) -> str:
+        """Returns why its uploads tell more than an account could hold."""
+        return "trains a personal model and a gate on the same examples" if unit == "example" else ""
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns one LoRA, the same for every budget: in training the two adapters take turns in it."""

@@ -1,0 +1,195 @@
+"""The rules of a run's differential privacy: what a round releases about a client, and with how much noise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from fedguild.client.budget import ClientInfo
+from fedguild.client.schedule import steps_in_round
+from fedguild.config.privacy import PrivacySettings
+from fedguild.config.training import TrainingSettings
+from fedguild.errors import ConfigError
+from fedguild.privacy.accounting import Release, epsilon, noise_for, require_library
+from fedguild.privacy.dp_sgd import DpSgd
+from fedguild.privacy.noise import Noise
+
+WITHHELD_EXAMPLES = 1
+"""What a client whose sizes are withheld says of its number of examples; all weigh the same then."""
+
+
+@dataclass(frozen=True)
+class PrivacyRules:
+    """What every client's guarantee follows from; the same on the server and on the clients.
+
+    Attributes:
+        settings: The run's settings of privacy, of a unit other than none.
+        training: Its settings of training.
+        rounds: Its rounds.
+        clients: Its clients.
+        wanted: Uploads that a round wants.
+    """
+
+    settings: PrivacySettings
+    training: TrainingSettings
+    rounds: int
+    clients: int
+    wanted: int
+
+    def check(self) -> None:
+        """Checks the settings against each other, and that the library is there.
+
+        Raises:
+            ConfigError: they do not fit each other.
+        """
+        require_library()
+        if self.settings.unit != "example" or self.sizes_are_public:
+            return
+        if self.settings.sample_rate is None:
+            raise ConfigError(
+                "With privacy.unit example, the probability with which an example enters a step follows from a "
+                "client's number of examples, which is not public.",
+                "Declare it, privacy.public=[sizes], or set privacy.sample_rate.",
+            )
+        if self.training.steps is None:
+            raise ConfigError(
+                "training.epochs makes the number of DP-SGD's steps follow from a client's number of examples, which "
+                "is not public.",
+                "Set training.steps, or declare the sizes: privacy.public=[sizes].",
+            )
+
+    @property
+    def per_example(self) -> bool:
+        """Whether clients train by DP-SGD."""
+        return self.settings.unit == "example"
+
+    @property
+    def sizes_are_public(self) -> bool:
+        """Whether the clients' numbers of examples may leave them."""
+        return "sizes" in self.settings.public
+
+    @property
+    def by_size(self) -> bool:
+        """Whether the guarantee of a client depends on its number of examples."""
+        return self.per_example and self.sizes_are_public
+
+    def said_examples(self, examples: int) -> int:
+        """Returns the number of training examples that a client says it has."""
+        return examples if self.sizes_are_public else min(examples, WITHHELD_EXAMPLES)
+
+    def said_steps(self, examples: int) -> int | None:
+        """Returns a round's optimizer steps where they follow from what is public; None where they do not."""
+        if self.training.steps is None and not self.sizes_are_public:
+            return None
+        return self.steps(examples)
+
+    def release(self, examples: int, rounds: int = 1) -> Release:
+        """Returns what some rounds release about a client with this number of training examples."""
+        return self._release(self._sigma(examples), examples, rounds)
+
+    def noise_multiplier(self, examples: int) -> float:
+        """Returns sigma, the noise's standard deviation over the clip norm, for a client with so many examples.
+
+        With a target epsilon it is solved for a client that takes part in every round.
+
+        Raises:
+            ConfigError: no noise reaches the target.
+        """
+        return self._sigma(examples if self.by_size else 0)
+
+    def epsilon_of_all_rounds(self, examples: int) -> float:
+        """Returns the epsilon of a client that takes part in every round."""
+        return epsilon([self.release(examples, self.rounds)], self.settings.delta)
+
+    def dp_sgd(self, examples: int, noise: Noise) -> DpSgd:
+        """Returns a client's DP-SGD in a round.
+
+        Args:
+            examples: Its number of training examples.
+            noise: The noise of this client in this round.
+        """
+        probability = self.probability(examples)
+        divisor = self._batch if self.settings.sample_rate is not None else probability * examples
+        sigma = self.noise_multiplier(examples)
+        return DpSgd(self.settings.clip, sigma, probability, self.steps(examples), divisor, noise)
+
+    def probability(self, examples: int) -> float:
+        """Returns q, the probability with which an example enters a step."""
+        if self.settings.sample_rate is not None:
+            return self.settings.sample_rate
+        return min(1.0, self._batch / max(1, examples))
+
+    def steps(self, examples: int) -> int:
+        """Returns a round's optimizer steps."""
+        return steps_in_round(max(1, examples), self.training)
+
+    def statement(self) -> list[str]:
+        """Returns the guarantee and its assumptions, in sentences for the report and the terminal."""
+        settings = self.settings
+        if self.per_example:
+            lines = [
+                "One training example of a client is protected (added or removed), by DP-SGD in the client's training.",
+                "Sampling: every example enters a step independently with the same probability (Poisson), drawn in "
+                "secret by the client.",
+            ]
+        elif settings.noise == "local":
+            lines = [
+                "All of a client's training data is protected (replaced by any other), by noise that the client adds "
+                "to its clipped change.",
+                "Sampling: none is assumed; a client pays for every round that it takes part in.",
+            ]
+        else:
+            lines = [
+                "All of a client's training data is protected from those who see the models (its contribution there or "
+                "not), by noise that the server adds to the clipped changes. The server itself is trusted with them."
+            ]
+            lines.append(
+                f"Sampling: nobody who sees the models knows which {self.wanted} of {self.clients} clients take part "
+                "in a round; all pay for every round (one client replaced by another)."
+                if settings.sampling == "secret"
+                else "Sampling: everybody may know who takes part; a client pays for every round that it is asked in."
+            )
+        public = " and ".join(
+            {"sizes": "the clients' numbers of examples", "scores": "the scores of their own models"}[name]
+            for name in settings.public
+        )
+        lines.append(f"Public, without noise: {public or 'nothing that a client computes from its training data'}.")
+        lines.append(
+            "Withheld: losses, tokens, times, memory and expert activations of the training"
+            f"{'' if self.sizes_are_public else ', and the numbers of examples'}."
+        )
+        lines.append("Not covered: held-out examples, which scores are computed on.")
+        return lines
+
+    @cached_property
+    def _batch(self) -> int:
+        return self.training.batch_size * self.training.accumulation
+
+    def _sigma(self, examples: int) -> float:
+        settings = self.settings
+        if settings.noise_multiplier is not None:
+            return settings.noise_multiplier
+        return _solved(self, examples if self.by_size else 0)
+
+    def _release(self, sigma: float, examples: int, rounds: int) -> Release:
+        """Returns some rounds' release; a change of both neighbours' contributions is twice as large as of one."""
+        if self.per_example:
+            return Release(sigma, rounds * self.steps(examples), self.probability(examples))
+        if self.settings.noise == "local":
+            return Release(sigma / 2, rounds)
+        if self.settings.sampling == "secret":
+            return Release(sigma / 2, rounds, drawn=self.wanted, drawn_from=self.clients)
+        return Release(sigma, rounds)
+
+
+@lru_cache(maxsize=1024)
+def _solved(rules: PrivacyRules, examples: int) -> float:
+    """Returns the noise multiplier at which taking part in every round costs the target epsilon."""
+    target = rules.settings.target_epsilon
+    assert target is not None
+    return noise_for(target, rules.settings.delta, lambda noise: rules._release(noise, examples, rules.rounds))
+
+
+def said(rules: PrivacyRules | None, client: ClientInfo) -> int | None:
+    """Returns the number of examples of a client for the records; None where it is withheld."""
+    return client.examples if rules is None or rules.sizes_are_public else None

@@ -1,0 +1,85 @@
+"""An engine whose clients' answers are made private: noise on their changes, and nothing else about their data.
+
+It wraps the engine that trains the clients, in a simulation and on a real client's own machine alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from fedguild.client.cohort import LocalReport
+from fedguild.client.privacy_rules import PrivacyRules
+from fedguild.errors import UploadError
+from fedguild.model.info import ModelInfo
+from fedguild.payload import ADAPTER, Payload, with_part
+from fedguild.privacy.clipping import clipped, with_noise
+from fedguild.privacy.noise import Noise
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms
+from fedguild.server.method import Method
+from fedguild.server.private_mean import change_of
+
+
+class PrivateEngine:
+    """Wraps an engine; its deliveries hold what the rules allow.
+
+    Args:
+        engine: Trains the clients; for the unit `example` by DP-SGD.
+        rules: The run's rules.
+        noise: Returns the noise of a client's answer to a task.
+        examples: Returns a client's number of training examples, which it need not say.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rules: PrivacyRules,
+        noise: Callable[[Task], Noise],
+        examples: Callable[[int], int],
+    ) -> None:
+        self.engine = engine
+        self.rules = rules
+        self.noise = noise
+        self.examples = examples
+
+    def train(
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+    ) -> Iterator[Delivery]:
+        """Yields the engine's deliveries, with noise where the client adds it, and without reports."""
+        for delivery in self.engine.train(method, model, tasks, terms):
+            try:
+                upload = None if delivery.upload is None else self._released(delivery.task, delivery.upload)
+            except UploadError as error:
+                yield replace(self._silent(delivery), upload=None, failure=error.message)
+                continue
+            yield replace(self._silent(delivery), upload=upload)
+
+    def close(self) -> None:
+        """Closes the engine."""
+        self.engine.close()
+
+    def _released(self, task: Task, upload: Payload) -> Payload:
+        """Returns an upload as it may leave the client.
+
+        Raises:
+            UploadError: it has a part beside the adapter, or a tensor that the client did not receive.
+        """
+        beside = sorted(name for name in upload.tensors if not name.startswith(f"{ADAPTER}/"))
+        if beside:
+            raise UploadError(f"its upload would release '{beside[0]}', which no privacy noise covers")
+        settings = self.rules.settings
+        if settings.unit != "client" or settings.noise != "local":
+            return upload
+        received, change = task.download.part(ADAPTER), change_of(upload, task.download)
+        sigma = self.rules.noise_multiplier(self.examples(task.client.index))
+        noisy = with_noise(clipped(change, settings.clip), sigma * settings.clip, self.noise(task))
+        noised = {name: (received[name].double() + value).to(received[name].dtype) for name, value in noisy.items()}
+        return Payload(with_part(ADAPTER, noised), upload.scalars)
+
+    def _silent(self, delivery: Delivery) -> Delivery:
+        """Returns a delivery without what the training says of the data."""
+        steps = 0
+        if delivery.upload is not None:
+            steps = self.rules.said_steps(self.examples(delivery.task.client.index)) or 0
+        report = LocalReport(steps=steps, withheld=True)
+        return replace(delivery, report=report, frequency=None, peak_memory_bytes=None)

@@ -1,0 +1,118 @@
+"""A mean of the clients' changes with noise, in the place of every upload: central differential privacy.
+
+H. B. McMahan, D. Ramage, K. Talwar, L. Zhang, "Learning Differentially Private Recurrent Language Models", ICLR 2018,
+Algorithm 1 with flat clipping and the fixed-denominator estimator of section 3:
+
+    theta + (sum_c clip(theta_c - theta) + N(0, (sigma C)^2)) / W
+
+with W the number of uploads that the round wants, which does not depend on any client's data, and equal weights. It is
+handed to the method's own `aggregate` as every client's adapter, as a mean of equal tensors is that tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedguild.errors import UploadError
+from fedguild.payload import ADAPTER, Payload, with_part
+from fedguild.privacy.clipping import clipped, with_noise
+from fedguild.privacy.noise import Noise
+from fedguild.server.guard import Reject
+from fedguild.server.method import Method, Upload
+
+
+@dataclass(frozen=True)
+class PrivateMean:
+    """The central mechanism of a run.
+
+    Attributes:
+        clip: C.
+        noise_multiplier: sigma.
+        noise: The run's noise.
+    """
+
+    clip: float
+    noise_multiplier: float
+    noise: Noise
+
+    def aggregate(
+        self,
+        method: Method,
+        state: Payload,
+        uploads: Iterable[tuple[Upload, Payload]],
+        reject: Reject,
+        *,
+        round_index: int,
+        wanted: int,
+    ) -> Payload:
+        """Returns the next state; holds one upload and the sum.
+
+        Args:
+            method: A method whose aggregate is a mean (`Method.is_mean`).
+            state: The state before the round.
+            uploads: The round's valid uploads, each with the download that it answers.
+            reject: Records an upload that is left out.
+            round_index: The round, from 1.
+            wanted: W.
+        """
+        total: dict[str, Tensor] = {}
+        kept: list[Upload] = []
+        for upload, download in uploads:
+            try:
+                change = clipped(change_of(upload.payload, download), self.clip)
+            except UploadError as error:
+                reject(upload, error.message)
+                continue
+            for name, value in change.items():
+                total[name] = total[name] + value if name in total else value
+            kept.append(replace(upload, payload=Payload({}, upload.payload.scalars)))
+        mean = self._noisy(total, state.part(ADAPTER), round_index, wanted)
+        return method.aggregate(
+            state, (replace(upload, payload=Payload(mean, upload.payload.scalars)) for upload in kept)
+        )
+
+    def _noisy(
+        self, total: Mapping[str, Tensor], before: Mapping[str, Tensor], round_index: int, wanted: int
+    ) -> dict[str, Tensor]:
+        """Returns the adapter before the round plus the noisy mean change, in the form of an upload.
+
+        The noise depends on the sum that it hides, through a hash under the noise's key: a round that is repeated with
+        other uploads gets other noise, so that two answers never differ by what they hide.
+        """
+        noise = self.noise.child("round", round_index, digest_of(total))
+        noisy = with_noise(total, self.noise_multiplier * self.clip, noise)
+        return with_part(
+            ADAPTER,
+            {name: (before[name].double() + value / wanted).to(torch.float32) for name, value in noisy.items()},
+        )
+
+
+def change_of(upload: Payload, download: Payload) -> dict[str, Tensor]:
+    """Returns an uploaded adapter's difference from the one that its client received, in fp64.
+
+    Raises:
+        UploadError: the upload has another part, or a tensor that was not received in its shape and so has no change.
+    """
+    received, change = download.part(ADAPTER), {}
+    for whole, tensor in upload.tensors.items():
+        part, _, name = whole.partition("/")
+        before = received.get(name)
+        if part != ADAPTER:
+            raise UploadError(f"its upload would release '{whole}', which no privacy noise covers")
+        if before is None or before.shape != tensor.shape:
+            raise UploadError(f"its upload has '{name}', which the client did not receive, so it has no change to clip")
+        change[name] = tensor.double() - before.double()
+    return change
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Returns a hash of named tensors, by their names and bits."""
+    content = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        content.update(name.encode() + b"\x1f" + tensor.contiguous().numpy().tobytes())
+    return content.hexdigest()

@@ -1,0 +1,140 @@
+"""A site's own word on its privacy: fresh noise, a ledger over all runs, and nothing else that leaves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedguild.config import Config
+from fedguild.engines.flower.engine import read_payload
+from fedguild.engines.flower.message import Message
+from fedguild.federation.site_policy import SitePolicy
+from fedguild.federation.trainer_service import LEDGER_NAME, TrainerService, run_metadata
+from fedguild.guarantee import rules_of
+from fedguild.privacy.accounting import Release, epsilon
+from fedguild.privacy.ledger import FILE, Ledger
+from fedguild.testing import drive
+from tests.engines.flower.loopback_federation import QUICK, small_config, trainers_of
+from tests.experiment.runs import load_models_once, save_model
+from tests.federation.test_trainer_service import RUN, train_request
+
+METHOD = ("method.targets=[q_proj]", "method.rank_by_budget=false")
+LOCAL = ("privacy.unit=client", "privacy.noise_multiplier=6", "privacy.clip=0.1")
+EXAMPLE = ("privacy.unit=example", "privacy.noise_multiplier=3", "privacy.sample_rate=0.1")
+
+
+@pytest.fixture(autouse=True)
+def _models(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_models_once(monkeypatch, "setup")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def private(model: Path, *overrides: str) -> Config:
+    return small_config(model, *QUICK, *METHOD, *overrides, base="fedit/tiny-tasks")
+
+
+def site(config: Config, folder: Path, **accept: Any) -> TrainerService:
+    return trainers_of(config, folder, [{"accept": accept}] * config.federation.clients)[1]
+
+
+def answered(trainer: TrainerService, request: Message) -> dict[str, torch.Tensor]:
+    reply = trainer.handle(request)
+    assert not reply.failure
+    return dict(read_payload(reply.body, "The upload").tensors)
+
+
+@pytest.mark.parametrize("overrides", [LOCAL, EXAMPLE])
+def test_another_request_gets_other_noise_and_the_same_one_the_same_answer(
+    model: Path, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """Only the first and the third cost: the second is the same, and comes after a restart."""
+    config = private(model, *overrides)
+    trainer, request = site(config, tmp_path), train_request(config)
+    first = answered(trainer, request)
+    again = site(config, tmp_path)
+    same = answered(again, request)
+    assert all(torch.equal(first[name], value) for name, value in same.items())
+    other = answered(again, replace(request, round=2))
+    assert not any(torch.equal(first[name], value) for name, value in other.items())
+    rules = rules_of(config)
+    assert rules is not None
+    expected = rules.release(len(trainer._client_data().train))
+    assert list(Ledger(trainer.work / FILE).releases(LEDGER_NAME).values()) == [expected] * 2
+
+
+def test_a_site_says_no_size_loss_or_score_that_is_not_public(model: Path, tmp_path: Path) -> None:
+    config = private(model, *LOCAL)
+    trainer, request = site(config, tmp_path), train_request(config)
+    hello = trainer.handle(Message("hello", RUN, 0, 1, metadata=run_metadata(config)))
+    assert hello.metadata["sizes"] == {"train": 1, "validation": 0, "test": 0}
+    assert f"{len(trainer._client_data().train)} training" not in hello.metadata["summary"]
+    said = trainer.handle(request).metadata
+    assert said["withheld"]
+    assert {said[name] for name in ("tokens", "examples", "loss", "seconds")} == {0}
+    assert (said["frequency"], said["peak_memory_bytes"]) == (None, None)
+    asked = {**run_metadata(config), "scope": "client", "split": "test"}
+    score = trainer.handle(Message("score", RUN, 1, 1, metadata=asked, body=request.body))
+    assert "scores are not among the run's privacy.public" in score.failure
+
+
+def test_a_site_stops_at_its_own_limit_over_all_runs(model: Path, tmp_path: Path) -> None:
+    config = private(model, *LOCAL)
+    enough_for_two = (epsilon([Release(3.0, 2)], 1e-5) + epsilon([Release(3.0, 3)], 1e-5)) / 2
+    trainer, request = site(config, tmp_path, max_epsilon=enough_for_two), train_request(config)
+    other_run = Message("train", "cd" * 16, 1, 1, metadata=request.metadata, body=request.body)
+    assert not trainer.handle(request).failure
+    again = site(config, tmp_path, max_epsilon=enough_for_two)  # the site's process was started anew
+    assert not again.handle(other_run).failure
+    further = replace(request, round=2)
+    assert "its privacy is spent: another round would bring all runs together" in again.handle(further).failure
+
+
+def test_a_site_stops_at_the_runs_budget(model: Path, tmp_path: Path) -> None:
+    config = private(model, *LOCAL, f"privacy.max_epsilon={epsilon([Release(3.0)], 1e-5) + 0.01}")
+    trainer, request = site(config, tmp_path), train_request(config)
+    assert not trainer.handle(request).failure
+    assert "another round would bring this run to" in trainer.handle(replace(request, round=2)).failure
+
+
+def test_a_limit_refuses_what_it_cannot_count(model: Path) -> None:
+    policy = SitePolicy(max_epsilon=1.0)
+    assert "has no differential privacy" in policy.privacy_refusal(None, [], None)
+    central = rules_of(private(model, *LOCAL, "privacy.noise=central"))
+    assert "the server adds the run's noise" in policy.privacy_refusal(central, [], Release(9.0))
+    assert SitePolicy().privacy_refusal(None, [], None) == ""
+
+
+CENTRAL = ("privacy.unit=client", "privacy.noise=central", "privacy.noise_multiplier=3", "privacy.clip=0.1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "released"),
+    [(EXAMPLE, Release(3.0, 4, 0.1)), (CENTRAL, Release(3.0, 2)), (LOCAL, Release(3.0, 2))],
+    ids=["example", "central", "local"],
+)
+def test_a_federation_records_what_its_clients_spend(
+    model: Path, tmp_path: Path, overrides: tuple[str, ...], released: Release
+) -> None:
+    settings = [*QUICK, *METHOD, *overrides, f"model.path={model}", "model.dtype=float32", "model.device=cpu"]
+    settings += ["training.steps=2", "training.batch_size=2", "evaluation.max_examples=4", "method.rank=3"]
+    settings += ["data.options={train_examples: 96, test_examples: 12, families: [sum, reverse, topic]}"]
+    settings += ["federation.budgets=[{name: all, active_experts: 4, rank: 3}]", "data.partition.minimum=4"]
+    driven = drive("fedit/tiny-tasks", tmp_path, [], overrides=settings, reads_data=True)
+    assert driven.error is None
+    assert not any(driven.rejected.values())
+    (*_, last) = [record for record in driven.records if record.kind == "privacy"]
+    assert last.epsilon == [epsilon([released], last.delta)] * 3
+    trained = [record for record in driven.records if record.kind == "client"]
+    assert {(record.examples, record.steps, record.train_loss) for record in trained} == {(None, 2, None)}
+    assert len((driven.folder / "secret").read_bytes()) == 32
+    ledger = Ledger(tmp_path / "client-001" / "work" / FILE).releases(LEDGER_NAME)
+    assert sum(each.times for each in ledger.values()) == released.times
+    assert any("do not leave the machines that draw it" in line for line in driven.lines)

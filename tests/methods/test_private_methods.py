@@ -1,0 +1,138 @@
+"""Every method's word on differential privacy: those that say they can run privately do, the others say why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedguild.client.privacy_rules import PrivacyRules
+from fedguild.config.privacy import PrivacySettings, Unit
+from fedguild.config.training import TrainingSettings
+from fedguild.engines.local import LocalEngine
+from fedguild.engines.private import PrivateEngine
+from fedguild.methods import METHODS
+from fedguild.model.plan import adapter_shapes
+from fedguild.payload import ADAPTER
+from fedguild.privacy.noise import Noise
+from fedguild.server.engine import Task
+from fedguild.server.method import Method, Upload
+from fedguild.server.private_mean import PrivateMean
+from tests.backbones import tiny_backbone
+from tests.methods.federation import LARGE, MIDDLE, SMALL
+from tests.methods.test_matrix import CASES, cases, fresh, method_of
+
+TRAINING = TrainingSettings(optimizer="sgd", learning_rate=0.5, batch_size=2, accumulation=2, steps=1, clip_norm=None)
+UNITS: tuple[Unit, ...] = ("client", "example")
+SHAKY = {"flora", "florist"}
+"""Methods whose aggregate is a product, of which noise as large as here makes anything."""
+
+
+def able(unit: Unit, *, plain: bool = False) -> list[str]:
+    """Returns the cases that say they can run with a unit; of each method the first if only the plain ones count."""
+    able_to = [label for label in cases() if not method_of(label).privacy_refusal(unit)]
+    firsts = {label.partition(" ")[0]: label for label in reversed(able_to)}
+    return sorted(firsts.values()) if plain else able_to
+
+
+MEANS = sorted({label.partition(" ")[0] for label in able("client") if method_of(label).is_mean})
+
+
+def rules(unit: Unit, **settings: Any) -> PrivacyRules:
+    public = ("sizes",) if unit == "example" else ()
+    given = {"unit": unit, "noise_multiplier": 0.5, "clip": 0.1, "public": public, **settings}
+    return PrivacyRules(PrivacySettings(**given), TRAINING, 2, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("unit", "label"), [(unit, label) for unit in UNITS for label in able(unit) if " " not in label]
+)
+def test_a_method_that_says_it_can_trains_privately(unit: Unit, label: str, tmp_path: Path) -> None:
+    """Two rounds: uploads are in the expected form, and noise is on all of them."""
+    federation, own = fresh(label, tmp_path), rules(unit)
+    method, model, sizes = federation.method, federation.model, {who.index: who.examples for who in federation.clients}
+
+    def private(client: Any, number: int) -> Any:
+        return own.dp_sgd(sizes[client.index], Noise(b"key").child(client.index, number))
+
+    local = LocalEngine(
+        federation.backbone,
+        federation.examples,
+        TRAINING,
+        federation.memory,
+        seed=1,
+        private=private if unit == "example" else None,
+    )
+    engine = PrivateEngine(
+        local, own, lambda task: Noise(b"key").child(task.round, task.client.index), sizes.__getitem__
+    )
+    state = federation.start()
+    for number in (1, 2):
+        downloads = {who.index: method.download(state, model, who) for who in federation.clients}
+        tasks = [Task(number, who, downloads[who.index]) for who in federation.clients]
+        deliveries = list(engine.train(method, model, tasks))
+        assert not [delivery.failure for delivery in deliveries if delivery.failure]
+        uploads = []
+        for delivery in deliveries:
+            assert delivery.upload is not None
+            expected = method.expected_upload(model, delivery.task.client, delivery.task.download)
+            assert {name: tuple(value.shape) for name, value in delivery.upload.tensors.items()} == dict(expected)
+            for name, value in delivery.upload.tensors.items():
+                before = delivery.task.download.tensors.get(name, torch.zeros(()))
+                moved = value if before.shape != value.shape else value - before
+                assert bool(moved.ne(0).any()), name
+                if name.endswith("lora_B") and unit == "client":
+                    assert bool(moved.ne(0).all()), name  # experts without a token, too
+            uploads.append(Upload(number, delivery.task.client, delivery.upload))
+        if label not in SHAKY:
+            state = method.aggregate(state, iter(uploads))
+
+
+def with_equal_shapes(name: str) -> str | None:
+    """Returns a case of a method in which all budgets have the same adapter; None if there is none."""
+    for label in cases():
+        if label.partition(" ")[0] == name:
+            model, method = tiny_backbone(CASES[label].family).info, method_of(label)
+            shapes = [adapter_shapes(model, method.plan(model, budget)) for budget in (LARGE, MIDDLE, SMALL)]
+            if all(one == shapes[0] for one in shapes):
+                return label
+    return None
+
+
+@pytest.mark.parametrize(
+    "name", sorted({label.partition(" ")[0] for label in able("client") if method_of(label).is_mean})
+)
+def test_a_mean_can_be_noised_by_the_server(name: str, tmp_path: Path) -> None:
+    label = with_equal_shapes(name)
+    if label is None:  # it has a rank for each budget
+        assert name == "trivial"
+        return
+    federation = fresh(label, tmp_path)
+    method, model = federation.method, federation.model
+    state = federation.start()
+    pairs = [(upload, method.download(state, model, upload.client)) for upload in federation.train(state)]
+    rejected: list[str] = []
+    mean = PrivateMean(0.1, 1.0, Noise(b"key"))
+    after = mean.aggregate(
+        method, state, pairs, lambda upload, reason: rejected.append(reason), round_index=1, wanted=len(pairs)
+    )
+    assert not rejected
+    for key in {key for upload, _ in pairs for key in upload.payload.part(ADAPTER)}:
+        assert bool(after.part(ADAPTER)[key].ne(state.part(ADAPTER)[key]).all()), key
+
+
+def test_the_others_say_why_not() -> None:
+    silent = [
+        f"{name} per {unit}"
+        for name in METHODS
+        for unit in UNITS
+        if method_of(name).privacy_refusal(unit) == Method.privacy_refusal(method_of(name), unit)
+    ]
+    assert not silent, "Say it in Method.privacy_refusal: " + ", ".join(silent)
+    assert len(able("example")) > 5
+
+
+def test_a_method_that_says_nothing_is_refused() -> None:
+    assert "does not say" in Method.privacy_refusal(method_of("fedit"), "client")

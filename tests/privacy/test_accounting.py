@@ -1,0 +1,71 @@
+"""The account is the library's: the same events, composed one by one, cost the same."""
+
+from __future__ import annotations
+
+import sys
+
+import dp_accounting
+import pytest
+from dp_accounting import pld, rdp
+
+from fedguild.errors import ConfigError
+from fedguild.privacy.accounting import GRID, SOLVED_TO, Release, epsilon, noise_for, require_library
+
+DELTA = 1e-5
+
+
+def one_by_one(accountant: dp_accounting.PrivacyAccountant, *events: dp_accounting.DpEvent) -> float:
+    """Returns the library's epsilon of events that are composed one after the other."""
+    for event in events:
+        accountant.compose(event)
+    return float(accountant.get_epsilon(DELTA))
+
+
+def test_gaussian_noise_costs_what_the_library_says() -> None:
+    expected = one_by_one(
+        pld.PLDAccountant(value_discretization_interval=GRID), *[dp_accounting.GaussianDpEvent(8.0)] * 3
+    )
+    assert epsilon([Release(8.0, 3)], DELTA) == pytest.approx(expected, rel=1e-3)
+    assert epsilon([Release(8.0), Release(8.0, 2)], DELTA) == epsilon([Release(8.0, 3)], DELTA)
+
+
+def test_poisson_sampling_costs_what_the_library_says() -> None:
+    step = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(4.0))
+    whole = dp_accounting.GaussianDpEvent(9.0)
+    expected = one_by_one(pld.PLDAccountant(value_discretization_interval=GRID), step, step, step, whole)
+    found = epsilon([Release(4.0, 3, 0.1), Release(9.0)], DELTA)
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert found < epsilon([Release(4.0, 3), Release(9.0)], DELTA)
+
+
+def test_sampling_without_replacement_costs_what_the_library_says() -> None:
+    relation = dp_accounting.NeighboringRelation.REPLACE_ONE
+    round_ = dp_accounting.SampledWithoutReplacementDpEvent(20, 4, dp_accounting.GaussianDpEvent(3.0))
+    expected = one_by_one(rdp.RdpAccountant(neighboring_relation=relation), round_, round_)
+    assert epsilon([Release(3.0, 2, drawn=4, drawn_from=20)], DELTA) == pytest.approx(expected, rel=1e-9)
+    everybody = epsilon([Release(3.0, 2, drawn=20, drawn_from=20)], DELTA)
+    plain = one_by_one(rdp.RdpAccountant(), *[dp_accounting.GaussianDpEvent(3.0)] * 2)
+    assert everybody == pytest.approx(plain, rel=1e-9)
+
+
+def test_nothing_released_costs_nothing() -> None:
+    assert epsilon([], DELTA) == 0.0
+    assert epsilon([Release(1.0, 0)], DELTA) == 0.0
+
+
+@pytest.mark.parametrize("target", [0.9, 12.0])
+def test_a_target_is_reached_with_the_smallest_noise(target: float) -> None:
+    noise = noise_for(target, DELTA, lambda sigma: Release(sigma, 5))
+    assert epsilon([Release(noise, 5)], DELTA) <= target
+    assert epsilon([Release(noise - 2 * SOLVED_TO, 5)], DELTA) > target
+
+
+def test_a_target_out_of_reach_is_said() -> None:
+    with pytest.raises(ConfigError, match="No noise multiplier"):
+        noise_for(1e-9, DELTA, lambda sigma: Release(sigma, 5, drawn=2, drawn_from=2))
+
+
+def test_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ConfigError, match=r"fedguild\[privacy\]"):
+        require_library()
