@@ -24,6 +24,7 @@ from fedguild.model.packaged import PACKAGED, packaged
 from fedguild.payload import Payload
 from fedguild.scoring import evaluated_plan
 from fedguild.server.method import Deployment
+from fedguild.server.optimizer import without_momentum
 from fedguild.setup import Experiment
 
 BASE = "base"
@@ -241,7 +242,7 @@ def _restored(
     experiment, state, number = restore(run_folder, round)
     if subject.client:
         client = _client(experiment, subject)
-        state = experiment.method.excerpt(state, experiment.backbone.info, client)
+        state = experiment.method.excerpt(without_momentum(state), experiment.backbone.info, client)
     return experiment, *_chosen(experiment, state, number, subject)
 
 

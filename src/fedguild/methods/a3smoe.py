@@ -55,6 +55,7 @@ class A3Smoe(Method):
     settings: A3SmoeSettings
     needs_experts = True
     costs = RUNNING_MEAN
+    is_stepped = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts."""

@@ -95,6 +95,7 @@ class FDLoRA(Method):
         note="A client's search for its fusion weights runs forward passes that are not counted.",
     )
     is_mean = True
+    is_stepped = False
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns one LoRA, the same for every budget: the two adapters take turns in it."""

@@ -87,6 +87,7 @@ class Flame(Method):
     settings: FlameSettings
     needs_experts = True
     costs = RUNNING_MEAN
+    is_stepped = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's k_i active experts and the rescaler s_i."""

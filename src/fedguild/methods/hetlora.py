@@ -101,6 +101,7 @@ class HetLoRA(Method):
         varies="at most",
         note="Pruning takes ranks from a client for good; none is counted.",
     )
+    is_stepped = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank, the highest that its clients ever have; all experts stay active."""
