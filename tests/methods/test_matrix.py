@@ -92,6 +92,7 @@ CASES = {
     "flame by steps": Case({"rank": 2, "rescaler": "shared", "frequency": "step"}),
     "flexlora": Case({"rank": 3, "targets": _EVERYTHING}),
     "flexlora on a dense model": Case({"rank": 4, "targets": ["attention", "mlp"], "dropout": 0.2}, "llama"),
+    "hfedmoe": Case({"rank": 2, "experts": {"small": 0.25}, "threshold": 0.6}),
     "hetlora": Case({"rank": 3, "targets": _EVERYTHING, "penalty_weight": 0.1}),
     "hetlora that prunes hard": Case({"rank": 3, "penalty_weight": 10.0, "gamma": 0.7, "norm_scope": "module"}),
     "rolora": Case({"rank": 2, "targets": _EVERYTHING}),
