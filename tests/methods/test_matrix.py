@@ -90,6 +90,8 @@ CASES = {
     ),
     "flame": Case({"rank": 2, "targets": _EVERYTHING}),
     "flame by steps": Case({"rank": 2, "rescaler": "shared", "frequency": "step"}),
+    "flex": Case({"rank": 2, "graft_rank": 2, "selection_examples": 3}),
+    "flex that mixes": Case({"rank": 2, "graft_rank": 3, "combine": "mix", "targets": ["q_proj", "router"]}),
     "flexlora": Case({"rank": 3, "targets": _EVERYTHING}),
     "flexlora on a dense model": Case({"rank": 4, "targets": ["attention", "mlp"], "dropout": 0.2}, "llama"),
     "hfedmoe": Case({"rank": 2, "experts": {"small": 0.25}, "threshold": 0.6}),
