@@ -88,6 +88,8 @@ def test_a_layer_is_that_of_the_loop(combine: str) -> None:
             model.load(slot, adapter)
         with torch.no_grad():
             model.logits(batch)
+    graft = plans[0].part(GraftedExpert)
+    assert graft is not None
     slots = [0] * (4 + 5) + [1] * (4 + 5 + 6)
     for layer in olmoe_backbone.moe:
         name, frozen = layer.info.name, matrices(layer)
@@ -96,9 +98,7 @@ def test_a_layer_is_that_of_the_loop(combine: str) -> None:
         for token, slot in enumerate(slots):
             own = {key: value.double() for key, value in adapters[slot].items()}
             factors = {p: (own[f"{name}.graft.{p}.lora_A"], own[f"{name}.graft.{p}.lora_B"]) for p in frozen[0]}
-            expert = oracle.grafted(
-                frozen[int(own[source_name(name)])], factors, method.plan(info, LARGE).parts[1].scale
-            )  # type: ignore[attr-defined]
+            expert = oracle.grafted(frozen[int(own[source_name(name)])], factors, graft.scale)
             weight, bias = own[f"{name}.graft.gate.weight"][0], float(own[f"{name}.graft.gate.bias"])
             expected = oracle.layer(tokens[token], routed[token], expert, weight, bias, combine)
             torch.testing.assert_close(found[token], expected, rtol=1e-8, atol=1e-8)
