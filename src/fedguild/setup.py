@@ -255,6 +255,8 @@ def _require_secure(
         if reason:
             raise ConfigError(f"federation.secure does not go with federation.{setting} as it is: {reason}.")
     require_disclosure(method.linear_form(model, budgets), federation.secure_disclose, method.name)
+
+
 def _require_steps(method: Method, federation: FederationSettings) -> None:
     """Raises ConfigError if the config wants a server's step or momentum with a method that has none."""
     if takes_steps(method) or (federation.server_step, federation.server_momentum) == (1.0, 0.0):
