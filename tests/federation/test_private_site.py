@@ -104,12 +104,33 @@ def test_a_site_stops_at_the_runs_budget(model: Path, tmp_path: Path) -> None:
     assert "another round would bring this run to" in trainer.handle(replace(request, round=2)).failure
 
 
-def test_a_limit_refuses_what_it_cannot_count(model: Path) -> None:
-    policy = SitePolicy(max_epsilon=1.0)
-    assert "has no differential privacy" in policy.privacy_refusal(None, [], None)
-    central = rules_of(private(model, *LOCAL, "privacy.noise=central"))
-    assert "the server adds the run's noise" in policy.privacy_refusal(central, [], Release(9.0))
-    assert SitePolicy().privacy_refusal(None, [], None) == ""
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ((), "has no differential privacy"),
+        ((*LOCAL, "privacy.noise=central"), "the server adds the run's noise"),
+        ((*LOCAL, "privacy.public=[scores, sizes]"), "declares scores and sizes public, beyond accept.public"),
+    ],
+)
+def test_a_limit_refuses_what_it_cannot_count_whatever_is_asked(
+    model: Path, tmp_path: Path, overrides: tuple[str, ...], reason: str
+) -> None:
+    """The server's word on what is public does not count."""
+    config = private(model, *overrides)
+    trainer, request = site(config, tmp_path, max_epsilon=100.0), train_request(config)
+    for kind in ("hello", "train", "score", "deliver"):
+        asked = {**run_metadata(config), "scope": "client", "split": "test"}
+        reply = trainer.handle(Message(kind, RUN, 1, 1, metadata=asked, body=request.body))  # type: ignore[arg-type]
+        assert reason in reply.failure, kind
+        assert not reply.body
+        assert "sizes" not in reply.metadata
+    assert not trainer._sessions
+
+
+def test_what_a_site_lets_be_public_is_accepted(model: Path) -> None:
+    rules = rules_of(private(model, *LOCAL, "privacy.public=[sizes]"))
+    assert SitePolicy(max_epsilon=1.0, public=("sizes",)).privacy_refusal(rules) == ""
+    assert SitePolicy().privacy_refusal(None) == ""
 
 
 CENTRAL = ("privacy.unit=client", "privacy.noise=central", "privacy.noise_multiplier=3", "privacy.clip=0.1")

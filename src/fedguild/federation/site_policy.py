@@ -60,6 +60,7 @@ class SitePolicy:
         disclose: What such a run may ask for in the clear.
         max_epsilon: Largest epsilon that all runs together may spend of the site's privacy; None for no limit.
         delta: The delta of that epsilon.
+        public: What a run may declare public where there is such a limit.
     """
 
     requests: Collection[str] = REQUESTS
@@ -77,6 +78,7 @@ class SitePolicy:
     disclose: Collection[str] = ()
     max_epsilon: float | None = None
     delta: float = 1e-5
+    public: Collection[str] = ()
 
     def kind_refusal(self, kind: str) -> str:
         """Returns why a kind of request is refused; empty if it is not."""
@@ -123,22 +125,32 @@ class SitePolicy:
             return f"the run asks for {', '.join(refused)} in the clear, beyond accept.disclose"
         return ""
 
-    def privacy_refusal(
-        self, rules: PrivacyRules | None, released: Iterable[Release], following: Release | None
-    ) -> str:
-        """Returns why a round's release is refused; empty if it is not.
+    def privacy_refusal(self, rules: PrivacyRules | None) -> str:
+        """Returns why a run is refused for what no ledger could hold, whatever it asks for; empty if it is not.
 
         Args:
             rules: The run's differential privacy; None without.
+        """
+        if self.max_epsilon is None:
+            return ""
+        if rules is None:
+            return "the run has no differential privacy, but accept.max_epsilon limits it"
+        if rules.settings.is_central:
+            return "the server adds the run's noise and would see the upload without, but accept.max_epsilon limits it"
+        refused = sorted(set(rules.settings.public) - set(self.public))
+        if refused:
+            return f"the run declares {' and '.join(refused)} public, beyond accept.public"
+        return ""
+
+    def epsilon_refusal(self, released: Iterable[Release], following: Release) -> str:
+        """Returns why a round's release is refused; empty if it is not.
+
+        Args:
             released: What all runs released before.
             following: What the round would release.
         """
         if self.max_epsilon is None:
             return ""
-        if rules is None or following is None:
-            return "the run has no differential privacy, but accept.max_epsilon limits it"
-        if rules.settings.is_central:
-            return "the server adds the run's noise and would see the upload without, but accept.max_epsilon limits it"
         spent = epsilon([*released, following], self.delta)
         if spent > self.max_epsilon:
             return (

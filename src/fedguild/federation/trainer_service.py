@@ -199,11 +199,11 @@ class TrainerService:
     def _spent(self, session: _Session, run: str) -> str:
         """Enters a training in the site's ledger; returns why it is refused, if the budget does not reach for it."""
         rules, released = session.rules, self.ledger.releases(LEDGER_NAME)
-        following = None if rules is None else rules.release(len(self._client_data().train))
-        if refusal := self.policy.privacy_refusal(rules, released.values(), following):
-            return refusal
-        if rules is None or following is None:
+        if rules is None:
             return ""
+        following = rules.release(len(self._client_data().train))
+        if refusal := self.policy.epsilon_refusal(released.values(), following):
+            return refusal
         of_run = [release for key, release in released.items() if key.startswith(run)]
         budget, spent = rules.settings.budget, epsilon([*of_run, following], rules.settings.delta)
         if budget is not None and spent > budget * (1 + SLACK):
@@ -292,8 +292,12 @@ class TrainerService:
         steps, batch = steps_in_round(examples, training), training.batch_size * training.accumulation
         aggregated = quorum_count(wanted, config.federation.quorum)
         rules = config.federation
-        return self.policy.disclosure_refusal(rules.secure, rules.secure_disclose) or self.policy.run_refusal(
-            Terms(config.method.name, steps, batch, min(examples, steps * batch), aggregated)
+        return (
+            self.policy.privacy_refusal(rules_of(config))
+            or self.policy.disclosure_refusal(rules.secure, rules.secure_disclose)
+            or self.policy.run_refusal(
+                Terms(config.method.name, steps, batch, min(examples, steps * batch), aggregated)
+            )
         )
 
     def _session(self, run: str, config: Config) -> _Session:
