@@ -127,6 +127,17 @@ def test_a_limit_refuses_what_it_cannot_count_whatever_is_asked(
     assert not trainer._sessions
 
 
+def test_a_run_keeps_the_config_that_it_began_with(model: Path, tmp_path: Path) -> None:
+    """Else a second config could ask for what the first one left in the client's memory."""
+    first, second = private(model, *LOCAL), private(model, *EXAMPLE)
+    assert not site(first, tmp_path).handle(train_request(first)).failure
+    trainer = site(second, tmp_path)  # the site's process was started anew
+    assert "the run began here with another config" in trainer.handle(train_request(second, round=2)).failure
+    assert len(Ledger(trainer.work / FILE).releases(LEDGER_NAME)) == 1
+    assert not trainer.handle(train_request(first, round=2)).failure
+    assert not trainer.handle(replace(train_request(second), run="cd" * 16)).failure
+
+
 def test_what_a_site_lets_be_public_is_accepted(model: Path) -> None:
     rules = rules_of(private(model, *LOCAL, "privacy.public=[sizes]"))
     assert SitePolicy(max_epsilon=1.0, public=("sizes",)).privacy_refusal(rules) == ""

@@ -35,7 +35,7 @@ from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.run import export_own
 from fedguild.federation.secret import private_seed
 from fedguild.federation.site_policy import RequestLog, SitePolicy, Terms
-from fedguild.files import write_bytes
+from fedguild.files import make_folder, write_bytes
 from fedguild.guarantee import rules_of
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
@@ -73,6 +73,8 @@ MODELS, LATEST = "models", "latest"
 """Folder of the models that a client takes home, and the link to the newest."""
 ANSWER = "answer"
 """File of a private run's last answer, after the digest of its request, beside the client's memory."""
+BOUND = "fingerprint"
+"""File of the fingerprint of a run's first config, beside the client's memory."""
 REQUESTS = "requests.json"
 """File of a run's requests that were answered, beside the client's memory."""
 RUN_NAME = re.compile(r"[0-9a-f]{32}")
@@ -313,6 +315,7 @@ class TrainerService:
         load_metrics(config.evaluation.metrics)
         backbone, client_data = self._load_once(config), self._client_data()
         method, tiers = fit_method(method, config, backbone.info)
+        _bind(self.work / "runs" / run, config)
         rules, examples = rules_of(config), len(client_data.train)
         said = examples if rules is None else rules.said_examples(examples)
         client = ClientInfo(self.site.client, self._budget(config, tiers), said)
@@ -407,6 +410,25 @@ def _stored_answer(folder: Path, message: Message) -> Message | None:
     path, digest = folder / ANSWER, _digest(message)
     content = path.read_bytes() if path.is_file() else b""
     return Message.from_bytes(content[len(digest) :]) if content.startswith(digest) else None
+
+
+def _bind(folder: Path, config: Config) -> None:
+    """Binds a run to the config of its first request, without what the site sets itself.
+
+    The client's memory of a run outlives a request: what one config keeps there, a second could ask for on other terms.
+
+    Raises:
+        UploadError: the run began with another config.
+        FedGuildError: the file cannot be written.
+    """
+    path, model = folder / BOUND, type(config.model)(path="embedded")
+    common = config.model_copy(update={"model": model, "data": DataSettings(max_tokens=config.data.max_tokens)})
+    fingerprint = common.fingerprint().encode()
+    if not path.exists():
+        make_folder(folder)
+        write_bytes(path, fingerprint)
+    elif path.read_bytes() != fingerprint:
+        raise UploadError("the run began here with another config; a new config needs a new run")
 
 
 def _relink(link: Path, target: str) -> None:
