@@ -108,9 +108,9 @@ def state(method, model) -> Payload:
 
 @pytest.fixture
 def play(method, state, model):
-    def run(engine: Scripted, accepted_before: Sequence[int] = (), **rules) -> Outcome:
+    def run(engine: Scripted, accepted_before: Sequence[int] = (), again=None, **rules) -> Outcome:
         settings = RULES.model_copy(update=rules)
-        return run_round(ROUND, method, state, model, CLIENTS, engine, settings, accepted_before, seed=3)
+        return run_round(ROUND, method, state, model, CLIENTS, engine, settings, accepted_before, seed=3, again=again)
 
     return run
 
@@ -184,6 +184,27 @@ def test_retries_end(play):
     assert outcome.rejected == {1: GONE}
     assert outcome.retried == [1]
     everybody_is_accounted_for(outcome)
+
+
+def test_a_further_attempt_asks_who_may_be_asked_before_it_begins(play):
+    engine = Scripted(*[dict.fromkeys((1, 2), GONE)] * 3)
+    asked = []
+
+    def again(round, clients):
+        asked.append((round, [client.index for client in clients], len(engine.asked)))
+        return clients[1:]
+
+    outcome = play(engine, retries=2, again=again)
+    assert asked == [(ROUND, [1, 2], 1), (ROUND, [1, 2], 2)]
+    assert [indices for indices, _ in engine.asked[1:]] == [[2], [2]]
+    assert outcome.retried == [2]
+    everybody_is_accounted_for(outcome)
+
+
+def test_where_nobody_may_be_asked_again_the_round_goes_on(play):
+    engine = Scripted({1: GONE})
+    assert play(engine, retries=2, again=lambda round, clients: []).rejected == {1: GONE}
+    assert len(engine.asked) == 1
 
 
 def test_retries_can_save_the_quorum_and_without_them_the_round_fails(play, state):
