@@ -122,7 +122,7 @@ def test_a_client_whose_budget_is_spent_stops_and_the_run_ends(olmoe_folder: Pat
     assert records[-1].epsilon == [two] * 3
     assert records[-1].stopped == [0, 1, 2]
     assert result.rounds == len(asked) < 9
-    assert 0 < result.mean < 1 or result.scores
+    assert 0 < result.mean < 1
     assert any("Every client's privacy budget is spent" in line for line in progress.lines)
     again = experiment.resume(tmp_path)
     assert (again.rounds, again.scores) == (result.rounds, result.scores)
@@ -209,4 +209,4 @@ def test_runs_without_privacy_keep_their_fingerprint() -> None:
     assert plain.fingerprint() == load_config("fedit/tiny-tasks", ["privacy.unit=none"]).fingerprint()
     noisy = load_config("fedit/tiny-tasks", ["privacy.unit=client", "privacy.noise_multiplier=1"])
     assert noisy.fingerprint() != plain.fingerprint()
-    assert "privacy" not in plain.fingerprint()
+    assert plain.fingerprint() == "7e45b7f5fb7e9b48aee26ef665e3bacb5294bae73f579a00376c32515a03adab"  # before there was any
