@@ -91,7 +91,9 @@ def test_a_run_per_example_records_its_guarantee_and_goes_on_after_a_kill(
     assert [row[1].text for row in grid.rows] == [f"{value:.3f}" for value in last.epsilon]
     export_adapter(tmp_path / "whole", Subject("large"), tmp_path / "model")
     card = (tmp_path / "model" / "README.md").read_text()
-    assert f"| differential privacy | per example, ε up to {max(last.epsilon):.3f} at δ = 1e-05. Noise:" in card
+    assert f"| differential privacy | per example, ε up to {max(last.epsilon):.3f} at δ = 1e-05. " in card
+    assert len(run.guarantee) >= 6
+    assert all(sentence in card for sentence in run.guarantee)
     show_run(tmp_path / "whole", as_json=True)
     assert json.loads(capsys.readouterr().out)["privacy"]["epsilon"] == last.epsilon
     show_run(tmp_path / "whole", as_json=False)
