@@ -12,8 +12,9 @@ import torch
 from fedguild.config import Config
 from fedguild.engines.flower.engine import read_payload
 from fedguild.engines.flower.message import Message
+from fedguild.errors import DataError
 from fedguild.federation.site_policy import SitePolicy
-from fedguild.federation.trainer_service import LEDGER_NAME, TrainerService, run_metadata
+from fedguild.federation.trainer_service import LEDGER_NAME, WITHHELD, TrainerService, run_metadata
 from fedguild.guarantee import rules_of
 from fedguild.privacy.accounting import Release, epsilon
 from fedguild.privacy.ledger import FILE, Ledger
@@ -125,6 +126,38 @@ def test_a_limit_refuses_what_it_cannot_count_whatever_is_asked(
         assert not reply.body
         assert "sizes" not in reply.metadata
     assert not trainer._sessions
+
+
+def test_a_refusal_says_no_number_that_follows_from_the_size(model: Path, tmp_path: Path) -> None:
+    config = private(model, *LOCAL, "training.steps=null", "training.epochs=2", "privacy.public=[scores]")
+    for limit in ({"max_steps": 1}, {"min_examples": 10**6}):
+        failure = site(config, tmp_path, **limit).handle(train_request(config)).failure
+        assert failure.startswith("refused by its site: a round")
+        assert "a withheld number of" in failure
+    limited, request = site(config, tmp_path, min_scored=10**6), train_request(config)
+    asked = {**run_metadata(config), "scope": "client", "split": "test"}
+    score = Message("score", RUN, 1, 1, metadata=asked, body=request.body)
+    assert "a score is of a withheld number of example(s)" in limited.handle(score).failure
+    trainer = site(config, tmp_path / "other")
+    assert not trainer.handle(request).failure
+    records = trainer.handle(score).metadata["records"]
+    assert len(trainer._client_data().test) > 1
+    assert {record["examples"] for record in records} == {1}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("index 17 of example 'secret'"), DataError("Example 'secret' is bad.")])
+def test_an_error_tells_a_private_runs_server_nothing(
+    model: Path, tmp_path: Path, error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = private(model, *LOCAL)
+    trainer = site(config, tmp_path)
+
+    def failing(*_: object) -> None:
+        raise error
+
+    trainer._engine = failing  # type: ignore[method-assign, assignment]
+    assert trainer.handle(train_request(config)).failure == WITHHELD
+    assert "secret" in capsys.readouterr().err
 
 
 def test_a_run_keeps_the_config_that_it_began_with(model: Path, tmp_path: Path) -> None:

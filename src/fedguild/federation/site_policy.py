@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Literal
 
 from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.engines.flower.message import Message
@@ -21,6 +22,9 @@ REQUESTS: tuple[MessageKind, ...] = ("train", "score", "deliver")
 _DIGEST_CHARACTERS = 32
 
 
+WITHHELD_NUMBER = "a withheld number of"
+
+
 @dataclass(frozen=True)
 class Terms:
     """What a run asks of a site in every round.
@@ -31,6 +35,8 @@ class Terms:
         batch: Examples of an optimizer step, over all accumulated batches.
         examples: Distinct examples of this site that a round trains on.
         aggregated: Minimum number of clients whose uploads the run aggregates.
+        withheld: Which of `steps` and `examples` a refusal does not say, as differential privacy withholds the site's
+            size.
     """
 
     method: str
@@ -38,6 +44,11 @@ class Terms:
     batch: int
     examples: int
     aggregated: int
+    withheld: Collection[str] = ()
+
+    def said(self, name: Literal["steps", "examples"]) -> str:
+        """Returns a number as a refusal says it."""
+        return WITHHELD_NUMBER if name in self.withheld else str(getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -91,13 +102,14 @@ class SitePolicy:
         if self.methods is not None and terms.method not in self.methods:
             return f"the method '{terms.method}' is not among accept.methods ({', '.join(self.methods) or 'none'})"
         if self.max_steps is not None and terms.steps > self.max_steps:
-            return f"a round asks for {terms.steps} steps, beyond accept.max_steps of {self.max_steps}"
+            return f"a round asks for {terms.said('steps')} steps, beyond accept.max_steps of {self.max_steps}"
         if terms.steps < self.min_steps:
-            return f"a round asks for {terms.steps} step(s), below accept.min_steps of {self.min_steps}"
+            return f"a round asks for {terms.said('steps')} step(s), below accept.min_steps of {self.min_steps}"
         if terms.batch < self.min_batch:
             return f"a step is on {terms.batch} example(s), below accept.min_batch of {self.min_batch}"
         if terms.examples < self.min_examples:
-            return f"a round trains on {terms.examples} example(s), below accept.min_examples of {self.min_examples}"
+            least = self.min_examples
+            return f"a round trains on {terms.said('examples')} example(s), below accept.min_examples of {least}"
         if terms.aggregated < self.min_clients:
             return (
                 f"the run may aggregate the uploads of only {terms.aggregated} client(s), below accept.min_clients of "
@@ -105,10 +117,16 @@ class SitePolicy:
             )
         return ""
 
-    def score_refusal(self, examples: int) -> str:
-        """Returns why a score that is a mean over this number of examples is refused; empty if it is not."""
+    def score_refusal(self, examples: int, *, withheld: bool = False) -> str:
+        """Returns why a score that is a mean over this number of examples is refused; empty if it is not.
+
+        Args:
+            examples: The number.
+            withheld: Whether the refusal does not say it.
+        """
         if examples < self.min_scored:
-            return f"a score is of {examples} example(s), below accept.min_scored of {self.min_scored}"
+            number = WITHHELD_NUMBER if withheld else str(examples)
+            return f"a score is of {number} example(s), below accept.min_scored of {self.min_scored}"
         return ""
 
     def disclosure_refusal(self, secure: bool, disclosed: Iterable[str]) -> str:

@@ -81,7 +81,13 @@ RUN_NAME = re.compile(r"[0-9a-f]{32}")
 """Identity of a run, which is also the name of its folder on a client's machine."""
 SCORES = "scores"
 """What `federation.secure_disclose` and `accept.disclose` call the scores of a client's own model."""
+WITHHELD = "it failed; the reason is in its site's log, as it may tell of the site's data"
+"""What a private run's server hears of an error that is no refusal."""
 _DATA_ONLY = {"seed", "shares", "share"}
+
+
+class _Refusal(FedGuildError):
+    """A refusal by the site's policy, whose words tell nothing of the data that differential privacy withholds."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +139,12 @@ class TrainerService:
             return self._handlers[message.kind](message)
         except FedGuildError as error:
             print(f"{message.kind}, round {message.round}: {error}", file=sys.stderr, flush=True)
-            return message.reply(failure=error.message)
+            told = not _is_private(message) or isinstance(error, (_Refusal, UploadError, ConfigError))
+            return message.reply(failure=error.message if told else WITHHELD)
         except (RuntimeError, ValueError, KeyError, OSError, ArithmeticError) as error:
             traceback.print_exc()
-            return message.reply(failure=f"its trainer failed: {type(error).__name__}: {error}")
+            text = f"its trainer failed: {type(error).__name__}: {error}"
+            return message.reply(failure=WITHHELD if _is_private(message) else text)
 
     def prepare(self) -> None:
         """Reads the data and loads the backbone, once."""
@@ -181,7 +189,7 @@ class TrainerService:
         _require_none(self._spent(session, message.run))
         (delivery,) = self._engine(session).train(method.with_secret(secret), model, [task])
         if delivery.upload is None:
-            return message.reply(failure=delivery.failure)
+            raise FedGuildError(delivery.failure)
         if session.clients is not None:
             upload_bytes = size_bytes(delivery.upload)
             _require_none(self.policy.names_refusal(delivery.upload.tensors) or self.policy.size_refusal(upload_bytes))
@@ -244,9 +252,13 @@ class TrainerService:
         wanted = read_metadata(ScoreRequest, message.metadata, "the request for scores cannot be read")
         scored = getattr(self._client_data(), wanted.split)[: config.evaluation.max_examples]
         session = self._session(message.run, config)
-        _require_none(self.policy.score_refusal(len(scored)) or self._count_refusal(message, session))
+        withheld = session.rules is not None and not session.rules.sizes_are_public
+        refusal = self.policy.score_refusal(len(scored), withheld=withheld)
+        _require_none(refusal or self._count_refusal(message, session))
         experiment, excerpt = session.experiment, _state(message)
         records = score_clients(experiment, wanted.scope, lambda _: excerpt, message.round, wanted.split)
+        if withheld:
+            records = [record.model_copy(update={"examples": min(record.examples, 1)}) for record in records]
         return message.reply(metadata={"records": [record.model_dump(mode="json") for record in records]})
 
     def _deliver(self, message: Message) -> Message:
@@ -293,12 +305,15 @@ class TrainerService:
         examples, training = len(self._client_data().train), config.training
         steps, batch = steps_in_round(examples, training), training.batch_size * training.accumulation
         aggregated = quorum_count(wanted, config.federation.quorum)
-        rules = config.federation
+        rules, privacy = config.federation, rules_of(config)
+        withheld = []
+        if privacy is not None and not privacy.sizes_are_public:
+            withheld = ["examples"] if privacy.said_steps(examples) is not None else ["examples", "steps"]
         return (
-            self.policy.privacy_refusal(rules_of(config))
+            self.policy.privacy_refusal(privacy)
             or self.policy.disclosure_refusal(rules.secure, rules.secure_disclose)
             or self.policy.run_refusal(
-                Terms(config.method.name, steps, batch, min(examples, steps * batch), aggregated)
+                Terms(config.method.name, steps, batch, min(examples, steps * batch), aggregated, withheld)
             )
         )
 
@@ -394,7 +409,14 @@ class TrainerService:
 def _require_none(refusal: str) -> None:
     """Raises a refusal of the site, unless it is empty; `TrainerService.handle` makes it the reply."""
     if refusal:
-        raise FedGuildError(f"refused by its site: {refusal}")
+        raise _Refusal(f"refused by its site: {refusal}")
+
+
+def _is_private(message: Message) -> bool:
+    """Whether a request is of a run with differential privacy, as far as it can be read."""
+    config = message.metadata.get("config")
+    privacy = config.get("privacy") if isinstance(config, dict) else None
+    return isinstance(privacy, dict) and privacy.get("unit", "none") != "none"
 
 
 def _digest(message: Message) -> bytes:
