@@ -113,6 +113,20 @@ def test_what_a_round_releases() -> None:
     assert rules(unit="example", sample_rate=0.25).release(80) == Release(1.0, 3, 0.25)
 
 
+@pytest.mark.parametrize(
+    ("settings", "neighbour"),
+    [
+        ({"unit": "example", "public": ("sizes",)}, "contributes nothing, their number fixed and public"),
+        ({"unit": "example", "sample_rate": 0.1}, "(added or removed)"),
+        ({"unit": "client"}, "(replaced by any other)"),
+        ({"unit": "client", "public": ("sizes",)}, "any other of the same size"),
+        ({"unit": "client", "noise": "central"}, "there or all zeros"),
+    ],
+)
+def test_the_neighbours_have_the_same_size_where_that_is_public(settings: dict[str, Any], neighbour: str) -> None:
+    assert neighbour in rules(**settings).statement()[0]
+
+
 def test_dp_sgd_divides_by_what_is_expected() -> None:
     noise = Noise(b"key")
     sized = rules(unit="example", public=("sizes",))

@@ -86,7 +86,7 @@ WITHHELD = "it failed; the reason is in its site's log, as it may tell of the si
 _DATA_ONLY = {"seed", "shares", "share"}
 
 
-class _Refusal(FedGuildError):
+class _RefusalError(FedGuildError):
     """A refusal by the site's policy, whose words tell nothing of the data that differential privacy withholds."""
 
 
@@ -139,7 +139,7 @@ class TrainerService:
             return self._handlers[message.kind](message)
         except FedGuildError as error:
             print(f"{message.kind}, round {message.round}: {error}", file=sys.stderr, flush=True)
-            told = not _is_private(message) or isinstance(error, (_Refusal, UploadError, ConfigError))
+            told = not _is_private(message) or isinstance(error, (_RefusalError, UploadError, ConfigError))
             return message.reply(failure=error.message if told else WITHHELD)
         except (RuntimeError, ValueError, KeyError, OSError, ArithmeticError) as error:
             traceback.print_exc()
@@ -409,7 +409,7 @@ class TrainerService:
 def _require_none(refusal: str) -> None:
     """Raises a refusal of the site, unless it is empty; `TrainerService.handle` makes it the reply."""
     if refusal:
-        raise _Refusal(f"refused by its site: {refusal}")
+        raise _RefusalError(f"refused by its site: {refusal}")
 
 
 def _is_private(message: Message) -> bool:
