@@ -148,7 +148,8 @@ class PrivacyRules:
         else:
             lines = [
                 "All of a client's training data is protected from those who see the models (its contribution there or "
-                "all zeros), by noise that the server adds to the clipped changes. The server itself is trusted with them."
+                "all zeros), by noise that the server adds to the clipped changes. The server itself is trusted with "
+                "them."
             ]
             lines.append(
                 f"Sampling: nobody who sees the models knows which {self.wanted} of {self.clients} clients take part "

@@ -5,7 +5,8 @@ alone or on a Poisson sample, goes to the PLD accountant, under addition or remo
 where the number of units is fixed and one is replaced by one that contributes nothing ("zero-out": Kairouz et al.,
 "Practical and Private (Deep) Learning without Sampling or Shuffling", ICML 2021), as the sums are
 distributed alike. `noise_multiplier` is the noise over the largest change that one unit makes to the sum under the
-neighbouring relation; for one example replaced by another on a Poisson sample this event is no bound. Sampling without replacement is only in the RDP accountant, under replacement of one unit.
+neighbouring relation; for one example replaced by another on a Poisson sample this event is no bound. Sampling
+without replacement is only in the RDP accountant, under replacement of one unit.
 """
 
 from __future__ import annotations

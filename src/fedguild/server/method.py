@@ -123,6 +123,7 @@ class Method(ABC):
             each client; a robust estimate may then take the mean's place (`federation.robust`).
         not_linear: Why the server needs single uploads, a clause without a subject's name; empty where it does not, or
             where nobody has said which sums it takes.
+        data_free_scalars: Names of the scalars of an upload whose values a client chooses without looking at its data.
         settings: The options of this instance.
     """
 
@@ -133,6 +134,7 @@ class Method(ABC):
     costs: ClassVar[ServerCosts] = ServerCosts()
     is_mean: ClassVar[bool] = False
     not_linear: ClassVar[str] = ""
+    data_free_scalars: ClassVar[frozenset[str]] = frozenset()
     settings: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
