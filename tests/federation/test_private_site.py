@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,22 @@ def test_a_limit_refuses_what_it_cannot_count_whatever_is_asked(
     assert not trainer._sessions
 
 
+@pytest.mark.parametrize("overrides", [(), (*LOCAL, "privacy.noise=central")], ids=["none", "central"])
+def test_a_run_without_the_sites_noise_is_in_its_ledger_and_no_later_limit_holds(
+    model: Path, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    config, later = private(model, *overrides), private(model, *LOCAL)
+    trainer = site(config, tmp_path)
+    for number in (1, 2):
+        assert not trainer.handle(replace(train_request(config), round=number)).failure
+    assert Ledger(trainer.work / FILE).releases(LEDGER_NAME) == {f"{RUN}-in-the-clear": Release(0.0)}
+    request = replace(train_request(later), run="cd" * 16)
+    limited = site(later, tmp_path, max_epsilon=1e6)
+    assert "no accept.max_epsilon holds" in limited.handle(request).failure
+    (limited.work / FILE).rename(tmp_path / "before")
+    assert not site(later, tmp_path, max_epsilon=1e6).handle(request).failure
+
+
 def test_a_refusal_says_no_number_that_follows_from_the_size(model: Path, tmp_path: Path) -> None:
     config = private(model, *LOCAL, "training.steps=null", "training.epochs=2", "privacy.public=[scores]")
     for limit in ({"max_steps": 1}, {"min_examples": 10**6}):
@@ -201,5 +218,7 @@ def test_a_federation_records_what_its_clients_spend(
     assert {(record.examples, record.steps, record.train_loss) for record in trained} == {(None, 2, None)}
     assert len((driven.folder / "secret").read_bytes()) == 32
     ledger = Ledger(tmp_path / "client-001" / "work" / FILE).releases(LEDGER_NAME)
-    assert sum(each.times for each in ledger.values()) == released.times
+    central = "privacy.noise=central" in overrides
+    assert sum(each.times for each in ledger.values()) == (1 if central else released.times)
+    assert (epsilon(ledger.values(), 1e-5) == math.inf) == central
     assert any("do not leave the machines that draw it" in line for line in driven.lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -170,6 +171,11 @@ class SitePolicy:
         if self.max_epsilon is None:
             return ""
         spent = epsilon([*released, following], self.delta)
+        if math.isinf(spent):
+            return (
+                "an earlier run got this site's uploads without its noise, so no accept.max_epsilon holds; the site's "
+                "operator can move work/privacy.jsonl away to count anew"
+            )
         if spent > self.max_epsilon:
             return (
                 f"its privacy is spent: another round would bring all runs together to an epsilon of {spent:.3f} at "

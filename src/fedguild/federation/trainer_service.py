@@ -40,7 +40,7 @@ from fedguild.guarantee import rules_of
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
-from fedguild.privacy.accounting import epsilon
+from fedguild.privacy.accounting import IN_THE_CLEAR, epsilon
 from fedguild.privacy.ledger import FILE as LEDGER
 from fedguild.privacy.ledger import Ledger
 from fedguild.privacy.noise import Noise
@@ -69,6 +69,8 @@ if TYPE_CHECKING:
 
 LEDGER_NAME = "site"
 """The name in the site's ledger of the one client that it has."""
+CLEAR = "in-the-clear"
+"""The end of the key in the site's ledger of a run to which the site adds no noise."""
 MODELS, LATEST = "models", "latest"
 """Folder of the models that a client takes home, and the link to the newest."""
 ANSWER = "answer"
@@ -209,8 +211,8 @@ class TrainerService:
     def _spent(self, session: _Session, run: str) -> str:
         """Enters a training in the site's ledger; returns why it is refused, if the budget does not reach for it."""
         rules, released = session.rules, self.ledger.releases(LEDGER_NAME)
-        if rules is None:
-            return ""
+        if rules is None or rules.settings.is_central:
+            return ""  # the ledger has the run as one without noise since its first request
         following = rules.release(len(self._client_data().train))
         if refusal := self.policy.epsilon_refusal(released.values(), following):
             return refusal
@@ -332,6 +334,8 @@ class TrainerService:
         method, tiers = fit_method(method, config, backbone.info)
         _bind(self.work / "runs" / run, config)
         rules, examples = rules_of(config), len(client_data.train)
+        if rules is None or rules.settings.is_central:
+            self.ledger.add(LEDGER_NAME, f"{run}-{CLEAR}", IN_THE_CLEAR)
         said = examples if rules is None else rules.said_examples(examples)
         client = ClientInfo(self.site.client, self._budget(config, tiers), said)
         folder = self.work / "runs" / run
