@@ -17,6 +17,8 @@ from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late
 from fedguild.server.method import Method, Upload
+from fedguild.privacy.noise import Noise
+from fedguild.server.private_mean import PrivateMean
 from fedguild.server.rounds import Outcome, Stray, run_round
 from fedguild.wire.accounting import size_bytes
 
@@ -108,9 +110,10 @@ def state(method, model) -> Payload:
 
 @pytest.fixture
 def play(method, state, model):
-    def run(engine: Scripted, accepted_before: Sequence[int] = (), again=None, **rules) -> Outcome:
+    def run(engine: Scripted, accepted_before: Sequence[int] = (), again=None, private_mean=None, **rules) -> Outcome:
         settings = RULES.model_copy(update=rules)
-        return run_round(ROUND, method, state, model, CLIENTS, engine, settings, accepted_before, seed=3, again=again)
+        given = {"again": again, "private_mean": private_mean}
+        return run_round(ROUND, method, state, model, CLIENTS, engine, settings, accepted_before, seed=3, **given)
 
     return run
 
@@ -175,6 +178,15 @@ def test_every_attempt_costs_its_download_and_its_upload(play):
     assert again.traffic[1].upload_bytes == 2 * once.traffic[1].upload_bytes
     assert again.traffic[2].download_bytes == 2 * once.traffic[2].download_bytes
     assert again.traffic[2].upload_bytes == once.traffic[2].upload_bytes
+
+
+def test_before_central_noise_an_upload_that_is_not_finite_counts_as_nothing_and_is_not_told(play, state):
+    """The others change every value by 1, 3, 4, 5 and 6."""
+    quiet = PrivateMean(clip=1e6, noise_multiplier=1e-14, noise=Noise(b"key"))
+    outcome = play(Scripted({1: "nan"}), private_mean=quiet, quorum=1.0)
+    assert outcome.rejected == {}
+    assert outcome.accepted == [0, 1, 2, 3, 4, 5]
+    assert moved(outcome, state) == pytest.approx(19 / 6, abs=1e-4)
 
 
 def test_retries_end(play):

@@ -146,6 +146,7 @@ def run_round(
     # train, validate and aggregate, one upload after the other
     largest = None if guard is None else guard.largest_value
     intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, frozenset(accepted_before), largest, again)
+    intake.zeroes_broken = private_mean is not None
     with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:  # the engine ends its work in any case
         if secure is not None:
             intake.aggregate_securely(secure, state, list(uploads))
@@ -186,7 +187,7 @@ class _Intake:
         largest_value: float | None = None,
         again: Again | None = None,
     ) -> None:
-        self.largest_value, self.again = largest_value, again
+        self.largest_value, self.again, self.zeroes_broken = largest_value, again, False
         self.method, self.model, self.engine, self.rules = method, model, engine, rules
         self.outcome, self.wanted, self.accepted_before = outcome, wanted, accepted_before
         self.tasks = {task.client.index: task for task in tasks}
@@ -323,6 +324,8 @@ class _Intake:
         if upload is None:
             return NOTHING
         client = task.client.name
+        if self.zeroes_broken:  # a rejection would tell of the upload, before there is noise on it
+            upload = Payload({name: tensor.nan_to_num(0, 0, 0) for name, tensor in upload.tensors.items()}, upload.scalars)
         try:
             if self.rules.upload_limit_bytes is not None:
                 check_size(self._size_bytes(upload), self.rules.upload_limit_bytes, client=client)
