@@ -20,6 +20,7 @@ from fedguild.progress import Silent
 from fedguild.report.html import write_report
 from fedguild.report.run_folder import load_run
 from fedguild.report.tables import privacy_grid
+from fedguild.server.privacy_accounts import PrivacyAccounts
 from fedguild.server.run_log import ClientRecord, PrivacyRecord, RoundRecord, RoutingRecord, RunLog
 from fedguild.setup import check_config
 from tests.experiment.runs import Killed, assert_same, ended, kill_at, load_models_once, small_config
@@ -130,6 +131,23 @@ def test_a_client_whose_budget_is_spent_stops_and_the_run_ends(olmoe_folder: Pat
     assert (again.rounds, again.scores) == (result.rounds, result.scores)
     ledger = Ledger(tmp_path / FILE)
     assert all(sum(release.times for release in ledger.releases(f"client-{c:03d}").values()) == 2 for c in range(3))
+
+
+def test_a_run_lets_its_accounts_decide_about_further_attempts(
+    olmoe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def stopping(*_: Any, again: Any = None, **__: Any) -> None:
+        asked.append(again)
+        raise Killed
+
+    monkeypatch.setattr("fedguild.experiment.run_round", stopping)
+    config = private_config(olmoe_folder, *LOCAL, "privacy.noise_multiplier=6", "federation.retries=2")
+    with pytest.raises(Killed):
+        experiment.run(config, tmp_path)
+    assert asked[0].__func__ is PrivacyAccounts.again
+    assert asked[0].__self__.ledger.path == tmp_path / FILE
 
 
 def test_a_target_is_kept_by_local_noise_and_sizes_are_withheld(olmoe_folder: Path, tmp_path: Path) -> None:

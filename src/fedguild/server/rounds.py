@@ -325,7 +325,9 @@ class _Intake:
             return NOTHING
         client = task.client.name
         if self.zeroes_broken:  # a rejection would tell of the upload, before there is noise on it
-            upload = Payload({name: tensor.nan_to_num(0, 0, 0) for name, tensor in upload.tensors.items()}, upload.scalars)
+            upload = Payload(
+                {name: tensor.nan_to_num(0, 0, 0) for name, tensor in upload.tensors.items()}, upload.scalars
+            )
         try:
             if self.rules.upload_limit_bytes is not None:
                 check_size(self._size_bytes(upload), self.rules.upload_limit_bytes, client=client)
