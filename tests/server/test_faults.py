@@ -15,9 +15,9 @@ from fedguild.methods import build_method
 from fedguild.methods.fedit import FedIT
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
+from fedguild.privacy.noise import Noise
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late
 from fedguild.server.method import Method, Upload
-from fedguild.privacy.noise import Noise
 from fedguild.server.private_mean import PrivateMean
 from fedguild.server.rounds import Outcome, Stray, run_round
 from fedguild.wire.accounting import size_bytes

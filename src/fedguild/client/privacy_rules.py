@@ -153,8 +153,8 @@ class PrivacyRules:
             ]
             lines.append(
                 f"Sampling: nobody who sees the models knows which {self.wanted} of {self.clients} clients take part "
-                "in a round; all pay for every round (one client replaced by another). The run's folder and report, which name them, "
-                "and its config, whose seed draws them, must stay with the trusted party."
+                "in a round; all pay for every round (one client replaced by another). The run's folder and "
+                "report, which name them, and its config, whose seed draws them, must stay with the trusted party."
                 if settings.sampling == "secret"
                 else "Sampling: everybody may know who takes part; a client pays for every round that it is asked in."
             )
