@@ -20,6 +20,7 @@ TOGETHER = {
     "tests/engines/flower/test_guide.py": "flower",
     "tests/engines/flower/test_processes.py": "flower",
     "tests/engines/flower/test_processes_long.py": "flower",
+    "tests/engines/flower/test_kills_long.py": "flower",
     "tests/engines/test_ray.py": "ray",
     "tests/costs/test_published.py": "published",
     "tests/experiment/test_disk.py": "disk",

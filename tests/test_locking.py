@@ -6,13 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from fedguild import experiment
 from fedguild.errors import CheckpointError
-from fedguild.locking import holder, run_lock
+from fedguild.locking import LOCK, holder, run_lock
 
 HOLDS = """
 import sys, time
@@ -45,6 +47,18 @@ def test_the_second_process_learns_who_is_at_work_and_since_when(other, tmp_path
     assert f"is in use by process {other.pid} on " in str(caught.value)
     assert f"since {found.since}" in str(caught.value)
     assert holder(tmp_path / "run") == found, "the refused process left the holder's word alone"
+
+
+def test_somebody_who_asks_who_is_at_work_keeps_nobody_from_it(tmp_path: Path) -> None:
+    """Whoever asks holds the lock for a moment, of which this is a long one."""
+    (tmp_path / "run").mkdir()
+    asking = FileLock(tmp_path / "run" / LOCK, thread_local=False)
+    asking.acquire()
+    ending = threading.Timer(0.1, asking.release)
+    ending.start()
+    with run_lock(tmp_path / "run"):
+        assert holder(tmp_path / "run") is not None
+    ending.join()
 
 
 def test_a_killed_process_releases_the_lock_at_once(other, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from fedguild.errors import CheckpointError
 from fedguild.files import PRIVATE_FILE, make_folder, write_json
 
 LOCK, HOLDER = ".lock", ".lock.json"
+ASKED_SECONDS = 0.5
+"""Whoever asks who holds the lock has it for a moment (`holder`); whoever wants it waits that long."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,9 @@ def run_lock(folder: Path) -> Iterator[None]:
     """
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     make_folder(folder)
-    lock = FileLock(folder / LOCK, timeout=0, mode=PRIVATE_FILE)
+    lock = FileLock(folder / LOCK, timeout=ASKED_SECONDS, mode=PRIVATE_FILE)
     try:
-        lock.acquire()
+        lock.acquire(poll_interval=0.01)
     except Timeout as error:
         raise CheckpointError(
             f"{folder} is in use by {holder(folder) or 'another process'}.",

@@ -23,6 +23,7 @@ from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.recording import Where, evaluation_record, summary_record
 from fedguild.server.method import Deployment
+from fedguild.server.optimizer import without_momentum
 from fedguild.server.run_log import EvaluationRecord, Record
 from fedguild.setup import Experiment, OwnScope, Split
 
@@ -183,7 +184,7 @@ def _scoring(experiment: Experiment) -> Scoring:
 
 
 def _excerpts(experiment: Experiment, state: Payload) -> Callable[[ClientInfo], Payload]:
-    return lambda client: experiment.method.excerpt(state, experiment.backbone.info, client)
+    return lambda client: experiment.method.excerpt(without_momentum(state), experiment.backbone.info, client)
 
 
 def _models(

@@ -50,6 +50,7 @@ from fedguild.seeding import numpy_rng
 from fedguild.server.engine import Engine
 from fedguild.server.guard import LARGEST_VALUE, NORM_FACTOR, Guard
 from fedguild.server.method import Method
+from fedguild.server.optimizer import takes_steps
 from fedguild.server.rounds import Outcome
 from fedguild.server.run_log import EvaluationRecord
 from fedguild.server.sampling import wanted_count
@@ -221,6 +222,7 @@ def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method
             model.require_active_experts(budget.active_experts, f"federation.budgets: '{budget.name}'")
     shapes = [adapter_shapes(model, method.plan(model, budget)) for budget in budgets.values()]
     equal_shapes = all(one == shapes[0] for one in shapes)
+    _require_steps(method, federation)
     _require_mean(method, federation.robust, equal_shapes=equal_shapes)
     if federation.secure:
         _require_secure(method, federation, model, list(budgets.values()))
@@ -271,6 +273,23 @@ def _require_secure(
         if reason:
             raise ConfigError(f"federation.secure does not go with federation.{setting} as it is: {reason}.")
     require_disclosure(method.linear_form(model, budgets), federation.secure_disclose, method.name)
+
+
+def _require_steps(method: Method, federation: FederationSettings) -> None:
+    """Raises ConfigError if the config wants a server's step or momentum with a method that has none."""
+    if takes_steps(method) or (federation.server_step, federation.server_momentum) == (1.0, 0.0):
+        return
+    reason = (
+        f"{method.name} has a server's step of its own"
+        if method.is_mean
+        else f"the aggregate of {method.name} is not a mean towards which the server could take a step"
+    )
+    raise ConfigError(
+        f"federation.server_step is {federation.server_step:g} and federation.server_momentum is "
+        f"{federation.server_momentum:g}, but {reason}.",
+        f"Leave federation.server_step at 1 and federation.server_momentum at 0; `fedguild methods {method.name}` "
+        "lists the method's own options.",
+    )
 
 
 def method_record(given: Method, method: Method) -> dict[str, Any]:

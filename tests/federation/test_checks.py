@@ -145,7 +145,8 @@ def test_a_missing_key_and_one_that_others_can_read(copy: Path) -> None:
     says(fault.message + fault.hint, "node.key is missing", "fedguild federation key")
 
 
-def test_a_port_that_is_taken(federation: Path) -> None:
+def test_a_port_that_is_taken(federation: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "FREED_SECONDS", 0.0)
     with socket.create_server(("127.0.0.1", load_server(federation / "server").port)):
         (fault,) = faults_of_server(federation)
     says(fault.message + fault.hint, "Cannot listen on port", "port in server.yaml")
@@ -204,7 +205,19 @@ def test_one_port_for_clients_and_for_control(copy: Path) -> None:
     says(fault.message, f"port and control_port in server.yaml are both {port}")
 
 
-def test_a_control_port_that_is_taken(federation: Path) -> None:
+def test_a_port_that_is_about_to_be_free_is_waited_for(federation: Path) -> None:
+    """The processes of a parent that was killed hold its ports for a moment."""
+    listener = socket.create_server(("127.0.0.1", load_server(federation / "server").port))
+    closing = threading.Timer(0.5, listener.close)
+    closing.start()
+    try:
+        assert not faults_of_server(federation)
+    finally:
+        closing.join()
+
+
+def test_a_control_port_that_is_taken(federation: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "FREED_SECONDS", 0.0)
     with socket.create_server(("127.0.0.1", load_server(federation / "server").control_port)):
         (fault,) = faults_of_server(federation)
     says(fault.message + fault.hint, "Cannot listen on port", "control_port in server.yaml")

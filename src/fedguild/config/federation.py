@@ -156,6 +156,19 @@ class FederationSettings(Section):
         description="Parts of an upload that may go to the server in the clear, for methods whose server needs them of "
         "each client by itself.",
     )
+    server_step: float = Field(
+        default=1.0,
+        gt=0,
+        description="eta, the server's learning rate, for methods whose aggregate is a mean: the adapter moves by eta "
+        "times the clients' mean change; 1: the mean itself.",
+    )
+    server_momentum: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="beta, the server's momentum, for methods whose aggregate is a mean: the share of the last round's "
+        "step that is added to this round's mean change before eta; 0: none.",
+    )
     keep_checkpoints: int = Field(default=2, ge=1, description="Number of rounds whose checkpoints stay on disk.")
 
     @model_validator(mode="after")

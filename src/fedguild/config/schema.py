@@ -38,6 +38,8 @@ LEFT_OUT_BY_DEFAULT = (
     ("federation", "secure_clients"),
     ("federation", "secure_unheld"),
     ("federation", "secure_disclose"),
+    ("federation", "server_step"),
+    ("federation", "server_momentum"),
 )
 """Settings that came after runs had been written: at their default they are not in the fingerprint, so that such runs
 go on. The same holds for the whole section `privacy`."""

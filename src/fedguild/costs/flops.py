@@ -96,14 +96,15 @@ def cost(model: ModelInfo, plan: AdapterPlan) -> Cost:
         ConfigError: the plan wants more active experts than a layer has, or targets no layer.
     """
     idle_parameters = sum((moe.num_experts - active_experts(moe, plan)) * expert_parameters(moe) for moe in model.moe)
+    again = sum(part.frozen_product_parameters(model) for part in plan.parts)
     trainable, active_trainable = _adapter_parameters(model, plan, trainable_shapes(model, plan))
     whole, active_whole = _adapter_parameters(model, plan, adapter_shapes(model, plan))
     return Cost(
         parameters=model.parameters,
-        active_parameters=model.parameters - idle_parameters,
+        active_parameters=model.parameters - idle_parameters + again,
         trainable=trainable,
         active_trainable=active_trainable,
-        product_parameters=_product_parameters(model, plan),
+        product_parameters=_product_parameters(model, plan) + again,
         attention_width=sum(linear.inputs for linear in model.linears if linear.name.endswith((".o_proj", ".o")))
         or model.layers * model.hidden,
         frozen=whole - trainable,

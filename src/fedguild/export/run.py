@@ -25,6 +25,7 @@ from fedguild.payload import Payload
 from fedguild.report.run_folder import load_run
 from fedguild.scoring import evaluated_plan
 from fedguild.server.method import Deployment
+from fedguild.server.optimizer import without_momentum
 from fedguild.setup import Experiment
 
 BASE = "base"
@@ -242,7 +243,7 @@ def _restored(
     experiment, state, number = restore(run_folder, round)
     if subject.client:
         client = _client(experiment, subject)
-        state = experiment.method.excerpt(state, experiment.backbone.info, client)
+        state = experiment.method.excerpt(without_momentum(state), experiment.backbone.info, client)
     return experiment, *_chosen(experiment, state, number, subject)
 
 

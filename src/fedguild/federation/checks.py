@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import ipaddress
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,6 +23,8 @@ FLWR = ("1.41", "1.42")
 CONNECT_SECONDS = 5.0
 AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 300.0
 """Flower refuses a client whose clock is further from the server's."""
+FREED_SECONDS = 10.0
+"""What a killed parent had started ends after it, at the latest by `watchdog`'s second signal; so long a port waits."""
 INSTALL = "pip install 'fedguild[flower]'"
 
 
@@ -219,15 +223,21 @@ def certificate_faults(authority: Path, certificate: Path, key: Path) -> Iterato
 
 
 def port_faults(host: str, port: int, where: str) -> Iterator[Fault]:
-    """Yields a fault if something already listens on a port."""
-    try:
-        with socket.create_server((host, port)):
+    """Yields a fault if something listens on a port, and does not end as what a killed parent left behind does."""
+    deadline = time.monotonic() + FREED_SECONDS
+    while True:
+        try:
+            with socket.create_server((host, port)):
+                return
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            yield Fault(
+                f"Cannot listen on port {port} of {host}: {error.strerror or error}.",
+                f"Stop the program that uses it (perhaps an earlier start of this command), or change {where}.",
+            )
             return
-    except OSError as error:
-        yield Fault(
-            f"Cannot listen on port {port} of {host}: {error.strerror or error}.",
-            f"Stop the program that uses it (perhaps an earlier start of this command), or change {where}.",
-        )
 
 
 def _dates(what: str, path: Path) -> Iterator[Fault]:

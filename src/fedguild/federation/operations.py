@@ -6,7 +6,7 @@ import json
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -21,12 +21,14 @@ from fedguild.federation.checks import require_none, server_faults, site_faults
 from fedguild.federation.processes import Child, watch
 from fedguild.federation.revocation import Revocations
 from fedguild.federation.stopping import request_stop, stop_is_requested, withdraw_request
+from fedguild.federation.watchdog import Watchdog, dying_with_parent
 from fedguild.files import make_folder, write_json
 from fedguild.locking import holder
 
 REGISTERED = "registered.json"
 OUTCOMES, RUN, CHECKPOINTS, MEMBERS = "outcomes", "run", "checkpoints", "members.json"
-START_SECONDS = 60.0
+START_SECONDS = 300.0
+"""Time limit for a program that runs to answer: on a busy machine its imports alone can take more than a minute."""
 STOP_SECONDS = 120.0
 ENROLMENT_SECONDS = 600.0
 UNKNOWN = "no key is registered"
@@ -66,12 +68,12 @@ def run_server(folder: Path, echo: Echo) -> None:
         for each in (server, executor):
             started.append(each)
             each.start()
-        _wait_until(server, lambda: _is_listening(commands.LOOPBACK, settings.control_port))
+        _wait_until(server, started, lambda: _is_listening(commands.LOOPBACK, settings.control_port))
         for line in register_keys(folder / settings.nodes, state, environment):
             echo(line)
         started.append(gateway)
         gateway.start()
-        _wait_until(gateway, lambda: _is_listening(settings.host, settings.port))
+        _wait_until(gateway, started, lambda: _is_listening(settings.host, settings.port))
         echo(f"The server listens on {settings.host}:{settings.port}; its log is {server.log}.")
         echo("Ready. Ctrl-C stops it; runs can be resumed from their last complete round.")
         watch(started, echo, restart=False)
@@ -244,8 +246,13 @@ def run_federation(
         text=True,
         cwd=folder,
         start_new_session=True,
+        preexec_fn=dying_with_parent(),
     ) as run:
-        _follow(run, echo, state)
+        watchdog = Watchdog(run.pid)
+        try:
+            _follow(run, echo, state)
+        finally:
+            watchdog.dismiss()
     if detach:
         if run.returncode:
             raise FedGuildError("Flower did not start the run.", f"Look at {state / 'server.log'}.")
@@ -373,21 +380,23 @@ def _nodes(environment: Mapping[str, str]) -> list[dict[str, Any]] | None:
     return nodes if listed.get("success") else None
 
 
-def _wait_until(child: Child, condition: Callable[[], bool]) -> None:
-    """Waits until a condition holds.
+def _wait_until(awaited: Child, started: Sequence[Child], condition: Callable[[], bool]) -> None:
+    """Waits until a process has brought about a condition.
 
     Raises:
-        FedGuildError: the process ends before, or it takes too long.
+        FedGuildError: one of the processes that were started ends before, or it takes too long.
     """
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
-        status = child.exit_status()
-        if status is not None:
-            raise FedGuildError(f"The {child.name} ended with status {status}.{child.log_tail()}", f"Log: {child.log}")
+        for child in started:
+            if (status := child.exit_status()) is not None:
+                raise FedGuildError(
+                    f"The {child.name} ended with status {status}.{child.log_tail()}", f"Its log is {child.log}."
+                )
         if condition():
             return
         time.sleep(0.1)
-    raise FedGuildError(f"The {child.name} does not answer after {START_SECONDS:g} s.{child.log_tail()}")
+    raise FedGuildError(f"The {awaited.name} does not answer after {START_SECONDS:g} s.{awaited.log_tail()}")
 
 
 def _is_listening(host: str, port: int) -> bool:

@@ -37,6 +37,7 @@ from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.server import checkpoint
 from fedguild.server.method import Method
+from fedguild.server.optimizer import without_momentum
 from fedguild.server.rounds import Outcome
 from fedguild.server.run_log import EvaluationRecord
 from fedguild.server.sampling import quorum_count, wanted_count
@@ -181,13 +182,13 @@ class RemoteClients:
         return self.engine.ask(kind, number, partial(self._excerpt, state), self.wait_seconds, metadata)
 
     def _excerpt(self, state: Payload, client: int) -> bytes:
-        part = self.method.excerpt(state, self.model, self._client(client))
+        part = self.method.excerpt(without_momentum(state), self.model, self._client(client))
         return pack(part.tensors, part.scalars)
 
     def _beyond_weights(self, state: Payload) -> list[str]:
         """Returns the parts of the clients' models that no checkpoint holds; they are the same for all."""
         client = self._client(0)
-        excerpt = self.method.excerpt(state, self.model, client)
+        excerpt = self.method.excerpt(without_momentum(state), self.model, client)
         return beyond_weights(self.method.personalize(excerpt, self.model, client, Payload()).plan)
 
 

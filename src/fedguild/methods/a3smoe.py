@@ -56,6 +56,7 @@ class A3Smoe(Method):
     settings: A3SmoeSettings
     needs_experts = True
     costs = RUNNING_MEAN
+    is_stepped = True
 
     def privacy_refusal(self, unit: Unit) -> str:
         """Returns why its uploads tell more than an account could hold."""

@@ -96,6 +96,7 @@ class FDLoRA(Method):
         note="A client's search for its fusion weights runs forward passes that are not counted.",
     )
     is_mean = True
+    is_stepped = False
 
     def privacy_refusal(self, unit: Unit) -> str:
         """Returns why its uploads tell more than an account could hold."""

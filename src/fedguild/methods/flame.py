@@ -88,6 +88,7 @@ class Flame(Method):
     settings: FlameSettings
     needs_experts = True
     costs = RUNNING_MEAN
+    is_stepped = True
 
     def privacy_refusal(self, unit: Unit) -> str:
         """Returns why its uploads tell more than an account could hold."""

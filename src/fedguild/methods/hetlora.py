@@ -102,6 +102,7 @@ class HetLoRA(Method):
         varies="at most",
         note="Pruning takes ranks from a client for good; none is counted.",
     )
+    is_stepped = True
 
     def privacy_refusal(self, unit: Unit) -> str:
         """Returns why its uploads tell more than an account could hold."""

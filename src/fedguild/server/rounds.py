@@ -22,6 +22,7 @@ from fedguild.server.clock import Clock
 from fedguild.server.engine import Delivery, Engine, Task, Terms
 from fedguild.server.guard import LARGEST_VALUE, Guard, largest_value, not_finite
 from fedguild.server.method import Method, Upload
+from fedguild.server.optimizer import server_step, without_momentum
 from fedguild.server.private_mean import PrivateMean
 from fedguild.server.sampling import require_quorum, sample, wanted_count
 from fedguild.server.secure_round import Peers, SecureAggregation
@@ -136,33 +137,36 @@ def run_round(
         CheckpointError: the state, before the round or after it, has NaN or infinity.
     """
     _require_finite(state, f"before round {round_index}")
+    own = without_momentum(state)
     # sample
     asked = sample(round_index, clients, rules.participation, seed, over_selection=rules.over_selection)
     wanted = min(wanted_count(len(clients), rules.participation), len(asked))
     outcome = Outcome(round_index, state, asked)
     # download
     with outcome.clock.phase("download"):
-        tasks = [Task(round_index, client, method.download(state, model, client)) for client in asked]
+        tasks = [Task(round_index, client, method.download(own, model, client)) for client in asked]
     # train, validate and aggregate, one upload after the other
     largest = None if guard is None else guard.largest_value
     intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, frozenset(accepted_before), largest, again)
     intake.zeroes_broken = private_mean is not None
     with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:  # the engine ends its work in any case
         if secure is not None:
-            intake.aggregate_securely(secure, state, list(uploads))
+            intake.aggregate_securely(secure, own, list(uploads))
+            aggregate = outcome.state
         elif private_mean is not None:
-            outcome.state = private_mean.aggregate(
+            aggregate = private_mean.aggregate(
                 method,
-                state,
+                own,
                 intake.with_downloads(uploads),
                 intake.withdraw,
                 round_index=round_index,
                 wanted=wanted,
             )
         elif guard is None:
-            outcome.state = method.aggregate(state, uploads)
+            aggregate = method.aggregate(own, uploads)
         else:
-            outcome.state = guard.aggregate(method, state, intake.with_downloads(uploads), intake.withdraw)
+            aggregate = guard.aggregate(method, own, intake.with_downloads(uploads), intake.withdraw)
+        outcome.state = server_step(state, aggregate, step=rules.server_step, momentum=rules.server_momentum)
     # record
     intake.close()
     reasons = {client.name: outcome.rejected[client.index] for client in asked if client.index in outcome.rejected}

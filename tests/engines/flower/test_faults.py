@@ -11,7 +11,7 @@ import pytest
 
 from fedguild import experiment
 from fedguild.config import Config
-from fedguild.engines.flower import engine
+from fedguild.engines.flower import engine, ipc
 from fedguild.engines.flower.message import Message
 from fedguild.errors import ConfigError, QuorumError
 from fedguild.federation.trainer_service import TrainerService
@@ -193,6 +193,26 @@ def test_a_client_that_was_restarted_while_it_worked_is_not_waited_for(
     first, second = rounds_of(tmp_path)
     says(first.rejected[0].reason, "it lost its task: it was restarted during the training")
     assert not second.rejected
+
+
+@pytest.mark.parametrize("failure", [ipc.TRAINER_DIED, f"{ipc.TRAINER_ABSENT} (waited 600 s)"])
+def test_a_client_whose_trainer_is_killed_while_it_says_who_it_is_is_asked_again(
+    failure: str, config: Config, tmp_path: Path
+) -> None:
+    config = changed(config, "federation", quorum=1.0)
+    grid, _ = federation(config, tmp_path)
+    honest, left = last(grid).handle, [failure]
+
+    def handle(message: Message) -> Message | None:
+        return message.reply(failure=left.pop()) if message.kind == "hello" and left else honest(message)
+
+    last(grid).handle = handle
+    lines = Lines()
+    serve_on(grid, config, tmp_path, lines)
+    assert not left
+    assert not [record for record in rounds_of(tmp_path) if record.rejected]
+    assert lines.says("A node did not identify itself", failure)
+    assert not lines.says("cannot take part")
 
 
 def test_a_client_that_comes_back_as_another_node_takes_part_again(config: Config, tmp_path: Path) -> None:

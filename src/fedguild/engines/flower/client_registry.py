@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedguild.engines.flower.ipc import will_pass
 from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import NoReply, Transport
 from fedguild.errors import QuorumError, UploadError
@@ -121,11 +122,12 @@ class ClientRegistry:
             if reply is None:
                 continue
             del self._asked[id]
-            if isinstance(reply, NoReply):
+            failure = reply.reason if isinstance(reply, NoReply) else reply.failure
+            if isinstance(reply, NoReply) or will_pass(failure):
                 failures = self._failed.get(id, (0, 0.0))[0] + 1
                 pause = min(2.0 ** (failures - 1), LONGEST_PAUSE_SECONDS)
                 self._failed[id] = (failures, time.monotonic() + pause)
-                self.echo(f"A node did not identify itself: {printable(reply.reason)}.")
+                self.echo(f"A node did not identify itself: {printable(failure)}.")
             else:
                 self._register(id, key_names.get(id, ""), reply)
 

@@ -25,6 +25,7 @@ _LENGTH_BYTES = 8
 _CHUNK_BYTES = 2**20
 CONNECT_SECONDS = 5.0
 TRAINER_DIED = "its trainer stopped during the request and is being restarted"
+TRAINER_ABSENT = "its trainer is not running"
 
 
 def request(folder: Path, message: Message, *, wait_seconds: float = 600.0) -> Message:
@@ -42,7 +43,7 @@ def request(folder: Path, message: Message, *, wait_seconds: float = 600.0) -> M
             break
         except (OSError, ValueError, KeyError):
             if time.monotonic() > deadline:
-                return message.reply(failure=f"its trainer is not running (waited {wait_seconds:g} s)")
+                return message.reply(failure=f"{TRAINER_ABSENT} (waited {wait_seconds:g} s)")
             time.sleep(0.2)
     try:
         with connection:
@@ -51,6 +52,11 @@ def request(folder: Path, message: Message, *, wait_seconds: float = 600.0) -> M
             return Message.from_bytes(_receive(connection))
     except (OSError, UploadError):
         return message.reply(failure=TRAINER_DIED)
+
+
+def will_pass(failure: str) -> bool:
+    """Whether a failure is of the trainer's process, which is restarted, and says nothing about the request."""
+    return failure.startswith((TRAINER_DIED, TRAINER_ABSENT))
 
 
 def serve(folder: Path, handle: Callable[[Message], Message], *, running: Callable[[], bool] = lambda: True) -> None:

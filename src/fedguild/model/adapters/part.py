@@ -124,6 +124,10 @@ class AdapterPart:
         """
         return Layout(shape)
 
+    def frozen_product_parameters(self, model: ModelInfo) -> int:
+        """Returns the backbone's parameters that a token is multiplied with once more in the part; by default 0."""
+        return 0
+
     def attach(self, host: AdapterHost, parts: Sequence[Any]) -> None:
         """Hooks the tensors into the backbone; undone by the functions registered with `host.on_close`.
 

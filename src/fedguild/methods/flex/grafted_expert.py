@@ -1,0 +1,186 @@
+"""The grafted expert of every MoE layer and slot: a frozen expert with LoRA, which a gate of its own lets in.
+
+FLEx (arXiv 2506.00965). `{block}.graft.source` is the index of the expert in the layer; it is loaded and never trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedguild.model.adapters.lora import DOWN, UP, kaiming_uniform, slot_product
+from fedguild.model.adapters.part import AdapterHost, AdapterPart
+from fedguild.model.adapters.storage import Layout, padded_rank
+from fedguild.model.info import ModelInfo
+from fedguild.model.moe.experts import FrozenExperts
+from fedguild.model.moe.view import MoeLayer
+from fedguild.model.slot_products import slot_rows
+from fedguild.model.targets import leaf
+
+Combine = Literal["add", "mix"]
+
+
+@dataclass(frozen=True)
+class GraftedExpert(AdapterPart):
+    """Trains `{block}.graft.{gate,up,down}_proj.lora_A` and `.lora_B`, and `{block}.graft.gate.weight` and `.bias`.
+
+    Attributes:
+        rank: r of the grafted expert's LoRA.
+        scale: Factor on its low-rank products.
+        start: The gate's value at the start, in (0, 1), for every input.
+        combine: F + g E_c, or (1 - g) F + g E_c.
+    """
+
+    rank: int
+    scale: float
+    start: float
+    combine: Combine = "add"
+
+    @property
+    def cohort_key(self) -> object:
+        """All values; slots differ in nothing but their tensors."""
+        return self
+
+    def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
+        """Returns the names above -> A [r, in], B [out, r], weight [1, H], bias [1], and source [].
+
+        Raises:
+            ModelError: the model is dense.
+        """
+        model.require_experts("A grafted expert")
+        shapes: dict[str, tuple[int, ...]] = {}
+        for moe in model.moe:
+            for projection in moe.projections:
+                last = projection == moe.projections[-1]
+                inputs, outputs = (moe.width, moe.hidden) if last else (moe.hidden, moe.width)
+                shapes[f"{moe.name}.graft.{projection}.{DOWN}"] = (self.rank, inputs)
+                shapes[f"{moe.name}.graft.{projection}.{UP}"] = (outputs, self.rank)
+            shapes[f"{moe.name}.graft.gate.weight"] = (1, moe.hidden)
+            shapes[f"{moe.name}.graft.gate.bias"] = (1,)
+            shapes[source_name(moe.name)] = ()
+        return shapes
+
+    def trains(self, name: str) -> bool:
+        """Whether a tensor is not the index of the expert."""
+        return leaf(name) != "source"
+
+    def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+        """Returns random values for A, the logit of `start` for the gate's bias, and zeros for the rest."""
+        if leaf(name) == DOWN:
+            return kaiming_uniform(shape, rng)
+        return torch.full(shape, math.log(self.start / (1 - self.start)) if leaf(name) == "bias" else 0.0)
+
+    def layout(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+        """Returns the slots first; ranks are padded as LoRA's, and the gate's bias does not decay."""
+        sizes = list(shape)
+        for kind, axis in ((DOWN, -2), (UP, -1)):
+            if leaf(name) == kind:
+                sizes[axis] = padded_rank(sizes[axis], dtype)
+        return Layout(tuple(sizes), decays=leaf(name) != "bias")
+
+    def frozen_product_parameters(self, model: ModelInfo) -> int:
+        """Returns the parameters of one expert in every layer."""
+        return sum(moe.expert_parameters for moe in model.moe)
+
+    def attach(self, host: AdapterHost, parts: Sequence[GraftedExpert]) -> None:
+        """Hooks the grafts onto the experts' output, and leaves a `Grafts` in `host.attached`."""
+        host.attached[GraftedExpert] = Grafts(host, self)
+
+
+class Grafts:
+    """The grafts of all slots.
+
+    Args:
+        host: The slots.
+        part: Their part.
+    """
+
+    def __init__(self, host: AdapterHost, part: GraftedExpert) -> None:
+        self._host, self._part = host, part
+        self._scale = torch.full((host.slots * host.copies,), part.scale, device=host.device, dtype=host.dtype)
+        self._losses: dict[str, Tensor] | None = None
+        for layer in host.backbone.moe:
+            experts = host.backbone.model.get_submodule(layer.info.experts)
+            host.on_close(experts.register_forward_hook(self._hook(layer)).remove)
+
+    @contextmanager
+    def measuring(self) -> Iterator[Mapping[str, Tensor]]:
+        """Runs the passes inside the block without grafts; yields the losses of every choice, complete at its end.
+
+        They are path of each block -> [S, M] fp64, sum_x ||F(x) - E_j(x)||^2 over a slot's real tokens.
+        """
+        self._losses = {
+            layer.info.name: torch.zeros(
+                self._host.slots, layer.info.num_experts, dtype=torch.float64, device=self._host.device
+            )
+            for layer in self._host.backbone.moe
+        }
+        try:
+            yield self._losses
+        finally:
+            self._losses = None
+
+    def _hook(self, layer: MoeLayer) -> Callable[..., Tensor]:
+        named = {
+            name: self._host.running(name) for name in self._host.loaded if name.startswith(f"{layer.info.name}.graft.")
+        }
+
+        def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            if self._host.backbone.runtime.current is None:  # plain use of the backbone
+                return output
+            hidden = args[0].reshape(-1, layer.info.hidden)
+            if self._losses is not None:
+                self._measure(layer, hidden, output.reshape(hidden.shape))
+                return output
+            grafted, gate = self._grafted(layer, hidden, named)
+            kept = output if self._part.combine == "add" else output * (1 - gate).view(*output.shape[:-1], 1)
+            return kept + (gate * grafted).view_as(output)
+
+        return hook
+
+    def _grafted(self, layer: MoeLayer, hidden: Tensor, named: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns E_c(x) [N, H] and the gate [N, 1] of the layer's input [N, H]."""
+        current, prefix, own = self._host.backbone.runtime.current, f"{layer.info.name}.graft", layer.frozen()
+        assert current is not None
+        rows, source = current.rows_per_slot, named[f"{prefix}.source"].long()
+
+        def low_rank(inputs: Tensor, projection: str) -> Tensor:
+            down, up = (named[f"{prefix}.{projection}.{kind}"] for kind in (DOWN, UP))
+            return slot_product(inputs, down, up, self._scale, rows)
+
+        *inner, last = layer.info.projections
+        z = slot_rows(hidden, own.gate_up[source], rows)
+        h = own.gate(z + torch.cat([low_rank(hidden, projection) for projection in inner], dim=1))
+        y = slot_rows(h, own.down[source], rows) + low_rank(h, last)
+        slot = current.slot_of_token(len(hidden), hidden.device)
+        logit = slot_rows(hidden, named[f"{prefix}.gate.weight"].to(hidden.dtype), rows)
+        gate = (logit.to(self._host.dtype) + named[f"{prefix}.gate.bias"][slot]).sigmoid()
+        return y, gate.to(y.dtype)
+
+    @torch.no_grad()
+    def _measure(self, layer: MoeLayer, hidden: Tensor, output: Tensor) -> None:
+        """Adds the losses of a pass."""
+        current = self._host.backbone.runtime.current
+        assert current is not None
+        assert self._losses is not None
+        slot, keep, own = current.slot_of_token(len(hidden), hidden.device), current.keep(len(hidden)), layer.frozen()
+        for expert in range(layer.info.num_experts):
+            squares = (output - plain_expert(own, expert, hidden)).double().square().sum(dim=1)
+            squares = squares if keep is None else squares.masked_fill(~keep, 0.0)
+            self._losses[layer.info.name][:, expert].index_add_(0, slot, squares)
+
+
+def plain_expert(own: FrozenExperts, expert: int, hidden: Tensor) -> Tensor:
+    """Returns E_j(x) [N, H] of a frozen expert for [N, H]."""
+    return own.gate(hidden @ own.gate_up[expert].t()) @ own.down[expert].t()
+
+
+def source_name(block: str) -> str:
+    """Returns the name of the index of a block's grafted expert."""
+    return f"{block}.graft.source"

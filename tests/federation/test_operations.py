@@ -1,0 +1,250 @@
+"""`fedguild federation run`, `stop`, `revoke` and the round loop, with stand-ins for the programs of Flower."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedguild.errors import FedGuildError, StoppedError
+from fedguild.federation import SERVER_FOLDER, commands, operations, server_app
+from fedguild.federation.project import write_project
+from fedguild.federation.revocation import Revocations
+from fedguild.federation.stopping import stop_is_requested
+from fedguild.locking import run_lock
+
+NODES = [{"node-id": 1, "status": "online"}]
+LISTED = json.dumps({"success": True, "nodes": NODES})
+LOOP = """
+import json, sys
+from pathlib import Path
+folder, ticket, outcome = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+print("Round 1 of 1.")
+if outcome:
+    (folder / "state/outcomes").mkdir(parents=True, exist_ok=True)
+    (folder / f"state/outcomes/{ticket}.json").write_text(outcome)
+sys.exit(int(sys.argv[4]))
+"""
+ENROLMENT = """
+import json, sys
+work = json.load(sys.stdin)
+for name in [*work.get("register", {}), *work.get("revoke", [])]:
+    print(json.dumps({"name": name, "fault": sys.argv[1]}))
+print(sys.argv[2], file=sys.stderr)
+sys.exit(int(bool(sys.argv[2])))
+"""
+
+
+class Guild:
+    """A server's folder, with programs that stand for Flower's.
+
+    Args:
+        folder: A new folder.
+        patch: Puts the programs in their places.
+    """
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        write_project(folder, 2, "flame/tiny-tasks", ["federation.clients=2"])
+        self.folder, self.said = folder / "server", list[str]()
+        self.state = self.folder / "state"
+        self.listed, self.outcome, self.status = LISTED, json.dumps({"status": "done", "rounds": 1}), 0
+        self.fault = self.dead = ""
+        patch.setattr(operations, "_flwr", lambda *_: subprocess.CompletedProcess([], 0, stdout=self.listed))
+        patch.setattr(operations, "OUTCOME_SECONDS", 0.1)
+        patch.setattr(commands, "enrolment", lambda: [sys.executable, "-c", ENROLMENT, self.fault, self.dead])
+        patch.setattr(commands, "start_run", self._start_run)
+
+    def _start_run(self, folder: Path, ticket: str, *, stream: bool, round: int | None) -> list[str]:
+        return [sys.executable, "-c", LOOP, str(folder), ticket, self.outcome, str(self.status)]
+
+    def run(self, **options: Any) -> dict[str, Any]:
+        return operations.run_federation(self.folder, self.said.append, **options)
+
+
+@pytest.fixture
+def guild(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Guild:
+    return Guild(tmp_path / "guild", monkeypatch)
+
+
+def test_a_run_registers_the_keys_and_returns_its_outcome(guild: Guild) -> None:
+    assert guild.run() == {"status": "done", "rounds": 1}
+    assert guild.said == ["client-000 is registered.", "client-001 is registered.", "Round 1 of 1."]
+    guild.said.clear()
+    guild.run()
+    assert guild.said == ["Round 1 of 1."]
+
+
+def test_a_run_that_failed_says_why(guild: Guild) -> None:
+    guild.outcome = json.dumps({"status": "failed", "message": "no quorum", "hint": "Wait."})
+    with pytest.raises(FedGuildError, match="The run stopped: no quorum") as caught:
+        guild.run()
+    assert caught.value.hint == "Wait."
+
+
+def test_a_run_without_an_outcome_is_one_that_was_killed(guild: Guild) -> None:
+    guild.outcome = ""
+    with pytest.raises(FedGuildError, match="ended without reporting an outcome"):
+        guild.run()
+
+
+def test_a_detached_run_is_left_alone(guild: Guild) -> None:
+    assert guild.run(detach=True)["status"] == "started"
+    guild.status = 1
+    with pytest.raises(FedGuildError, match="Flower did not start the run"):
+        guild.run(detach=True)
+
+
+def test_a_run_that_has_begun_is_resumed_unless_a_fresh_one_is_wanted(guild: Guild) -> None:
+    run = guild.state / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").touch()
+    (run / "checkpoints" / "round-00003.checkpoint").touch()
+    with pytest.raises(FedGuildError, match="already holds a run"):
+        guild.run(fresh=True)
+    guild.run()
+    guild.run(round=1)
+    assert [line for line in guild.said if line.startswith("Resuming")] == [
+        "Resuming after round 3.",
+        "Resuming after round 1.",
+    ]
+
+
+def test_a_run_in_progress_is_named_and_can_be_stopped(guild: Guild, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not operations.stop_federation(guild.folder, guild.said.append)
+    assert guild.said == ["No run is in progress."]
+    with run_lock(guild.state / "run"):
+        with pytest.raises(FedGuildError, match="is already in progress: process"):
+            guild.run()
+        assert "process" in operations.status_of(guild.folder).running
+        with pytest.raises(FedGuildError, match=r"has not stopped within 0\.1 s"):
+            operations.stop_federation(guild.folder, guild.said.append, wait_seconds=0.1)
+        assert stop_is_requested(guild.state)
+        assert operations.status_of(guild.folder).stopping
+        held = iter([operations.holder(guild.state / "run"), None])
+        monkeypatch.setattr(operations, "holder", lambda _: next(held))
+        assert operations.stop_federation(guild.folder, guild.said.append)
+    assert guild.said[-1].startswith("Stopped after round 0;")
+
+
+def test_the_server_must_be_up(guild: Guild) -> None:
+    for guild.listed in ("", json.dumps({"success": False})):
+        with pytest.raises(FedGuildError, match=r"Nothing answers at 127\.0\.0\.1"):
+            guild.run()
+        assert not operations.status_of(guild.folder).up
+    guild.listed = f"Loading.\n{LISTED}"
+    assert operations.status_of(guild.folder).nodes == NODES
+
+
+def test_a_key_that_flower_refuses_is_named(guild: Guild) -> None:
+    guild.fault = "not a public key"
+    with pytest.raises(FedGuildError, match=r"Flower refuses the key .*client-000\.pub: not a public key"):
+        guild.run()
+    guild.fault = f"it is {operations.ALREADY_REGISTERED} registered"
+    guild.run()
+    guild.fault, guild.dead = "", "connection refused"
+    (guild.folder / "nodes" / "client-002.pub").write_bytes((guild.folder / "nodes" / "client-001.pub").read_bytes())
+    with pytest.raises(FedGuildError, match=r"Flower's server did not answer: connection refused"):
+        guild.run()
+
+
+def test_a_revoked_client_is_out_and_a_new_key_lets_it_in_again(guild: Guild) -> None:
+    guild.run()
+    with pytest.raises(FedGuildError, match="No key is registered for client-007") as caught:
+        operations.revoke(guild.folder, "client-007")
+    assert "client-000, client-001" in caught.value.hint
+    key = guild.folder / "nodes" / "client-001.pub"
+    written = key.read_bytes()
+    guild.fault = "the database is locked"
+    with pytest.raises(FedGuildError, match="still lets it in: the database is locked"):
+        operations.revoke(guild.folder, "client-001")
+    assert "client-001" in Revocations(guild.state).names()
+    assert [path.name.split("-2")[0] for path in (key.parent / "revoked").iterdir()] == ["client-001"]
+    guild.fault = ""
+    key.write_bytes(written)
+    guild.run()
+    assert "client-001" not in Revocations(guild.state).names()
+    assert operations.revoke(guild.folder, "client-001").startswith("client-001 is out;")
+
+
+def test_ctrl_c_asks_the_run_to_stop_and_a_second_one_does_not_wait(guild: Guild) -> None:
+    class Output:
+        """Lines between which the user presses Ctrl-C."""
+
+        def __init__(self, *lines: str | type[BaseException]) -> None:
+            self.lines = list(lines)
+
+        def __iter__(self) -> Output:
+            return self
+
+        def __next__(self) -> str:
+            if not self.lines:
+                raise StopIteration
+            line = self.lines.pop(0)
+            if isinstance(line, str):
+                return line
+            raise line
+
+    def follow(*lines: str | type[BaseException]) -> None:
+        run: Any = SimpleNamespace(stdout=Output(*lines), terminate=lambda: guild.said.append("terminated"))
+        operations._follow(run, guild.said.append, guild.state)
+
+    guild.state.mkdir(exist_ok=True)
+    follow("Round 1.\n", KeyboardInterrupt, "Stopped.\n")
+    assert stop_is_requested(guild.state)
+    assert [guild.said[0], guild.said[-1]] == ["Round 1.", "Stopped."]
+    with pytest.raises(KeyboardInterrupt):
+        follow(KeyboardInterrupt, KeyboardInterrupt)
+    assert guild.said[-1] == "terminated"
+
+
+@pytest.mark.parametrize(
+    ("ends", "outcome"),
+    [
+        (
+            lambda progress: progress.evaluated({"large": 0.5}),
+            {"status": "done", "folder": "run", "rounds": 2, "mean": 0.5},
+        ),
+        (StoppedError("stopped", "Go on."), {"status": "stopped", "message": "stopped", "hint": "Go on."}),
+        (FedGuildError("no quorum", "Wait."), {"status": "failed", "message": "no quorum", "hint": "Wait."}),
+        (ValueError("broken"), {"status": "failed", "message": "ValueError: broken", "hint": ""}),
+    ],
+)
+def test_the_round_loop_leaves_its_outcome(
+    ends: Callable[..., None] | Exception,
+    outcome: dict[str, Any],
+    guild: Guild,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = []
+
+    def serve(transport: object, settings: object, folder: Path, *, progress: Any, round: int | None) -> Any:
+        asked.append(round)
+        progress.stage("Loading")
+        progress.round_started(1, 2)
+        progress.step(1, 2, 0.5)
+        if isinstance(ends, Exception):
+            raise ends
+        ends(progress)
+        return SimpleNamespace(folder="run", rounds=2, mean=0.5)
+
+    monkeypatch.setattr("fedguild.federation.serving.serve", serve)
+    monkeypatch.setattr(server_app, "_before_sigterm", lambda action: None)
+    monkeypatch.setenv(SERVER_FOLDER, str(guild.folder))
+    failed = outcome["status"] == "failed"
+    if failed:
+        with pytest.raises(type(ends)):  # type: ignore[arg-type]
+            server_app.main(None, {"ticket": "7", "round": 1})  # type: ignore[arg-type]
+    else:
+        server_app.main(None, {"ticket": "7", "round": -1})  # type: ignore[arg-type]
+    assert asked == [1 if failed else None]
+    assert json.loads((guild.state / "outcomes" / "7.json").read_text()) == outcome
+    printed = capsys.readouterr().out
+    assert printed.startswith("Loading.\nRound 1 of 2.\n")
+    assert ("Scores: large 0.500." in printed) == (outcome["status"] == "done")
