@@ -88,9 +88,14 @@ class AcceptSettings(Section):
         default=None,
         gt=0,
         description="Largest epsilon that all runs together may spend of this site's privacy; runs whose clients do "
-        "not add the noise are then refused. null: no limit.",
+        "not add the noise are then refused whatever they ask for. null: no limit.",
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="delta of max_epsilon.")
+    public: tuple[Literal["sizes", "scores"], ...] = Field(
+        default=(),
+        description="What a run may declare public (privacy.public) where max_epsilon is set; sizes: this site's "
+        "numbers of examples; scores: those of its own model.",
+    )
 
 
 class SiteSettings(Section):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Literal
 
 from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.engines.flower.message import Message
@@ -21,6 +23,9 @@ REQUESTS: tuple[MessageKind, ...] = ("train", "score", "deliver")
 _DIGEST_CHARACTERS = 32
 
 
+WITHHELD_NUMBER = "a withheld number of"
+
+
 @dataclass(frozen=True)
 class Terms:
     """What a run asks of a site in every round.
@@ -31,6 +36,8 @@ class Terms:
         batch: Examples of an optimizer step, over all accumulated batches.
         examples: Distinct examples of this site that a round trains on.
         aggregated: Minimum number of clients whose uploads the run aggregates.
+        withheld: Which of `steps` and `examples` a refusal does not say, as differential privacy withholds the site's
+            size.
     """
 
     method: str
@@ -38,6 +45,11 @@ class Terms:
     batch: int
     examples: int
     aggregated: int
+    withheld: Collection[str] = ()
+
+    def said(self, name: Literal["steps", "examples"]) -> str:
+        """Returns a number as a refusal says it."""
+        return WITHHELD_NUMBER if name in self.withheld else str(getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,7 @@ class SitePolicy:
         disclose: What such a run may ask for in the clear.
         max_epsilon: Largest epsilon that all runs together may spend of the site's privacy; None for no limit.
         delta: The delta of that epsilon.
+        public: What a run may declare public where there is such a limit.
     """
 
     requests: Collection[str] = REQUESTS
@@ -77,6 +90,7 @@ class SitePolicy:
     disclose: Collection[str] = ()
     max_epsilon: float | None = None
     delta: float = 1e-5
+    public: Collection[str] = ()
 
     def kind_refusal(self, kind: str) -> str:
         """Returns why a kind of request is refused; empty if it is not."""
@@ -89,13 +103,14 @@ class SitePolicy:
         if self.methods is not None and terms.method not in self.methods:
             return f"the method '{terms.method}' is not among accept.methods ({', '.join(self.methods) or 'none'})"
         if self.max_steps is not None and terms.steps > self.max_steps:
-            return f"a round asks for {terms.steps} steps, beyond accept.max_steps of {self.max_steps}"
+            return f"a round asks for {terms.said('steps')} steps, beyond accept.max_steps of {self.max_steps}"
         if terms.steps < self.min_steps:
-            return f"a round asks for {terms.steps} step(s), below accept.min_steps of {self.min_steps}"
+            return f"a round asks for {terms.said('steps')} step(s), below accept.min_steps of {self.min_steps}"
         if terms.batch < self.min_batch:
             return f"a step is on {terms.batch} example(s), below accept.min_batch of {self.min_batch}"
         if terms.examples < self.min_examples:
-            return f"a round trains on {terms.examples} example(s), below accept.min_examples of {self.min_examples}"
+            least = self.min_examples
+            return f"a round trains on {terms.said('examples')} example(s), below accept.min_examples of {least}"
         if terms.aggregated < self.min_clients:
             return (
                 f"the run may aggregate the uploads of only {terms.aggregated} client(s), below accept.min_clients of "
@@ -103,10 +118,16 @@ class SitePolicy:
             )
         return ""
 
-    def score_refusal(self, examples: int) -> str:
-        """Returns why a score that is a mean over this number of examples is refused; empty if it is not."""
+    def score_refusal(self, examples: int, *, withheld: bool = False) -> str:
+        """Returns why a score that is a mean over this number of examples is refused; empty if it is not.
+
+        Args:
+            examples: The number.
+            withheld: Whether the refusal does not say it.
+        """
         if examples < self.min_scored:
-            return f"a score is of {examples} example(s), below accept.min_scored of {self.min_scored}"
+            number = WITHHELD_NUMBER if withheld else str(examples)
+            return f"a score is of {number} example(s), below accept.min_scored of {self.min_scored}"
         return ""
 
     def disclosure_refusal(self, secure: bool, disclosed: Iterable[str]) -> str:
@@ -123,23 +144,38 @@ class SitePolicy:
             return f"the run asks for {', '.join(refused)} in the clear, beyond accept.disclose"
         return ""
 
-    def privacy_refusal(
-        self, rules: PrivacyRules | None, released: Iterable[Release], following: Release | None
-    ) -> str:
-        """Returns why a round's release is refused; empty if it is not.
+    def privacy_refusal(self, rules: PrivacyRules | None) -> str:
+        """Returns why a run is refused for what no ledger could hold, whatever it asks for; empty if it is not.
 
         Args:
             rules: The run's differential privacy; None without.
+        """
+        if self.max_epsilon is None:
+            return ""
+        if rules is None:
+            return "the run has no differential privacy, but accept.max_epsilon limits it"
+        if rules.settings.is_central:
+            return "the server adds the run's noise and would see the upload without, but accept.max_epsilon limits it"
+        refused = sorted(set(rules.settings.public) - set(self.public))
+        if refused:
+            return f"the run declares {' and '.join(refused)} public, beyond accept.public"
+        return ""
+
+    def epsilon_refusal(self, released: Iterable[Release], following: Release) -> str:
+        """Returns why a round's release is refused; empty if it is not.
+
+        Args:
             released: What all runs released before.
             following: What the round would release.
         """
         if self.max_epsilon is None:
             return ""
-        if rules is None or following is None:
-            return "the run has no differential privacy, but accept.max_epsilon limits it"
-        if rules.settings.is_central:
-            return "the server adds the run's noise and would see the upload without, but accept.max_epsilon limits it"
         spent = epsilon([*released, following], self.delta)
+        if math.isinf(spent):
+            return (
+                "an earlier run got this site's uploads without its noise, so no accept.max_epsilon holds; the site's "
+                "operator can move work/privacy.jsonl away to count anew"
+            )
         if spent > self.max_epsilon:
             return (
                 f"its privacy is spent: another round would bring all runs together to an epsilon of {spent:.3f} at "
