@@ -138,7 +138,7 @@ class FederationSettings(Section):
         gt=0.5,
         le=1,
         description="Share of a round's clients that have to be left after every step of secure aggregation; otherwise "
-        "the round fails and nothing is opened.",
+        "the round fails and no values are opened.",
     )
     secure_clients: int = Field(
         default=3,

@@ -135,8 +135,9 @@ class SitePolicy:
 class RequestLog:
     """The requests of a run that a site has answered, on disk, so that a restart does not forget them.
 
-    A request that is repeated word for word gets the same answer again, from which nobody learns more: a server that
-    was interrupted asks so. Only different requests count.
+    A request that is repeated word for word gets the same answer again, from which nobody learns more where the answer
+    is the upload: a server that was interrupted asks so. Only different requests count. In a secure run the answer is a
+    part of a sum, and two sums over different clients do tell more.
 
     Args:
         path: The file, JSON: kind, round, and what distinguishes legitimate requests -> digests of those answered.
