@@ -319,9 +319,24 @@ class TestParts:
         if degree < clients - 1:
             assert graph != neighbours(range(clients), degree, b"another seed")
 
-    def test_the_threshold_is_more_than_half(self):
-        assert [threshold_of(n, 2 / 3) for n in (3, 4, 5, 6, 7, 9, 64)] == [2, 3, 4, 4, 5, 6, 43]
+    def test_the_threshold_is_more_than_its_share_and_than_half(self):
+        assert [threshold_of(n, 2 / 3) for n in (3, 4, 5, 6, 7, 9, 64)] == [3, 3, 4, 5, 5, 7, 43]
         assert [threshold_of(n, 0.1) for n in (2, 3, 4, 10)] == [2, 2, 3, 6]
+        assert [threshold_of(n, 1.0) for n in (3, 4, 64)] == [3, 4, 64]
+        assert all(2 * threshold_of(n, 2 / 3) > n + n // 3 for n in range(3, 300)), "a third of colluding holders"
+
+    def test_a_third_that_colludes_does_not_reconstruct_both_secrets(self):
+        """Each honest client opens one of the two, whichever it is told; colluders open both."""
+        holders, colluders = tuple(range(6)), {4, 5}
+        threshold = threshold_of(len(holders), 2 / 3)
+        secrets = [bytes([kind]) * 16 for kind in range(2)]
+        shares = [split(secret, holders, threshold) for secret in secrets]
+        for told in range(2**4):
+            opened = [
+                {h: kept[h] for h in holders if h in colluders or bool(told >> h & 1) == bool(kind)}
+                for kind, kept in enumerate(shares)
+            ]
+            assert sum(len(each) >= threshold for each in opened) <= 1
 
     def test_registered_keys_of_both_kinds_sign(self, tmp_path):
         from fedguild.federation.keys import write_key

@@ -137,8 +137,8 @@ class FederationSettings(Section):
         default=2 / 3,
         gt=0.5,
         le=1,
-        description="Share of a round's clients that have to be left after every step of secure aggregation; otherwise "
-        "the round fails and no values are opened.",
+        description="Of a round's clients more than this share (all for 1) have to be left after every step of secure "
+        "aggregation; otherwise the round fails and no values are opened.",
     )
     secure_clients: int = Field(
         default=3,

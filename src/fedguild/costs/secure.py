@@ -34,7 +34,7 @@ def _messages(form: Form, clients: int) -> tuple[dict[Step, Shapes], dict[Step, 
     byte, number, word = torch.uint8, torch.int32, torch.int64
     near = clients - 1 if form.groups else degree_of(clients)
     held = -(-form.group_count // 8)
-    sums = (word, (3 * form.weight_count + len(form.names),))
+    sums = (word, (form.word_count,))
     signature = (byte, (SIGNATURE_BYTES,))
     everybody = (number, (clients,))
     opened: Shapes = {"clients": (number, (near + 1,)), "shares": (byte, (near + 1, SEED_BYTES))}

@@ -23,11 +23,15 @@ from fedguild.server.method import Method
 from fedguild.server.secure_round import to_arrays, to_payload, whole_form, whole_terms
 from fedguild.server.validation import check_upload
 
+UNFIT = "its upload is not finite, beyond the limits of the run's config, or not of the method's form"
+"""All that the server is told of an upload that its client does not send; the figures are the client's own."""
+
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a client has trained and not yet brought into a session."""
+    """What a client has trained in a round and not yet brought into a session."""
 
+    round: int
     form: Form
     terms: Contribution
     disclosed: Mapping[str, Tensor]
@@ -37,7 +41,8 @@ class _Kept:
 class SecureClients:
     """The clients of one process: that of a site, or all of a simulation.
 
-    Each training is brought into one session only: whoever could open the sums of two would know their difference.
+    Each training is brought into one session only, whether or not that ends: whoever could open the sums of two would
+    know their difference.
 
     Attributes:
         budgets: The run's budgets, in the config's order.
@@ -54,6 +59,12 @@ class SecureClients:
     least: int = FEWEST_CLIENTS
     _kept: dict[int, _Kept] = field(default_factory=dict)
     _sessions: dict[int, ClientSession] = field(default_factory=dict)
+    _disclosed: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    def forget(self, client: int) -> None:
+        """Forgets what a client has trained and the session that it is in: it trains anew."""
+        for kept in (self._kept, self._sessions, self._disclosed):
+            kept.pop(client, None)
 
     def keep(
         self,
@@ -67,23 +78,26 @@ class SecureClients:
         """Keeps what a client has trained until it is aggregated, in place of what it kept before.
 
         Raises:
-            UploadError: its values are not finite, too large, or of another form than the server could have summed.
+            UploadError: its values are not finite, too large, or of another form than the server could have summed. The
+                message is the same for all, since it goes to the server; its cause has the figures.
         """
         client = task.client
-        self._kept.pop(client.index, None)
-        self._sessions.pop(client.index, None)
-        check_upload(
-            upload,
-            method.expected_upload(model, client, task.download),
-            client=client.name,
-            norm_limit=self.norm_limit,
-            expected_scalars=method.expected_scalars(task.download),
-            largest_value=LARGEST_VALUE,
-        )
+        self.forget(client.index)
+        try:
+            check_upload(
+                upload,
+                method.expected_upload(model, client, task.download),
+                client=client.name,
+                norm_limit=self.norm_limit,
+                expected_scalars=method.expected_scalars(task.download),
+                largest_value=LARGEST_VALUE,
+            )
+        except UploadError as error:
+            raise UploadError(UNFIT) from error
         form = whole_form(method.linear_form(model, self.budgets), model)
         terms = whole_terms(method.linear_terms(model, client, task.download, upload), report, frequency)
         clear = {name: tensor for name, tensor in upload.tensors.items() if name.partition("/")[0] in form.disclosed}
-        self._kept[client.index] = _Kept(form, terms, clear)
+        self._kept[client.index] = _Kept(task.round, form, terms, clear)
 
     def answer(self, client: int, session: Session, step: Step, request: Payload) -> Payload:
         """Returns a client's answer to a step.
@@ -92,9 +106,11 @@ class SecureClients:
             UploadError: it has nothing to aggregate, or refuses the request.
         """
         if step == "join":
-            kept = self._kept.get(client)
-            if kept is None:
-                raise UploadError("it has trained nothing that it has not been asked for already")
+            kept = self._kept.pop(client, None)
+            self.forget(client)
+            if kept is None or kept.round != session.round:
+                raise UploadError("it has trained nothing in this round that it has not been asked for already")
+            self._disclosed[client] = kept.disclosed
             self._sessions[client] = ClientSession(
                 client, session, kept.form, kept.terms, self.identities[client], self.registered, self.least
             )
@@ -102,9 +118,9 @@ class SecureClients:
         if part is None or part.session != session:
             raise UploadError("it has not joined this aggregation")
         answered = part.answer(step, to_arrays(request))
-        disclosed = self._kept.pop(client).disclosed if step == "send" else None
+        disclosed = self._disclosed[client] if step == "send" else None
         if step == "open":
-            del self._sessions[client]
+            self.forget(client)
         return to_payload(answered, disclosed)
 
 
@@ -134,7 +150,7 @@ class SecureEngine:
         """Yields the engine's deliveries without what the clients keep to themselves."""
         for delivery in self.engine.train(method, model, tasks, terms):
             if delivery.upload is None or not delivery.needed:
-                yield delivery
+                yield without_figures(replace(delivery, upload=None))
                 continue
             try:
                 self.clients.keep(method, model, delivery.task, delivery.upload, delivery.report, delivery.frequency)

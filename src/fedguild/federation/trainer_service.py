@@ -113,11 +113,19 @@ class TrainerService:
         try:
             return self._handlers[message.kind](message)
         except FedGuildError as error:
-            print(f"{message.kind}, round {message.round}: {error}", file=sys.stderr, flush=True)
+            cause = f" ({error.__cause__})" if isinstance(error.__cause__, FedGuildError) else ""
+            print(f"{message.kind}, round {message.round}: {error}{cause}", file=sys.stderr, flush=True)
             return message.reply(failure=error.message)
         except (RuntimeError, ValueError, KeyError, OSError, ArithmeticError) as error:
             traceback.print_exc()
-            return message.reply(failure=f"its trainer failed: {type(error).__name__}: {error}")
+            what = "" if self._keeps_figures(message) else f": {error}"
+            return message.reply(failure=f"its trainer failed: {type(error).__name__}{what}")
+
+    def _keeps_figures(self, message: Message) -> bool:
+        """Whether what an error says of this client's numbers stays here: its site or the run aggregates securely."""
+        federation = message.metadata.get("config", {})
+        federation = federation.get("federation", {}) if isinstance(federation, dict) else {}
+        return self.policy.secure or bool(isinstance(federation, dict) and federation.get("secure"))
 
     def prepare(self) -> None:
         """Reads the data and loads the backbone, once."""
@@ -147,6 +155,8 @@ class TrainerService:
     def _train(self, message: Message) -> Message:
         config = self._admitted_config(message)
         session = self._session(message.run, config)
+        if session.clients is not None:
+            session.clients.forget(self.site.client)
         experiment = session.experiment
         method, model, client = experiment.method, experiment.backbone.info, experiment.clients[0]
         task = Task(message.round, client, read_payload(message.body, "The download"))
@@ -156,7 +166,9 @@ class TrainerService:
         secret = private_seed(session.secret, experiment.config, message.body)
         (delivery,) = session.engine.train(method.with_secret(secret), model, [task])
         if delivery.upload is None:
-            return message.reply(failure=delivery.failure)
+            if session.clients is not None:
+                print(f"train, round {message.round}: {delivery.failure}", file=sys.stderr, flush=True)
+            return message.reply(failure="it could not train" if session.clients is not None else delivery.failure)
         if session.clients is not None:
             upload_bytes = size_bytes(delivery.upload)
             _require_none(self.policy.names_refusal(delivery.upload.tensors) or self.policy.size_refusal(upload_bytes))

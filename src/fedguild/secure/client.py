@@ -170,8 +170,7 @@ class ClientSession:
     def _send(self, request: Arrays) -> dict[str, NDArray[Any]]:
         if tuple(list_in(request, "clients")) != self._weighed:
             raise UploadError("the clients are not those whose weights were opened")
-        count = 3 * self.form.weight_count + len(self.form.names)
-        words = array_in(request, "sums", np.uint64, (count,))
+        words = array_in(request, "sums", np.uint64, (self.form.word_count,))
         sums = fixed_point.weight_sums(self.form, words)
         self._counts = sums.counts
         self._transcript = self._transcript_of(words)

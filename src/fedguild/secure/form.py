@@ -29,6 +29,9 @@ class LinearMean:
         weight_axis: The axis of x along which the weights lie; None for one weight.
         held: Name of the groups of clients that hold parts of x, where not everybody holds all; empty otherwise.
         held_axis: The axis of x along which these parts lie.
+        range: Name of the range, the sum of the clients' largest magnitudes, that it shares with other means; by
+            default its own name. A mean to which one client alone may contribute shares that of means to which all do:
+            a range over one client is its magnitude.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +39,7 @@ class LinearMean:
     weight_axis: int | None = None
     held: str = ""
     held_axis: int = 0
+    range: str = ""
 
     @property
     def size(self) -> int:
@@ -96,6 +100,22 @@ class Form:
         """Mean's name -> the places of its values among all values."""
         ends = np.cumsum([0, *(self.means[name].size for name in self.names)]).tolist()
         return {name: slice(start, end) for name, start, end in zip(self.names, ends, ends[1:], strict=False)}
+
+    @cached_property
+    def ranges(self) -> tuple[str, ...]:
+        """The ranges' names in the order of the sums."""
+        return tuple(sorted({self.means[name].range or name for name in self.names}))
+
+    @cached_property
+    def range_places(self) -> NDArray[np.intp]:
+        """[means] the place of each mean's range among all ranges."""
+        places = {name: place for place, name in enumerate(self.ranges)}
+        return np.array([places[self.means[name].range or name] for name in self.names], dtype=np.intp)
+
+    @property
+    def word_count(self) -> int:
+        """Number of words of a client's first half: three for each weight and one for each range."""
+        return 3 * self.weight_count + len(self.ranges)
 
     @property
     def weight_count(self) -> int:

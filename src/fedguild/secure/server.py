@@ -98,7 +98,7 @@ class ServerSession:
             failures: Client -> why it has not answered.
 
         Raises:
-            QuorumError: too few clients are left; nothing that they sent can be opened.
+            QuorumError: too few clients are left; nothing that they sent in this step can be opened.
         """
         self._before = self.left
         self._dropping = dict(failures)
@@ -109,9 +109,11 @@ class ServerSession:
         needed = self._roster.fewest_left()
         if len(self.left) < needed:
             reasons = "".join(f"\n  client {client}: {reason}" for client, reason in sorted(self.dropped.items()))
+            after = STEPS.index(step) > STEPS.index("open_weights")
+            opened = "Only sums of weights were opened." if after else "Nothing was opened."
             raise QuorumError(
                 f"Secure aggregation: {len(self.left)} of {len(self._roster.clients)} clients are left after "
-                f"'{step}', but {needed} are needed. Nothing was opened.{reasons}",
+                f"'{step}', but {needed} are needed. {opened}{reasons}",
                 "federation.secure_share says which share has to be left; at least 3 clients are needed.",
             )
 
@@ -192,7 +194,7 @@ class ServerSession:
         return {"clients": listed(self._sharers), "envelopes": envelopes}
 
     def _weighed(self, answers: Answers) -> None:
-        self._words = np.zeros(3 * self.form.weight_count + len(self.form.names), np.uint64)
+        self._words = np.zeros(self.form.word_count, np.uint64)
 
         def read(client: int, arrays: Arrays) -> None:
             np.add(self._words, array_in(arrays, "masked", np.uint64, self._words.shape), out=self._words)
