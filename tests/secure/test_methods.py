@@ -212,6 +212,21 @@ def test_what_was_trained_in_one_round_is_not_aggregated_in_another(backbone, tm
         run.round(1)
 
 
+def test_clients_that_received_different_states_do_not_aggregate(backbone, tmp_path):
+    run = Run(backbone, "fedit", tmp_path, secure=True)
+    keep = run.engine.clients.keep
+
+    def inconsistent(method, model, task, *rest):
+        if task.client.index != 2:
+            nothing = {name: torch.zeros_like(tensor) for name, tensor in task.download.tensors.items()}
+            task = replace(task, download=replace(task.download, tensors=nothing))
+        keep(method, model, task, *rest)
+
+    run.engine.clients.keep = inconsistent
+    with pytest.raises(QuorumError, match="was told to train something else"):
+        run.round(1)
+
+
 def trained(run):
     """Returns client -> what it keeps after training."""
     kept = {}

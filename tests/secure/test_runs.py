@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,8 @@ def test_a_secure_run_over_flower_ends_as_in_simulation_bit_for_bit(model, tmp_p
     for name, tensor in local.state.tensors.items():
         assert torch.equal(tensor, remote.state.tensors[name]), name
     assert traffic(tmp_path / "local") == traffic(tmp_path / "server/state/run")
+    sums = [json.loads(path.read_text()) for path in (tmp_path / "sites").glob("**/sums.json")]
+    assert [len(each) for each in sums] == [2] * 4, "not every site has recorded which sums it was in"
     records = [record for record in RunLog(tmp_path / "local").read() if isinstance(record, ClientRecord)]
     assert len({record.train_loss for record in records}) == 1, "the losses of single clients are in the log"
     plain = small_config(model, *SECURE, "federation.secure=false")

@@ -142,9 +142,9 @@ class FederationSettings(Section):
     )
     secure_clients: int = Field(
         default=3,
-        ge=2,
-        description="Fewest clients behind any mean of secure aggregation; what fewer hold, or have a weight for, is "
-        "not sent, and the server's value stays.",
+        ge=3,
+        description="Fewest clients behind any mean of secure aggregation, dropouts taken off; what fewer hold, or "
+        "have a weight for, is not sent or not opened, and the server's value stays.",
     )
     secure_unheld: Literal["omit", "zeros"] = Field(
         default="omit",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget
 from fedguild.client.cohort import LocalReport
 from fedguild.errors import UploadError
 from fedguild.model.info import ModelInfo
-from fedguild.payload import Payload
+from fedguild.payload import ADAPTER, Payload
 from fedguild.secure.client import ClientSession
 from fedguild.secure.form import Contribution, Form
 from fedguild.secure.graph import FEWEST_CLIENTS
@@ -32,6 +36,8 @@ class _Kept:
     """What a client has trained in a round and not yet brought into a session."""
 
     round: int
+    trained: bytes
+    training: str
     form: Form
     terms: Contribution
     disclosed: Mapping[str, Tensor]
@@ -50,6 +56,8 @@ class SecureClients:
         registered: Client index -> registered public key, of all clients.
         norm_limit: Upper limit of an upload's L2 norm, which each client checks itself; None for no limit.
         least: Fewest clients among whom each of them hides.
+        once: Called with the digest of a training, `weights` or `values`, and that of who is in the sum that is to be
+            opened; raises UploadError where it has been in another. None where nothing is recorded.
     """
 
     budgets: Sequence[Budget]
@@ -57,6 +65,7 @@ class SecureClients:
     registered: Mapping[int, PublicKey]
     norm_limit: float | None = None
     least: int = FEWEST_CLIENTS
+    once: Callable[[str, str, str], None] | None = None
     _kept: dict[int, _Kept] = field(default_factory=dict)
     _sessions: dict[int, ClientSession] = field(default_factory=dict)
     _disclosed: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -74,8 +83,20 @@ class SecureClients:
         upload: Payload,
         report: LocalReport,
         frequency: Tensor | None,
+        config: bytes = b"",
+        training: str = "",
     ) -> None:
         """Keeps what a client has trained until it is aggregated, in place of what it kept before.
+
+        Args:
+            method: The method.
+            model: The backbone's description.
+            task: What the client was told to train.
+            upload: What it has trained.
+            report: The training's report.
+            frequency: [L, M] the experts' activation; None for a dense model.
+            config: The run's config as the server sent it.
+            training: Digest of all that the training depends on, for `once`.
 
         Raises:
             UploadError: its values are not finite, too large, or of another form than the server could have summed. The
@@ -97,7 +118,9 @@ class SecureClients:
         form = whole_form(method.linear_form(model, self.budgets), model)
         terms = whole_terms(method.linear_terms(model, client, task.download, upload), report, frequency)
         clear = {name: tensor for name, tensor in upload.tensors.items() if name.partition("/")[0] in form.disclosed}
-        self._kept[client.index] = _Kept(task.round, form, terms, clear)
+        self._kept[client.index] = _Kept(
+            task.round, trained_from(task.download, form, config), training, form, terms, clear
+        )
 
     def answer(self, client: int, session: Session, step: Step, request: Payload) -> Payload:
         """Returns a client's answer to a step.
@@ -112,7 +135,15 @@ class SecureClients:
                 raise UploadError("it has trained nothing in this round that it has not been asked for already")
             self._disclosed[client] = kept.disclosed
             self._sessions[client] = ClientSession(
-                client, session, kept.form, kept.terms, self.identities[client], self.registered, self.least
+                client,
+                session,
+                kept.form,
+                kept.terms,
+                self.identities[client],
+                self.registered,
+                self.least,
+                kept.trained,
+                None if self.once is None else partial(self.once, kept.training),
             )
         part = self._sessions.get(client)
         if part is None or part.session != session:
@@ -172,6 +203,26 @@ class SecureEngine:
     def close(self) -> None:
         """Closes the engine."""
         self.engine.close()
+
+
+def trained_from(download: Payload, form: Form, config: bytes) -> bytes:
+    """Returns a digest of what all clients of a round are told to train alike.
+
+    That is the run's config and, where all clients hold all of every tensor, the adapter and the scalars of the
+    download. Of downloads that differ by rank or by set nothing is in it.
+
+    Args:
+        download: What a client received.
+        form: All that is summed.
+        config: The run's config as the server sent it.
+    """
+    digest = hashlib.sha256(hashlib.sha256(config).digest())
+    if not form.groups:
+        digest.update(json.dumps(dict(download.scalars), sort_keys=True).encode())
+        for name, tensor in sorted(download.part(ADAPTER).items()):
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def without_figures(delivery: Delivery) -> Delivery:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import sys
 import traceback
@@ -31,7 +32,7 @@ from fedguild.errors import ConfigError, FedGuildError, UploadError, nearest
 from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.run import export_own
 from fedguild.federation.secret import private_seed, run_secret
-from fedguild.federation.site_policy import RequestLog, SitePolicy, Terms
+from fedguild.federation.site_policy import RequestLog, SitePolicy, SumLog, Terms
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
@@ -60,6 +61,8 @@ MODELS, LATEST = "models", "latest"
 """Folder of the models that a client takes home, and the link to the newest."""
 REQUESTS = "requests.json"
 """File of a run's requests that were answered, beside the client's memory."""
+SUMS = "sums.json"
+"""File of the sums that a run's trainings went into, beside it."""
 RUN_NAME = re.compile(r"[0-9a-f]{32}")
 """Identity of a run, which is also the name of its folder on a client's machine."""
 SCORES = "scores"
@@ -172,7 +175,10 @@ class TrainerService:
         if session.clients is not None:
             upload_bytes = size_bytes(delivery.upload)
             _require_none(self.policy.names_refusal(delivery.upload.tensors) or self.policy.size_refusal(upload_bytes))
-            session.clients.keep(method, model, task, delivery.upload, delivery.report, delivery.frequency)
+            told = json.dumps(message.metadata["config"], sort_keys=True).encode()
+            training = hashlib.sha256(hashlib.sha256(told).digest() + message.body).hexdigest()
+            trained = (delivery.upload, delivery.report, delivery.frequency)
+            session.clients.keep(method, model, task, *trained, told, f"{message.round} {training}")
             return message.reply(metadata={"backbone_loads": self.loads})
         upload = shrink(delivery.upload, config.federation.codec)
         _require_none(
@@ -251,8 +257,14 @@ class TrainerService:
         steps, batch = steps_in_round(examples, training), training.batch_size * training.accumulation
         aggregated = quorum_count(wanted, config.federation.quorum)
         rules = config.federation
-        return self.policy.disclosure_refusal(rules.secure, rules.secure_disclose) or self.policy.run_refusal(
-            Terms(config.method.name, steps, batch, min(examples, steps * batch), aggregated)
+        limits = self.policy.session_refusal(rules.secure_clients, rules.secure_share) if rules.secure else ""
+        disclosure = self.policy.disclosure_refusal(rules.secure, rules.secure_disclose)
+        return (
+            disclosure
+            or limits
+            or self.policy.run_refusal(
+                Terms(config.method.name, steps, batch, min(examples, steps * batch), aggregated)
+            )
         )
 
     def _session(self, run: str, config: Config) -> _Session:
@@ -286,10 +298,10 @@ class TrainerService:
         engine = LocalEngine(
             backbone, {client.index: encoded}, config.training, memory, cohort_size=1, seed=config.seed
         )
-        secure = self._secure_clients(config, experiment.budgets)
+        secure = self._secure_clients(config, experiment.budgets, folder)
         return _Session(experiment, engine, run_secret(folder), RequestLog(folder / REQUESTS), secure)
 
-    def _secure_clients(self, config: Config, budgets: Sequence[Budget]) -> SecureClients | None:
+    def _secure_clients(self, config: Config, budgets: Sequence[Budget], folder: Path) -> SecureClients | None:
         """Returns the site's half of secure aggregation, with its key and those of its peers; None for a plain run."""
         if not config.federation.secure:
             return None
@@ -302,7 +314,8 @@ class TrainerService:
         rules = config.federation
         aggregated = quorum_count(wanted_count(rules.clients, rules.participation), rules.quorum)
         least = max(aggregated, self.site.accept.min_clients)
-        return SecureClients(budgets, identity, peers, rules.norm_limit, least)
+        once = None if self.site.accept.repeat_sessions else SumLog(folder / SUMS).require_same
+        return SecureClients(budgets, identity, peers, rules.norm_limit, least, once)
 
     def _budget(self, config: Config, tiers: dict[str, Budget]) -> Budget:
         if self.site.client >= config.federation.clients:

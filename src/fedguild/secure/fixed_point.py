@@ -137,7 +137,15 @@ class Means:
 
 
 def means(
-    form: Form, sums: WeightSums, values: Halves, words: Words, clients: int, left: int, fewest: int, known: Bits | None
+    form: Form,
+    sums: WeightSums,
+    values: Halves,
+    words: Words,
+    clients: int,
+    left: int,
+    fewest: int,
+    known: Bits | None,
+    opened: Bits | None = None,
 ) -> Means:
     """Returns the means that the sums of `value_words` give.
 
@@ -149,11 +157,14 @@ def means(
         clients: How many clients took part in the first half.
         left: How many of them did in the second.
         fewest: Fewest clients behind a mean.
-        known: [values] where enough clients hold a value; None for everywhere.
+        known: [values] where enough clients hold a value, and its mask was opened; None for everywhere.
+        opened: [weights] whose masks were opened; None for all.
     """
+    if opened is not None:
+        words = np.where(opened, words, np.uint64(0))
     counts = words >> np.uint64(COUNT_BIT)
     shares = (words & np.uint64(2**COUNT_BIT - 1)).astype(np.float64) * SHARE_UNIT
-    enough = (sums.counts >= fewest) & (counts >= min(fewest, 2)) & (shares >= LEAST_SHARE)
+    enough = (sums.counts >= fewest) & (counts >= fewest) & (shares >= LEAST_SHARE)
     found: dict[str, Floats] = {}
     there: dict[str, Bits] = {}
     bounds: dict[str, float] = {}

@@ -164,6 +164,17 @@ class Form:
                 covered[place] = mean.spread(mean.held_axis, groups[self.group_places[mean.held]])
         return covered
 
+    def by_value(self, weights: NDArray[np.uint8], groups: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Returns [values] the smaller number of the two of its weight and its group, from [weights] and [groups]."""
+        found = np.empty(self.value_count, np.uint8)
+        for name, place in self.slices.items():
+            mean = self.means[name]
+            found[place] = mean.spread(mean.weight_axis, weights[self.places[mean.weight]])
+            if mean.held:
+                held = mean.spread(mean.held_axis, groups[self.group_places[mean.held]])
+                found[place] = np.minimum(found[place], held)
+        return found
+
     def digest(self) -> str:
         """Returns 64 hexadecimal digits that are equal for equal forms."""
         named = {
