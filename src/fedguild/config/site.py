@@ -96,6 +96,22 @@ class AcceptSettings(Section):
         description="What a run may declare public (privacy.public) where max_epsilon is set; sizes: this site's "
         "numbers of examples; scores: those of its own model.",
     )
+    secure_clients: int = Field(
+        default=3,
+        ge=3,
+        description="Smallest `federation.secure_clients` of a run with secure aggregation, the clients behind a mean.",
+    )
+    secure_share: float = Field(
+        default=0.5,
+        ge=0.5,
+        le=1,
+        description="Smallest `federation.secure_share` of such a run, the share of the clients that have to be left.",
+    )
+    repeat_sessions: bool = Field(
+        default=False,
+        description="Whether the same training may go into secure sums over different clients, as after "
+        "`resume --round`; who sees two such sums may know the upload of a client that is in one of them only.",
+    )
 
 
 class SiteSettings(Section):

@@ -13,7 +13,7 @@ from typing import Literal
 
 from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.engines.flower.message import Message
-from fedguild.errors import FedGuildError
+from fedguild.errors import FedGuildError, UploadError
 from fedguild.files import write_json
 from fedguild.privacy.accounting import Release, epsilon
 from fedguild.wire.schema import MessageKind
@@ -73,6 +73,9 @@ class SitePolicy:
         max_epsilon: Largest epsilon that all runs together may spend of the site's privacy; None for no limit.
         delta: The delta of that epsilon.
         public: What a run may declare public where there is such a limit.
+        secure_clients: Smallest `federation.secure_clients` of such a run.
+        secure_share: Smallest `federation.secure_share` of such a run.
+        repeat_sessions: Whether one training may go into sums over different clients.
     """
 
     requests: Collection[str] = REQUESTS
@@ -91,6 +94,9 @@ class SitePolicy:
     max_epsilon: float | None = None
     delta: float = 1e-5
     public: Collection[str] = ()
+    secure_clients: int = 3
+    secure_share: float = 0.5
+    repeat_sessions: bool = False
 
     def kind_refusal(self, kind: str) -> str:
         """Returns why a kind of request is refused; empty if it is not."""
@@ -183,6 +189,19 @@ class SitePolicy:
             )
         return ""
 
+    def session_refusal(self, clients: int, share: float) -> str:
+        """Returns why a run that aggregates securely is refused for its limits; empty if it is not.
+
+        Args:
+            clients: Its `federation.secure_clients`.
+            share: Its `federation.secure_share`.
+        """
+        if clients < self.secure_clients:
+            return f"federation.secure_clients is {clients}, below accept.secure_clients of {self.secure_clients}"
+        if share < self.secure_share:
+            return f"federation.secure_share is {share:g}, below accept.secure_share of {self.secure_share:g}"
+        return ""
+
     def names_refusal(self, names: Iterable[str]) -> str:
         """Returns why tensors of these names may not leave; empty if they may."""
         refused = sorted(name for name in names if not any(fnmatchcase(name, pattern) for pattern in self.leave))
@@ -201,8 +220,9 @@ class SitePolicy:
 class RequestLog:
     """The requests of a run that a site has answered, on disk, so that a restart does not forget them.
 
-    A request that is repeated word for word gets the same answer again, from which nobody learns more: a server that
-    was interrupted asks so. Only different requests count.
+    A request that is repeated word for word gets the same answer again, from which nobody learns more where the answer
+    is the upload: a server that was interrupted asks so. Only different requests count. In a secure run the answer is a
+    part of a sum, and two sums over different clients do tell more.
 
     Args:
         path: The file, JSON: kind, round, and what distinguishes legitimate requests -> digests of those answered.
@@ -249,6 +269,46 @@ class RequestLog:
                     "It counts the requests of the run; remove it to count anew.",
                 ) from error
         return self._seen
+
+
+class SumLog:
+    """The sums of secure aggregation that a run's trainings went into, on disk: each training into one of each half.
+
+    Training is deterministic, so a round that is trained again gives the same upload; the difference of two sums over
+    different clients would be that of the missing ones. A sum over the same clients may be opened again. Where a client
+    was not asked in the first session, enough others were, and refuse.
+
+    Args:
+        path: The file, JSON: digest of a training and half -> digest of who is in the sum.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def require_same(self, training: str, half: str, digest: str) -> None:
+        """Notes a sum before it is opened.
+
+        Args:
+            training: Digest of the training.
+            half: `weights` or `values`.
+            digest: Of who is in the sum.
+
+        Raises:
+            UploadError: the same training went into another sum.
+            FedGuildError: the file cannot be read or written.
+        """
+        key = f"{training} {half}"
+        try:
+            sums = json.loads(self.path.read_text("utf-8")) if self.path.exists() else {}
+            known = sums.setdefault(key, digest)
+            write_json(self.path, sums)
+        except (OSError, ValueError, AttributeError) as error:
+            raise FedGuildError(f"{self.path} cannot be read or written ({error}).") from error
+        if known != digest:
+            raise UploadError(
+                f"the {half} of the same training were summed over other clients before; only "
+                "accept.repeat_sessions in site.yaml allows that"
+            )
 
 
 def _key(message: Message) -> str:

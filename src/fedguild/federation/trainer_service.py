@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import secrets
 import sys
@@ -34,7 +35,7 @@ from fedguild.errors import ConfigError, FedGuildError, UploadError, nearest
 from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.run import export_own
 from fedguild.federation.secret import private_seed
-from fedguild.federation.site_policy import RequestLog, SitePolicy, Terms
+from fedguild.federation.site_policy import RequestLog, SitePolicy, SumLog, Terms
 from fedguild.files import make_folder, write_bytes
 from fedguild.guarantee import rules_of
 from fedguild.model.backbone import Backbone
@@ -79,6 +80,8 @@ BOUND = "fingerprint"
 """File of the fingerprint of a run's first config, beside the client's memory."""
 REQUESTS = "requests.json"
 """File of a run's requests that were answered, beside the client's memory."""
+SUMS = "sums.json"
+"""File of the sums that a run's trainings went into, beside it."""
 RUN_NAME = re.compile(r"[0-9a-f]{32}")
 """Identity of a run, which is also the name of its folder on a client's machine."""
 SCORES = "scores"
@@ -140,13 +143,22 @@ class TrainerService:
         try:
             return self._handlers[message.kind](message)
         except FedGuildError as error:
-            print(f"{message.kind}, round {message.round}: {error}", file=sys.stderr, flush=True)
+            cause = f" ({error.__cause__})" if isinstance(error.__cause__, FedGuildError) else ""
+            print(f"{message.kind}, round {message.round}: {error}{cause}", file=sys.stderr, flush=True)
             told = not _is_private(message) or isinstance(error, (_RefusalError, UploadError, ConfigError))
             return message.reply(failure=error.message if told else WITHHELD)
         except (RuntimeError, ValueError, KeyError, OSError, ArithmeticError) as error:
             traceback.print_exc()
-            text = f"its trainer failed: {type(error).__name__}: {error}"
-            return message.reply(failure=WITHHELD if _is_private(message) else text)
+            if _is_private(message):
+                return message.reply(failure=WITHHELD)
+            what = "" if self._keeps_figures(message) else f": {error}"
+            return message.reply(failure=f"its trainer failed: {type(error).__name__}{what}")
+
+    def _keeps_figures(self, message: Message) -> bool:
+        """Whether what an error says of this client's numbers stays here: its site or the run aggregates securely."""
+        federation = message.metadata.get("config", {})
+        federation = federation.get("federation", {}) if isinstance(federation, dict) else {}
+        return self.policy.secure or bool(isinstance(federation, dict) and federation.get("secure"))
 
     def prepare(self) -> None:
         """Reads the data and loads the backbone, once."""
@@ -179,6 +191,8 @@ class TrainerService:
     def _train(self, message: Message) -> Message:
         config = self._admitted_config(message)
         session = self._session(message.run, config)
+        if session.clients is not None:
+            session.clients.forget(self.site.client)
         experiment = session.experiment
         method, model, client = experiment.method, experiment.backbone.info, experiment.clients[0]
         task = Task(message.round, client, read_payload(message.body, "The download"))
@@ -191,11 +205,17 @@ class TrainerService:
         _require_none(self._spent(session, message.run))
         (delivery,) = self._engine(session).train(method.with_secret(secret), model, [task])
         if delivery.upload is None:
+            if session.clients is not None:
+                print(f"train, round {message.round}: {delivery.failure}", file=sys.stderr, flush=True)
+                return message.reply(failure="it could not train")
             raise FedGuildError(delivery.failure)
         if session.clients is not None:
             upload_bytes = size_bytes(delivery.upload)
             _require_none(self.policy.names_refusal(delivery.upload.tensors) or self.policy.size_refusal(upload_bytes))
-            session.clients.keep(method, model, task, delivery.upload, delivery.report, delivery.frequency)
+            told = json.dumps(message.metadata["config"], sort_keys=True).encode()
+            training = hashlib.sha256(hashlib.sha256(told).digest() + message.body).hexdigest()
+            trained = (delivery.upload, delivery.report, delivery.frequency)
+            session.clients.keep(method, model, task, *trained, told, f"{message.round} {training}")
             return message.reply(metadata={"backbone_loads": self.loads})
         upload = shrink(delivery.upload, config.federation.codec)
         _require_none(
@@ -311,9 +331,11 @@ class TrainerService:
         withheld = []
         if privacy is not None and not privacy.sizes_are_public:
             withheld = ["examples"] if privacy.said_steps(examples) is not None else ["examples", "steps"]
+        limits = self.policy.session_refusal(rules.secure_clients, rules.secure_share) if rules.secure else ""
         return (
             self.policy.privacy_refusal(privacy)
             or self.policy.disclosure_refusal(rules.secure, rules.secure_disclose)
+            or limits
             or self.policy.run_refusal(
                 Terms(config.method.name, steps, batch, min(examples, steps * batch), aggregated, withheld)
             )
@@ -355,10 +377,10 @@ class TrainerService:
         engine = LocalEngine(
             backbone, {client.index: encoded}, config.training, memory, cohort_size=1, seed=config.seed
         )
-        secure = self._secure_clients(config, experiment.budgets)
+        secure = self._secure_clients(config, experiment.budgets, folder)
         return _Session(experiment, engine, run_secret(folder), RequestLog(folder / REQUESTS), rules, secure)
 
-    def _secure_clients(self, config: Config, budgets: Sequence[Budget]) -> SecureClients | None:
+    def _secure_clients(self, config: Config, budgets: Sequence[Budget], folder: Path) -> SecureClients | None:
         """Returns the site's half of secure aggregation, with its key and those of its peers; None for a plain run."""
         if not config.federation.secure:
             return None
@@ -372,7 +394,8 @@ class TrainerService:
         aggregated = quorum_count(wanted_count(rules.clients, rules.participation), rules.quorum)
         least = max(aggregated, self.site.accept.min_clients)
         reported = config.privacy.unit == "none"
-        return SecureClients(budgets, identity, peers, rules.norm_limit, least, reported)
+        once = None if self.site.accept.repeat_sessions else SumLog(folder / SUMS).require_same
+        return SecureClients(budgets, identity, peers, rules.norm_limit, least, reported, once)
 
     def _budget(self, config: Config, tiers: dict[str, Budget]) -> Budget:
         if self.site.client >= config.federation.clients:
