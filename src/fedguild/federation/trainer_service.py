@@ -280,7 +280,7 @@ class TrainerService:
         experiment, excerpt = session.experiment, _state(message)
         records = score_clients(experiment, wanted.scope, lambda _: excerpt, message.round, wanted.split)
         if withheld:
-            records = [record.model_copy(update={"examples": min(record.examples, 1)}) for record in records]
+            records = [record.model_copy(update={"examples": min(record.examples or 0, 1)}) for record in records]
         return message.reply(metadata={"records": [record.model_dump(mode="json") for record in records]})
 
     def _deliver(self, message: Message) -> Message:

@@ -195,7 +195,7 @@ class HetLoRA(Method):
         assert isinstance(weight, float)
         held = held_ranks(rank_of(adapter), full)
         values = values_of(ADAPTER, pad_rank(adapter, full)[0])
-        return Contribution(values, {WEIGHT: one(weight), RANK: float(weight > 0) * held}, {RANK: held})
+        return Contribution(values, {WEIGHT: one(weight), RANK: held if weight > 0 else 0 * held}, {RANK: held})
 
     def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
         """Line 7; ranks whose holders have no weight keep their global value."""
