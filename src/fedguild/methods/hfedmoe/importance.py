@@ -37,8 +37,11 @@ class _Layer:
 
     @classmethod
     def empty(cls, slots: int, experts: int, device: torch.device) -> _Layer:
-        wide = [torch.zeros(slots, experts, dtype=torch.float64, device=device) for _ in range(4)]
-        return cls(*wide, torch.zeros(slots, dtype=torch.float64, device=device))
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=device)
+
+        wide = (slots, experts)
+        return cls(zeros(*wide), zeros(*wide), zeros(*wide), zeros(*wide), zeros(slots))
 
 
 class Importance:
@@ -128,7 +131,7 @@ class Importance:
         """Adds a batch to the round."""
         took_part = (layer.tokens > 0).double()
         if index not in self._round:
-            self._round[index] = _Layer.empty(*layer.total.shape, layer.total.device)
+            self._round[index] = _Layer.empty(self.slots, self.experts[index], layer.total.device)
             self._scores[index], self._batches[index] = torch.zeros_like(score), torch.zeros_like(took_part)
         self._round[index].total += layer.total
         self._round[index].tokens += layer.tokens
@@ -160,7 +163,8 @@ def divergence(total: Tensor, logs: Tensor, tokens: Tensor) -> Tensor:
     """
     count = tokens.clamp(min=1)[:, None]
     mean = total / count
-    return (logs / count - torch.special.xlogy(mean, mean)).clamp(min=0)
+    apart: Tensor = logs / count - torch.special.xlogy(mean, mean)
+    return apart.clamp(min=0)
 
 
 def within_budget(value: Tensor, shares: Sequence[float]) -> Tensor:
