@@ -41,6 +41,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -195,7 +196,7 @@ class HetLoRA(Method):
         assert isinstance(weight, float)
         held = held_ranks(rank_of(adapter), full)
         values = values_of(ADAPTER, pad_rank(adapter, full)[0])
-        return Contribution(values, {WEIGHT: one(weight), RANK: held if weight > 0 else 0 * held}, {RANK: held})
+        return Contribution(values, {WEIGHT: one(weight), RANK: (held & (weight > 0)).astype(np.float64)}, {RANK: held})
 
     def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
         """Line 7; ranks whose holders have no weight keep their global value."""
