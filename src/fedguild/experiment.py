@@ -277,6 +277,7 @@ def _rounds(
                 guard=guard,
                 secure=secure,
                 private_mean=private_mean,
+                again=None if privacy is None else privacy.accounts.again,
             )
             state, accepted = outcome.state, outcome.accepted
             _tell(experiment.progress, outcome)
@@ -284,7 +285,6 @@ def _rounds(
                 experiment.remote.note(outcome)
             records: list[Record] = [*client_records(outcome, model, privacy.rules if privacy else None)]
             if privacy is not None:
-                privacy.accounts.charge_retries(outcome, rules.retries)
                 spent = privacy.accounts.record(number, experiment.clients)
                 records.append(spent)
                 _tell_spent(experiment.progress, spent)

@@ -133,7 +133,8 @@ class Privacy:
     def guarantee(self) -> list[str]:
         """Returns what is protected, from whom and under which assumptions, in sentences."""
         source = (
-            "Noise: from the run's seed, as this is a simulation. Whoever knows the config can take it away again."
+            "Noise: from the run's seed, as this is a simulation. Whoever knows the config can take it away again. "
+            "A repeated round counts once, as it repeats its bits: on the same device, engine and cohort size."
             if self.is_simulation
             else "Noise: from secrets that do not leave the machines that draw it."
         )

@@ -101,6 +101,22 @@ def test_training_equals_the_loop_in_a_cohort_of_unequal_clients(exact: Backbone
             assert not torch.equal(value, client.start[name]), name
 
 
+@pytest.mark.parametrize("removed", [0, 4])
+def test_one_drawn_example_less_changes_the_sum_by_no_more_than_the_clip(
+    exact: Backbone, monkeypatch: pytest.MonkeyPatch, removed: int
+) -> None:
+    """With dropout of 0.3, and all gradients clipped; the others move to other places and microbatches."""
+    client = make_clients(exact)[1]
+    dp = replace(DP, clip=1e-3, noise_multiplier=1e-12, probability=1.0, steps=1)
+    (whole,) = privately(exact, [client], [dp])
+    everybody = [index for index in range(len(client.examples)) if index != removed]
+    monkeypatch.setattr(DpSgd, "batch", lambda self, step, examples: everybody)
+    (lacking,) = privately(exact, [client], [dp])
+    changed = float(flat({name: whole[name] - lacking[name] for name in whole}).norm())
+    sensitivity = SETTINGS.learning_rate * dp.clip / dp.divisor
+    assert 0.5 * sensitivity < changed < (1 + 1e-6) * sensitivity
+
+
 def test_a_step_without_examples_is_noise_alone(exact: Backbone, clients: list[Client]) -> None:
     dp = replace(DP, probability=0.0, steps=1)
     (found,) = privately(exact, clients[:1], [dp])

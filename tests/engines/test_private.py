@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +16,9 @@ from fedguild.config.training import TrainingSettings
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.private import PrivateEngine
 from fedguild.errors import ConfigError
+from fedguild.methods import build_method
 from fedguild.model.plan import AdapterPlan
-from fedguild.payload import Payload
+from fedguild.payload import Payload, Scalar
 from fedguild.privacy.accounting import Release
 from fedguild.privacy.clipping import clipped
 from fedguild.privacy.noise import Noise
@@ -27,6 +28,9 @@ CLIENT = ClientInfo(2, Budget("all", 0, 2), 10)
 RECEIVED = {"adapter/a": torch.tensor([1.0, 2.0]), "adapter/b": torch.tensor([[3.0]])}
 TRAINED = {"adapter/a": torch.tensor([4.0, 2.0]), "adapter/b": torch.tensor([[7.0]])}
 """A change of norm 5."""
+MERGED = {"merge_version": 1}
+METHOD = build_method("fedex-lora", {})
+"""Its uploads say which version of the backbone they were trained on."""
 
 
 def rules(steps: int | None = 3, **settings: Any) -> PrivacyRules:
@@ -52,9 +56,11 @@ class Answering:
         """Does nothing."""
 
 
-def answer(own: PrivacyRules, upload: dict[str, torch.Tensor] | None = TRAINED) -> Delivery:
+def answer(
+    own: PrivacyRules, upload: dict[str, torch.Tensor] | None = TRAINED, received: Mapping[str, Scalar] = MERGED
+) -> Delivery:
     engine = PrivateEngine(Answering(upload), own, lambda task: Noise(b"key").child(task.round), lambda client: 10)
-    (delivery,) = engine.train(None, None, [Task(4, CLIENT, Payload(RECEIVED))])  # type: ignore[arg-type]
+    (delivery,) = engine.train(METHOD, None, [Task(4, CLIENT, Payload(RECEIVED, received))])  # type: ignore[arg-type]
     return delivery
 
 
@@ -97,6 +103,13 @@ def test_an_upload_with_more_than_the_adapter_is_held_back(unit: str) -> None:
     assert "would release 'routing/x'" in delivery.failure
 
 
+def test_scalars_that_do_not_follow_from_the_download_are_held_back() -> None:
+    for received in ({}, {"merge_version": 2}):
+        delivery = answer(rules(unit="client"), received=received)
+        assert delivery.upload is None
+        assert "has scalars that do not follow" in delivery.failure
+
+
 def test_a_failure_stays_one() -> None:
     delivery = answer(rules(unit="client"), None)
     assert (delivery.upload, delivery.failure, delivery.report.withheld) == (None, "ill", True)
@@ -111,6 +124,20 @@ def test_what_a_round_releases() -> None:
     assert sized.release(80, 5) == Release(1.0, 15, 0.1)
     assert sized.release(4) == Release(1.0, 3, 1.0)
     assert rules(unit="example", sample_rate=0.25).release(80) == Release(1.0, 3, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("settings", "neighbour"),
+    [
+        ({"unit": "example", "public": ("sizes",)}, "contributes nothing, their number fixed and public"),
+        ({"unit": "example", "sample_rate": 0.1}, "(added or removed)"),
+        ({"unit": "client"}, "(replaced by any other)"),
+        ({"unit": "client", "public": ("sizes",)}, "any other of the same size"),
+        ({"unit": "client", "noise": "central"}, "there or all zeros"),
+    ],
+)
+def test_the_neighbours_have_the_same_size_where_that_is_public(settings: dict[str, Any], neighbour: str) -> None:
+    assert neighbour in rules(**settings).statement()[0]
 
 
 def test_dp_sgd_divides_by_what_is_expected() -> None:

@@ -20,6 +20,7 @@ from fedguild.progress import Silent
 from fedguild.report.html import write_report
 from fedguild.report.run_folder import load_run
 from fedguild.report.tables import privacy_grid
+from fedguild.server.privacy_accounts import PrivacyAccounts
 from fedguild.server.run_log import ClientRecord, PrivacyRecord, RoundRecord, RoutingRecord, RunLog
 from fedguild.setup import check_config
 from tests.experiment.runs import Killed, assert_same, ended, kill_at, load_models_once, small_config
@@ -91,7 +92,9 @@ def test_a_run_per_example_records_its_guarantee_and_goes_on_after_a_kill(
     assert [row[1].text for row in grid.rows] == [f"{value:.3f}" for value in last.epsilon]
     export_adapter(tmp_path / "whole", Subject("large"), tmp_path / "model")
     card = (tmp_path / "model" / "README.md").read_text()
-    assert f"| differential privacy | per example, ε up to {max(last.epsilon):.3f} at δ = 1e-05. Noise:" in card
+    assert f"| differential privacy | per example, ε up to {max(last.epsilon):.3f} at δ = 1e-05. " in card
+    assert len(run.guarantee) >= 6
+    assert all(sentence in card for sentence in run.guarantee)
     show_run(tmp_path / "whole", as_json=True)
     assert json.loads(capsys.readouterr().out)["privacy"]["epsilon"] == last.epsilon
     show_run(tmp_path / "whole", as_json=False)
@@ -122,12 +125,29 @@ def test_a_client_whose_budget_is_spent_stops_and_the_run_ends(olmoe_folder: Pat
     assert records[-1].epsilon == [two] * 3
     assert records[-1].stopped == [0, 1, 2]
     assert result.rounds == len(asked) < 9
-    assert 0 < result.mean < 1 or result.scores
+    assert 0 < result.mean < 1
     assert any("Every client's privacy budget is spent" in line for line in progress.lines)
     again = experiment.resume(tmp_path)
     assert (again.rounds, again.scores) == (result.rounds, result.scores)
     ledger = Ledger(tmp_path / FILE)
     assert all(sum(release.times for release in ledger.releases(f"client-{c:03d}").values()) == 2 for c in range(3))
+
+
+def test_a_run_lets_its_accounts_decide_about_further_attempts(
+    olmoe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def stopping(*_: Any, again: Any = None, **__: Any) -> None:
+        asked.append(again)
+        raise Killed
+
+    monkeypatch.setattr("fedguild.experiment.run_round", stopping)
+    config = private_config(olmoe_folder, *LOCAL, "privacy.noise_multiplier=6", "federation.retries=2")
+    with pytest.raises(Killed):
+        experiment.run(config, tmp_path)
+    assert asked[0].__func__ is PrivacyAccounts.again
+    assert asked[0].__self__.ledger.path == tmp_path / FILE
 
 
 def test_a_target_is_kept_by_local_noise_and_sizes_are_withheld(olmoe_folder: Path, tmp_path: Path) -> None:
@@ -209,4 +229,5 @@ def test_runs_without_privacy_keep_their_fingerprint() -> None:
     assert plain.fingerprint() == load_config("fedit/tiny-tasks", ["privacy.unit=none"]).fingerprint()
     noisy = load_config("fedit/tiny-tasks", ["privacy.unit=client", "privacy.noise_multiplier=1"])
     assert noisy.fingerprint() != plain.fingerprint()
-    assert "privacy" not in plain.fingerprint()
+    before = "7e45b7f5fb7e9b48aee26ef665e3bacb5294bae73f579a00376c32515a03adab"  # before there was any
+    assert plain.fingerprint() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from fedguild.config import Config
 from fedguild.engines.flower.engine import read_payload
 from fedguild.engines.flower.message import Message
+from fedguild.errors import DataError
 from fedguild.federation.site_policy import SitePolicy
-from fedguild.federation.trainer_service import LEDGER_NAME, TrainerService, run_metadata
+from fedguild.federation.trainer_service import LEDGER_NAME, WITHHELD, TrainerService, run_metadata
 from fedguild.guarantee import rules_of
 from fedguild.privacy.accounting import Release, epsilon
 from fedguild.privacy.ledger import FILE, Ledger
@@ -104,12 +106,92 @@ def test_a_site_stops_at_the_runs_budget(model: Path, tmp_path: Path) -> None:
     assert "another round would bring this run to" in trainer.handle(replace(request, round=2)).failure
 
 
-def test_a_limit_refuses_what_it_cannot_count(model: Path) -> None:
-    policy = SitePolicy(max_epsilon=1.0)
-    assert "has no differential privacy" in policy.privacy_refusal(None, [], None)
-    central = rules_of(private(model, *LOCAL, "privacy.noise=central"))
-    assert "the server adds the run's noise" in policy.privacy_refusal(central, [], Release(9.0))
-    assert SitePolicy().privacy_refusal(None, [], None) == ""
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ((), "has no differential privacy"),
+        ((*LOCAL, "privacy.noise=central"), "the server adds the run's noise"),
+        ((*LOCAL, "privacy.public=[scores, sizes]"), "declares scores and sizes public, beyond accept.public"),
+    ],
+)
+def test_a_limit_refuses_what_it_cannot_count_whatever_is_asked(
+    model: Path, tmp_path: Path, overrides: tuple[str, ...], reason: str
+) -> None:
+    """The server's word on what is public does not count."""
+    config = private(model, *overrides)
+    trainer, request = site(config, tmp_path, max_epsilon=100.0), train_request(config)
+    for kind in ("hello", "train", "score", "deliver"):
+        asked = {**run_metadata(config), "scope": "client", "split": "test"}
+        reply = trainer.handle(Message(kind, RUN, 1, 1, metadata=asked, body=request.body))  # type: ignore[arg-type]
+        assert reason in reply.failure, kind
+        assert not reply.body
+        assert "sizes" not in reply.metadata
+    assert not trainer._sessions
+
+
+@pytest.mark.parametrize("overrides", [(), (*LOCAL, "privacy.noise=central")], ids=["none", "central"])
+def test_a_run_without_the_sites_noise_is_in_its_ledger_and_no_later_limit_holds(
+    model: Path, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    config, later = private(model, *overrides), private(model, *LOCAL)
+    trainer = site(config, tmp_path)
+    for number in (1, 2):
+        assert not trainer.handle(replace(train_request(config), round=number)).failure
+    assert Ledger(trainer.work / FILE).releases(LEDGER_NAME) == {f"{RUN}-in-the-clear": Release(0.0)}
+    request = replace(train_request(later), run="cd" * 16)
+    limited = site(later, tmp_path, max_epsilon=1e6)
+    assert "no accept.max_epsilon holds" in limited.handle(request).failure
+    (limited.work / FILE).rename(tmp_path / "before")
+    assert not site(later, tmp_path, max_epsilon=1e6).handle(request).failure
+
+
+def test_a_refusal_says_no_number_that_follows_from_the_size(model: Path, tmp_path: Path) -> None:
+    config = private(model, *LOCAL, "training.steps=null", "training.epochs=2", "privacy.public=[scores]")
+    for limit in ({"max_steps": 1}, {"min_examples": 10**6}):
+        failure = site(config, tmp_path, **limit).handle(train_request(config)).failure
+        assert failure.startswith("refused by its site: a round")
+        assert "a withheld number of" in failure
+    limited, request = site(config, tmp_path, min_scored=10**6), train_request(config)
+    asked = {**run_metadata(config), "scope": "client", "split": "test"}
+    score = Message("score", RUN, 1, 1, metadata=asked, body=request.body)
+    assert "a score is of a withheld number of example(s)" in limited.handle(score).failure
+    trainer = site(config, tmp_path / "other")
+    assert not trainer.handle(request).failure
+    records = trainer.handle(score).metadata["records"]
+    assert len(trainer._client_data().test) > 1
+    assert {record["examples"] for record in records} == {1}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("index 17 of example 'secret'"), DataError("Example 'secret' is bad.")])
+def test_an_error_tells_a_private_runs_server_nothing(
+    model: Path, tmp_path: Path, error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = private(model, *LOCAL)
+    trainer = site(config, tmp_path)
+
+    def failing(*_: object) -> None:
+        raise error
+
+    trainer._engine = failing  # type: ignore[method-assign, assignment]
+    assert trainer.handle(train_request(config)).failure == WITHHELD
+    assert "secret" in capsys.readouterr().err
+
+
+def test_a_run_keeps_the_config_that_it_began_with(model: Path, tmp_path: Path) -> None:
+    """Else a second config could ask for what the first one left in the client's memory."""
+    first, second = private(model, *LOCAL), private(model, *EXAMPLE)
+    assert not site(first, tmp_path).handle(train_request(first)).failure
+    trainer = site(second, tmp_path)  # the site's process was started anew
+    assert "the run began here with another config" in trainer.handle(train_request(second, round=2)).failure
+    assert len(Ledger(trainer.work / FILE).releases(LEDGER_NAME)) == 1
+    assert not trainer.handle(train_request(first, round=2)).failure
+    assert not trainer.handle(replace(train_request(second), run="cd" * 16)).failure
+
+
+def test_what_a_site_lets_be_public_is_accepted(model: Path) -> None:
+    rules = rules_of(private(model, *LOCAL, "privacy.public=[sizes]"))
+    assert SitePolicy(max_epsilon=1.0, public=("sizes",)).privacy_refusal(rules) == ""
+    assert SitePolicy().privacy_refusal(None) == ""
 
 
 CENTRAL = ("privacy.unit=client", "privacy.noise=central", "privacy.noise_multiplier=3", "privacy.clip=0.1")
@@ -136,5 +218,7 @@ def test_a_federation_records_what_its_clients_spend(
     assert {(record.examples, record.steps, record.train_loss) for record in trained} == {(None, 2, None)}
     assert len((driven.folder / "secret").read_bytes()) == 32
     ledger = Ledger(tmp_path / "client-001" / "work" / FILE).releases(LEDGER_NAME)
-    assert sum(each.times for each in ledger.values()) == released.times
+    central = "privacy.noise=central" in overrides
+    assert sum(each.times for each in ledger.values()) == (1 if central else released.times)
+    assert (epsilon(ledger.values(), 1e-5) == math.inf) == central
     assert any("do not leave the machines that draw it" in line for line in driven.lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import dp_accounting
@@ -9,7 +10,7 @@ import pytest
 from dp_accounting import pld, rdp
 
 from fedguild.errors import ConfigError
-from fedguild.privacy.accounting import GRID, SOLVED_TO, Release, epsilon, noise_for, require_library
+from fedguild.privacy.accounting import GRID, SOLVED_TO, Release, epsilon, event_of, noise_for, require_library
 
 DELTA = 1e-5
 
@@ -27,6 +28,11 @@ def test_gaussian_noise_costs_what_the_library_says() -> None:
     )
     assert epsilon([Release(8.0, 3)], DELTA) == pytest.approx(expected, rel=1e-3)
     assert epsilon([Release(8.0), Release(8.0, 2)], DELTA) == epsilon([Release(8.0, 3)], DELTA)
+
+
+def test_a_release_without_noise_has_no_finite_epsilon() -> None:
+    assert epsilon([Release(1.0), Release(0.0)], DELTA) == math.inf
+    assert one_by_one(pld.PLDAccountant(), event_of(Release(0.0, 3))) == math.inf
 
 
 def test_poisson_sampling_costs_what_the_library_says() -> None:

@@ -50,3 +50,11 @@ def test_a_damaged_ledger_is_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / FILE).write_text(line + "\n")
     with pytest.raises(CheckpointError, match="line 1 is not an entry"):
         Ledger(tmp_path / FILE)
+
+
+def test_another_release_under_the_same_key_is_an_error(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / FILE)
+    ledger.add("client-000", "1", FIRST)
+    with pytest.raises(CheckpointError, match="another release of client-000 under '1'"):
+        ledger.add("client-000", "1", SECOND)
+    assert ledger.releases("client-000") == {"1": FIRST}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
 from fedguild.errors import UploadError
+from fedguild.federation.site_policy import SumLog
 from fedguild.secure.client import ClientSession
 from fedguild.secure.form import Contribution, Form, LinearMean
 from fedguild.secure.keys import new_identity
@@ -48,6 +50,8 @@ class Federation:
         silent: Client -> the first step that it does not answer.
         session: The session.
         least: Fewest clients among whom each of them hides.
+        trained: Client -> the digest of what it was told to train, of those that were told something else.
+        logs: Client -> where it records which sums its one training went into.
     """
 
     def __init__(
@@ -57,6 +61,8 @@ class Federation:
         silent: Mapping[int, str] | None = None,
         session: Session | None = None,
         least: int = 3,
+        trained: Mapping[int, bytes] | None = None,
+        logs: Mapping[int, SumLog] | None = None,
     ) -> None:
         self.form, self.silent = form, dict(silent or {})
         self.session = session or session_of(form)
@@ -64,7 +70,17 @@ class Federation:
         registered = {client: key.public_key() for client, key in self.identities.items()}
         self.server = ServerSession(self.session, form, list(numbers))
         self.clients = {
-            client: ClientSession(client, self.session, form, own, self.identities[client], registered, least)
+            client: ClientSession(
+                client,
+                self.session,
+                form,
+                own,
+                self.identities[client],
+                registered,
+                least,
+                (trained or {}).get(client, bytes(32)),
+                partial(logs[client].require_same, "training") if logs else None,
+            )
             for client, own in numbers.items()
         }
         self.sent: dict[tuple[int, str], dict[str, np.ndarray]] = {}

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from fedguild.client.cohort import LocalReport
 from fedguild.client.memory import ClientMemory
 from fedguild.config.federation import FederationSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.engines.secure import SecureEngine
 from fedguild.errors import ConfigError, QuorumError
 from fedguild.methods import METHODS, build_method
+from fedguild.payload import Payload
+from fedguild.secure.fixed_point import weight_words
+from fedguild.secure.session import STEPS
 from fedguild.server.method import Method
 from fedguild.server.rounds import run_round
 from fedguild.server.secure_round import SecureAggregation
@@ -174,24 +180,99 @@ def test_too_few_clients_fail_the_round_and_leave_the_state(backbone, tmp_path):
     run = Run(backbone, "flame", tmp_path, secure=True)
     run.engine.__class__, run.engine.silent = Deserting, dict.fromkeys((1, 3, 4), "send")
     before = run.state
-    with pytest.raises(QuorumError, match="Nothing was opened"):
+    with pytest.raises(QuorumError, match=r"after 'send', but 5 are needed\. Only sums of weights were opened"):
         run.round(1)
     assert run.state is before
 
 
-def test_an_upload_is_brought_into_one_session_only(backbone, tmp_path):
+@pytest.mark.parametrize("last", STEPS)
+def test_an_upload_is_brought_into_one_session_only(last, backbone, tmp_path):
+    """However far a session has come: the weights are open after `open_weights`, the values after `open`."""
     run = Run(backbone, "fedit", tmp_path, secure=True)
-    seen = []
+    exchange, again = run.engine.exchange, {}
+
+    def repeating(session, step, requests):
+        answers = exchange(session, step, requests)
+        if step == last:
+            again.update(exchange(replace(session, nonce="another"), "join", dict.fromkeys(range(6), Payload())))
+        return answers
+
+    run.engine.exchange = repeating
+    with nullcontext() if last == "open" else pytest.raises(QuorumError):
+        run.round(1)
+    assert set(again) == set(range(6))
+    assert set(again.values()) == {"it has trained nothing in this round that it has not been asked for already"}
+
+
+def test_what_was_trained_in_one_round_is_not_aggregated_in_another(backbone, tmp_path):
+    run = Run(backbone, "fedit", tmp_path, secure=True)
     exchange = run.engine.exchange
+    run.engine.exchange = lambda session, *rest: exchange(replace(session, round=2), *rest)
+    with pytest.raises(QuorumError, match="it has trained nothing in this round"):
+        run.round(1)
 
-    def recording(session, step, requests):
-        seen.append((session, requests))
-        return exchange(session, step, requests)
 
-    run.engine.exchange = recording
-    run.round(1)
-    again = exchange(replace(seen[0][0], nonce="another"), "join", seen[0][1])
-    assert set(again.values()) == {"it has trained nothing that it has not been asked for already"}
+def test_clients_that_received_different_states_do_not_aggregate(backbone, tmp_path):
+    run = Run(backbone, "fedit", tmp_path, secure=True)
+    keep = run.engine.clients.keep
+
+    def inconsistent(method, model, task, *rest):
+        if task.client.index != 2:
+            nothing = {name: torch.zeros_like(tensor) for name, tensor in task.download.tensors.items()}
+            task = replace(task, download=replace(task.download, tensors=nothing))
+        keep(method, model, task, *rest)
+
+    run.engine.clients.keep = inconsistent
+    with pytest.raises(QuorumError, match="was told to train something else"):
+        run.round(1)
+
+
+def trained(run):
+    """Returns client -> what it keeps after training."""
+    kept = {}
+    run.engine.exchange = lambda session, step, requests: kept.update(run.engine.clients._kept) or {}
+    with pytest.raises(QuorumError):
+        run.round(1)
+    return kept
+
+
+@pytest.mark.parametrize("label", ["flame", "ub-smoe"])
+def test_no_range_is_of_a_budgets_only_client(label, backbone, tmp_path):
+    clients = tuple(client(index, LARGE if index == 0 else SMALL, 2 + index) for index in range(4))
+    kept = trained(Run(backbone, label, tmp_path, secure=True, clients=clients))
+    form = kept[0].form
+    ranges = np.array([weight_words(form, kept[index].terms)[3 * form.weight_count :] for index in range(4)])
+    assert ranges[0].any()
+    alone = (ranges[0] > 0) & (ranges[1:] == 0).all(axis=0)
+    assert not alone.any(), [name for name, bare in zip(form.ranges, alone, strict=True) if bare]
+
+
+def test_hetloras_sums_by_rank_say_who_weighs_and_not_how_much(backbone, tmp_path):
+    for kept in trained(Run(backbone, "hetlora", tmp_path, secure=True)).values():
+        assert 0 < kept.terms.weights["weight"][0] != 1
+        assert kept.terms.weights["rank"].tolist() == kept.terms.held["rank"].tolist()
+
+
+def test_an_upload_that_is_not_needed_stays_with_its_client(backbone, tmp_path):
+    run = Run(backbone, "fedit", tmp_path, secure=True)
+    train, seen = run.engine.engine.train, []
+
+    def more(*arguments):
+        for delivery in train(*arguments):
+            yield replace(delivery, needed=delivery.task.client.index != 5)
+
+    run.engine.engine.train = more
+    secure_train = run.engine.train
+
+    def watched(*arguments):
+        for delivery in secure_train(*arguments):
+            seen.append(delivery)
+            yield delivery
+
+    run.engine.train = watched
+    assert run.round(1).unneeded == [5]
+    assert [delivery.upload for delivery in seen if not delivery.needed] == [None]
+    assert all(delivery.report == LocalReport() and delivery.frequency is None for delivery in seen)
 
 
 def test_a_weight_that_is_not_the_clients_size_fails_the_round(backbone, tmp_path):

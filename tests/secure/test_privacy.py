@@ -41,8 +41,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Payload]]:
     seen: dict[str, list[Payload]] = {"released": [], "kept": []}
     release, keep = PrivateEngine._released, SecureClients.keep
 
-    def releasing(self: PrivateEngine, task: Any, upload: Payload) -> Payload:
-        seen["released"].append(release(self, task, upload))
+    def releasing(self: PrivateEngine, *given: Any) -> Payload:
+        seen["released"].append(release(self, *given))
         return seen["released"][-1]
 
     def keeping(self: SecureClients, method: Any, model: Any, task: Any, upload: Payload, *rest: Any) -> None:

@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedguild.errors import QuorumError, UploadError
+from fedguild.errors import FedGuildError, QuorumError, UploadError
+from fedguild.federation.site_policy import SitePolicy, SumLog
 from fedguild.secure.form import Contribution, Form, LinearMean
 from fedguild.secure.graph import degree_of, neighbours, threshold_of
 from fedguild.secure.keys import load_peers, load_private, load_public, new_identity, sign, verify
+from fedguild.secure.levels import MOST_LEVELS, capacities, chain, levels_of, lowest_open
 from fedguild.secure.masks import add_mask
 from fedguild.secure.session import STEPS, Roster
 from fedguild.secure.shares import recover, seal, split, unseal
 from fedguild.secure.sizes import SIGNATURE_BYTES
-from tests.oracles.secure import fixed_point_sums
+from tests.oracles.secure import fixed_point_sums, weighted_means
 from tests.secure.federation import EQUAL, FORM, Federation, contributions, session_of
 
 
@@ -104,14 +106,80 @@ def test_unequal_holdings_sum_over_their_holders(unheld):
     assert np.abs(means.values["rows"][:, 2] - expected).max() <= means.bounds["rows"]
 
 
-def test_a_group_that_dropouts_leave_with_one_client_is_never_opened():
+@pytest.mark.parametrize(("gone", "open_columns"), [((), 3), ((1,), 2), ((4, 5), 2)])
+def test_a_group_that_dropouts_may_leave_with_too_few_stays_closed_alone(gone, open_columns):
+    """Three clients hold column 2: any dropout may be one of them, so that its masks stay; the round goes on."""
     numbers = unequal(7)
-    federation = Federation(numbers, FORM, {1: "send", 2: "send"}, session_of(FORM, fewest=3))
-    federation.clients[3].numbers.held["rows"][2] = False
-    federation.clients[6].numbers.held["rows"][2] = False
-    with pytest.raises(QuorumError, match="would leave the part of one client alone"):
-        federation.run()
-    assert not [sent for sent in federation.sent if sent[1] == "open"]
+    for client in (3, 6):
+        numbers[client].held["rows"][2] = False
+        numbers[client].values["rows"][:, 2] = 0
+    federation = Federation(numbers, FORM, dict.fromkeys(gone, "send"), session_of(FORM, fewest=3))
+    means = federation.run()
+    known = means.known["rows"]
+    assert known[:, :open_columns].all()
+    assert not known[:, open_columns:].any()
+    column = federation.server._values[FORM.slices["rows"]].reshape(6, 4)[:, 2].view(np.int32)
+    sums = fixed_point_sums(FORM, numbers, [client for client in numbers if client not in gone], 3)
+    expected = np.array(sums[1], np.uint32)[FORM.slices["rows"]].reshape(6, 4)[:, 2].view(np.int32)
+    assert np.array_equal(column, expected) == (open_columns == 3)
+
+
+@pytest.mark.parametrize("gone", [(), (4,), (0,), (4, 5)])
+def test_a_weight_that_dropouts_may_leave_with_too_few_stays_closed_alone(gone):
+    """Clients 0, 1 and 2 have a weight for expert 1, and 0 to 3 for expert 2; all have the others."""
+    numbers = contributions(7)
+    for client in range(3, 7):
+        numbers[client].weights["experts"][1] = 0
+        numbers[client].weights["experts"][2] *= client == 3
+    federation = Federation(numbers, silent=dict.fromkeys(gone, "send"))
+    means = federation.run()
+    left = [client for client in numbers if client not in gone]
+    assert federation.server.contributors == tuple(left)
+    opened = [True, not gone, len(gone) < 2, True]
+    assert means.known["experts"].all(axis=1).tolist() == opened == means.known["experts"].any(axis=1).tolist()
+    assert means.known["dense"].all()
+    exact = weighted_means(EQUAL, numbers, left)
+    for name in ("dense", "experts"):
+        assert np.abs(means.values[name] - exact[name])[means.known[name]].max() <= means.bounds[name]
+    words, values, shares = fixed_point_sums(EQUAL, numbers, left, 3)
+    experts, places = EQUAL.places["experts"], EQUAL.slices["experts"]
+    bare = federation.server._value_words[experts] == np.array(shares, np.uint64)[experts]
+    assert bare.tolist() == opened
+    same = federation.server._values[places] == np.array(values, np.uint32)[places]
+    assert (same.reshape(4, 5).mean(axis=1) > 0.5).tolist() == opened
+    assert federation.server._words.tolist() == words
+
+
+def test_levels_survive_what_they_say():
+    for dropouts in range(40):
+        survived = capacities(dropouts)
+        assert survived[0] == 0
+        assert survived[-1] == dropouts
+        assert len(survived) <= MOST_LEVELS
+        levels = levels_of(np.arange(60), 3, survived)
+        for dropped in range(dropouts + 1):
+            opened = np.arange(60)[levels >= lowest_open(dropped, survived)]
+            assert dropped == 0 or opened.min() - dropped >= 3
+            assert 59 in opened
+    assert chain(bytes(16), 5)[1:] == chain(bytes(16), 4)
+    assert len(set(chain(bytes(16), MOST_LEVELS))) == MOST_LEVELS
+
+
+def test_a_holder_that_lies_is_named_and_the_round_goes_on():
+    """Of 7 clients 5 shares give a secret, so that the false one of client 1 is found by leaving it out."""
+    numbers = contributions(7)
+    federation = Federation(numbers, silent={3: "send"})
+    honest = federation.answer
+
+    def answer(client, step, request):
+        answered = honest(client, step, request)
+        return {**answered, "shares": answered["shares"] ^ 1} if (client, step) == (1, "open") else answered
+
+    federation.answer = answer
+    means = federation.run()
+    assert set(federation.server.faults) == {1}
+    exact = weighted_means(EQUAL, numbers, [0, 1, 2, 4, 5, 6])
+    assert np.abs(means.values["dense"] - exact["dense"]).max() <= means.bounds["dense"]
 
 
 def test_a_masked_upload_of_zeros_is_uniform():
@@ -192,6 +260,38 @@ class TestTheServerInTheMiddle:
         with pytest.raises(QuorumError, match="what client 1 was told about the weights is not signed"):
             federation.run()
 
+    def test_clients_that_were_told_to_train_different_things_do_not_share(self):
+        """Of clients whose training changes nothing and one other the sum would be that one's upload."""
+        with pytest.raises(QuorumError, match="client 2 was told to train something else than this client"):
+            Federation(contributions(5), trained={2: bytes([1] * 32)}).run()
+
+    def test_a_digest_of_the_training_that_the_server_changed_is_not_signed(self):
+        federation = joined(4)
+        request = dict(federation.server.requests("share")[0])
+        request["trained"] = request["trained"].copy()
+        request["trained"][2] ^= 1
+        with pytest.raises(UploadError, match="the key of client 2 is not signed by the key that is registered"):
+            federation.clients[0].answer("share", request)
+
+    def test_one_training_opens_no_second_sum_over_other_clients(self, tmp_path):
+        logs = {client: SumLog(tmp_path / f"{client}.json") for client in range(7)}
+        numbers = contributions(7)
+        for _ in range(2):  # as after a server's crash, with the same clients
+            assert Federation(numbers, silent={3: "send"}, logs=logs).run().known["dense"].all()
+        with pytest.raises(QuorumError, match="the values of the same training were summed over other clients"):
+            Federation(numbers, logs=logs).run()
+        with pytest.raises(QuorumError, match="the weights of the same training were summed over other clients"):
+            Federation(numbers, silent={3: "weigh"}, logs=logs).run()
+        (tmp_path / "0.json").write_text("[]")
+        with pytest.raises(FedGuildError, match=r"0\.json cannot be read"):
+            logs[0].require_same("another", "values", "all")
+
+    def test_a_site_has_limits_of_its_own(self):
+        policy = SitePolicy(secure_clients=4, secure_share=0.7)
+        assert "below accept.secure_clients of 4" in policy.session_refusal(3, 0.8)
+        assert "below accept.secure_share of 0.7" in policy.session_refusal(4, 2 / 3)
+        assert not policy.session_refusal(4, 0.7)
+
     def test_a_client_that_is_said_to_be_gone_answers_no_more(self):
         federation = Federation(contributions(5))
         steps = ("join", "share", "weigh")
@@ -215,7 +315,7 @@ class TestTheServerInTheMiddle:
         with pytest.raises(QuorumError, match="only 5 of 6 clients are left, but the sum of at least 6 may be opened"):
             Federation(contributions(6), silent={0: "weigh"}, least=6).run()
 
-    @pytest.mark.parametrize("wish", [{"share": 0.5}, {"fewest": 1}, {"unheld": "all"}])
+    @pytest.mark.parametrize("wish", [{"share": 0.5}, {"fewest": 2}, {"unheld": "all"}])
     def test_a_session_that_protects_too_little_is_refused(self, wish):
         with pytest.raises(UploadError, match="protects too little"):
             Federation(contributions(4), session=replace(session_of(EQUAL), **wish))
@@ -319,9 +419,24 @@ class TestParts:
         if degree < clients - 1:
             assert graph != neighbours(range(clients), degree, b"another seed")
 
-    def test_the_threshold_is_more_than_half(self):
-        assert [threshold_of(n, 2 / 3) for n in (3, 4, 5, 6, 7, 9, 64)] == [2, 3, 4, 4, 5, 6, 43]
+    def test_the_threshold_is_more_than_its_share_and_than_half(self):
+        assert [threshold_of(n, 2 / 3) for n in (3, 4, 5, 6, 7, 9, 64)] == [3, 3, 4, 5, 5, 7, 43]
         assert [threshold_of(n, 0.1) for n in (2, 3, 4, 10)] == [2, 2, 3, 6]
+        assert [threshold_of(n, 1.0) for n in (3, 4, 64)] == [3, 4, 64]
+        assert all(2 * threshold_of(n, 2 / 3) > n + n // 3 for n in range(3, 300)), "a third of colluding holders"
+
+    def test_a_third_that_colludes_does_not_reconstruct_both_secrets(self):
+        """Each honest client opens one of the two, whichever it is told; colluders open both."""
+        holders, colluders = tuple(range(6)), {4, 5}
+        threshold = threshold_of(len(holders), 2 / 3)
+        secrets = [bytes([kind]) * 16 for kind in range(2)]
+        shares = [split(secret, holders, threshold) for secret in secrets]
+        for told in range(2**4):
+            opened = [
+                {h: kept[h] for h in holders if h in colluders or bool(told >> h & 1) == bool(kind)}
+                for kind, kept in enumerate(shares)
+            ]
+            assert sum(len(each) >= threshold for each in opened) <= 1
 
     def test_registered_keys_of_both_kinds_sign(self, tmp_path):
         from fedguild.federation.keys import write_key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,8 @@ def test_a_secure_run_over_flower_ends_as_in_simulation_bit_for_bit(model, tmp_p
     for name, tensor in local.state.tensors.items():
         assert torch.equal(tensor, remote.state.tensors[name]), name
     assert traffic(tmp_path / "local") == traffic(tmp_path / "server/state/run")
+    sums = [json.loads(path.read_text()) for path in (tmp_path / "sites").glob("**/sums.json")]
+    assert [len(each) for each in sums] == [2] * 4, "not every site has recorded which sums it was in"
     records = [record for record in RunLog(tmp_path / "local").read() if isinstance(record, ClientRecord)]
     assert len({record.train_loss for record in records}) == 1, "the losses of single clients are in the log"
     plain = small_config(model, *SECURE, "federation.secure=false")
@@ -110,6 +113,29 @@ def test_a_client_that_stops_between_two_steps_is_left_out(model, tmp_path):
     trainers[2].handle = stopping
     serve_on(grid_of(trainers), config, tmp_path / "server", lines)
     assert lines.says("client 2 was rejected", "dropped out of the secure aggregation: its machine stopped")
+
+
+def test_a_client_that_refuses_its_own_upload_does_not_say_by_how_much(model, tmp_path, capsys):
+    config = small_config(model, *SECURE, "federation.norm_limit=1e-6")
+    with pytest.raises(QuorumError, match="its upload is not finite, beyond the limits") as raised:
+        serve_on(grid_of(sites(config, tmp_path / "sites")), config, tmp_path / "server")
+    assert "norm is" not in str(raised.value)
+    assert "norm is" in capsys.readouterr().err
+
+
+def test_an_error_in_a_secure_run_keeps_its_text_at_the_site(model, tmp_path, capsys):
+    config = small_config(model, *SECURE)
+    trainer = sites(config, tmp_path / "sites")[0]
+
+    def failing(message):
+        raise ValueError("a loss of 3.25")
+
+    trainer._handlers["train"] = failing
+    message = Message("train", "0" * 32, 1, 0, metadata=run_metadata(config))
+    assert trainer.handle(message).failure == "its trainer failed: ValueError"
+    assert "a loss of 3.25" in capsys.readouterr().err
+    plain = replace(message, metadata=run_metadata(small_config(model, *SECURE, "federation.secure=false")))
+    assert "3.25" in trainer.handle(plain).failure
 
 
 def test_a_site_that_sends_masked_uploads_only_refuses_a_plain_run(model, tmp_path):

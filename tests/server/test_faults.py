@@ -15,8 +15,10 @@ from fedguild.methods import build_method
 from fedguild.methods.fedit import FedIT
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
+from fedguild.privacy.noise import Noise
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late
 from fedguild.server.method import Method, Upload
+from fedguild.server.private_mean import PrivateMean
 from fedguild.server.rounds import Outcome, Stray, run_round
 from fedguild.wire.accounting import size_bytes
 
@@ -108,9 +110,10 @@ def state(method, model) -> Payload:
 
 @pytest.fixture
 def play(method, state, model):
-    def run(engine: Scripted, accepted_before: Sequence[int] = (), **rules) -> Outcome:
+    def run(engine: Scripted, accepted_before: Sequence[int] = (), again=None, private_mean=None, **rules) -> Outcome:
         settings = RULES.model_copy(update=rules)
-        return run_round(ROUND, method, state, model, CLIENTS, engine, settings, accepted_before, seed=3)
+        given = {"again": again, "private_mean": private_mean}
+        return run_round(ROUND, method, state, model, CLIENTS, engine, settings, accepted_before, seed=3, **given)
 
     return run
 
@@ -177,6 +180,15 @@ def test_every_attempt_costs_its_download_and_its_upload(play):
     assert again.traffic[2].upload_bytes == once.traffic[2].upload_bytes
 
 
+def test_before_central_noise_an_upload_that_is_not_finite_counts_as_nothing_and_is_not_told(play, state):
+    """The others change every value by 1, 3, 4, 5 and 6."""
+    quiet = PrivateMean(clip=1e6, noise_multiplier=1e-14, noise=Noise(b"key"))
+    outcome = play(Scripted({1: "nan"}), private_mean=quiet, quorum=1.0)
+    assert outcome.rejected == {}
+    assert outcome.accepted == [0, 1, 2, 3, 4, 5]
+    assert moved(outcome, state) == pytest.approx(19 / 6, abs=1e-4)
+
+
 def test_retries_end(play):
     engine = Scripted(*[{1: GONE}] * 9)
     outcome = play(engine, retries=2)
@@ -184,6 +196,27 @@ def test_retries_end(play):
     assert outcome.rejected == {1: GONE}
     assert outcome.retried == [1]
     everybody_is_accounted_for(outcome)
+
+
+def test_a_further_attempt_asks_who_may_be_asked_before_it_begins(play):
+    engine = Scripted(*[dict.fromkeys((1, 2), GONE)] * 3)
+    asked = []
+
+    def again(round, clients):
+        asked.append((round, [client.index for client in clients], len(engine.asked)))
+        return clients[1:]
+
+    outcome = play(engine, retries=2, again=again)
+    assert asked == [(ROUND, [1, 2], 1), (ROUND, [1, 2], 2)]
+    assert [indices for indices, _ in engine.asked[1:]] == [[2], [2]]
+    assert outcome.retried == [2]
+    everybody_is_accounted_for(outcome)
+
+
+def test_where_nobody_may_be_asked_again_the_round_goes_on(play):
+    engine = Scripted({1: GONE})
+    assert play(engine, retries=2, again=lambda round, clients: []).rejected == {1: GONE}
+    assert len(engine.asked) == 1
 
 
 def test_retries_can_save_the_quorum_and_without_them_the_round_fails(play, state):

@@ -53,6 +53,26 @@ def test_a_budget_reaches_for_whole_rounds(tmp_path: Path, real: bool) -> None:
     assert books.record(2, CLIENTS).stopped == [0]
 
 
+@pytest.mark.parametrize(("real", "noise", "paid"), [(True, "local", 2), (True, "central", 1), (False, "local", 1)])
+def test_a_further_attempt_is_paid_before_it_begins(tmp_path: Path, real: bool, noise: str, paid: int) -> None:
+    books = accounts(tmp_path, real=real, noise=noise)
+    books.charge(1, CLIENTS[:2], CLIENTS)
+    assert books.again(1, CLIENTS[:1]) == CLIENTS[:1]
+    assert [sum(each.times for each in books.ledger.releases(client.name).values()) for client in CLIENTS] == [
+        paid,
+        1,
+        0,
+    ]
+
+
+def test_who_cannot_afford_a_further_attempt_is_not_asked(tmp_path: Path) -> None:
+    books = accounts(tmp_path, real=True, noise="local", max_epsilon=epsilon([Release(4.0, 2)], 1e-5))
+    books.charge(1, CLIENTS, CLIENTS)
+    books.charge(1, CLIENTS[:1], CLIENTS)
+    assert books.again(1, CLIENTS) == CLIENTS[1:]
+    assert books.record(1, CLIENTS).stopped == [0, 1, 2]
+
+
 def test_where_nobody_knows_who_took_part_all_pay(tmp_path: Path) -> None:
     books = accounts(tmp_path, sampling="secret")
     books.charge(1, CLIENTS[:1], CLIENTS)

@@ -127,25 +127,34 @@ class PrivacyRules:
         """Returns the guarantee and its assumptions, in sentences for the report and the terminal."""
         settings = self.settings
         if self.per_example:
+            neighbour = (
+                "replaced by one that contributes nothing, their number fixed and public; replaced by any other "
+                "is two such changes"
+                if self.sizes_are_public
+                else "added or removed"
+            )
             lines = [
-                "One training example of a client is protected (added or removed), by DP-SGD in the client's training.",
+                f"One training example of a client is protected ({neighbour}), by DP-SGD in the client's training.",
                 "Sampling: every example enters a step independently with the same probability (Poisson), drawn in "
                 "secret by the client.",
             ]
         elif settings.noise == "local":
+            neighbour = "any other of the same size, which is public" if self.sizes_are_public else "any other"
             lines = [
-                "All of a client's training data is protected (replaced by any other), by noise that the client adds "
-                "to its clipped change.",
+                f"All of a client's training data is protected (replaced by {neighbour}), by noise that the client "
+                "adds to its clipped change.",
                 "Sampling: none is assumed; a client pays for every round that it takes part in.",
             ]
         else:
             lines = [
                 "All of a client's training data is protected from those who see the models (its contribution there or "
-                "not), by noise that the server adds to the clipped changes. The server itself is trusted with them."
+                "all zeros), by noise that the server adds to the clipped changes. The server itself is trusted with "
+                "them."
             ]
             lines.append(
                 f"Sampling: nobody who sees the models knows which {self.wanted} of {self.clients} clients take part "
-                "in a round; all pay for every round (one client replaced by another)."
+                "in a round; all pay for every round (one client replaced by another). The run's folder and "
+                "report, which name them, and its config, whose seed draws them, must stay with the trusted party."
                 if settings.sampling == "secret"
                 else "Sampling: everybody may know who takes part; a client pays for every round that it is asked in."
             )

@@ -33,7 +33,6 @@ from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.slots import SlotModel
 from fedguild.privacy.clipping import with_noise
 from fedguild.privacy.dp_sgd import DpSgd, microbatches
-from fedguild.seeding import derive
 
 Gradients = dict[str, Tensor]
 """Name of a trainable -> gradient, at the client's own shape."""
@@ -80,8 +79,8 @@ class _Client:
             for step in range(dp.steps):
                 self._spread_weights(model, frozen=step == 0)
                 total: Gradients = {}
-                for part, drawn in enumerate(microbatches(dp.batch(step, len(self.examples)), self.micro)):
-                    _add(total, self._clipped_sum(model, [self.examples[index] for index in drawn], step, part))
+                for drawn in microbatches(dp.batch(step, len(self.examples)), self.micro):
+                    _add(total, self._clipped_sum(model, drawn, step))
                 self._apply(step, _noisy_mean(total, self._shapes(), dp, step), penalty)
                 cohort.reports[self.slot].steps += 1
                 cohort.tell_step(step + 1, dp.steps)
@@ -91,14 +90,17 @@ class _Client:
         for name, tensor in (model.loaded if frozen else model.trainables).items():
             spread(tensor, self.cohort.model.loaded[name].own(self.slot))
 
-    def _clipped_sum(self, model: SlotModel, rows: list[Encoded], step: int, part: int) -> Gradients:
-        """Lines 3 and 4: returns the sum of the clipped gradients of one microbatch."""
-        cohort = self.cohort
-        slots = [[row] for row in rows] + [[] for _ in range(self.micro - len(rows))]
+    def _clipped_sum(self, model: SlotModel, drawn: list[int], step: int) -> Gradients:
+        """Lines 3 and 4: returns the sum of the clipped gradients of one microbatch.
+
+        An example's dropout mask is its own, whoever else was drawn: else one example would change the gradients of
+        others, and the sum by more than C.
+        """
+        cohort, rows = self.cohort, [self.examples[index] for index in drawn]
+        idle = self.micro - len(rows)
+        slots: list[list[Encoded]] = [[row] for row in rows] + [[] for _ in range(idle)]
         batch = collate(slots, cohort.pad_id, model.seq2seq)
-        client = cohort.clients[self.slot].index
-        purpose = (cohort.round, client, step, part)
-        model.dropout.seed([derive(cohort.seed, "private dropout", *purpose, place) for place in range(self.micro)])
+        model.dropout.seed([self.dp.mask_seed(step, index) for index in drawn] + [0] * idle)
         for tensor in model.trainables.values():
             tensor.stored.grad = None
         counts = [targets_of(own) for own in slots]

@@ -137,14 +137,14 @@ class FederationSettings(Section):
         default=2 / 3,
         gt=0.5,
         le=1,
-        description="Share of a round's clients that have to be left after every step of secure aggregation; otherwise "
-        "the round fails and nothing is opened.",
+        description="Of a round's clients more than this share (all for 1) have to be left after every step of secure "
+        "aggregation; otherwise the round fails and no values are opened.",
     )
     secure_clients: int = Field(
         default=3,
-        ge=2,
-        description="Fewest clients behind any mean of secure aggregation; what fewer hold, or have a weight for, is "
-        "not sent, and the server's value stays.",
+        ge=3,
+        description="Fewest clients behind any mean of secure aggregation, dropouts taken off; what fewer hold, or "
+        "have a weight for, is not sent or not opened, and the server's value stays.",
     )
     secure_unheld: Literal["omit", "zeros"] = Field(
         default="omit",

@@ -88,9 +88,30 @@ class AcceptSettings(Section):
         default=None,
         gt=0,
         description="Largest epsilon that all runs together may spend of this site's privacy; runs whose clients do "
-        "not add the noise are then refused. null: no limit.",
+        "not add the noise are then refused whatever they ask for. null: no limit.",
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="delta of max_epsilon.")
+    public: tuple[Literal["sizes", "scores"], ...] = Field(
+        default=(),
+        description="What a run may declare public (privacy.public) where max_epsilon is set; sizes: this site's "
+        "numbers of examples; scores: those of its own model.",
+    )
+    secure_clients: int = Field(
+        default=3,
+        ge=3,
+        description="Smallest `federation.secure_clients` of a run with secure aggregation, the clients behind a mean.",
+    )
+    secure_share: float = Field(
+        default=0.5,
+        ge=0.5,
+        le=1,
+        description="Smallest `federation.secure_share` of such a run, the share of the clients that have to be left.",
+    )
+    repeat_sessions: bool = Field(
+        default=False,
+        description="Whether the same training may go into secure sums over different clients, as after "
+        "`resume --round`; who sees two such sums may know the upload of a client that is in one of them only.",
+    )
 
 
 class SiteSettings(Section):

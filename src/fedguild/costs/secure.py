@@ -9,7 +9,8 @@ import torch
 from fedguild.payload import Payload, with_part
 from fedguild.secure.form import Form
 from fedguild.secure.graph import degree_of
-from fedguild.secure.session import DIGEST_BYTES, ENVELOPE_BYTES, Step
+from fedguild.secure.levels import capacities
+from fedguild.secure.session import DIGEST_BYTES, Step, envelope_bytes, fewest_left
 from fedguild.secure.sizes import KEY_BYTES, SEED_BYTES, SIGNATURE_BYTES
 from fedguild.server.secure_round import PART
 from fedguild.wire.accounting import size_bytes
@@ -17,7 +18,7 @@ from fedguild.wire.accounting import size_bytes
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-def session_bytes(form: Form, clients: int) -> tuple[int, int]:
+def session_bytes(form: Form, clients: int, share: float = 2 / 3) -> tuple[int, int]:
     """Returns the bytes that a client receives and sends in a session in which nobody drops out.
 
     Every client holds everything; one that does not sends four bytes less for every value that it lacks.
@@ -25,21 +26,24 @@ def session_bytes(form: Form, clients: int) -> tuple[int, int]:
     Args:
         form: All that the round sums (`fedguild.server.secure_round.whole_form`).
         clients: How many take part.
+        share: `federation.secure_share`, from which follows how many dropouts a session provides for.
     """
-    requests, answers = _messages(form, clients)
+    requests, answers = _messages(form, clients, share)
     return tuple(sum(_bytes(shapes) for shapes in side.values()) for side in (requests, answers))  # type: ignore[return-value]
 
 
-def _messages(form: Form, clients: int) -> tuple[dict[Step, Shapes], dict[Step, Shapes]]:
+def _messages(form: Form, clients: int, share: float) -> tuple[dict[Step, Shapes], dict[Step, Shapes]]:
     byte, number, word = torch.uint8, torch.int32, torch.int64
     near = clients - 1 if form.groups else degree_of(clients)
     held = -(-form.group_count // 8)
-    sums = (word, (3 * form.weight_count + len(form.names),))
+    sums = (word, (form.word_count,))
     signature = (byte, (SIGNATURE_BYTES,))
     everybody = (number, (clients,))
     opened: Shapes = {"clients": (number, (near + 1,)), "shares": (byte, (near + 1, SEED_BYTES))}
-    envelopes = (byte, (near, ENVELOPE_BYTES))
-    columns = {"keys": 3 * KEY_BYTES, "held": held, "commitments": 2 * DIGEST_BYTES, "signature": SIGNATURE_BYTES}
+    levels = len(capacities(clients - fewest_left(clients, share)))
+    envelopes = (byte, (near, envelope_bytes(levels)))
+    columns = {"keys": 3 * KEY_BYTES, "held": held, "commitments": 2 * DIGEST_BYTES, "trained": DIGEST_BYTES}
+    columns["signature"] = SIGNATURE_BYTES
     requests: dict[Step, Shapes] = {
         "join": {},
         "share": {"clients": everybody, **{name: (byte, (clients, width)) for name, width in columns.items()}},

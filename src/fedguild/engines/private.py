@@ -48,7 +48,7 @@ class PrivateEngine:
         """Yields the engine's deliveries, with noise where the client adds it, and without reports."""
         for delivery in self.engine.train(method, model, tasks, terms):
             try:
-                upload = None if delivery.upload is None else self._released(delivery.task, delivery.upload)
+                upload = None if delivery.upload is None else self._released(method, delivery.task, delivery.upload)
             except UploadError as error:
                 yield replace(self._silent(delivery), upload=None, failure=error.message)
                 continue
@@ -58,12 +58,18 @@ class PrivateEngine:
         """Closes the engine."""
         self.engine.close()
 
-    def _released(self, task: Task, upload: Payload) -> Payload:
+    def _released(self, method: Method, task: Task, upload: Payload) -> Payload:
         """Returns an upload as it may leave the client.
 
         Raises:
-            UploadError: it has a part beside the adapter, or a tensor that the client did not receive.
+            UploadError: it has a part beside the adapter, a tensor that the client did not receive, or scalars other
+                than those that follow from the download.
         """
+        expected, free = method.expected_scalars(task.download), method.data_free_scalars
+        if upload.scalars.keys() != expected.keys() or any(
+            value != expected[name] for name, value in upload.scalars.items() if name not in free
+        ):
+            raise UploadError("its upload has scalars that do not follow from what it received")
         beside = sorted(name for name in upload.tensors if not name.startswith(f"{ADAPTER}/"))
         if beside:
             raise UploadError(f"its upload would release '{beside[0]}', which no privacy noise covers")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget
 from fedguild.client.cohort import LocalReport
 from fedguild.errors import UploadError
 from fedguild.model.info import ModelInfo
-from fedguild.payload import Payload
+from fedguild.payload import ADAPTER, Payload
 from fedguild.secure.client import ClientSession
 from fedguild.secure.form import Contribution, Form
 from fedguild.secure.graph import FEWEST_CLIENTS
@@ -23,11 +27,17 @@ from fedguild.server.method import Method
 from fedguild.server.secure_round import to_arrays, to_payload, whole_form, whole_terms
 from fedguild.server.validation import check_upload
 
+UNFIT = "its upload is not finite, beyond the limits of the run's config, or not of the method's form"
+"""All that the server is told of an upload that its client does not send; the figures are the client's own."""
+
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a client has trained and not yet brought into a session."""
+    """What a client has trained in a round and not yet brought into a session."""
 
+    round: int
+    trained: bytes
+    training: str
     form: Form
     terms: Contribution
     disclosed: Mapping[str, Tensor]
@@ -37,7 +47,8 @@ class _Kept:
 class SecureClients:
     """The clients of one process: that of a site, or all of a simulation.
 
-    Each training is brought into one session only: whoever could open the sums of two would know their difference.
+    Each training is brought into one session only, whether or not that ends: whoever could open the sums of two would
+    know their difference.
 
     Attributes:
         budgets: The run's budgets, in the config's order.
@@ -46,6 +57,8 @@ class SecureClients:
         norm_limit: Upper limit of an upload's L2 norm, which each client checks itself; None for no limit.
         least: Fewest clients among whom each of them hides.
         reported: As `SecureAggregation`.
+        once: Called with the digest of a training, `weights` or `values`, and that of who is in the sum that is to be
+            opened; raises UploadError where it has been in another. None where nothing is recorded.
     """
 
     budgets: Sequence[Budget]
@@ -54,8 +67,15 @@ class SecureClients:
     norm_limit: float | None = None
     least: int = FEWEST_CLIENTS
     reported: bool = True
+    once: Callable[[str, str, str], None] | None = None
     _kept: dict[int, _Kept] = field(default_factory=dict)
     _sessions: dict[int, ClientSession] = field(default_factory=dict)
+    _disclosed: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    def forget(self, client: int) -> None:
+        """Forgets what a client has trained and the session that it is in: it trains anew."""
+        for kept in (self._kept, self._sessions, self._disclosed):
+            kept.pop(client, None)
 
     def keep(
         self,
@@ -65,29 +85,46 @@ class SecureClients:
         upload: Payload,
         report: LocalReport,
         frequency: Tensor | None,
+        config: bytes = b"",
+        training: str = "",
     ) -> None:
         """Keeps what a client has trained until it is aggregated, in place of what it kept before.
 
+        Args:
+            method: The method.
+            model: The backbone's description.
+            task: What the client was told to train.
+            upload: What it has trained.
+            report: The training's report.
+            frequency: [L, M] the experts' activation; None for a dense model.
+            config: The run's config as the server sent it.
+            training: Digest of all that the training depends on, for `once`.
+
         Raises:
-            UploadError: its values are not finite, too large, or of another form than the server could have summed.
+            UploadError: its values are not finite, too large, or of another form than the server could have summed. The
+                message is the same for all, since it goes to the server; its cause has the figures.
         """
         client = task.client
-        self._kept.pop(client.index, None)
-        self._sessions.pop(client.index, None)
-        check_upload(
-            upload,
-            method.expected_upload(model, client, task.download),
-            client=client.name,
-            norm_limit=self.norm_limit,
-            expected_scalars=method.expected_scalars(task.download),
-            largest_value=LARGEST_VALUE,
-        )
+        self.forget(client.index)
+        try:
+            check_upload(
+                upload,
+                method.expected_upload(model, client, task.download),
+                client=client.name,
+                norm_limit=self.norm_limit,
+                expected_scalars=method.expected_scalars(task.download),
+                largest_value=LARGEST_VALUE,
+            )
+        except UploadError as error:
+            raise UploadError(UNFIT) from error
         form = method.linear_form(model, self.budgets)
         terms = method.linear_terms(model, client, task.download, upload)
         if self.reported:
             form, terms = whole_form(form, model), whole_terms(terms, report, frequency)
         clear = {name: tensor for name, tensor in upload.tensors.items() if name.partition("/")[0] in form.disclosed}
-        self._kept[client.index] = _Kept(form, terms, clear)
+        self._kept[client.index] = _Kept(
+            task.round, trained_from(task.download, form, config), training, form, terms, clear
+        )
 
     def answer(self, client: int, session: Session, step: Step, request: Payload) -> Payload:
         """Returns a client's answer to a step.
@@ -96,19 +133,29 @@ class SecureClients:
             UploadError: it has nothing to aggregate, or refuses the request.
         """
         if step == "join":
-            kept = self._kept.get(client)
-            if kept is None:
-                raise UploadError("it has trained nothing that it has not been asked for already")
+            kept = self._kept.pop(client, None)
+            self.forget(client)
+            if kept is None or kept.round != session.round:
+                raise UploadError("it has trained nothing in this round that it has not been asked for already")
+            self._disclosed[client] = kept.disclosed
             self._sessions[client] = ClientSession(
-                client, session, kept.form, kept.terms, self.identities[client], self.registered, self.least
+                client,
+                session,
+                kept.form,
+                kept.terms,
+                self.identities[client],
+                self.registered,
+                self.least,
+                kept.trained,
+                None if self.once is None else partial(self.once, kept.training),
             )
         part = self._sessions.get(client)
         if part is None or part.session != session:
             raise UploadError("it has not joined this aggregation")
         answered = part.answer(step, to_arrays(request))
-        disclosed = self._kept.pop(client).disclosed if step == "send" else None
+        disclosed = self._disclosed[client] if step == "send" else None
         if step == "open":
-            del self._sessions[client]
+            self.forget(client)
         return to_payload(answered, disclosed)
 
 
@@ -145,7 +192,7 @@ class SecureEngine:
         """Yields the engine's deliveries without what the clients keep to themselves."""
         for delivery in self.engine.train(method, model, tasks, terms):
             if delivery.upload is None or not delivery.needed:
-                yield delivery
+                yield without_figures(replace(delivery, upload=None))
                 continue
             try:
                 self.clients.keep(method, model, delivery.task, delivery.upload, delivery.report, delivery.frequency)
@@ -167,6 +214,26 @@ class SecureEngine:
     def close(self) -> None:
         """Closes the engine."""
         self.engine.close()
+
+
+def trained_from(download: Payload, form: Form, config: bytes) -> bytes:
+    """Returns a digest of what all clients of a round are told to train alike.
+
+    That is the run's config and, where all clients hold all of every tensor, the adapter and the scalars of the
+    download. Of downloads that differ by rank or by set nothing is in it.
+
+    Args:
+        download: What a client received.
+        form: All that is summed.
+        config: The run's config as the server sent it.
+    """
+    digest = hashlib.sha256(hashlib.sha256(config).digest())
+    if not form.groups:
+        digest.update(json.dumps(dict(download.scalars), sort_keys=True).encode())
+        for name, tensor in sorted(download.part(ADAPTER).items()):
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def without_figures(delivery: Delivery) -> Delivery:

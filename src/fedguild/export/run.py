@@ -283,8 +283,8 @@ def _privacy(experiment: Experiment, number: int) -> str:
         return ""
     run = load_run(experiment.folder)
     spent = [record for record in run.privacy if record.round == number]
-    noise = " ".join(sentence for sentence in run.guarantee if sentence.startswith("Noise:"))
-    return " ".join(f"per {r.unit}, ε up to {max(r.epsilon):.3f} at δ = {r.delta:g}. {noise}" for r in spent)
+    assumptions = " ".join(run.guarantee)
+    return " ".join(f"per {r.unit}, ε up to {max(r.epsilon):.3f} at δ = {r.delta:g}. {assumptions}" for r in spent)
 
 
 def _deployed(experiment: Experiment, state: Payload, number: int, subject: Subject) -> tuple[Budget, Deployment]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Literal
 
 from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.engines.flower.message import Message
-from fedguild.errors import FedGuildError
+from fedguild.errors import FedGuildError, UploadError
 from fedguild.files import write_json
 from fedguild.privacy.accounting import Release, epsilon
 from fedguild.wire.schema import MessageKind
@@ -19,6 +21,9 @@ from fedguild.wire.schema import MessageKind
 REQUESTS: tuple[MessageKind, ...] = ("train", "score", "deliver")
 """Kinds of requests that use a site's examples or its disk."""
 _DIGEST_CHARACTERS = 32
+
+
+WITHHELD_NUMBER = "a withheld number of"
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Terms:
         batch: Examples of an optimizer step, over all accumulated batches.
         examples: Distinct examples of this site that a round trains on.
         aggregated: Minimum number of clients whose uploads the run aggregates.
+        withheld: Which of `steps` and `examples` a refusal does not say, as differential privacy withholds the site's
+            size.
     """
 
     method: str
@@ -38,6 +45,11 @@ class Terms:
     batch: int
     examples: int
     aggregated: int
+    withheld: Collection[str] = ()
+
+    def said(self, name: Literal["steps", "examples"]) -> str:
+        """Returns a number as a refusal says it."""
+        return WITHHELD_NUMBER if name in self.withheld else str(getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,10 @@ class SitePolicy:
         disclose: What such a run may ask for in the clear.
         max_epsilon: Largest epsilon that all runs together may spend of the site's privacy; None for no limit.
         delta: The delta of that epsilon.
+        public: What a run may declare public where there is such a limit.
+        secure_clients: Smallest `federation.secure_clients` of such a run.
+        secure_share: Smallest `federation.secure_share` of such a run.
+        repeat_sessions: Whether one training may go into sums over different clients.
     """
 
     requests: Collection[str] = REQUESTS
@@ -77,6 +93,10 @@ class SitePolicy:
     disclose: Collection[str] = ()
     max_epsilon: float | None = None
     delta: float = 1e-5
+    public: Collection[str] = ()
+    secure_clients: int = 3
+    secure_share: float = 0.5
+    repeat_sessions: bool = False
 
     def kind_refusal(self, kind: str) -> str:
         """Returns why a kind of request is refused; empty if it is not."""
@@ -89,13 +109,14 @@ class SitePolicy:
         if self.methods is not None and terms.method not in self.methods:
             return f"the method '{terms.method}' is not among accept.methods ({', '.join(self.methods) or 'none'})"
         if self.max_steps is not None and terms.steps > self.max_steps:
-            return f"a round asks for {terms.steps} steps, beyond accept.max_steps of {self.max_steps}"
+            return f"a round asks for {terms.said('steps')} steps, beyond accept.max_steps of {self.max_steps}"
         if terms.steps < self.min_steps:
-            return f"a round asks for {terms.steps} step(s), below accept.min_steps of {self.min_steps}"
+            return f"a round asks for {terms.said('steps')} step(s), below accept.min_steps of {self.min_steps}"
         if terms.batch < self.min_batch:
             return f"a step is on {terms.batch} example(s), below accept.min_batch of {self.min_batch}"
         if terms.examples < self.min_examples:
-            return f"a round trains on {terms.examples} example(s), below accept.min_examples of {self.min_examples}"
+            least = self.min_examples
+            return f"a round trains on {terms.said('examples')} example(s), below accept.min_examples of {least}"
         if terms.aggregated < self.min_clients:
             return (
                 f"the run may aggregate the uploads of only {terms.aggregated} client(s), below accept.min_clients of "
@@ -103,10 +124,16 @@ class SitePolicy:
             )
         return ""
 
-    def score_refusal(self, examples: int) -> str:
-        """Returns why a score that is a mean over this number of examples is refused; empty if it is not."""
+    def score_refusal(self, examples: int, *, withheld: bool = False) -> str:
+        """Returns why a score that is a mean over this number of examples is refused; empty if it is not.
+
+        Args:
+            examples: The number.
+            withheld: Whether the refusal does not say it.
+        """
         if examples < self.min_scored:
-            return f"a score is of {examples} example(s), below accept.min_scored of {self.min_scored}"
+            number = WITHHELD_NUMBER if withheld else str(examples)
+            return f"a score is of {number} example(s), below accept.min_scored of {self.min_scored}"
         return ""
 
     def disclosure_refusal(self, secure: bool, disclosed: Iterable[str]) -> str:
@@ -123,28 +150,56 @@ class SitePolicy:
             return f"the run asks for {', '.join(refused)} in the clear, beyond accept.disclose"
         return ""
 
-    def privacy_refusal(
-        self, rules: PrivacyRules | None, released: Iterable[Release], following: Release | None
-    ) -> str:
-        """Returns why a round's release is refused; empty if it is not.
+    def privacy_refusal(self, rules: PrivacyRules | None) -> str:
+        """Returns why a run is refused for what no ledger could hold, whatever it asks for; empty if it is not.
 
         Args:
             rules: The run's differential privacy; None without.
+        """
+        if self.max_epsilon is None:
+            return ""
+        if rules is None:
+            return "the run has no differential privacy, but accept.max_epsilon limits it"
+        if rules.settings.is_central:
+            return "the server adds the run's noise and would see the upload without, but accept.max_epsilon limits it"
+        refused = sorted(set(rules.settings.public) - set(self.public))
+        if refused:
+            return f"the run declares {' and '.join(refused)} public, beyond accept.public"
+        return ""
+
+    def epsilon_refusal(self, released: Iterable[Release], following: Release) -> str:
+        """Returns why a round's release is refused; empty if it is not.
+
+        Args:
             released: What all runs released before.
             following: What the round would release.
         """
         if self.max_epsilon is None:
             return ""
-        if rules is None or following is None:
-            return "the run has no differential privacy, but accept.max_epsilon limits it"
-        if rules.settings.is_central:
-            return "the server adds the run's noise and would see the upload without, but accept.max_epsilon limits it"
         spent = epsilon([*released, following], self.delta)
+        if math.isinf(spent):
+            return (
+                "an earlier run got this site's uploads without its noise, so no accept.max_epsilon holds; the site's "
+                "operator can move work/privacy.jsonl away to count anew"
+            )
         if spent > self.max_epsilon:
             return (
                 f"its privacy is spent: another round would bring all runs together to an epsilon of {spent:.3f} at "
                 f"delta {self.delta:g}, beyond accept.max_epsilon of {self.max_epsilon:g}"
             )
+        return ""
+
+    def session_refusal(self, clients: int, share: float) -> str:
+        """Returns why a run that aggregates securely is refused for its limits; empty if it is not.
+
+        Args:
+            clients: Its `federation.secure_clients`.
+            share: Its `federation.secure_share`.
+        """
+        if clients < self.secure_clients:
+            return f"federation.secure_clients is {clients}, below accept.secure_clients of {self.secure_clients}"
+        if share < self.secure_share:
+            return f"federation.secure_share is {share:g}, below accept.secure_share of {self.secure_share:g}"
         return ""
 
     def names_refusal(self, names: Iterable[str]) -> str:
@@ -165,8 +220,9 @@ class SitePolicy:
 class RequestLog:
     """The requests of a run that a site has answered, on disk, so that a restart does not forget them.
 
-    A request that is repeated word for word gets the same answer again, from which nobody learns more: a server that
-    was interrupted asks so. Only different requests count.
+    A request that is repeated word for word gets the same answer again, from which nobody learns more where the answer
+    is the upload: a server that was interrupted asks so. Only different requests count. In a secure run the answer is a
+    part of a sum, and two sums over different clients do tell more.
 
     Args:
         path: The file, JSON: kind, round, and what distinguishes legitimate requests -> digests of those answered.
@@ -213,6 +269,46 @@ class RequestLog:
                     "It counts the requests of the run; remove it to count anew.",
                 ) from error
         return self._seen
+
+
+class SumLog:
+    """The sums of secure aggregation that a run's trainings went into, on disk: each training into one of each half.
+
+    Training is deterministic, so a round that is trained again gives the same upload; the difference of two sums over
+    different clients would be that of the missing ones. A sum over the same clients may be opened again. Where a client
+    was not asked in the first session, enough others were, and refuse.
+
+    Args:
+        path: The file, JSON: digest of a training and half -> digest of who is in the sum.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def require_same(self, training: str, half: str, digest: str) -> None:
+        """Notes a sum before it is opened.
+
+        Args:
+            training: Digest of the training.
+            half: `weights` or `values`.
+            digest: Of who is in the sum.
+
+        Raises:
+            UploadError: the same training went into another sum.
+            FedGuildError: the file cannot be read or written.
+        """
+        key = f"{training} {half}"
+        try:
+            sums = json.loads(self.path.read_text("utf-8")) if self.path.exists() else {}
+            known = sums.setdefault(key, digest)
+            write_json(self.path, sums)
+        except (OSError, ValueError, AttributeError) as error:
+            raise FedGuildError(f"{self.path} cannot be read or written ({error}).") from error
+        if known != digest:
+            raise UploadError(
+                f"the {half} of the same training were summed over other clients before; only "
+                "accept.repeat_sessions in site.yaml allows that"
+            )
 
 
 def _key(message: Message) -> str:

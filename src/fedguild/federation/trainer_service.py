@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import secrets
 import sys
@@ -34,13 +35,13 @@ from fedguild.errors import ConfigError, FedGuildError, UploadError, nearest
 from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.run import export_own
 from fedguild.federation.secret import private_seed
-from fedguild.federation.site_policy import RequestLog, SitePolicy, Terms
-from fedguild.files import write_bytes
+from fedguild.federation.site_policy import RequestLog, SitePolicy, SumLog, Terms
+from fedguild.files import make_folder, write_bytes
 from fedguild.guarantee import rules_of
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
-from fedguild.privacy.accounting import epsilon
+from fedguild.privacy.accounting import IN_THE_CLEAR, epsilon
 from fedguild.privacy.ledger import FILE as LEDGER
 from fedguild.privacy.ledger import Ledger
 from fedguild.privacy.noise import Noise
@@ -69,17 +70,29 @@ if TYPE_CHECKING:
 
 LEDGER_NAME = "site"
 """The name in the site's ledger of the one client that it has."""
+CLEAR = "in-the-clear"
+"""The end of the key in the site's ledger of a run to which the site adds no noise."""
 MODELS, LATEST = "models", "latest"
 """Folder of the models that a client takes home, and the link to the newest."""
 ANSWER = "answer"
 """File of a private run's last answer, after the digest of its request, beside the client's memory."""
+BOUND = "fingerprint"
+"""File of the fingerprint of a run's first config, beside the client's memory."""
 REQUESTS = "requests.json"
 """File of a run's requests that were answered, beside the client's memory."""
+SUMS = "sums.json"
+"""File of the sums that a run's trainings went into, beside it."""
 RUN_NAME = re.compile(r"[0-9a-f]{32}")
 """Identity of a run, which is also the name of its folder on a client's machine."""
 SCORES = "scores"
 """What `federation.secure_disclose` and `accept.disclose` call the scores of a client's own model."""
+WITHHELD = "it failed; the reason is in its site's log, as it may tell of the site's data"
+"""What a private run's server hears of an error that is no refusal."""
 _DATA_ONLY = {"seed", "shares", "share"}
+
+
+class _RefusalError(FedGuildError):
+    """A refusal by the site's policy, whose words tell nothing of the data that differential privacy withholds."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +143,22 @@ class TrainerService:
         try:
             return self._handlers[message.kind](message)
         except FedGuildError as error:
-            print(f"{message.kind}, round {message.round}: {error}", file=sys.stderr, flush=True)
-            return message.reply(failure=error.message)
+            cause = f" ({error.__cause__})" if isinstance(error.__cause__, FedGuildError) else ""
+            print(f"{message.kind}, round {message.round}: {error}{cause}", file=sys.stderr, flush=True)
+            told = not _is_private(message) or isinstance(error, (_RefusalError, UploadError, ConfigError))
+            return message.reply(failure=error.message if told else WITHHELD)
         except (RuntimeError, ValueError, KeyError, OSError, ArithmeticError) as error:
             traceback.print_exc()
-            return message.reply(failure=f"its trainer failed: {type(error).__name__}: {error}")
+            if _is_private(message):
+                return message.reply(failure=WITHHELD)
+            what = "" if self._keeps_figures(message) else f": {error}"
+            return message.reply(failure=f"its trainer failed: {type(error).__name__}{what}")
+
+    def _keeps_figures(self, message: Message) -> bool:
+        """Whether what an error says of this client's numbers stays here: its site or the run aggregates securely."""
+        federation = message.metadata.get("config", {})
+        federation = federation.get("federation", {}) if isinstance(federation, dict) else {}
+        return self.policy.secure or bool(isinstance(federation, dict) and federation.get("secure"))
 
     def prepare(self) -> None:
         """Reads the data and loads the backbone, once."""
@@ -167,6 +191,8 @@ class TrainerService:
     def _train(self, message: Message) -> Message:
         config = self._admitted_config(message)
         session = self._session(message.run, config)
+        if session.clients is not None:
+            session.clients.forget(self.site.client)
         experiment = session.experiment
         method, model, client = experiment.method, experiment.backbone.info, experiment.clients[0]
         task = Task(message.round, client, read_payload(message.body, "The download"))
@@ -179,11 +205,17 @@ class TrainerService:
         _require_none(self._spent(session, message.run))
         (delivery,) = self._engine(session).train(method.with_secret(secret), model, [task])
         if delivery.upload is None:
-            return message.reply(failure=delivery.failure)
+            if session.clients is not None:
+                print(f"train, round {message.round}: {delivery.failure}", file=sys.stderr, flush=True)
+                return message.reply(failure="it could not train")
+            raise FedGuildError(delivery.failure)
         if session.clients is not None:
             upload_bytes = size_bytes(delivery.upload)
             _require_none(self.policy.names_refusal(delivery.upload.tensors) or self.policy.size_refusal(upload_bytes))
-            session.clients.keep(method, model, task, delivery.upload, delivery.report, delivery.frequency)
+            told = json.dumps(message.metadata["config"], sort_keys=True).encode()
+            training = hashlib.sha256(hashlib.sha256(told).digest() + message.body).hexdigest()
+            trained = (delivery.upload, delivery.report, delivery.frequency)
+            session.clients.keep(method, model, task, *trained, told, f"{message.round} {training}")
             return message.reply(metadata={"backbone_loads": self.loads})
         upload = shrink(delivery.upload, config.federation.codec)
         _require_none(
@@ -199,11 +231,11 @@ class TrainerService:
     def _spent(self, session: _Session, run: str) -> str:
         """Enters a training in the site's ledger; returns why it is refused, if the budget does not reach for it."""
         rules, released = session.rules, self.ledger.releases(LEDGER_NAME)
-        following = None if rules is None else rules.release(len(self._client_data().train))
-        if refusal := self.policy.privacy_refusal(rules, released.values(), following):
+        if rules is None or rules.settings.is_central:
+            return ""  # the ledger has the run as one without noise since its first request
+        following = rules.release(len(self._client_data().train))
+        if refusal := self.policy.epsilon_refusal(released.values(), following):
             return refusal
-        if rules is None or following is None:
-            return ""
         of_run = [release for key, release in released.items() if key.startswith(run)]
         budget, spent = rules.settings.budget, epsilon([*of_run, following], rules.settings.delta)
         if budget is not None and spent > budget * (1 + SLACK):
@@ -242,9 +274,13 @@ class TrainerService:
         wanted = read_metadata(ScoreRequest, message.metadata, "the request for scores cannot be read")
         scored = getattr(self._client_data(), wanted.split)[: config.evaluation.max_examples]
         session = self._session(message.run, config)
-        _require_none(self.policy.score_refusal(len(scored)) or self._count_refusal(message, session))
+        withheld = session.rules is not None and not session.rules.sizes_are_public
+        refusal = self.policy.score_refusal(len(scored), withheld=withheld)
+        _require_none(refusal or self._count_refusal(message, session))
         experiment, excerpt = session.experiment, _state(message)
         records = score_clients(experiment, wanted.scope, lambda _: excerpt, message.round, wanted.split)
+        if withheld:
+            records = [record.model_copy(update={"examples": min(record.examples or 0, 1)}) for record in records]
         return message.reply(metadata={"records": [record.model_dump(mode="json") for record in records]})
 
     def _deliver(self, message: Message) -> Message:
@@ -291,9 +327,18 @@ class TrainerService:
         examples, training = len(self._client_data().train), config.training
         steps, batch = steps_in_round(examples, training), training.batch_size * training.accumulation
         aggregated = quorum_count(wanted, config.federation.quorum)
-        rules = config.federation
-        return self.policy.disclosure_refusal(rules.secure, rules.secure_disclose) or self.policy.run_refusal(
-            Terms(config.method.name, steps, batch, min(examples, steps * batch), aggregated)
+        rules, privacy = config.federation, rules_of(config)
+        withheld = []
+        if privacy is not None and not privacy.sizes_are_public:
+            withheld = ["examples"] if privacy.said_steps(examples) is not None else ["examples", "steps"]
+        limits = self.policy.session_refusal(rules.secure_clients, rules.secure_share) if rules.secure else ""
+        return (
+            self.policy.privacy_refusal(privacy)
+            or self.policy.disclosure_refusal(rules.secure, rules.secure_disclose)
+            or limits
+            or self.policy.run_refusal(
+                Terms(config.method.name, steps, batch, min(examples, steps * batch), aggregated, withheld)
+            )
         )
 
     def _session(self, run: str, config: Config) -> _Session:
@@ -309,7 +354,10 @@ class TrainerService:
         load_metrics(config.evaluation.metrics)
         backbone, client_data = self._load_once(config), self._client_data()
         method, tiers = fit_method(method, config, backbone.info)
+        _bind(self.work / "runs" / run, config)
         rules, examples = rules_of(config), len(client_data.train)
+        if rules is None or rules.settings.is_central:
+            self.ledger.add(LEDGER_NAME, f"{run}-{CLEAR}", IN_THE_CLEAR)
         said = examples if rules is None else rules.said_examples(examples)
         client = ClientInfo(self.site.client, self._budget(config, tiers), said)
         folder = self.work / "runs" / run
@@ -329,10 +377,10 @@ class TrainerService:
         engine = LocalEngine(
             backbone, {client.index: encoded}, config.training, memory, cohort_size=1, seed=config.seed
         )
-        secure = self._secure_clients(config, experiment.budgets)
+        secure = self._secure_clients(config, experiment.budgets, folder)
         return _Session(experiment, engine, run_secret(folder), RequestLog(folder / REQUESTS), rules, secure)
 
-    def _secure_clients(self, config: Config, budgets: Sequence[Budget]) -> SecureClients | None:
+    def _secure_clients(self, config: Config, budgets: Sequence[Budget], folder: Path) -> SecureClients | None:
         """Returns the site's half of secure aggregation, with its key and those of its peers; None for a plain run."""
         if not config.federation.secure:
             return None
@@ -346,7 +394,8 @@ class TrainerService:
         aggregated = quorum_count(wanted_count(rules.clients, rules.participation), rules.quorum)
         least = max(aggregated, self.site.accept.min_clients)
         reported = config.privacy.unit == "none"
-        return SecureClients(budgets, identity, peers, rules.norm_limit, least, reported)
+        once = None if self.site.accept.repeat_sessions else SumLog(folder / SUMS).require_same
+        return SecureClients(budgets, identity, peers, rules.norm_limit, least, reported, once)
 
     def _budget(self, config: Config, tiers: dict[str, Budget]) -> Budget:
         if self.site.client >= config.federation.clients:
@@ -387,7 +436,14 @@ class TrainerService:
 def _require_none(refusal: str) -> None:
     """Raises a refusal of the site, unless it is empty; `TrainerService.handle` makes it the reply."""
     if refusal:
-        raise FedGuildError(f"refused by its site: {refusal}")
+        raise _RefusalError(f"refused by its site: {refusal}")
+
+
+def _is_private(message: Message) -> bool:
+    """Whether a request is of a run with differential privacy, as far as it can be read."""
+    config = message.metadata.get("config")
+    privacy = config.get("privacy") if isinstance(config, dict) else None
+    return isinstance(privacy, dict) and privacy.get("unit", "none") != "none"
 
 
 def _digest(message: Message) -> bytes:
@@ -403,6 +459,25 @@ def _stored_answer(folder: Path, message: Message) -> Message | None:
     path, digest = folder / ANSWER, _digest(message)
     content = path.read_bytes() if path.is_file() else b""
     return Message.from_bytes(content[len(digest) :]) if content.startswith(digest) else None
+
+
+def _bind(folder: Path, config: Config) -> None:
+    """Binds a run to the config of its first request, without what the site sets itself.
+
+    The client's memory of a run outlives a request: what one config keeps there, a second could ask for on other terms.
+
+    Raises:
+        UploadError: the run began with another config.
+        FedGuildError: the file cannot be written.
+    """
+    path, model = folder / BOUND, type(config.model)(path="embedded")
+    common = config.model_copy(update={"model": model, "data": DataSettings(max_tokens=config.data.max_tokens)})
+    fingerprint = common.fingerprint().encode()
+    if not path.exists():
+        make_folder(folder)
+        write_bytes(path, fingerprint)
+    elif path.read_bytes() != fingerprint:
+        raise UploadError("the run began here with another config; a new config needs a new run")
 
 
 def _relink(link: Path, target: str) -> None:

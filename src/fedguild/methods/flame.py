@@ -155,7 +155,7 @@ class Flame(Method):
             means |= means_of(ADAPTER, {name: shape}, *((experts, 0) if experts in layers else (EXAMPLES, None)))
         owned = {f"{RESCALER}/{budget.name}": budget for budget in budgets if scales}
         for key in owned:
-            means |= means_of(key, scales, key)
+            means |= means_of(key, scales, key, pooled=RESCALER)  # a budget may have one client
         return Form(means, {EXAMPLES: 1, **layers, **dict.fromkeys(owned, 1)})
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:

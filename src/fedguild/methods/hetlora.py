@@ -41,6 +41,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -186,13 +187,16 @@ class HetLoRA(Method):
         return Form(means_by_rank(ADAPTER, shapes, WEIGHT), {WEIGHT: 1, RANK: rank})
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Line 6: the client weighs itself; its ranks, less those that it was pruned of, are what it holds."""
+        """Line 6: the client weighs itself; its ranks, less those that it was pruned of, are what it holds.
+
+        By rank it says only whether it has a weight: sums of the weights by rank would differ by single clients'.
+        """
         adapter, full = whole_adapter(upload), self.settings.rank
         weight = self._weights(adapter, client)
         assert isinstance(weight, float)
         held = held_ranks(rank_of(adapter), full)
         values = values_of(ADAPTER, pad_rank(adapter, full)[0])
-        return Contribution(values, {WEIGHT: one(weight), RANK: weight * held.astype(float)}, {RANK: held})
+        return Contribution(values, {WEIGHT: one(weight), RANK: (held & (weight > 0)).astype(np.float64)}, {RANK: held})
 
     def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
         """Line 7; ranks whose holders have no weight keep their global value."""

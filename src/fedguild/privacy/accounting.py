@@ -1,13 +1,17 @@
 """Accounting of what was released, by Google's `dp-accounting` and by nothing else.
 
 A `Release` is translated into the library's events, and the library's accountants say what they cost. Gaussian noise,
-alone or on a Poisson sample, goes to the PLD accountant, under addition or removal of one unit: `noise_multiplier` is
-the noise over the largest change that one unit makes to the sum, whatever the neighbouring relation is that this change
-is taken under. Sampling without replacement is only in the RDP accountant, under replacement of one unit.
+alone or on a Poisson sample, goes to the PLD accountant, under addition or removal of one unit. The same event holds
+where the number of units is fixed and one is replaced by one that contributes nothing ("zero-out": Kairouz et al.,
+"Practical and Private (Deep) Learning without Sampling or Shuffling", ICML 2021), as the sums are
+distributed alike. `noise_multiplier` is the noise over the largest change that one unit makes to the sum under the
+neighbouring relation; for one example replaced by another on a Poisson sample this event is no bound. Sampling
+without replacement is only in the RDP accountant, under replacement of one unit.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -29,7 +33,7 @@ class Release:
     """Gaussian noise on a sum over units, some number of times with the same parameters.
 
     Attributes:
-        noise_multiplier: The noise's standard deviation over the sensitivity of the sum.
+        noise_multiplier: The noise's standard deviation over the sensitivity of the sum; 0 for no noise at all.
         times: How often.
         probability: Probability with which a unit enters the sum, independently of all others; 1 for always.
         drawn: Number of units that enter it, drawn without replacement; None where they are not drawn so.
@@ -41,6 +45,10 @@ class Release:
     probability: float = 1.0
     drawn: int | None = None
     drawn_from: int | None = None
+
+
+IN_THE_CLEAR = Release(0.0)
+"""A release without noise, after which no epsilon holds."""
 
 
 def require_library() -> Any:
@@ -62,6 +70,8 @@ def require_library() -> Any:
 def event_of(release: Release) -> Any:
     """Returns a release as an event of the library (a `dp_accounting.DpEvent`)."""
     library = require_library()
+    if release.noise_multiplier == 0:
+        return library.NonPrivateDpEvent()
     event = library.GaussianDpEvent(release.noise_multiplier)
     if release.drawn is not None and release.drawn != release.drawn_from:
         event = library.SampledWithoutReplacementDpEvent(release.drawn_from, release.drawn, event)
@@ -71,7 +81,7 @@ def event_of(release: Release) -> Any:
 
 
 def epsilon(releases: Iterable[Release], delta: float) -> float:
-    """Returns the epsilon of all releases together at a delta; 0 for none.
+    """Returns the epsilon of all releases together at a delta; 0 for none, infinite where one has no noise.
 
     Raises:
         ConfigError: the library is not installed.
@@ -80,6 +90,8 @@ def epsilon(releases: Iterable[Release], delta: float) -> float:
     for release in releases:
         times[replace(release, times=1)] += release.times
     merged = tuple(replace(release, times=count) for release, count in sorted(times.items(), key=str) if count)
+    if any(release.noise_multiplier == 0 for release in merged):
+        return math.inf
     return _epsilon(merged, delta) if merged else 0.0
 
 

@@ -34,6 +34,10 @@ class DpSgd:
         drawn: list[int] = (self.noise.uniform(examples, "sample", step) < self.probability).nonzero()[0].tolist()
         return drawn
 
+    def mask_seed(self, step: int, example: int) -> int:
+        """Returns the secret 63-bit seed of an example's dropout mask in a step."""
+        return int.from_bytes(self.noise.child("dropout", step, example).key[:8], "big") >> 1
+
     def to_plain(self) -> dict[str, Any]:
         """Returns plain values, from which `from_plain` restores it; they hold the noise's key."""
         return {**vars(self), "noise": self.noise.key.hex()}

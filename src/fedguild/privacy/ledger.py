@@ -52,9 +52,15 @@ class Ledger:
         """Writes a release and waits until it is on the disk; does nothing if the ledger has it.
 
         Raises:
+            CheckpointError: the ledger has another release under this key.
             FedGuildError: it cannot be written.
         """
-        if key in self._entries[client]:
+        if (entered := self._entries[client].get(key)) is not None:
+            if entered != release:
+                raise CheckpointError(
+                    f"{self.path} holds another release of {client} under '{key}' than the one that would follow.",
+                    "The run's data or settings changed since: start a new run.",
+                )
             return
         line = json.dumps({"client": client, "key": key, "release": asdict(release)}) + "\n"
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,9 +23,11 @@ from fedguild.secure.keys import (
     sign,
     verify,
 )
-from fedguild.secure.masks import add_mask
+from fedguild.secure.levels import MOST_LEVELS, Levels, above, chain, levels_of, lowest_open
+from fedguild.secure.masks import add_mask, add_masks
 from fedguild.secure.session import (
-    ENVELOPE_BYTES,
+    DIGEST_BYTES,
+    SECRETS,
     STEPS,
     Advert,
     Arrays,
@@ -36,6 +38,7 @@ from fedguild.secure.session import (
     commitment,
     digest_of,
     envelope,
+    envelope_bytes,
     list_in,
     listed,
     own_mask,
@@ -49,8 +52,6 @@ from fedguild.secure.sizes import SEED_BYTES, SIGNATURE_BYTES
 LEAST_SHARE = 0.5
 """No client takes part where half of the clients could open two different sums."""
 HALVES = ("weights", "values")
-SMALLEST_GROUP = 2
-"""A sum over one client is its upload: where dropouts would leave that, nothing is opened."""
 
 
 class ClientSession:
@@ -64,6 +65,9 @@ class ClientSession:
         identity: Its registered private key.
         registered: Client index -> registered public key, from a source that is not the server.
         least: Fewest clients among whom this one hides, whatever the server says.
+        trained: [32 bytes] digest of what it was told to train, as far as all clients are told the same.
+        once: Called before anything is opened, with `weights` or `values` and a digest of who is in the sum; raises
+            UploadError where the same training has been in another sum.
 
     Raises:
         UploadError: the session is not one that a client may take part in.
@@ -78,17 +82,20 @@ class ClientSession:
         identity: PrivateKey,
         registered: Mapping[int, PublicKey],
         least: int = FEWEST_CLIENTS,
+        trained: bytes = bytes(DIGEST_BYTES),
+        once: Callable[[str, str], None] | None = None,
     ) -> None:
         if session.form != form.digest():
             raise UploadError("the server sums something else than this client's method")
-        if session.share <= LEAST_SHARE or session.fewest < SMALLEST_GROUP or session.unheld not in ("omit", "zeros"):
+        if session.share <= LEAST_SHARE or session.fewest < FEWEST_CLIENTS or session.unheld not in ("omit", "zeros"):
             raise UploadError("the server asks for an aggregation that protects too little")
         self.client, self.session, self.form, self.numbers = client, session, form, numbers
         self._identity, self._registered, self._least = identity, registered, max(least, FEWEST_CLIENTS)
+        self._trained, self._once = trained, once or (lambda half, digest: None)
         self._context = session.context()
         self._done = 0
         self._seeds = [secrets.token_bytes(SEED_BYTES) for _ in range(4)]
-        self._own, self._pair_keys = self._seeds[:2], [exchange_key(seed) for seed in self._seeds[2:]]
+        self._own, self._pair_keys = self._seeds[0], [exchange_key(seed) for seed in self._seeds[2:]]
         self._envelope_key = exchange_key(secrets.token_bytes(SEED_BYTES))
         self._answers: dict[Step, Callable[[Arrays], dict[str, NDArray[Any]]]] = {
             "join": self._join,
@@ -116,14 +123,16 @@ class ClientSession:
     def _join(self, request: Arrays) -> dict[str, NDArray[Any]]:
         keys = b"".join(public_bytes(key) for key in (self._envelope_key, *self._pair_keys))
         held = np.packbits(self.form.holdings(self.numbers.held)).tobytes()
-        commitments = b"".join(commitment(self._context, self.client, secret) for secret in self._own)
-        advert = Advert(self.client, keys, held, commitments, b"")
+        committed = (self._own, above(self._seeds[1], MOST_LEVELS - 1))
+        commitments = b"".join(commitment(self._context, self.client, secret) for secret in committed)
+        advert = Advert(self.client, keys, held, commitments, self._trained, b"")
         signature = sign(self._identity, advert.signed(self._context))
-        self._advert = Advert(self.client, keys, held, commitments, signature)
+        self._advert = Advert(self.client, keys, held, commitments, self._trained, signature)
         return {
             "keys": np.frombuffer(keys, np.uint8),
             "held": np.frombuffer(held, np.uint8),
             "commitments": np.frombuffer(commitments, np.uint8),
+            "trained": np.frombuffer(self._trained, np.uint8),
             "signature": np.frombuffer(signature, np.uint8),
         }
 
@@ -141,9 +150,14 @@ class ClientSession:
                 raise UploadError(f"no key of client {peer} is known here")
             advert = roster.adverts[peer]
             verify(key, advert.signed(self._context), advert.signature, f"the key of client {peer}")
+            if advert.trained != self._trained:
+                raise UploadError(f"client {peer} was told to train something else than this client")
         self._holders = tuple(sorted((*self._neighbours, self.client)))
         threshold = roster.threshold(self._holders)
-        shares = [split(seed, self._holders, threshold) for seed in self._seeds]
+        self._survived = roster.survived()
+        self._level_secrets = chain(self._seeds[1], len(self._survived))
+        secrets = (self._seeds[0], *self._seeds[2:], *self._level_secrets)
+        shares = [split(secret, self._holders, threshold) for secret in secrets]
         self._held_shares = {self.client: [share[self.client] for share in shares]}
         envelopes = [
             seal(self._envelope_secret(self.client, peer, peer), b"".join(share[peer] for share in shares))
@@ -154,34 +168,39 @@ class ClientSession:
     def _weigh(self, request: Arrays) -> dict[str, NDArray[Any]]:
         shared = self._still(list_in(request, "clients"), self._roster.clients)
         senders = [peer for peer in self._neighbours if peer in shared]
-        envelopes = rows_in(request, "envelopes", len(senders), ENVELOPE_BYTES)
+        envelopes = rows_in(request, "envelopes", len(senders), envelope_bytes(len(self._survived)))
         for peer, content in zip(senders, envelopes, strict=True):
             with suppress(UploadError):  # its sender's fault: that one's shares are missed, not this client
                 self._held_shares[peer] = parted(unseal(self._envelope_secret(peer, self.client, peer), content))
         self._shared = shared
         words = fixed_point.weight_words(self.form, self.numbers)
+        add_mask(words, self._own, self._context + own_mask(self.client, HALVES[0]))
         self._mask(words, 0, senders)
         return {"masked": words}
 
     def _open_weights(self, request: Arrays) -> dict[str, NDArray[Any]]:
         self._weighed = self._still(list_in(request, "clients"), self._shared)
-        return self._opened(0, self._shared, self._weighed)
+        self._once(HALVES[0], self._sum_of(self._weighed))
+        return self._opened(0, self._shared, self._weighed, 0)
 
     def _send(self, request: Arrays) -> dict[str, NDArray[Any]]:
         if tuple(list_in(request, "clients")) != self._weighed:
             raise UploadError("the clients are not those whose weights were opened")
-        count = 3 * self.form.weight_count + len(self.form.names)
-        words = array_in(request, "sums", np.uint64, (count,))
+        words = array_in(request, "sums", np.uint64, (self.form.word_count,))
         sums = fixed_point.weight_sums(self.form, words)
-        self._counts = sums.counts
         self._transcript = self._transcript_of(words)
-        self._large = np.sum([self._holds(peer) for peer in self._weighed], axis=0) >= self.session.fewest
+        held = np.sum([self._holds(peer) for peer in self._weighed], axis=0)
+        self._large = held >= self.session.fewest
+        weight_levels, value_levels = part_levels(self.form, sums.counts, held, self.session.fewest, self._survived)
         values, shares = fixed_point.value_words(self.form, self.numbers, sums, len(self._weighed), self.session.fewest)
         peers = [peer for peer in self._neighbours if peer in self._weighed]
         covers = {peer: self._cover(peer) for peer in (*peers, self.client)}
         own = covers[self.client]
         if own is not None:
             values[~own] = 0
+        purpose = self._context + own_mask(self.client, HALVES[1])
+        add_masks(values, self._level_secrets, value_levels, purpose)
+        add_masks(shares, self._level_secrets, weight_levels, purpose + b" shares")
         self._mask(values, 1, peers, covers)
         self._mask(shares, 1, peers, purpose=b" shares")
         sent = values if own is None else values[own]
@@ -198,13 +217,13 @@ class ClientSession:
             if peer in self._verified():
                 what = f"what client {peer} was told about the weights"
                 verify(self._registered[peer], b"send" + self._transcript, signature, what)
-        dropped = len(self._weighed) - len(sent)
-        weights = self._counts[self._counts >= self.session.fewest]
-        alone = bool((weights - dropped < SMALLEST_GROUP).any())
-        held = np.sum([self._holds(peer) for peer in sent], axis=0)
-        if alone or bool((held[self._large] < SMALLEST_GROUP).any()):
-            raise UploadError("the clients that are left would leave the part of one client alone")
-        return self._opened(1, self._weighed, sent)
+        self._once(HALVES[1], self._sum_of(sent))
+        level = lowest_open(len(self._weighed) - len(sent), self._survived)
+        return self._opened(1, self._weighed, sent, SECRETS + level)
+
+    def _sum_of(self, left: tuple[int, ...]) -> str:
+        """Returns a digest of who is in a sum, the same in another session of the same clients."""
+        return digest_of(b"sum", listed(self._roster.clients).tobytes(), listed(left).tobytes()).hex()
 
     def _still(self, clients: list[int], before: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the clients that are left, after checking that they are enough to hide one another."""
@@ -225,10 +244,17 @@ class ClientSession:
         everybody = tuple(client for client in self._roster.clients if client != self.client)
         return everybody if self.form.groups else self._neighbours
 
-    def _opened(self, half: int, before: tuple[int, ...], left: tuple[int, ...]) -> dict[str, NDArray[Any]]:
-        """Returns the shares of the own masks of those who are left, and of the exchange keys of those who are not."""
+    def _opened(self, half: int, before: tuple[int, ...], left: tuple[int, ...], own: int) -> dict[str, NDArray[Any]]:
+        """Returns the shares of the own masks of those who are left, and of the exchange keys of those who are not.
+
+        Args:
+            half: 0 for the weights, 1 for the values.
+            before: The clients whose keys are in the masks.
+            left: Those of them who sent.
+            own: The place of the own mask's secret among those that are shared.
+        """
         about = [client for client in self._holders if client in before and client in self._held_shares]
-        shares = [self._held_shares[client][half if client in left else 2 + half] for client in about]
+        shares = [self._held_shares[client][own if client in left else 1 + half] for client in about]
         return {"clients": listed(about), "shares": rows(shares)}
 
     def _mask(
@@ -239,8 +265,7 @@ class ClientSession:
         covers: Mapping[int, Bits | None] | None = None,
         purpose: bytes = b"",
     ) -> None:
-        """Adds the client's own mask, and of every peer the mask that the other of the two takes away."""
-        add_mask(words, self._own[half], self._context + own_mask(self.client, HALVES[half]) + purpose)
+        """Adds of every peer the mask that the other of the two takes away."""
         for peer in peers:
             secret = agree(
                 self._pair_keys[half],
@@ -280,6 +305,22 @@ def cover_of(form: Form, session: Session, held: Bits, large: Bits) -> Bits | No
         large: [groups] those that are large enough.
     """
     return form.covered(large & held if session.unheld == "omit" else large)
+
+
+def part_levels(
+    form: Form, counts: NDArray[np.int64], held: NDArray[np.int64], fewest: int, survived: Sequence[int]
+) -> tuple[Levels, Levels]:
+    """Returns [weights] and [values] the levels of the shares and of the values.
+
+    Args:
+        form: The form.
+        counts: [weights] clients with each weight.
+        held: [groups] clients in each group.
+        fewest: Fewest clients behind a mean.
+        survived: [levels] how many dropouts each survives.
+    """
+    weights = levels_of(counts, fewest, survived)
+    return weights, form.by_value(weights, levels_of(held, fewest, survived))
 
 
 def both(one: Bits | None, other: Bits | None) -> Bits | None:

@@ -41,7 +41,8 @@ class WeightSums:
     Attributes:
         totals: [weights] sum w.
         counts: [weights] int64, the clients with a weight above 0.
-        ranges: [means] sum of the clients' largest magnitudes; no smaller than the largest of them.
+        ranges: [means] sum of the clients' largest magnitudes of all means of its range; no smaller than the largest of
+            them.
     """
 
     totals: Floats
@@ -50,7 +51,7 @@ class WeightSums:
 
 
 def weight_words(form: Form, numbers: Contribution) -> Words:
-    """Returns [3 weights + means] words: a client's weights, lowest words first, and its largest magnitudes.
+    """Returns [3 weights + ranges] words: a client's weights, lowest words first, and its largest magnitudes.
 
     Raises:
         UploadError: a weight is negative, too large or not finite, or a value that counts is.
@@ -65,7 +66,10 @@ def weight_words(form: Form, numbers: Contribution) -> Words:
         words.append(whole.astype(np.uint64))
     high, middle, low = words
     high += (weights > 0).astype(np.uint64) << np.uint64(COUNT_BIT)
-    ranges = np.array([_largest(form, numbers, weights, name) for name in form.names], dtype=np.float64)
+    ranges = np.zeros(len(form.ranges))
+    largest = np.array([_largest(form, numbers, weights, name) for name in form.names], dtype=np.float64)
+    with np.errstate(invalid="ignore"):
+        np.maximum.at(ranges, form.range_places, largest)  # a NaN stays
     if not bool((ranges <= LARGEST_VALUE).all()):
         raise UploadError(f"a value is not finite, or beyond {LARGEST_VALUE:g}")
     return np.concatenate([low, middle, high, np.ceil(ranges / RANGE_UNIT).astype(np.uint64)])
@@ -78,7 +82,7 @@ def weight_sums(form: Form, words: Words) -> WeightSums:
     counts = (high >> np.uint64(COUNT_BIT)).astype(np.int64)
     high = high & np.uint64(2**COUNT_BIT - 1)
     totals = sum(word.astype(np.float64) * unit for word, unit in zip((low, middle, high), WEIGHT_UNITS, strict=True))
-    ranges = words[3 * count :].astype(np.float64) * RANGE_UNIT
+    ranges = (words[3 * count :].astype(np.float64) * RANGE_UNIT)[form.range_places]
     return WeightSums(np.asarray(totals, dtype=np.float64), counts, ranges)
 
 
@@ -133,7 +137,15 @@ class Means:
 
 
 def means(
-    form: Form, sums: WeightSums, values: Halves, words: Words, clients: int, left: int, fewest: int, known: Bits | None
+    form: Form,
+    sums: WeightSums,
+    values: Halves,
+    words: Words,
+    clients: int,
+    left: int,
+    fewest: int,
+    known: Bits | None,
+    opened: Bits | None = None,
 ) -> Means:
     """Returns the means that the sums of `value_words` give.
 
@@ -145,11 +157,14 @@ def means(
         clients: How many clients took part in the first half.
         left: How many of them did in the second.
         fewest: Fewest clients behind a mean.
-        known: [values] where enough clients hold a value; None for everywhere.
+        known: [values] where enough clients hold a value, and its mask was opened; None for everywhere.
+        opened: [weights] whose masks were opened; None for all.
     """
+    if opened is not None:
+        words = np.where(opened, words, np.uint64(0))
     counts = words >> np.uint64(COUNT_BIT)
     shares = (words & np.uint64(2**COUNT_BIT - 1)).astype(np.float64) * SHARE_UNIT
-    enough = (sums.counts >= fewest) & (counts >= min(fewest, 2)) & (shares >= LEAST_SHARE)
+    enough = (sums.counts >= fewest) & (counts >= fewest) & (shares >= LEAST_SHARE)
     found: dict[str, Floats] = {}
     there: dict[str, Bits] = {}
     bounds: dict[str, float] = {}

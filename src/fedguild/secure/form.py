@@ -29,6 +29,9 @@ class LinearMean:
         weight_axis: The axis of x along which the weights lie; None for one weight.
         held: Name of the groups of clients that hold parts of x, where not everybody holds all; empty otherwise.
         held_axis: The axis of x along which these parts lie.
+        range: Name of the range, the sum of the clients' largest magnitudes, that it shares with other means; by
+            default its own name. A mean to which one client alone may contribute shares that of means to which all do:
+            a range over one client is its magnitude.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +39,7 @@ class LinearMean:
     weight_axis: int | None = None
     held: str = ""
     held_axis: int = 0
+    range: str = ""
 
     @property
     def size(self) -> int:
@@ -97,6 +101,22 @@ class Form:
         ends = np.cumsum([0, *(self.means[name].size for name in self.names)]).tolist()
         return {name: slice(start, end) for name, start, end in zip(self.names, ends, ends[1:], strict=False)}
 
+    @cached_property
+    def ranges(self) -> tuple[str, ...]:
+        """The ranges' names in the order of the sums."""
+        return tuple(sorted({self.means[name].range or name for name in self.names}))
+
+    @cached_property
+    def range_places(self) -> NDArray[np.intp]:
+        """[means] the place of each mean's range among all ranges."""
+        places = {name: place for place, name in enumerate(self.ranges)}
+        return np.array([places[self.means[name].range or name] for name in self.names], dtype=np.intp)
+
+    @property
+    def word_count(self) -> int:
+        """Number of words of a client's first half: three for each weight and one for each range."""
+        return 3 * self.weight_count + len(self.ranges)
+
     @property
     def weight_count(self) -> int:
         """Number of all weights."""
@@ -143,6 +163,17 @@ class Form:
             if mean.held:
                 covered[place] = mean.spread(mean.held_axis, groups[self.group_places[mean.held]])
         return covered
+
+    def by_value(self, weights: NDArray[np.uint8], groups: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Returns [values] the smaller number of the two of its weight and its group, from [weights] and [groups]."""
+        found = np.empty(self.value_count, np.uint8)
+        for name, place in self.slices.items():
+            mean = self.means[name]
+            found[place] = mean.spread(mean.weight_axis, weights[self.places[mean.weight]])
+            if mean.held:
+                held = mean.spread(mean.held_axis, groups[self.group_places[mean.held]])
+                found[place] = np.minimum(found[place], held)
+        return found
 
     def digest(self) -> str:
         """Returns 64 hexadecimal digits that are equal for equal forms."""

@@ -41,5 +41,9 @@ def neighbours(clients: Sequence[int], degree: int, seed: bytes) -> dict[int, tu
 
 
 def threshold_of(holders: int, share: float) -> int:
-    """Returns how many of `holders` are needed: `share` of them, more than half, at least 2."""
-    return max(2, holders // 2 + 1, math.ceil(share * holders - 1e-9))
+    """Returns how many of `holders` t are needed: more than `share` of them (all for 1), more than half, at least 2.
+
+    Two sets of t holders have at least 2t - n in common. For a share of two thirds that is more than n / 3, so that as
+    many colluding holders as a third cannot give the server both secrets of a client (Bonawitz et al., section 6.2).
+    """
+    return max(2, min(holders, max(holders // 2, math.floor(share * holders + 1e-9)) + 1))

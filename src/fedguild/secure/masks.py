@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -13,6 +14,34 @@ from fedguild.secure.keys import expand
 _CHUNK_WORDS = 2**18
 """Words masked at a time, so that a mask takes a few megabytes whatever its length."""
 Words = TypeVar("Words", NDArray[np.uint32], NDArray[np.uint64])
+
+
+def add_masks(
+    total: Words,
+    secrets: Sequence[bytes | None],
+    levels: NDArray[np.uint8],
+    purpose: bytes,
+    *,
+    subtract: bool = False,
+    where: NDArray[np.bool_] | None = None,
+) -> None:
+    """Adds to the numbers of every level the mask of that level's secret, as `add_mask`.
+
+    Args:
+        total: [n] unsigned numbers, contiguous.
+        secrets: [levels] secrets; None leaves the numbers of a level as they are.
+        levels: [n] the level of each number.
+        purpose: What the masks are for.
+        subtract: Whether to take the masks away.
+        where: [n] the numbers that are masked; None for all.
+    """
+    for level, secret in enumerate(secrets):
+        here = levels == level
+        if secret is None or not here.any():
+            continue
+        part = total[here]
+        add_mask(part, secret, purpose, subtract=subtract, where=None if where is None else where[here])
+        total[here] = part
 
 
 def add_mask(

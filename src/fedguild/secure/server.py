@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,14 @@ from numpy.typing import NDArray
 
 from fedguild.errors import QuorumError, UploadError
 from fedguild.secure import fixed_point
-from fedguild.secure.client import HALVES, both, cover_of
+from fedguild.secure.client import HALVES, both, cover_of, part_levels
 from fedguild.secure.fixed_point import Means
 from fedguild.secure.form import Bits, Form
 from fedguild.secure.keys import agree, exchange_key, public_bytes
-from fedguild.secure.masks import add_mask
+from fedguild.secure.levels import above, lowest_open
+from fedguild.secure.masks import add_mask, add_masks
 from fedguild.secure.session import (
     DIGEST_BYTES,
-    ENVELOPE_BYTES,
     STEPS,
     Advert,
     Arrays,
@@ -26,6 +27,7 @@ from fedguild.secure.session import (
     Step,
     array_in,
     commitment,
+    envelope_bytes,
     list_in,
     listed,
     own_mask,
@@ -50,12 +52,14 @@ class ServerSession:
     Attributes:
         left: The clients that have answered all steps so far.
         dropped: Client -> why it is not left.
+        faults: Client -> what it did wrong that the others could make good.
     """
 
     def __init__(self, session: Session, form: Form, clients: Sequence[int]) -> None:
         self.session, self.form = session, form
         self.left: tuple[int, ...] = tuple(sorted(clients))
         self.dropped: dict[int, str] = {}
+        self.faults: dict[int, str] = {}
         self._context = session.context()
         self._receivers: dict[Step, Callable[[Answers], None]] = {
             "join": self._joined,
@@ -98,7 +102,7 @@ class ServerSession:
             failures: Client -> why it has not answered.
 
         Raises:
-            QuorumError: too few clients are left; nothing that they sent can be opened.
+            QuorumError: too few clients are left; nothing that they sent in this step can be opened.
         """
         self._before = self.left
         self._dropping = dict(failures)
@@ -109,14 +113,17 @@ class ServerSession:
         needed = self._roster.fewest_left()
         if len(self.left) < needed:
             reasons = "".join(f"\n  client {client}: {reason}" for client, reason in sorted(self.dropped.items()))
+            after = STEPS.index(step) > STEPS.index("open_weights")
+            opened = "Only sums of weights were opened." if after else "Nothing was opened."
             raise QuorumError(
                 f"Secure aggregation: {len(self.left)} of {len(self._roster.clients)} clients are left after "
-                f"'{step}', but {needed} are needed. Nothing was opened.{reasons}",
+                f"'{step}', but {needed} are needed. {opened}{reasons}",
                 "federation.secure_share says which share has to be left; at least 3 clients are needed.",
             )
 
     def means(self) -> Means:
         """Returns the result, after the last step."""
+        large, opened = self.form.covered(self._large), self._value_levels >= self._open_level
         return fixed_point.means(
             self.form,
             self._sums,
@@ -125,7 +132,8 @@ class ServerSession:
             len(self._weighers),
             len(self._senders),
             self.session.fewest,
-            self.form.covered(self._large),
+            opened if large is None else opened & large,
+            self._weight_levels >= self._open_level,
         )
 
     @property
@@ -163,6 +171,7 @@ class ServerSession:
                 "keys": 3 * KEY_BYTES,
                 "held": held_bytes,
                 "commitments": 2 * DIGEST_BYTES,
+                "trained": DIGEST_BYTES,
                 "signature": SIGNATURE_BYTES,
             }
             columns = {name: array_in(arrays, name, np.uint8, (size,)).tobytes() for name, size in sizes.items()}
@@ -174,13 +183,14 @@ class ServerSession:
         self._read(answers, read)
         self._roster = Roster(self.session, {client: self._adverts[client] for client in self.left})
         self._graph = self._roster.graph(complete=bool(self.form.groups))
+        self._survived = self._roster.survived()
 
     def _shared(self, answers: Answers) -> None:
         def read(client: int, arrays: Arrays) -> None:
             peers = self._graph[client]
             if tuple(list_in(arrays, "clients")) != peers:
                 raise UploadError("it shared with others than its neighbours")
-            envelopes = rows_in(arrays, "envelopes", len(peers), ENVELOPE_BYTES)
+            envelopes = rows_in(arrays, "envelopes", len(peers), envelope_bytes(len(self._survived)))
             self._envelopes[client] = dict(zip(peers, envelopes, strict=True))
 
         self._read(answers, read)
@@ -192,7 +202,7 @@ class ServerSession:
         return {"clients": listed(self._sharers), "envelopes": envelopes}
 
     def _weighed(self, answers: Answers) -> None:
-        self._words = np.zeros(3 * self.form.weight_count + len(self.form.names), np.uint64)
+        self._words = np.zeros(self.form.word_count, np.uint64)
 
         def read(client: int, arrays: Arrays) -> None:
             np.add(self._words, array_in(arrays, "masked", np.uint64, self._words.shape), out=self._words)
@@ -212,6 +222,9 @@ class ServerSession:
         self.left = self._weighers
         held = np.sum([self._holds(client) for client in self._weighers], axis=0)
         self._large = held >= self.session.fewest
+        self._weight_levels, self._value_levels = part_levels(
+            self.form, self._sums.counts, held, self.session.fewest, self._survived
+        )
         self._covers.clear()
 
     def _sent(self, answers: Answers) -> None:
@@ -232,14 +245,20 @@ class ServerSession:
 
         self._read(answers, read)
         self._senders = self.left
+        self._open_level = lowest_open(len(self._weighers) - len(self._senders), self._survived)
 
     def _opened(self, answers: Answers) -> None:
         shares = self._shares(answers)
         own, keys = self._secrets(1, shares, self._weighers, self._senders)
         for client, secret in own.items():
             purpose = self._context + own_mask(client, HALVES[1])
-            add_mask(self._values, secret, purpose, subtract=True, where=self._cover(client))
-            add_mask(self._value_words, secret, purpose + b" shares", subtract=True)
+            secrets = [
+                None if level < self._open_level else above(secret, level - self._open_level)
+                for level in range(len(self._survived))
+            ]
+            cover = self._cover(client)
+            add_masks(self._values, secrets, self._value_levels, purpose, subtract=True, where=cover)
+            add_masks(self._value_words, secrets, self._weight_levels, purpose + b" shares", subtract=True)
         for client, peer, secret in self._pairs(1, keys, self._senders):
             where = both(self._cover(client), self._cover(peer))
             add_mask(self._values, secret, b"mask", subtract=client > peer, where=where)
@@ -274,10 +293,10 @@ class ServerSession:
         for client in before:
             holders = tuple(sorted((client, *self._graph[client])))
             try:
-                secret = recover(shares.get(client, {}), holders, self._roster.threshold(holders))
-                self._require_true(half, client, secret, own_mask=client in left)
+                secret = self._recovered(half, client, shares.get(client, {}), holders, own_mask=client in left)
             except UploadError as error:
-                reasons = "".join(f"\n  client {one}: {why}" for one, why in sorted(self._dropping.items()))
+                faults = {**self._dropping, **self.faults}
+                reasons = "".join(f"\n  client {one}: {why}" for one, why in sorted(faults.items()))
                 raise QuorumError(
                     f"Secure aggregation: the masks of client {client} cannot be taken away: {error.message}.{reasons}",
                     "federation.secure_share says which share of the clients has to be left.",
@@ -285,16 +304,40 @@ class ServerSession:
             (own if client in left else keys)[client] = secret
         return own, keys
 
+    def _recovered(
+        self, half: int, client: int, shares: Mapping[int, bytes], holders: Sequence[int], *, own_mask: bool
+    ) -> bytes:
+        """Returns a client's secret; where one holder's share is false, that of the others, and notes the holder.
+
+        Raises:
+            UploadError: there are too few shares, or they do not fit together, whichever one is left out.
+        """
+        threshold = self._roster.threshold(holders)
+        try:
+            secret = recover(shares, holders, threshold)
+            self._require_true(half, client, secret, own_mask=own_mask)
+        except UploadError as error:
+            for holder in sorted(shares) if len(shares) > threshold else ():
+                others = {one: share for one, share in shares.items() if one != holder}
+                with suppress(UploadError):
+                    secret = recover(others, holders, threshold)
+                    self._require_true(half, client, secret, own_mask=own_mask)
+                    self.faults[holder] = f"it opened a false share of client {client}'s secret"
+                    return secret
+            raise error
+        return secret
+
     def _require_true(self, half: int, client: int, secret: bytes, *, own_mask: bool) -> None:
         """Raises UploadError unless a recovered secret is the one that belongs to what its client advertised."""
         advert = self._adverts[client]
         if own_mask:
-            found = commitment(self._context, client, secret)
+            top = secret if half == 0 else above(secret, len(self._survived) - 1 - self._open_level)
+            found = commitment(self._context, client, top)
             expected = advert.commitments[half * DIGEST_BYTES : (half + 1) * DIGEST_BYTES]
         else:
             found, expected = public_bytes(exchange_key(secret)), advert.key(1 + half)
         if found != expected:
-            raise UploadError("the shares of its secret do not fit together")
+            raise UploadError("the shares of its secret do not fit together: it or several holders of them lied")
 
     def _pairs(self, half: int, keys: Mapping[int, bytes], left: Sequence[int]) -> list[tuple[int, int, bytes]]:
         """Returns (missing client, neighbour that is left, their secret) of all masks that have no counterpart."""

@@ -3,8 +3,9 @@
 Messages are named arrays (`Arrays`); a list of clients is [n] int32, ascending, and keys, shares and signatures are
 rows of uint8. The steps, each a request to every client that is left and its answer:
 
-    join    the session alone                     -> `keys` [96], `held` [groups / 8], `commitments` [64], `signature`
-    share   `clients`, everybody's answer to join -> `clients` (its neighbours), `envelopes` [k, 80]
+    join    the session alone                     -> `keys` [96], `held` [groups / 8], `commitments` [64],
+            `trained` [32], `signature`
+    share   `clients`, everybody's answer to join -> `clients` (its neighbours), `envelopes` [k, 64 + 16 levels]
     weigh   `clients` (who shared), `envelopes` for it -> `masked` uint64, its weights
     open_weights   `clients` (who weighed)        -> `clients`, `shares` [k, 16]
     send    `clients`, `sums` uint64              -> `values` uint32, `masked` uint64 (its shares), `signature`
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 from fedguild.errors import UploadError
 from fedguild.secure.graph import FEWEST_CLIENTS, degree_of, neighbours, threshold_of
+from fedguild.secure.levels import capacities
 from fedguild.secure.sizes import KEY_BYTES, SEED_BYTES, SIGNATURE_BYTES, TAG_BYTES
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -32,9 +34,8 @@ Step = Literal["join", "share", "weigh", "open_weights", "send", "open"]
 STEPS: tuple[Step, ...] = get_args(Step)
 Unheld = Literal["omit", "zeros"]
 
-SECRETS = 4
-"""A client's secrets: the seeds of its own mask and of its exchange key, for the weights and for the values."""
-ENVELOPE_BYTES = SECRETS * SEED_BYTES + TAG_BYTES
+SECRETS = 3
+"""A client's secrets beside those of its levels: the seeds of the weights' own mask, and of both exchange keys."""
 DIGEST_BYTES = 32
 
 
@@ -74,6 +75,7 @@ class Advert:
         keys: Its public keys, for envelopes, for the masks of the weights, and for those of the values.
         held: [groups / 8] the groups of holders that it is in, as bits.
         commitments: Digests of the seeds of its own two masks.
+        trained: Digest of what it was told to train, as far as all clients are told the same.
         signature: Over all of this and the session.
     """
 
@@ -81,11 +83,13 @@ class Advert:
     keys: bytes
     held: bytes
     commitments: bytes
+    trained: bytes
     signature: bytes
 
     def signed(self, context: bytes) -> bytes:
         """Returns what the signature is over."""
-        return b"join" + context + self.client.to_bytes(8, "little") + self.keys + self.commitments + self.held
+        parts = (self.client.to_bytes(8, "little"), self.keys, self.commitments, self.trained, self.held)
+        return b"join" + context + b"".join(parts)
 
     def key(self, place: int) -> bytes:
         """Returns one of the public keys."""
@@ -126,7 +130,11 @@ class Roster:
 
     def fewest_left(self) -> int:
         """Returns how many clients have to be left."""
-        return max(FEWEST_CLIENTS, threshold_of(len(self.adverts), self.session.share))
+        return max(fewest_left(len(self.adverts), self.session.share), self.session.fewest)
+
+    def survived(self) -> tuple[int, ...]:
+        """Returns [levels] how many dropouts after the weights the parts of each level survive."""
+        return capacities(len(self.adverts) - fewest_left(len(self.adverts), self.session.share))
 
     def threshold(self, holders: Sequence[int]) -> int:
         """Returns how many of the holders of a client's shares have to be left."""
@@ -140,6 +148,7 @@ class Roster:
             "keys": rows([advert.keys for advert in ordered]),
             "held": rows([advert.held for advert in ordered]),
             "commitments": rows([advert.commitments for advert in ordered]),
+            "trained": rows([advert.trained for advert in ordered]),
             "signature": rows([advert.signature for advert in ordered]),
         }
 
@@ -156,6 +165,7 @@ class Roster:
             "keys": rows_in(arrays, "keys", len(clients), 3 * KEY_BYTES),
             "held": rows_in(arrays, "held", len(clients), held_bytes),
             "commitments": rows_in(arrays, "commitments", len(clients), 2 * DIGEST_BYTES),
+            "trained": rows_in(arrays, "trained", len(clients), DIGEST_BYTES),
             "signature": rows_in(arrays, "signature", len(clients), SIGNATURE_BYTES),
         }
         adverts = {
@@ -163,6 +173,16 @@ class Roster:
             for row, client in enumerate(clients)
         }
         return cls(session, adverts)
+
+
+def fewest_left(clients: int, share: float) -> int:
+    """Returns how many of a session's clients have to be left, whatever is behind single means."""
+    return max(FEWEST_CLIENTS, threshold_of(clients, share))
+
+
+def envelope_bytes(levels: int) -> int:
+    """Returns the size of an envelope with the shares of all secrets of a client."""
+    return (SECRETS + levels) * SEED_BYTES + TAG_BYTES
 
 
 def own_mask(client: int, half: str) -> bytes:

@@ -90,10 +90,26 @@ class SecureMeans:
 
 
 def means_of(
-    part: str, shapes: Mapping[str, tuple[int, ...]], weight: str = EXAMPLES, axis: int | None = None
+    part: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    weight: str = EXAMPLES,
+    axis: int | None = None,
+    *,
+    pooled: str = "",
 ) -> dict[str, LinearMean]:
-    """Returns the means of one part, all with one weight for each client, or one along an axis."""
-    return {f"{part}/{name}": LinearMean(tuple(shape), weight, axis) for name, shape in shapes.items()}
+    """Returns the means of one part, all with one weight for each client, or one along an axis.
+
+    Args:
+        part: The part of the names.
+        shapes: Name -> shape.
+        weight: The name of the weight or weights.
+        axis: The axis along which the weights lie; None for one weight.
+        pooled: The part whose ranges they share, of means of few clients: those of a name in it share one.
+    """
+    return {
+        f"{part}/{name}": LinearMean(tuple(shape), weight, axis, range=f"{pooled}/{name}" if pooled else "")
+        for name, shape in shapes.items()
+    }
 
 
 def means_by_rank(part: str, shapes: Mapping[str, tuple[int, ...]], weight: str = RANK) -> dict[str, LinearMean]:

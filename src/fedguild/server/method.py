@@ -123,6 +123,7 @@ class Method(ABC):
             each client; a robust estimate may then take the mean's place (`federation.robust`).
         not_linear: Why the server needs single uploads, a clause without a subject's name; empty where it does not, or
             where nobody has said which sums it takes.
+        data_free_scalars: Names of the scalars of an upload whose values a client chooses without looking at its data.
         is_stepped: Whether the server may step from the old adapter towards the aggregated one, with momentum
             (`federation.server_step`); None: if `is_mean`. True also where each expert or rank has weights of its own,
             if the names and shapes of the state's adapter stay; False where the method has a server's step of its own.
@@ -136,6 +137,7 @@ class Method(ABC):
     costs: ClassVar[ServerCosts] = ServerCosts()
     is_mean: ClassVar[bool] = False
     not_linear: ClassVar[str] = ""
+    data_free_scalars: ClassVar[frozenset[str]] = frozenset()
     is_stepped: ClassVar[bool | None] = None
     settings: Any
 

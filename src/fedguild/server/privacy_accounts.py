@@ -9,7 +9,6 @@ from fedguild.client.budget import ClientInfo
 from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.privacy.accounting import Release, epsilon
 from fedguild.privacy.ledger import Ledger
-from fedguild.server.rounds import Outcome
 from fedguild.server.run_log import PrivacyRecord
 
 SLACK = 1e-9
@@ -61,12 +60,20 @@ class PrivacyAccounts:
         for client in clients if self.rules.settings.sampling == "secret" else asked:
             self.ledger.add(client.name, key, self.release(client))
 
-    def charge_retries(self, outcome: Outcome, retries: int) -> None:
-        """Enters the further attempts of a round in which real clients were asked more than once."""
-        again = [client for client in outcome.asked if client.index in outcome.retried and self.attempt()]
-        for client in again:
-            for _ in range(retries):
-                self.ledger.add(client.name, f"{outcome.round}{self.attempt()}", self.release(client))
+    def again(self, round_index: int, clients: Sequence[ClientInfo]) -> list[ClientInfo]:
+        """Returns the clients that may be asked once more in a round, after entering the further attempt.
+
+        It costs nothing where the clients repeat the same bits, or the server adds the noise, once for all attempts.
+
+        Args:
+            round_index: The round.
+            clients: Whom the round asked, and whose uploads it lacks.
+        """
+        if not self.attempt() or self.rules.settings.is_central:
+            return list(clients)
+        able = [client for client in clients if self.affords(client, round_index + 1)]
+        self.charge(round_index, able, able)
+        return able
 
     def record(self, round_index: int, clients: Sequence[ClientInfo]) -> PrivacyRecord:
         """Returns the record of what every client has spent after a round."""

@@ -6,7 +6,7 @@ or unexpected one is left out and recorded, and too few valid uploads are an err
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -32,6 +32,8 @@ from fedguild.wire.codec import shrunk_shapes
 from fedguild.wire.schema import printable
 
 NOTHING = "nothing was delivered"
+Again = Callable[[int, Sequence[ClientInfo]], Sequence[ClientInfo]]
+"""Round and clients -> those of them that may be asked once more."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ def run_round(
     guard: Guard | None = None,
     secure: SecureAggregation | None = None,
     private_mean: PrivateMean | None = None,
+    again: Again | None = None,
 ) -> Outcome:
     """Runs one round.
 
@@ -127,6 +130,7 @@ def run_round(
             after the last.
         secure: How uploads are aggregated that the server does not see; the engine is then one of its `Peers`.
         private_mean: Central differential privacy, which takes the guard's place.
+        again: Decides before each further attempt who is asked once more; None for everybody whose upload is missing.
 
     Raises:
         QuorumError: there were too few valid uploads; the earlier state is unchanged.
@@ -143,7 +147,8 @@ def run_round(
         tasks = [Task(round_index, client, method.download(own, model, client)) for client in asked]
     # train, validate and aggregate, one upload after the other
     largest = None if guard is None else guard.largest_value
-    intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, frozenset(accepted_before), largest)
+    intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, frozenset(accepted_before), largest, again)
+    intake.zeroes_broken = private_mean is not None
     with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:  # the engine ends its work in any case
         if secure is not None:
             intake.aggregate_securely(secure, own, list(uploads))
@@ -184,8 +189,9 @@ class _Intake:
         wanted: int,
         accepted_before: frozenset[int],
         largest_value: float | None = None,
+        again: Again | None = None,
     ) -> None:
-        self.largest_value = largest_value
+        self.largest_value, self.again, self.zeroes_broken = largest_value, again, False
         self.method, self.model, self.engine, self.rules = method, model, engine, rules
         self.outcome, self.wanted, self.accepted_before = outcome, wanted, accepted_before
         self.tasks = {task.client.index: task for task in tasks}
@@ -201,6 +207,11 @@ class _Intake:
             tasks = [task for index, task in self.tasks.items() if index not in self.accepted]
             missing = self.wanted - len(self.accepted)
             if missing == 0:
+                break
+            if attempt and self.again is not None:
+                may = {client.index for client in self.again(self.outcome.round, [task.client for task in tasks])}
+                tasks = [task for task in tasks if task.client.index in may]
+            if not tasks:
                 break
             if attempt:
                 self.retried.update(task.client.index for task in tasks)
@@ -317,6 +328,10 @@ class _Intake:
         if upload is None:
             return NOTHING
         client = task.client.name
+        if self.zeroes_broken:  # a rejection would tell of the upload, before there is noise on it
+            upload = Payload(
+                {name: tensor.nan_to_num(0, 0, 0) for name, tensor in upload.tensors.items()}, upload.scalars
+            )
         try:
             if self.rules.upload_limit_bytes is not None:
                 check_size(self._size_bytes(upload), self.rules.upload_limit_bytes, client=client)

@@ -102,7 +102,7 @@ class SecureSession(_Part):
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")
     form: str = Field(pattern=r"^[0-9a-f]{64}$")
     share: float = Field(gt=0.5, le=1, allow_inf_nan=False)
-    fewest: int = Field(ge=2, le=LARGEST_CLIENT)
+    fewest: int = Field(ge=3, le=LARGEST_CLIENT)
     unheld: Literal["omit", "zeros"]
 
 

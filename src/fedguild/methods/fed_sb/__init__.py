@@ -115,6 +115,8 @@ class FedSB(Method):
         rounds=3,
     )
 
+    data_free_scalars = frozenset({LOST})
+
     def privacy_refusal(self, unit: Unit) -> str:
         """Returns why its uploads tell more than an account could hold."""
         if self.settings.start == "random":

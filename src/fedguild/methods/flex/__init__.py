@@ -39,6 +39,7 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
+from fedguild.config.privacy import Unit
 from fedguild.methods.flex.grafted_expert import Combine, GraftedExpert, Grafts, source_name
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
@@ -87,6 +88,10 @@ class Flex(Method):
     needs_experts = True
     costs = RUNNING_MEAN
     is_mean = True
+
+    def privacy_refusal(self, unit: Unit) -> str:
+        """Returns why its uploads tell more than an account could hold."""
+        return "chooses the experts that it grafts by their losses on the examples" if unit == "example" else ""
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the shared LoRA and a graft on every MoE layer, with the budget's active experts beside it."""

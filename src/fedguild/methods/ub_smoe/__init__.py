@@ -317,7 +317,8 @@ class UbSmoe(Method):
         for layer in model.moe:
             means |= means_of(UTILISATION, {layer.name: (layer.num_experts,)}, layer.name)
         for budget in budgets:
-            means |= means_of(f"{FIGURES}/{budget.name}", dict.fromkeys((IDLE, RATIO), (len(model.moe),)), budget.name)
+            figures = dict.fromkeys((IDLE, RATIO), (len(model.moe),))
+            means |= means_of(f"{FIGURES}/{budget.name}", figures, budget.name, pooled=FIGURES)
         layers = dict.fromkeys((layer.name for layer in model.moe), 1)
         return Form(means, {EXAMPLES: 1, WITHOUT: 1, **layers, **dict.fromkeys((b.name for b in budgets), 1)})
 
