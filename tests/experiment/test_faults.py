@@ -130,7 +130,7 @@ def test_the_rules_of_a_round_are_those_of_the_config(olmoe_folder, monkeypatch,
     )
     given: dict[str, object] = {}
 
-    def round_begun(*arguments: object, seed: int, guard: object, secure: object, private_mean: object) -> None:
+    def round_begun(*arguments: object, seed: int, guard: object, **others: object) -> None:
         given.update(rules=arguments[6], seed=seed, guard=guard)
         raise Killed
 

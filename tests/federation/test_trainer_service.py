@@ -15,6 +15,7 @@ from fedguild.engines.flower.engine import read_payload
 from fedguild.engines.flower.message import Message
 from fedguild.federation.trainer_service import TrainerService, model_digest, run_metadata
 from fedguild.methods import build_method
+from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
 from fedguild.setup import fit_method, load_model
 from fedguild.wire.codec import encode
@@ -34,14 +35,15 @@ def trainer(config: Config, tmp_path: Path) -> TrainerService:
     return trainers_of(config, tmp_path)[1]
 
 
-def train_request(config: Config, round: int = 1, client: int = 1) -> Message:
-    """Returns the server's request of a round's training."""
+def train_request(config: Config, round: int = 1, client: int = 1, factor: float = 1.0) -> Message:
+    """Returns the server's request of a round's training; the model may be another multiple of the start."""
     backbone = load_model(config)
     method, tiers = fit_method(build_method(config.method.name, config.method.options), config, backbone.info)
     budgets = list(tiers.values())
     state = method.start(backbone.info, budgets, torch_rng(config.seed, "start", config.method.name))
     download = method.download(state, backbone.info, ClientInfo(client, budgets[client % 2], 10))
-    return Message("train", RUN, round, client, metadata=run_metadata(config), body=encode(download))
+    body = encode(Payload({name: factor * value for name, value in download.tensors.items()}, download.scalars))
+    return Message("train", RUN, round, client, metadata=run_metadata(config), body=body)
 
 
 def test_run_metadata_holds_nothing_of_the_servers_folders(config: Config) -> None:
@@ -112,11 +114,18 @@ def test_a_budget_that_the_run_does_not_have(config: Config, tmp_path: Path) -> 
     assert failure == "its site sets budget 'smal', which the run does not have"
 
 
-def test_the_same_round_with_other_seeds_is_refused(config: Config, tmp_path: Path) -> None:
+def test_a_run_that_changes_its_config_is_refused(config: Config, tmp_path: Path) -> None:
+    trainer = trainers_of(config, tmp_path)[1]
+    assert not trainer.handle(train_request(config)).failure
+    refused = trainer.handle(train_request(config.model_copy(update={"seed": 7}))).failure
+    assert refused == "the run began here with another config; a new config needs a new run"
+
+
+def test_the_same_round_of_many_models_is_refused(config: Config, tmp_path: Path) -> None:
     """Also by the trainer that was started anew; the first request, word for word, gets the same answer again."""
     changes = [{}, {"accept": {"requests_per_round": 2}}, {}]
     trainer = trainers_of(config, tmp_path, changes)[1]
-    asked = [train_request(config.model_copy(update={"seed": seed})) for seed in (1, 2, 3)]
+    asked = [train_request(config, factor=factor) for factor in (1.0, 0.5, 0.25)]
     answers = [trainer.handle(message) for message in asked]
     assert [bool(answer.failure) for answer in answers] == [False, False, True]
     assert "accept.requests_per_round is 2" in answers[2].failure
