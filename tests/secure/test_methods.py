@@ -169,10 +169,14 @@ def test_a_client_that_drops_out_is_left_out_and_recorded(backbone, tmp_path):
             yield replace(delivery, upload=None, failure="it stopped") if gone else delivery
 
     plain.engine.train = without_four
+    before = plain.state.part("adapter")
     expected = plain.round(1).state.part("adapter")
     assert isinstance(method, Method)
     for name, value in run.state.part("adapter").items():
-        assert float((value - expected[name]).abs().max()) <= outcome.bounds[f"adapter/{name}"] + 1e-6
+        near = (value - expected[name]).abs() <= outcome.bounds[f"adapter/{name}"] + 1e-6
+        closed = value == before[name]  # experts that fewer than three of the others activated
+        assert bool((near | closed).all() if ".experts." in name else near.all()), name
+        assert bool(near.any()), name
     del rest
 
 
