@@ -156,6 +156,7 @@ class Deserting(SecureEngine):
 
 def test_a_client_that_drops_out_is_left_out_and_recorded(backbone, tmp_path):
     run, rest = (Run(backbone, "flame", tmp_path / name, secure=True) for name in ("run", "rest"))
+    before, kept = run.state.part("adapter"), trained(rest)
     run.engine.__class__, run.engine.silent = Deserting, {4: "send"}
     outcome = run.round(1)
     assert outcome.rejected == {4: "dropped out of the secure aggregation: its machine stopped"}
@@ -169,15 +170,20 @@ def test_a_client_that_drops_out_is_left_out_and_recorded(backbone, tmp_path):
             yield replace(delivery, upload=None, failure="it stopped") if gone else delivery
 
     plain.engine.train = without_four
-    before = plain.state.part("adapter")
-    expected = plain.round(1).state.part("adapter")
+    expected, closed = plain.round(1).state.part("adapter"), 0
     assert isinstance(method, Method)
     for name, value in run.state.part("adapter").items():
-        near = (value - expected[name]).abs() <= outcome.bounds[f"adapter/{name}"] + 1e-6
-        closed = value == before[name]  # experts that fewer than three of the others activated
-        assert bool((near | closed).all() if ".experts." in name else near.all()), name
-        assert bool(near.any()), name
-    del rest
+        opened, experts = ..., name.rsplit(".", 2)[0]
+        if experts in kept[0].terms.weights:
+            # Experts that exactly three clients activated might have lost one of them: they wait for the next round.
+            counts = sum((torch.from_numpy(own.terms.weights[experts]) > 0).long() for own in kept.values())
+            opened = counts >= 4
+            assert opened.any()
+            closed += int((~opened).sum())
+            assert torch.equal(value[~opened], before[name][~opened])
+        difference = (value - expected[name])[opened]
+        assert float(difference.abs().max()) <= outcome.bounds[f"adapter/{name}"] + 1e-6
+    assert closed, "the case has no such expert"
 
 
 def test_too_few_clients_fail_the_round_and_leave_the_state(backbone, tmp_path):
