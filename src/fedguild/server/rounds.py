@@ -147,8 +147,9 @@ def run_round(
         tasks = [Task(round_index, client, method.download(own, model, client)) for client in asked]
     # train, validate and aggregate, one upload after the other
     largest = None if guard is None else guard.largest_value
-    intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, frozenset(accepted_before), largest, again)
-    intake.zeroes_broken = private_mean is not None
+    accepted = frozenset(accepted_before)
+    zeroes = private_mean is not None
+    intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, accepted, largest, again, zeroes)
     with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:  # the engine ends its work in any case
         if secure is not None:
             intake.aggregate_securely(secure, own, list(uploads))
@@ -190,8 +191,9 @@ class _Intake:
         accepted_before: frozenset[int],
         largest_value: float | None = None,
         again: Again | None = None,
+        zeroes_broken: bool = False,
     ) -> None:
-        self.largest_value, self.again, self.zeroes_broken = largest_value, again, False
+        self.largest_value, self.again, self.zeroes_broken = largest_value, again, zeroes_broken
         self.method, self.model, self.engine, self.rules = method, model, engine, rules
         self.outcome, self.wanted, self.accepted_before = outcome, wanted, accepted_before
         self.tasks = {task.client.index: task for task in tasks}
