@@ -375,17 +375,20 @@ def _round_record(outcome: Outcome, seconds: float) -> RoundRecord:
         unneeded=outcome.unneeded,
         retried=outcome.retried,
         strays=[StrayUpload(**asdict(stray)) for stray in outcome.strays],
+        faults=[Rejection(client=client, reason=what) for client, what in sorted(outcome.faults.items())],
     )
 
 
 def _tell(progress: Progress, outcome: Outcome) -> None:
-    """Reports a round's rejected and stray uploads, which are also in its records."""
+    """Reports a round's rejected and stray uploads and its clients' faults, which are also in its records."""
     for client, reason in outcome.rejected.items():
         progress.message(f"Round {outcome.round}: the upload of client {client} was rejected: {reason}")
     for stray in outcome.strays:
         what = f"an upload of client {stray.client} for round {stray.round}"
         fate = f"was dropped: {stray.dropped}" if stray.dropped else "came late and was aggregated"
         progress.message(f"Round {outcome.round}: {what} {fate}")
+    for client, fault in outcome.faults.items():
+        progress.message(f"Round {outcome.round}: client {client} did wrong, which the others made good: {fault}")
 
 
 def _save(experiment: Experiment, number: int, state: Payload, accepted: Collection[int] = ()) -> None:
