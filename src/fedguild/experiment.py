@@ -20,7 +20,6 @@ from fedguild.locking import run_lock
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.recording import client_records, observation_records, routing_record
-from fedguild.report.html import write_report
 from fedguild.report.tracking import Tracker
 from fedguild.results import STOPPED, RunResult, result_of, write_stopping_reason
 from fedguild.scoring import evaluate_state
@@ -313,6 +312,8 @@ def _ended(experiment: Experiment, last: int, delivery: Delivery) -> RunResult:
         The result.
     """
     experiment.progress.stage("Writing the report")
+    from fedguild.report.html import write_report  # matplotlib takes a second to import, and only a whole run needs it
+
     report = write_report(experiment.folder)
     if delivery.reason and last < experiment.config.federation.rounds:
         write_stopping_reason(experiment.folder, last, delivery.reason)  # last: a run killed before is stopped again

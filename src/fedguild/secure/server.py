@@ -49,7 +49,7 @@ class ServerSession:
         form: What is summed.
         clients: The clients that are asked to join.
         registered: Client index -> its registered public key, as far as the server knows them. A client that does not
-            sign with it is left out; one whose key the server does not know is taken at its word, as its peers check it.
+            sign with it is left out; the others' signatures are checked by their peers alone.
 
     Attributes:
         left: The clients that have answered all steps so far.
@@ -245,7 +245,9 @@ class ServerSession:
             size = self.form.value_count if cover is None else int(cover.sum())
             values = array_in(arrays, "values", np.uint32, (size,))
             words = array_in(arrays, "masked", np.uint64, self._value_words.shape)
-            self._signatures[client] = self._signature(client, arrays, b"send" + self._told, "what it was told about the weights")
+            self._signatures[client] = self._signature(
+                client, arrays, b"send" + self._told, "what it was told about the weights"
+            )
             if cover is None:
                 np.add(self._values, values, out=self._values)
             else:
