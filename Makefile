@@ -38,9 +38,9 @@ docs: $(VENV)/.developer
 	$(BIN)/python docs/generate.py
 
 # The papers' tables of docs/methods/records/plan.yaml: run what is missing, record every cell, write the pages.
-# One of them: make tables TABLE=flame/table-2-tiny. From the records alone, in seconds: make tables-recorded.
+# One of them: make tables TABLE=flame/table-2-tiny. Those on real data: make tables DATA=DIR. From the records alone, in seconds: make tables-recorded.
 tables: $(VENV)/.developer
-	$(BIN)/python docs/tables.py $(TABLE)
+	$(BIN)/python docs/tables.py $(TABLE) $(if $(DATA),--data $(DATA))
 
 tables-recorded: $(VENV)/.developer
 	$(BIN)/python docs/tables.py --recorded

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fedguild.cli.profile_tables import server_markdown
-from fedguild.cli.recorded import claims_markdown, read_records, table_page
+from fedguild.cli.recorded import claims_markdown, read_choices, read_records, table_page
 from fedguild.config import tables
 from fedguild.config.reference import as_markdown, settings_of
 from fedguild.config.schema import Config
@@ -71,7 +71,8 @@ def _recorded(page: Path) -> str:
         if not of_table:
             continue
         if page.stem == "results":
-            parts.append(table_page(shipped.name, shipped.description, shipped.load(), of_table))
+            choices = read_choices(RECORDS, shipped.name)
+            parts.append(table_page(shipped.name, shipped.description, shipped.load(), of_table, choices))
         elif shipped.name.startswith(f"{page.stem}/") and (content := shipped.load()).claims:
             parts.append(f"`{shipped.name}`:\n\n{claims_markdown(content, of_table)}")
     return "\n".join(parts) or "No table has been recorded yet: `make tables`.\n"

@@ -1,9 +1,10 @@
 """Runs the papers' tables that `docs/methods/records/plan.yaml` lists, and records every cell as soon as it is done.
 
-    python docs/tables.py [TABLE …] [--jobs N]     # run what is missing, record, write the pages
-    python docs/tables.py --recorded               # write the pages from the records alone
+    python docs/tables.py [TABLE …] [--data DIR] [--jobs N]     # run what is missing, record, write the pages
+    python docs/tables.py --recorded                            # write the pages from the records alone
 
-The pages are written by `docs/generate.py`, which reads the records and nothing else.
+Where the plan says `choose`, a setting of each row is chosen first, by runs of a seed of their own that are scored on
+the validation examples. The pages are written by `docs/generate.py`, which reads the records and nothing else.
 """
 
 from __future__ import annotations
@@ -11,30 +12,43 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from fedguild.api.cells import Cell, complete, plan_table
-from fedguild.cli.recorded import CellRecord, record_of, record_path
-from fedguild.config import table_cells, tables
+from fedguild.cli.recorded import CellRecord, ChoiceRecord, choice_path, record_of, record_path
+from fedguild.config import load_config, table_cells, tables
 from fedguild.config.table import ONLY_COLUMN
 from fedguild.report.run_folder import load_run
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "methods" / "records"
 RUNS = ROOT / "runs"
+DATA = "$DATA"
+"""Stands in the plan for the folder of `--data`, and in the records too."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell to record: its table, column, seed and settings, and the run."""
+    """A run of a table: a cell to record, or a candidate for a row's setting.
+
+    Attributes:
+        table: The table.
+        column: The cell's column.
+        overrides: The settings on top of the table's, as they are recorded.
+        fingerprint: Of the config with the settings as they are recorded.
+        cell: The config and the run.
+    """
 
     table: str
     column: str
     overrides: tuple[str, ...]
+    fingerprint: str
     cell: Cell
 
     @property
@@ -46,52 +60,165 @@ class Planned:
         """Returns whether there is a record of this very config."""
         if not self.path.is_file():
             return False
-        return CellRecord.model_validate_json(self.path.read_bytes()).fingerprint == self.cell.config.fingerprint()
+        return CellRecord.model_validate_json(self.path.read_bytes()).fingerprint == self.fingerprint
 
     def record(self) -> Path:
         """Writes the record of the finished run."""
-        config = self.cell.config
+        return self.recorded().write(RECORDS)
+
+    def recorded(self) -> CellRecord:
+        """Returns the record of the finished run."""
         run = load_run(self.cell.folder)
-        return record_of(run, self.table, self.column, config.name, config.fingerprint(), self.overrides).write(RECORDS)
+        return record_of(run, self.table, self.column, self.cell.config.name, self.fingerprint, self.overrides)
 
 
-def planned(wanted: Sequence[str]) -> list[Planned]:
-    """Returns the cells of the planned tables, or of some of them.
+@dataclass(frozen=True)
+class Plan:
+    """What the plan says of a table.
+
+    Attributes:
+        name: The table.
+        settings: Its entry.
+        data: The folder of the data sets; None if not given.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    data: Path | None = None
+
+    @cached_property
+    def table(self) -> Any:
+        """The table's content."""
+        return next(table for table in tables() if table.name == self.name).load()
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The settings of all cells."""
+        return tuple(self.settings.get("settings", ()))
+
+    def needs_data(self) -> bool:
+        """Returns whether a setting names the data folder."""
+        return any(DATA in override for override in self.overrides)
+
+    def runs(
+        self, rows: Sequence[str], columns: Sequence[str], overrides: Sequence[str], seeds: Sequence[int], folder: str
+    ) -> list[Planned]:
+        """Returns the runs of some rows, columns and seeds, below a folder of `runs/`."""
+        found = []
+        cells = table_cells(self.name, self.table, rows, columns)
+        # Where no data folder is given nothing runs, and the placeholder may stay.
+        given = [override.replace(DATA, str(self.data or DATA)) for override in overrides]
+        for comparison in plan_table(cells, given, seeds, RUNS / folder):
+            column = comparison.title or ONLY_COLUMN
+            for cell in comparison.cells:
+                layers = next(one.layers for one in cells if (one.row, one.column) == (cell.config.name, column))
+                written = load_config(cell.given, [*overrides, f"seed={cell.config.seed}"], between=layers)
+                found.append(Planned(self.name, column, tuple(overrides), written.fingerprint(), cell))
+        return found
+
+    def candidates(self, row: str) -> dict[str, Planned]:
+        """Returns value -> the run that tries it for a row; none where nothing is chosen."""
+        choose = self.settings.get("choose")
+        if choose is None:
+            return {}
+        tried = {}
+        for value in map(str, choose["values"]):
+            overrides = (*self.overrides, "evaluation.split=validation", f"{choose['setting']}={value}")
+            folder = f"{self.name.replace('/', '-')}/choices/{value}"
+            (tried[value],) = self.runs([row], [choose["column"]], overrides, [choose["seed"]], folder)
+        return tried
+
+    def choice(self, row: str) -> ChoiceRecord | None:
+        """Returns what was chosen for a row, if by the runs that the plan names."""
+        path = choice_path(RECORDS, self.name, row)
+        if not path.is_file():
+            return None
+        choice = ChoiceRecord.model_validate_json(path.read_bytes())
+        expected = {value: one.fingerprint for value, one in self.candidates(row).items()}
+        return choice if choice.fingerprints == expected else None
+
+    def chosen(self, row: str) -> Path:
+        """Writes the record of what was chosen for a row, from its finished candidates."""
+        choose, candidates = self.settings["choose"], self.candidates(row)
+        score = choose.get("score", self.table.scores[row])
+        return ChoiceRecord(
+            table=self.name,
+            row=row,
+            setting=choose["setting"],
+            column=choose["column"],
+            seed=choose["seed"],
+            score=score,
+            tried={value: one.recorded().scores[score] for value, one in candidates.items()},
+            fingerprints={value: one.fingerprint for value, one in candidates.items()},
+        ).write(RECORDS)
+
+    def cells(self) -> list[Planned]:
+        """Returns the cells to record, of all rows for which a setting has been chosen where one is to be."""
+        seeds, columns = self.settings.get("seeds", self.table.seeds), list(self.table.columns)
+        found = []
+        for row in self.table.rows:
+            overrides = list(self.overrides)
+            if "choose" in self.settings:
+                choice = self.choice(row)
+                if choice is None:
+                    continue
+                overrides.append(f"{choice.setting}={choice.chosen}")
+            found += self.runs([row], columns, overrides, seeds, self.name.replace("/", "-"))
+        return sorted(found, key=lambda one: (columns.index(one.column), one.cell.config.seed))
+
+
+def plans(wanted: Sequence[str] = (), data: Path | None = None) -> list[Plan]:
+    """Returns the planned tables, or some of them.
 
     Raises:
         SystemExit: a wanted table is not in the plan.
     """
     plan = yaml.safe_load((RECORDS / "plan.yaml").read_text("utf-8"))
-    shipped = {table.name: table for table in tables()}
     for name in wanted:
         if name not in plan:
             raise SystemExit(f"{name} is not in {RECORDS / 'plan.yaml'}, which has {', '.join(plan)}.")
-    found = []
-    for name in wanted or plan:
-        content, settings = shipped[name].load(), plan[name] or {}
-        overrides = tuple(settings.get("settings", ()))
-        seeds = settings.get("seeds", content.seeds)
-        comparisons = plan_table(table_cells(name, content), overrides, seeds, RUNS / name.replace("/", "-"))
-        for comparison in comparisons:
-            column = comparison.title or ONLY_COLUMN
-            found += [Planned(name, column, overrides, cell) for cell in comparison.cells]
-    return found
+    return [Plan(name, plan[name] or {}, data) for name in wanted or plan]
+
+
+def planned(wanted: Sequence[str] = ()) -> list[Planned]:
+    """Returns the cells of the planned tables, or of some of them.
+
+    Raises:
+        SystemExit: a wanted table is not in the plan.
+    """
+    return [cell for plan in plans(wanted) for cell in plan.cells()]
+
+
+def run(plan: Plan, jobs: int) -> None:
+    """Chooses what is to be chosen, runs and records what is missing of a table, seed after seed."""
+    for row in plan.table.rows if "choose" in plan.settings else ():
+        if plan.choice(row) is None:
+            complete([one.cell for one in plan.candidates(row).values()], jobs, tell=print)
+            print(f"recorded {plan.chosen(row).relative_to(ROOT)}", flush=True)
+    missing = [one for one in plan.cells() if not one.is_recorded()]
+    for start in range(0, len(missing), jobs):
+        several = missing[start : start + jobs]
+        complete([one.cell for one in several], jobs, tell=print)
+        for one in several:
+            print(f"recorded {one.record().relative_to(ROOT)}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs and records what is missing, then writes the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", metavar="TABLE", help="tables of the plan; all by default")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of the data sets that the plan names")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--recorded", action="store_true", help="only write the pages, from the records")
     options = parser.parse_args(arguments)
-    if not options.recorded:
-        missing = [one for one in planned(options.tables) if not one.is_recorded()]
-        for start in range(0, len(missing), options.jobs):
-            several = missing[start : start + options.jobs]
-            complete([one.cell for one in several], options.jobs, tell=print)
-            for one in several:
-                print(f"recorded {one.record().relative_to(ROOT)}")
+    wanted = [] if options.recorded else plans(options.tables, options.data)
+    for plan in wanted:
+        if plan.data is None and plan.needs_data():
+            if options.tables:
+                raise SystemExit(f"{plan.name} needs data sets: give their folder with --data DIR.")
+            print(f"{plan.name}: left out, as it needs --data DIR")
+        else:
+            run(plan, options.jobs)
     return subprocess.run([sys.executable, str(ROOT / "docs" / "generate.py")], check=False).returncode
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from fedguild.api.cells import Cell
 from fedguild.config import load_config, tables
-from tests.report.runs import write_run
+from tests.report.runs import FLAME_FINAL, write_run
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,7 +65,7 @@ def test_the_plan_names_tables_that_ship(recording: ModuleType) -> None:
     plan = yaml.safe_load((recording.RECORDS / "plan.yaml").read_text())
     assert plan.keys() <= {table.name for table in tables()}
     for settings in plan.values():
-        assert settings.keys() <= {"seeds", "settings"}
+        assert settings.keys() <= {"seeds", "settings", "choose"}
         assert all("=" in override for override in settings.get("settings", ()))
 
 
@@ -83,17 +83,57 @@ def test_a_cell_is_recorded_once_and_again_when_its_settings_change(
     write_run(tmp_path / "run", name="flame", seed=0)
     config = load_config("flame/tiny-tasks", ["seed=0", "name=flame"])
     cell = Cell("flame/tiny-tasks", config, tmp_path / "run")
-    one = recording.Planned("flame/table-2-tiny", "dirichlet-5", ("evaluation.every=4",), cell)
+    one = recording.Planned("flame/table-2-tiny", "dirichlet-5", ("evaluation.every=4",), config.fingerprint(), cell)
     assert not one.is_recorded()
     one.record()
     assert one.is_recorded()
-    other = Cell(
-        "flame/tiny-tasks", load_config("flame/tiny-tasks", ["name=flame", "federation.rounds=9"]), cell.folder
-    )
-    assert not recording.Planned("flame/table-2-tiny", "dirichlet-5", (), other).is_recorded()
+    other = load_config("flame/tiny-tasks", ["name=flame", "federation.rounds=9"]).fingerprint()
+    assert not recording.Planned("flame/table-2-tiny", "dirichlet-5", (), other, cell).is_recorded()
     shutil.rmtree(tmp_path / "run")
     page = generate._recorded(Path("results.md"))
     assert "`fedguild compare flame/table-2-tiny evaluation.every=4 --seeds 0`" in page
     assert "| flame |" in page
     assert "**not recorded**" in generate._recorded(Path("flame.md"))
     assert generate._recorded(Path("ub-smoe.md")).startswith("No table has been recorded yet")
+
+
+def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_planned(
+    recording: ModuleType, generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs are written by hand; where the data lie is neither in the records nor in the fingerprints."""
+    monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(generate, "RECORDS", tmp_path / "records")
+    rates = ["1e-3", "4e-3"]
+    choose = {"setting": "training.learning_rate", "values": rates, "seed": 100, "column": "dirichlet-0.5"}
+    settings = {"seeds": [0], "settings": ["data.train=$DATA/train.json"], "choose": choose}
+    plan = recording.Plan("flame/table-2-tiny", settings, tmp_path / "data")
+    assert plan.needs_data()
+    assert plan.cells() == []
+    candidates = plan.candidates("flame")
+    for value, candidate in candidates.items():
+        config = candidate.cell.config
+        assert (config.evaluation.split, config.seed, config.training.learning_rate) == (
+            "validation",
+            100,
+            float(value),
+        )
+        assert config.data.train == str(tmp_path / "data/train.json")
+        write_run(
+            candidate.cell.folder, name="flame", seed=100, final=dict.fromkeys(FLAME_FINAL, 0.3 + 10 * float(value))
+        )
+    plan.chosen("flame")
+    assert plan.choice("flame").chosen == "4e-3"
+    assert {(cell.cell.config.name, cell.cell.config.training.learning_rate) for cell in plan.cells()} == {
+        ("flame", 4e-3)
+    }
+    elsewhere = recording.Plan("flame/table-2-tiny", settings, tmp_path / "elsewhere")
+    assert [cell.fingerprint for cell in elsewhere.cells()] == [cell.fingerprint for cell in plan.cells()]
+    write_run(plan.cells()[0].cell.folder, name="flame", seed=0)
+    recorded = plan.cells()[0].record().read_text("utf-8")
+    assert str(tmp_path) not in recorded
+    assert "$DATA/train.json" in recorded
+    sentence = "`training.learning_rate` was chosen for each row before, among 1e-3, 4e-3, by the mean score"
+    assert sentence in generate._recorded(Path("results.md"))
+    changed = {**settings, "choose": {**choose, "values": ["1e-3"]}}
+    assert recording.Plan("flame/table-2-tiny", changed, None).choice("flame") is None, "it was chosen among others"

@@ -20,7 +20,6 @@ from fedguild.locking import run_lock
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.recording import client_records, observation_records, routing_record
-from fedguild.report.html import write_report
 from fedguild.report.tracking import Tracker
 from fedguild.results import STOPPED, RunResult, result_of, write_stopping_reason
 from fedguild.scoring import evaluate_state
@@ -313,6 +312,8 @@ def _ended(experiment: Experiment, last: int, delivery: Delivery) -> RunResult:
         The result.
     """
     experiment.progress.stage("Writing the report")
+    from fedguild.report.html import write_report  # matplotlib takes a second to import, and only a whole run needs it
+
     report = write_report(experiment.folder)
     if delivery.reason and last < experiment.config.federation.rounds:
         write_stopping_reason(experiment.folder, last, delivery.reason)  # last: a run killed before is stopped again
@@ -375,17 +376,20 @@ def _round_record(outcome: Outcome, seconds: float) -> RoundRecord:
         unneeded=outcome.unneeded,
         retried=outcome.retried,
         strays=[StrayUpload(**asdict(stray)) for stray in outcome.strays],
+        faults=[Rejection(client=client, reason=what) for client, what in sorted(outcome.faults.items())],
     )
 
 
 def _tell(progress: Progress, outcome: Outcome) -> None:
-    """Reports a round's rejected and stray uploads, which are also in its records."""
+    """Reports a round's rejected and stray uploads and its clients' faults, which are also in its records."""
     for client, reason in outcome.rejected.items():
         progress.message(f"Round {outcome.round}: the upload of client {client} was rejected: {reason}")
     for stray in outcome.strays:
         what = f"an upload of client {stray.client} for round {stray.round}"
         fate = f"was dropped: {stray.dropped}" if stray.dropped else "came late and was aggregated"
         progress.message(f"Round {outcome.round}: {what} {fate}")
+    for client, fault in outcome.faults.items():
+        progress.message(f"Round {outcome.round}: client {client} did wrong, which the others made good: {fault}")
 
 
 def _save(experiment: Experiment, number: int, state: Payload, accepted: Collection[int] = ()) -> None:

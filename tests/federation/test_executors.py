@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,26 +118,53 @@ def test_a_loop_that_fails_ends_its_run_and_one_that_lasts_is_kept_and_ended(
     assert [loop.process.returncode for loop in started] == [-signal.SIGTERM, 1]
 
 
+def take_all(source: Source, answer: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a client's executor until its source gives no more, and all that it answers has been answered."""
+    before = set(threading.enumerate())
+    monkeypatch.setattr(client_executor, "TaskSource", lambda *_: source)
+    monkeypatch.setattr(client_executor, "answer", answer)
+    with pytest.raises(EndedError):
+        client_executor.main("127.0.0.1:9", "secret")
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+
+
 def test_a_client_says_what_it_refused_and_goes_on_after_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = Source([Task(CLIENT_APP, "", "foreign"), None, Task(CLIENT_APP, "", "lost"), Task(CLIENT_APP, "", "good")])
     answered = []
 
-    def answer(given: object, task: Task, app: object, refusal: object) -> str:
+    def answer(given: object, task: Task, app: object, refusal: Callable[[bytes], str]) -> str:
         assert (given, app) == (source, client_executor.app)
         if task.token == "lost":
             raise RuntimeError("the node was \x1b[31mrestarted")
         answered.append(task.token)
-        return refusal(b"PK") if task.token == "foreign" else refusal(bundle.build(templates.APP))  # type: ignore[operator, no-any-return]
+        return refusal(b"PK") if task.token == "foreign" else refusal(bundle.build(templates.APP))
 
-    monkeypatch.setattr(client_executor, "TaskSource", lambda *_: source)
-    monkeypatch.setattr(client_executor, "answer", answer)
-    with pytest.raises(EndedError):
-        client_executor.main("127.0.0.1:9", "secret")
-    assert answered == ["foreign", "good"]
+    take_all(source, answer, monkeypatch)
+    assert sorted(answered) == ["foreign", "good"]
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "Refused an app that is not FedGuild's: it cannot be read (BadZipFile).",
+    assert sorted(lines) == [
         "A message was given up: RuntimeError: the node was [31mrestarted",
+        "Refused an app that is not FedGuild's: it cannot be read (BadZipFile).",
     ]
+
+
+def test_a_message_whose_rest_never_comes_keeps_no_other_from_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's node leaves such a message behind when a run ends while it receives one of its messages."""
+    next_was_answered = threading.Event()
+
+    class Given(list):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[Task | None]:
+            yield Task(CLIENT_APP, "", "of a run that has ended")
+            yield Task(CLIENT_APP, "", "of the next run")
+            assert next_was_answered.wait(30), "the executor waits for the first message"
+
+    def answer(given: object, task: Task, app: object, refusal: object) -> str:
+        if task.token == "of the next run":
+            next_was_answered.set()
+        assert next_was_answered.wait(60)
+        return ""
+
+    take_all(Source(Given()), answer, monkeypatch)

@@ -52,6 +52,7 @@ class Federation:
         least: Fewest clients among whom each of them hides.
         trained: Client -> the digest of what it was told to train, of those that were told something else.
         logs: Client -> where it records which sums its one training went into.
+        knows_keys: Whether the server has the registered keys and checks signatures; one that lies would not.
     """
 
     def __init__(
@@ -63,12 +64,14 @@ class Federation:
         least: int = 3,
         trained: Mapping[int, bytes] | None = None,
         logs: Mapping[int, SumLog] | None = None,
+        *,
+        knows_keys: bool = False,
     ) -> None:
         self.form, self.silent = form, dict(silent or {})
         self.session = session or session_of(form)
         self.identities = {client: new_identity() for client in numbers}
         registered = {client: key.public_key() for client, key in self.identities.items()}
-        self.server = ServerSession(self.session, form, list(numbers))
+        self.server = ServerSession(self.session, form, list(numbers), registered if knows_keys else None)
         self.clients = {
             client: ClientSession(
                 client,

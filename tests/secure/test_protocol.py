@@ -34,7 +34,7 @@ def looks_uniform(words: np.ndarray) -> bool:
     return bool(stats.chisquare(np.bincount(words >> np.uint32(24), minlength=256)).pvalue > 1e-6)
 
 
-@pytest.mark.parametrize("step", ["share", "weigh", "open_weights", "send", "open"])
+@pytest.mark.parametrize("step", ["share", "weigh", "open_weights", "send", "agree", "open"])
 @pytest.mark.parametrize("dropouts", [0, 1, 2])
 def test_the_unmasked_sums_are_those_of_fixed_point_bit_for_bit(step, dropouts):
     """Of 7 clients 5 have to be left, so that 2 may be missing, whenever they stop."""
@@ -43,7 +43,7 @@ def test_the_unmasked_sums_are_those_of_fixed_point_bit_for_bit(step, dropouts):
     federation = Federation(numbers, silent=silent)
     federation.run()
     weighed = [client for client in numbers if client not in silent or STEPS.index(step) > STEPS.index("weigh")]
-    left = [client for client in numbers if client not in silent or step == "open"]
+    left = [client for client in numbers if client not in silent or step in ("agree", "open")]
     expected = fixed_point_sums(EQUAL, {client: numbers[client] for client in weighed}, left, 3)
     server = federation.server
     assert server.contributors == tuple(left)
@@ -64,7 +64,7 @@ def test_the_round_fails_at_every_step_below_the_threshold(step):
     with pytest.raises(QuorumError):
         federation.run()
     opened = {sent[1] for sent in federation.sent} & {"open_weights", "open"}
-    assert opened == ({"open_weights"} if step in ("open_weights", "send") else set())
+    assert opened == ({"open_weights"} if step in ("open_weights", "send", "agree") else set())
 
 
 def test_too_few_shares_leave_the_masks_where_they_are():
@@ -265,6 +265,76 @@ class TestTheServerInTheMiddle:
 
         federation.answer = answer
         with pytest.raises(QuorumError, match="what client 1 was told about the weights is not signed"):
+            federation.run()
+
+    @pytest.mark.parametrize("step", ["join", "send", "agree"])
+    def test_a_server_that_knows_the_keys_leaves_out_who_signs_wrongly(self, step):
+        """Without them one client ends the round for all, since its neighbours refuse to go on."""
+        numbers = contributions(4)
+        ended = {}
+        for knows in (True, False):
+            federation = Federation(numbers, knows_keys=knows)
+            honest = federation.answer
+
+            def answer(client, at, request, honest=honest):
+                answered = honest(client, at, request)
+                if (client, at) == (2, step):
+                    answered = {**answered, "signature": answered["signature"][::-1].copy()}
+                return answered
+
+            federation.answer = answer
+            if knows:
+                federation.run()
+                ended = federation.server.dropped
+                weighed = {client: own for client, own in numbers.items() if client != 2 or step != "join"}
+                left = [client for client in weighed if client != 2 or step == "agree"]
+                expected = fixed_point_sums(EQUAL, weighed, left, 3)
+                assert federation.server._values.tolist() == expected[1]
+            else:
+                with pytest.raises(QuorumError, match="client 2"):
+                    federation.run()
+        assert ended.keys() == {2}
+        assert "is not signed by the key that is registered for it" in ended[2]
+
+    @pytest.mark.parametrize("degree", [9, 6])
+    def test_clients_that_were_told_different_survivors_open_nothing(self, degree, monkeypatch):
+        """Half of ten clients are told that client 0 is gone, the others that client 1 is: no list has 7 signatures."""
+        monkeypatch.setattr("fedguild.secure.session.degree_of", lambda clients: degree)
+        federation = Federation(contributions(10))
+        honest, told = federation.answer, {}
+
+        def without(rows, client, gone):
+            return rows[np.array([one != gone for one in client])]
+
+        def answer(client, step, request):
+            if step in ("agree", "open"):
+                gone = 0 if client % 2 else 1
+                changed = {name: without(rows, request["clients"], gone) for name, rows in request.items()}
+                if step == "open":
+                    changed["signatures"] = without(request["signatures"], request["agreed"], gone)
+                    changed["agreed"] = without(request["agreed"], request["agreed"], gone)
+                told[client, step] = request = changed
+            return honest(client, step, request)
+
+        federation.answer = answer
+        with pytest.raises(QuorumError, match=r"whom client \d was told is left is not signed"):
+            federation.run()
+        assert (2, "agree") in told
+        assert (2, "open") in told
+        assert not [sent for sent in federation.sent if sent[1] == "open"]
+
+    def test_a_list_that_too_few_have_signed_opens_nothing(self):
+        federation = Federation(contributions(5))
+        honest = federation.answer
+
+        def answer(client, step, request):
+            if step == "open":
+                few = {name: request[name][:3] for name in ("agreed", "signatures")}
+                request = {**request, **few}
+            return honest(client, step, request)
+
+        federation.answer = answer
+        with pytest.raises(QuorumError, match="only 3 of 5 clients agree on who is left"):
             federation.run()
 
     def test_clients_that_were_told_to_train_different_things_do_not_share(self):

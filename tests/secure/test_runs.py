@@ -12,17 +12,20 @@ import torch
 
 from fedguild import experiment
 from fedguild.config import load_config
-from fedguild.config.site import load_site
+from fedguild.config.site import ServerSettings, load_site
 from fedguild.engines.flower.message import Message
 from fedguild.errors import ConfigError, QuorumError
 from fedguild.experiment import CHECKPOINTS
+from fedguild.federation.audit import AuditLog
 from fedguild.federation.keys import write_key
 from fedguild.federation.project import write_project
 from fedguild.federation.trainer_service import run_metadata
 from fedguild.files import make_folder
+from fedguild.payload import Payload
 from fedguild.secure.keys import load_peers
 from fedguild.server import checkpoint
-from fedguild.server.run_log import ClientRecord, RoutingRecord, RunLog
+from fedguild.server.run_log import ClientRecord, RoundRecord, RoutingRecord, RunLog
+from fedguild.wire.codec import decode, encode
 from tests.engines.equality import traffic
 from tests.engines.flower.loopback_federation import Lines, grid_of, serve_on, site_of
 from tests.experiment.runs import ended, save_model, small_config
@@ -153,6 +156,40 @@ def test_a_key_that_its_peers_do_not_know_keeps_a_client_out(model, tmp_path):
     write_key(tmp_path / "sites/client-003/node.key")
     with pytest.raises(QuorumError, match="the key of client 3 is not signed by the key that is registered for it"):
         serve_on(grid_of(trainers), config, tmp_path / "server")
+
+
+def test_where_the_server_knows_the_keys_one_that_signs_with_another_is_left_out(model, tmp_path):
+    config = small_config(model, *SECURE)
+    trainers, lines = sites(config, tmp_path / "sites"), Lines()
+    shutil.copytree(tmp_path / "sites/client-000/peers", tmp_path / "server" / ServerSettings().nodes)
+    (tmp_path / "sites/client-003/node.key").unlink()
+    (tmp_path / "sites/client-003/node.pub").unlink(missing_ok=True)
+    write_key(tmp_path / "sites/client-003/node.key")
+    serve_on(grid_of(trainers), config, tmp_path / "server", lines)
+    assert lines.says("client 3 was rejected", "what it joined with is not signed by the key")
+
+
+def test_a_false_share_is_made_good_and_told(model, tmp_path):
+    config = small_config(model, *SECURE)
+    trainers, lines = sites(config, tmp_path / "sites"), Lines()
+    handle = trainers[1].handle
+
+    def lying(message):
+        answer = handle(message)
+        if message.metadata.get("step") != "open":
+            return answer
+        opened = decode(answer.body, "client-001")
+        shares = opened.tensors["secure/shares"].clone()
+        shares[0] ^= 1
+        return replace(answer, body=encode(Payload({**opened.tensors, "secure/shares": shares}, opened.scalars)))
+
+    trainers[1].handle = lying
+    serve_on(grid_of(trainers), config, tmp_path / "server", lines)
+    assert lines.says("client 1 did wrong, which the others made good: it opened a false share of client 0's secret")
+    (whole,) = [record for record in RunLog(tmp_path / "server/state/run").read() if isinstance(record, RoundRecord)]
+    assert [fault.client for fault in whole.faults] == [1]
+    audit = [entry for entry in AuditLog(tmp_path / "server/state").read() if entry["event"] == "round"]
+    assert audit[-1]["faults"].keys() == {"1"}
 
 
 @pytest.mark.parametrize("step", ["train", "weigh", "send"])

@@ -89,6 +89,67 @@ class CellRecord(BaseModel):
         return path
 
 
+class ChoiceRecord(BaseModel):
+    """A setting that was chosen for a row before its cells ran, by runs scored on the validation examples.
+
+    Attributes:
+        table: The table's name.
+        row: The row.
+        setting: The setting, dotted.
+        column: The column in which it was tried.
+        seed: The seed, which is none of the table's.
+        score: The score that decided.
+        tried: Value, as on the command line -> score on the validation examples.
+        fingerprints: Value -> fingerprint of the run's config.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    table: str
+    row: str
+    setting: str
+    column: str
+    seed: int
+    score: str
+    tried: dict[str, float] = Field(min_length=1)
+    fingerprints: dict[str, str]
+
+    @property
+    def chosen(self) -> str:
+        """The value with the highest score; of equal ones the first that was tried."""
+        return max(self.tried, key=lambda value: self.tried[value])
+
+    def write(self, folder: Path) -> Path:
+        """Writes the record; returns its file.
+
+        Raises:
+            FedGuildError: the file cannot be written.
+        """
+        path = choice_path(folder, self.table, self.row)
+        write_text(path, self.model_dump_json(indent=1) + "\n")
+        return path
+
+
+def choice_path(folder: Path, table: str, row: str) -> Path:
+    """Returns the file of what was chosen for a row."""
+    return folder / table / "choices" / f"{row}.json"
+
+
+def read_choices(folder: Path, table: str) -> list[ChoiceRecord]:
+    """Returns what was chosen for the rows of a table, sorted by row.
+
+    Raises:
+        DataError: a file is not the record of a choice.
+    """
+    choices = []
+    for path in sorted((folder / table / "choices").glob("*.json")):
+        try:
+            choices.append(ChoiceRecord.model_validate_json(path.read_bytes()))
+        except ValidationError as error:
+            raise DataError(f"{path} is not the record of a choice: {error.errors()[0]['msg']}.") from error
+    return choices
+
+
 def record_path(folder: Path, table: str, column: str, row: str, seed: int) -> Path:
     """Returns the file of a cell's record."""
     return folder / table / column / row / f"seed-{seed}.json"
@@ -155,7 +216,9 @@ def read_records(folder: Path) -> list[CellRecord]:
     return records
 
 
-def table_page(name: str, description: str, table: Table, records: Sequence[CellRecord]) -> str:
+def table_page(
+    name: str, description: str, table: Table, records: Sequence[CellRecord], choices: Sequence[ChoiceRecord] = ()
+) -> str:
     """Returns a table as Markdown: scores, paired differences, what the seeds could have shown, and the claims.
 
     Args:
@@ -163,8 +226,10 @@ def table_page(name: str, description: str, table: Table, records: Sequence[Cell
         description: What it is.
         table: The table.
         records: Its records.
+        choices: What was chosen for its rows.
     """
     parts = [f"### {description}\n", f"`{_command(name, records)}`\n"]
+    parts += [f"{_chosen(choices)}\n"] if choices else []
     for column in table.columns:
         cells = by_row(table, [record for record in records if record.column == column])
         if not cells:
@@ -297,9 +362,28 @@ def _resolution(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> str:
 
 
 def _command(name: str, records: Sequence[CellRecord]) -> str:
-    overrides = records[0].overrides if records else ()
+    """Returns the command with the settings that all records share; `_chosen` has those of single rows."""
+    every = [record.overrides for record in records]
+    overrides = [override for override in (every[0] if every else ()) if all(override in each for each in every)]
     seeds = ",".join(str(seed) for seed in sorted({record.seed for record in records}))
     return " ".join(["fedguild compare", name, *overrides, f"--seeds {seeds}"])
+
+
+def _chosen(choices: Sequence[ChoiceRecord]) -> str:
+    """Returns a sentence for each way of choosing: the values that were tried, and the rows' best ones."""
+    ways: dict[tuple[str, ...], list[ChoiceRecord]] = {}
+    for choice in choices:
+        way = (choice.setting, ", ".join(choice.tried), choice.score, choice.column, str(choice.seed))
+        ways.setdefault(way, []).append(choice)
+    sentences = []
+    for (setting, values, score, column, seed), members in ways.items():
+        where = "" if column == ONLY_COLUMN else f", {column}"
+        found = "; ".join(f"{choice.row} {choice.chosen}" for choice in members)
+        sentences.append(
+            f"`{setting}` was chosen for each row before, among {values}, by the {_TITLES.get(score, score)} score on "
+            f"the validation examples (seed {seed}{where}): {found}."
+        )
+    return "\n".join(sentences)
 
 
 def _columns(cells: Mapping[str, Sequence[CellRecord]]) -> list[str]:

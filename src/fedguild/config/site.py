@@ -194,7 +194,9 @@ class ServerSettings(Section):
         default=3600.0, gt=0, description="How long a round waits for the scores that clients compute themselves."
     )
     secure_seconds: float = Field(
-        default=600.0, gt=0, description="How long each of the six steps of a secure aggregation waits for its clients."
+        default=600.0,
+        gt=0,
+        description="How long each of the seven steps of a secure aggregation waits for clients.",
     )
     reads_data: bool = Field(
         default=False,

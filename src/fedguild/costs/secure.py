@@ -50,7 +50,8 @@ def _messages(form: Form, clients: int, share: float) -> tuple[dict[Step, Shapes
         "weigh": {"clients": everybody, "envelopes": envelopes},
         "open_weights": {"clients": everybody},
         "send": {"clients": everybody, "sums": sums},
-        "open": {"clients": everybody, "signatures": (byte, (clients, SIGNATURE_BYTES))},
+        "agree": {"clients": everybody, "signatures": (byte, (clients, SIGNATURE_BYTES))},
+        "open": {"clients": everybody, "agreed": everybody, "signatures": (byte, (clients, SIGNATURE_BYTES))},
     }
     answers: dict[Step, Shapes] = {
         "join": {name: (byte, (width,)) for name, width in columns.items()},
@@ -62,6 +63,7 @@ def _messages(form: Form, clients: int, share: float) -> tuple[dict[Step, Shapes
             "masked": (word, (form.weight_count,)),
             "signature": signature,
         },
+        "agree": {"signature": signature},
         "open": opened,
     }
     return requests, answers

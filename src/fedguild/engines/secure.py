@@ -183,8 +183,8 @@ class SecureEngine:
     ) -> None:
         self.engine = engine
         identities = {client: new_identity() for client in range(clients)}
-        registered = {client: key.public_key() for client, key in identities.items()}
-        self.clients = SecureClients(budgets, identities, registered, norm_limit, reported=reported)
+        self.registered = {client: key.public_key() for client, key in identities.items()}
+        self.clients = SecureClients(budgets, identities, self.registered, norm_limit, reported=reported)
 
     def train(
         self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL

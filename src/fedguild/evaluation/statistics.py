@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from scipy import stats
+from scipy.special import stdtrit
 
 from fedguild.errors import DataError
 
@@ -42,7 +42,7 @@ def half_width(values: Spread) -> float:
     """
     if values.count < 2:
         return math.inf
-    return float(stats.t.ppf(0.975, values.count - 1)) * values.std / math.sqrt(values.count)
+    return float(stdtrit(values.count - 1, 0.975)) * values.std / math.sqrt(values.count)
 
 
 def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Spread:

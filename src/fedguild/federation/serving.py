@@ -111,6 +111,7 @@ class RemoteClients:
             rejected={str(client): reason for client, reason in sorted(outcome.rejected.items())},
             unneeded=outcome.unneeded,
             strays=[asdict(stray) for stray in outcome.strays],
+            faults={str(client): fault for client, fault in sorted(outcome.faults.items())},
         )
 
     def current(self) -> list[ClientInfo]:
@@ -218,7 +219,7 @@ def serve(
         StoppedError: the operator stopped the run.
     """
     progress = progress or Silent()
-    state = folder / settings.state
+    state, keys = folder / settings.state, folder / settings.nodes
     config, output, audit = load_config(str(folder / settings.run)), state / RUN, AuditLog(state)
     prepared: list[Experiment] = []
     holds_lock = False
@@ -228,7 +229,7 @@ def serve(
         holds_lock = True
         withdraw_request(state)
         audit.append("started", run=run_identity(output), fingerprint=config.fingerprint())
-        prepared.append(prepare_remote(transport, config, settings, output, progress or Silent(), poll_seconds))
+        prepared.append(prepare_remote(transport, config, settings, output, keys, progress or Silent(), poll_seconds))
         return prepared[0]
 
     try:
@@ -258,6 +259,7 @@ def prepare_remote(
     config: Config,
     settings: ServerSettings,
     output: Path,
+    keys: Path,
     progress: Progress,
     poll_seconds: float = POLL_SECONDS,
 ) -> Experiment:
@@ -307,6 +309,7 @@ def prepare_remote(
         patience=_patience(config, settings),
         secure=config.federation.secure,
         step_seconds=settings.secure_seconds,
+        keys=keys,
         poll_seconds=poll_seconds,
     )
     engine.expect_absent([index for index in range(config.federation.clients) if index not in registry.clients])

@@ -103,6 +103,7 @@ class ClientSession:
             "weigh": self._weigh,
             "open_weights": self._open_weights,
             "send": self._send,
+            "agree": self._agree,
             "open": self._open,
         }
 
@@ -210,13 +211,28 @@ class ClientSession:
             "signature": np.frombuffer(sign(self._identity, b"send" + self._transcript), np.uint8),
         }
 
-    def _open(self, request: Arrays) -> dict[str, NDArray[Any]]:
+    def _agree(self, request: Arrays) -> dict[str, NDArray[Any]]:
         sent = self._still(list_in(request, "clients"), self._weighed)
         signatures = rows_in(request, "signatures", len(sent), SIGNATURE_BYTES)
         for peer, signature in zip(sent, signatures, strict=True):
             if peer in self._verified():
                 what = f"what client {peer} was told about the weights"
                 verify(self._registered[peer], b"send" + self._transcript, signature, what)
+        self._sent = sent
+        return {"signature": np.frombuffer(sign(self._identity, agreement(self._transcript, self._sent)), np.uint8)}
+
+    def _open(self, request: Arrays) -> dict[str, NDArray[Any]]:
+        sent, agreed = tuple(list_in(request, "clients")), list_in(request, "agreed")
+        if sent != self._sent or not set(agreed) <= set(sent):
+            raise UploadError("the clients are not those that this client agreed to")
+        signatures = rows_in(request, "signatures", len(agreed), SIGNATURE_BYTES)
+        if len(agreed) < self._roster.fewest_left():
+            raise UploadError(f"only {len(agreed)} of {len(sent)} clients agree on who is left")
+        for peer, signature in zip(agreed, signatures, strict=True):
+            key = self._registered.get(peer)
+            if key is None:
+                raise UploadError(f"no key of client {peer} is known here")
+            verify(key, agreement(self._transcript, self._sent), signature, f"whom client {peer} was told is left")
         self._once(HALVES[1], self._sum_of(sent))
         level = lowest_open(len(self._weighed) - len(sent), self._survived)
         return self._opened(1, self._weighed, sent, SECRETS + level)
@@ -293,6 +309,11 @@ class ClientSession:
 def transcript(roster: Roster, shared: tuple[int, ...], weighed: tuple[int, ...], sums: NDArray[np.uint64]) -> bytes:
     """Returns a digest of all that the clients were told before they send their values."""
     return digest_of(roster.digest(), listed(shared).tobytes(), listed(weighed).tobytes(), sums.tobytes())
+
+
+def agreement(told: bytes, sent: tuple[int, ...]) -> bytes:
+    """Returns what a client signs that agrees on who has sent values: that, and all that it was told before."""
+    return b"agree" + told + listed(sent).tobytes()
 
 
 def cover_of(form: Form, session: Session, held: Bits, large: Bits) -> Bits | None:

@@ -49,16 +49,24 @@ def load_public(path: Path) -> PublicKey:
     return key
 
 
-def load_peers(folder: Path) -> dict[int, PublicKey]:
+def load_known(folder: Path) -> dict[int, PublicKey]:
     """Returns client index -> registered public key, of the files `client-000.pub` and so on in a folder.
+
+    Raises:
+        FedGuildError: a file is no public key.
+    """
+    named = {path.stem.removeprefix("client-"): path for path in sorted(folder.glob("client-*.pub"))}
+    return {int(number): load_public(path) for number, path in named.items() if number.isdigit()}
+
+
+def load_peers(folder: Path) -> dict[int, PublicKey]:
+    """Returns the registered public keys of a site's peers, as `load_known`.
 
     Raises:
         ConfigError: there are none.
         FedGuildError: a file is no public key.
     """
-    paths = sorted(folder.glob("client-*.pub"))
-    named = {path.stem.removeprefix("client-"): path for path in paths}
-    keys = {int(number): load_public(path) for number, path in named.items() if number.isdigit()}
+    keys = load_known(folder)
     if not keys:
         raise ConfigError(
             f"{folder} has no public keys of the other clients (client-000.pub and so on), without which the server "

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from fedguild.errors import QuorumError, UploadError
 from fedguild.secure import fixed_point
-from fedguild.secure.client import HALVES, both, cover_of, part_levels
+from fedguild.secure.client import HALVES, agreement, both, cover_of, part_levels, transcript
 from fedguild.secure.fixed_point import Means
 from fedguild.secure.form import Bits, Form
-from fedguild.secure.keys import agree, exchange_key, public_bytes
+from fedguild.secure.keys import PublicKey, agree, exchange_key, public_bytes, verify
 from fedguild.secure.levels import above, lowest_open
 from fedguild.secure.masks import add_mask, add_masks
 from fedguild.secure.session import (
@@ -48,6 +48,8 @@ class ServerSession:
         session: The public parameters.
         form: What is summed.
         clients: The clients that are asked to join.
+        registered: Client index -> its registered public key, as far as the server knows them. A client that does not
+            sign with it is left out; the others' signatures are checked by their peers alone.
 
     Attributes:
         left: The clients that have answered all steps so far.
@@ -55,8 +57,11 @@ class ServerSession:
         faults: Client -> what it did wrong that the others could make good.
     """
 
-    def __init__(self, session: Session, form: Form, clients: Sequence[int]) -> None:
+    def __init__(
+        self, session: Session, form: Form, clients: Sequence[int], registered: Mapping[int, PublicKey] | None = None
+    ) -> None:
         self.session, self.form = session, form
+        self._registered = registered or {}
         self.left: tuple[int, ...] = tuple(sorted(clients))
         self.dropped: dict[int, str] = {}
         self.faults: dict[int, str] = {}
@@ -67,6 +72,7 @@ class ServerSession:
             "weigh": self._weighed,
             "open_weights": self._weights_opened,
             "send": self._sent,
+            "agree": self._agreed,
             "open": self._opened,
         }
         self._adverts: dict[int, Advert] = {}
@@ -86,9 +92,11 @@ class ServerSession:
             everybody = {"clients": listed(self.left)}
         elif step == "send":
             everybody = {"clients": listed(self.left), "sums": self._words}
-        elif step == "open":
+        elif step in ("agree", "open"):
             signatures = rows([self._signatures[client] for client in self.left])
-            everybody = {"clients": listed(self.left), "signatures": signatures}
+            everybody = {"clients": listed(self._senders), "signatures": signatures}
+            if step == "open":
+                everybody["agreed"] = listed(self.left)
         if step != "weigh":
             return dict.fromkeys(self.left, everybody)
         return {client: self._weigh_request(client) for client in self.left}
@@ -178,6 +186,7 @@ class ServerSession:
             advert = Advert(client, **columns)
             for place in range(3):  # a key that cannot be used would drive out the neighbours
                 agree(exchange_key(self._context), advert.key(place), b"trial")
+            self._require_signed(client, advert.signed(self._context), advert.signature, "what it joined with")
             self._adverts[client] = advert
 
         self._read(answers, read)
@@ -229,14 +238,16 @@ class ServerSession:
 
     def _sent(self, answers: Answers) -> None:
         self._value_words = np.zeros(self.form.weight_count, np.uint64)
+        self._told = transcript(self._roster, self._sharers, self._weighers, self._words)
 
         def read(client: int, arrays: Arrays) -> None:
             cover = self._cover(client)
             size = self.form.value_count if cover is None else int(cover.sum())
             values = array_in(arrays, "values", np.uint32, (size,))
             words = array_in(arrays, "masked", np.uint64, self._value_words.shape)
-            signature = array_in(arrays, "signature", np.uint8, (SIGNATURE_BYTES,)).tobytes()
-            self._signatures[client] = signature
+            self._signatures[client] = self._signature(
+                client, arrays, b"send" + self._told, "what it was told about the weights"
+            )
             if cover is None:
                 np.add(self._values, values, out=self._values)
             else:
@@ -246,6 +257,13 @@ class ServerSession:
         self._read(answers, read)
         self._senders = self.left
         self._open_level = lowest_open(len(self._weighers) - len(self._senders), self._survived)
+
+    def _agreed(self, answers: Answers) -> None:
+        def read(client: int, arrays: Arrays) -> None:
+            message = agreement(self._told, self._senders)
+            self._signatures[client] = self._signature(client, arrays, message, "whom it was told is left")
+
+        self._read(answers, read)
 
     def _opened(self, answers: Answers) -> None:
         shares = self._shares(answers)
@@ -264,6 +282,20 @@ class ServerSession:
             add_mask(self._values, secret, b"mask", subtract=client > peer, where=where)
             add_mask(self._value_words, secret, b"mask shares", subtract=client > peer)
         self.left = self._senders
+
+    def _signature(self, client: int, arrays: Arrays, message: bytes, what: str) -> bytes:
+        """Returns the signature in an answer.
+
+        Raises:
+            UploadError: it is not that of the client's registered key over the message.
+        """
+        signature = array_in(arrays, "signature", np.uint8, (SIGNATURE_BYTES,)).tobytes()
+        self._require_signed(client, message, signature, what)
+        return signature
+
+    def _require_signed(self, client: int, message: bytes, signature: bytes, what: str) -> None:
+        if client in self._registered:
+            verify(self._registered[client], message, signature, what)
 
     def _shares(self, answers: Answers) -> dict[int, dict[int, bytes]]:
         """Returns client -> holder -> the share that the holder has opened."""

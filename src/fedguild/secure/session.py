@@ -9,7 +9,8 @@ rows of uint8. The steps, each a request to every client that is left and its an
     weigh   `clients` (who shared), `envelopes` for it -> `masked` uint64, its weights
     open_weights   `clients` (who weighed)        -> `clients`, `shares` [k, 16]
     send    `clients`, `sums` uint64              -> `values` uint32, `masked` uint64 (its shares), `signature`
-    open    `clients` (who sent), `signatures`    -> `clients`, `shares` [k, 16]
+    agree   `clients` (who sent), `signatures`    -> `signature`, over who sent
+    open    `clients` (who sent), `agreed`, `signatures` of these -> `clients`, `shares` [k, 16]
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fedguild.secure.levels import capacities
 from fedguild.secure.sizes import KEY_BYTES, SEED_BYTES, SIGNATURE_BYTES, TAG_BYTES
 
 Arrays = Mapping[str, NDArray[Any]]
-Step = Literal["join", "share", "weigh", "open_weights", "send", "open"]
+Step = Literal["join", "share", "weigh", "open_weights", "send", "agree", "open"]
 STEPS: tuple[Step, ...] = get_args(Step)
 Unheld = Literal["omit", "zeros"]
 

@@ -68,6 +68,7 @@ class Outcome:
         unneeded: Indices of the clients that the engine did not wait for because enough others had delivered.
         retried: Indices of the clients that were asked more than once.
         strays: Unexpected uploads.
+        faults: Client index -> what it did wrong in a secure aggregation that the others could make good.
         bounds: Name of a mean of a secure round -> the largest error of fixed point in it.
         phase_seconds: Wall time by phase.
     """
@@ -82,6 +83,7 @@ class Outcome:
     unneeded: list[int] = field(default_factory=list)
     retried: list[int] = field(default_factory=list)
     strays: list[Stray] = field(default_factory=list)
+    faults: dict[int, str] = field(default_factory=dict)
     bounds: dict[str, float] = field(default_factory=dict)
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -260,6 +262,7 @@ class _Intake:
             if index in result.dropped:
                 self.withdraw(upload, result.dropped[index])
             self.arrived[index] = replace(self.arrived[index], report=result.report, frequency=result.frequency)
+        outcome.faults = {index: printable(fault) for index, fault in result.faults.items()}
         outcome.state, outcome.bounds = result.state, dict(result.bounds)
 
     def close(self) -> None:

@@ -72,6 +72,7 @@ class RoundRecord(_Row):
         unneeded: Indices of the clients that the engine did not wait for because enough others had delivered.
         retried: Indices of the clients that were asked more than once.
         strays: Uploads that arrived late, twice or unrequested.
+        faults: What clients did wrong in a secure aggregation that the others could make good.
     """
 
     kind: Literal["round"] = "round"
@@ -83,6 +84,7 @@ class RoundRecord(_Row):
     unneeded: list[int] = Field(default_factory=list)
     retried: list[int] = Field(default_factory=list)
     strays: list[StrayUpload] = Field(default_factory=list)
+    faults: list[Rejection] = Field(default_factory=list)
 
 
 class ClientRecord(_Row):

@@ -10,7 +10,7 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -29,16 +29,24 @@ from fedguild.server.linear import EXAMPLES, Contributor, SecureMeans, one
 from fedguild.server.method import Method, Upload
 from fedguild.wire.accounting import Traffic, size_bytes
 
+if TYPE_CHECKING:
+    from fedguild.secure.keys import PublicKey
+
 PART, DISCLOSED = "secure", "disclosed"
 """The parts of the messages: the protocol's arrays, and what goes in the clear."""
 REPORT = "report"
 _UNSIGNED = {torch.int32: np.uint32, torch.int64: np.uint64}
-_SIGNED_NAMES = ("clients",)
+_SIGNED_NAMES = ("clients", "agreed")
 """Arrays of signed numbers; all other integers of 32 and 64 bits are words modulo 2^32 and 2^64."""
 
 
 class Peers(Protocol):
     """The clients of a round, wherever they are; an engine of a secure run is one."""
+
+    @property
+    def registered(self) -> Mapping[int, PublicKey]:
+        """Client index -> its registered public key, of those that the server knows."""
+        ...
 
     def exchange(self, session: Session, step: Step, requests: Mapping[int, Payload]) -> Mapping[int, Payload | str]:
         """Returns client -> its answer to a step's request, or why there is none."""
@@ -56,6 +64,7 @@ class Aggregated:
         frequency: [L, M] mean over the clients' tokens of the experts' activation; None for a dense model.
         traffic: Client index -> bytes of the session.
         bounds: Name of a mean -> the largest error of fixed point in it.
+        faults: Client index -> what it did wrong that the others could make good.
     """
 
     state: Payload
@@ -64,6 +73,7 @@ class Aggregated:
     frequency: Tensor | None
     traffic: Mapping[int, Traffic]
     bounds: Mapping[str, float]
+    faults: Mapping[int, str]
 
 
 @dataclass(frozen=True)
@@ -109,7 +119,7 @@ class SecureAggregation:
         form = whole_form(form, model) if self.reported else form
         clients = {upload.client.index: upload.client for upload in uploads}
         session = Session(self.run, round, secrets.token_hex(16), form.digest(), self.share, self.fewest, self.unheld)
-        server = ServerSession(session, form, list(clients))
+        server = ServerSession(session, form, list(clients), peers.registered)
         down: Counter[int] = Counter()
         up: Counter[int] = Counter()
         disclosed: dict[int, Payload] = {}
@@ -146,7 +156,7 @@ class SecureAggregation:
             for client in clients
         }
         next_state = method.aggregate_means(state, SecureMeans(round, means, contributors))
-        return Aggregated(next_state, dropped, report, frequency, traffic, means.bounds)
+        return Aggregated(next_state, dropped, report, frequency, traffic, means.bounds, server.faults)
 
 
 def whole_form(form: Form, model: ModelInfo) -> Form:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.flower.client_registry import POLL_SECONDS, ClientRegistry
@@ -27,6 +27,9 @@ from fedguild.server.method import Method
 from fedguild.server.validation import Envelope, check_envelope, check_plausible_size, check_size, unusable
 from fedguild.wire.codec import Codec, decode, encode, expand, shrink
 from fedguild.wire.schema import MessageKind
+
+if TYPE_CHECKING:
+    from fedguild.secure.keys import PublicKey
 
 SILENCE_SECONDS = 30.0
 """A client that has not replied for this long is asked whether it still has its task."""
@@ -90,6 +93,7 @@ class FlowerEngine:
         patience: How long the slowest clients are waited for; None for as long as the round's deadline says.
         secure: Whether the clients keep their uploads and go through a secure aggregation (`exchange`).
         step_seconds: How long a step of that waits for the clients.
+        keys: Folder of the clients' public keys, `client-000.pub` and so on; None if the server has none.
     """
 
     def __init__(
@@ -107,9 +111,10 @@ class FlowerEngine:
         patience: Patience | None = None,
         secure: bool = False,
         step_seconds: float = 600.0,
+        keys: Path | None = None,
     ) -> None:
         self.patience = patience
-        self.secure, self.step_seconds = secure, step_seconds
+        self.secure, self.step_seconds, self.keys = secure, step_seconds, keys
         self.transport = transport
         self.registry = registry
         self.run_metadata = dict(run_metadata)
@@ -186,6 +191,13 @@ class FlowerEngine:
             metadata: The request's metadata, beside the run's config.
         """
         return self._ask(self.registry.clients, kind, round, body_of, wait_seconds, metadata)
+
+    @property
+    def registered(self) -> Mapping[int, PublicKey]:
+        """The clients' public keys as they are now, of those that the server knows."""
+        from fedguild.secure.keys import load_known
+
+        return {} if self.keys is None else load_known(self.keys)
 
     def exchange(self, session: Session, step: Step, requests: Mapping[int, Payload]) -> dict[int, Payload | str]:
         """Returns client -> its answer to a step of a secure aggregation, or why there is none."""
