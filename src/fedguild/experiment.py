@@ -305,6 +305,13 @@ def _rounds(
     return _ended(experiment, last, delivery)
 
 
+def write_report(folder: Path) -> Path:
+    """Writes a run's report page; returns its file."""
+    from fedguild.report import html  # matplotlib takes a second to import, and only a whole run needs it
+
+    return html.write_report(folder)
+
+
 def _ended(experiment: Experiment, last: int, delivery: Delivery) -> RunResult:
     """Writes the report after the last round, and why it is the last if a callback stopped the run.
 
@@ -312,8 +319,6 @@ def _ended(experiment: Experiment, last: int, delivery: Delivery) -> RunResult:
         The result.
     """
     experiment.progress.stage("Writing the report")
-    from fedguild.report.html import write_report  # matplotlib takes a second to import, and only a whole run needs it
-
     report = write_report(experiment.folder)
     if delivery.reason and last < experiment.config.federation.rounds:
         write_stopping_reason(experiment.folder, last, delivery.reason)  # last: a run killed before is stopped again
