@@ -81,6 +81,7 @@ def test_models_that_are_not_there(routed_runs: dict[str, Path], tmp_path: Path)
         fedguild.load_model(tmp_path)
 
 
+@pytest.mark.long
 def test_the_harness_scores_a_model_as_the_guide_shows(routed_runs: dict[str, Path], tmp_path: Path) -> None:
     harness = pytest.importorskip("lm_eval")
     (code,) = re.findall(r"```python\n(import lm_eval\n.*?)```", EXPORT_GUIDE.read_text(), re.S)

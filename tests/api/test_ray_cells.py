@@ -36,6 +36,7 @@ def cell(model: Path, folder: Path, *settings: str) -> Cell:
     return Cell("small", small_config(model, "federation.rounds=2", *settings), folder)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 def test_cells_end_as_they_do_here(model: Path, tmp_path: Path) -> None:
     cells = [cell(model, tmp_path / f"there/seed-{seed}", f"seed={seed}") for seed in (0, 1)]

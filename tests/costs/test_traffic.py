@@ -101,7 +101,12 @@ def test_the_bytes_of_the_profile_are_those_of_a_real_run(label: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "label", [label for label in cases() if METHODS.load(label.partition(" ")[0]).costs.varies != "mean"]
+    "label",
+    [
+        pytest.param(label, marks=pytest.mark.long if " " in label else ())
+        for label in cases()
+        if METHODS.load(label.partition(" ")[0]).costs.varies != "mean"
+    ],
 )
 def test_shapes_alone_give_the_same_bytes(label: str, tmp_path: Path) -> None:
     """With 64 values a tensor at most, where the tests above have all of them."""

@@ -103,6 +103,7 @@ def shared(_one_ray: None) -> Iterator[SharedEngines]:
         engine.close()
 
 
+@pytest.mark.long
 def test_dp_sgd_on_actors_gives_the_bits_of_the_local_engine(models, shared, tmp_path):
     privacy = ["privacy.unit=example", "privacy.noise_multiplier=2", "privacy.sample_rate=0.1"]
     scores = ["evaluation.clients=false", "evaluation.trained=false"]
@@ -192,6 +193,7 @@ def test_an_actor_that_is_killed_in_a_round_is_replaced_and_the_round_is_unaffec
     assert [actor["loads"] for actor in actors] == [1, 1]
 
 
+@pytest.mark.long
 def test_a_cohort_on_which_every_actor_dies_fails_alone_and_an_idle_actor_that_died_is_replaced(prepared, monkeypatch):
     expected = uploads(prepared.train())
     monkeypatch.setattr(engine_module, "TRIES", 1)

@@ -71,9 +71,8 @@ def resumed_in_a_new_process(folder: Path, kill_at_version: int = 0) -> int:
     return subprocess.run(command, env=environment, check=False, capture_output=True, timeout=300).returncode
 
 
-@pytest.mark.parametrize(
-    "method", ["flora", *(pytest.param(name, marks=pytest.mark.long) for name in METHODS if name != "flora")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
 def test_a_run_that_is_killed_twice_ends_like_one_that_was_not(method: str, model: Path, tmp_path: Path) -> None:
     """At the end of round 2, before its checkpoint; then in round 2 again, in a new process, version 1 received."""
     config = config_of(model, method, "federation.participation=0.75")
