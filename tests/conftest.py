@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from fedguild.model.backbone import Backbone
@@ -46,6 +47,12 @@ UNTRACED = frozenset(
 
 Tracing lines takes a quarter of their time, and the tests of the parts reach those lines.
 """
+
+
+def pytest_configure() -> None:
+    """One thread, unless the user says otherwise: what one process computes is compared with another's bit by bit."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

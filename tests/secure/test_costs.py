@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from rich.console import Console
 
+import fedguild
+from fedguild.cli.profile_tables import tables
+from fedguild.costs.rows import as_rows
 from fedguild.costs.secure import session_bytes
 from fedguild.methods import build_method
 from fedguild.model.backbone import describe_config
@@ -42,3 +46,19 @@ def test_equal_shapes_cost_at_most_a_seventh_more_on_a_published_model(name, cli
     values = 4 * form.value_count
     down, up = session_bytes(form, clients)
     assert (values + down + up) / (2 * values) <= 1.15
+
+
+def test_a_secure_configs_profile_counts_its_session():
+    """FLAME on the embedded model, 8 clients: up, about the plain upload, and a summary of it is shown."""
+    plain, secure = (
+        fedguild.profile("flame/tiny-tasks", f"federation.secure={on}").profile for on in ("false", "true")
+    )
+    assert plain.session is None
+    down, up = secure.session
+    assert up == pytest.approx(plain.tiers[0].upload.bytes, rel=0.1)
+    assert 0 < down < up
+    rows = as_rows(secure)
+    assert rows[0]["session"] == {"down_bytes": down, "up_bytes": up}
+    console = Console(record=True, width=200)
+    console.print(*tables(secure))
+    assert "up in place of it, secure aggregation" in console.export_text()

@@ -81,6 +81,10 @@ def _traffic(profile: Profile) -> Table:
     for (what, direction), names in rows.items():
         who = "all" if len(names) == len(profile.tiers) else ", ".join(names)
         shown.add_row(who, what, byte_count(direction.bytes), *(_size(direction.parts, part) for part in parts))
+    if profile.session is not None:
+        down, up = profile.session
+        for what, size in (("up in place of it, secure aggregation", up), ("down for it", down)):
+            shown.add_row("whoever holds all", what, byte_count(size), *("·" for _ in parts))
     return shown
 
 

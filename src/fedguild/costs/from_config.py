@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -10,10 +11,12 @@ import torch
 from fedguild.client.budget import ClientInfo
 from fedguild.config import Config
 from fedguild.costs.profile import Profile, profile
+from fedguild.costs.secure import session_bytes
 from fedguild.costs.tiers import Workload
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import DTYPES, describe_config
 from fedguild.server.sampling import wanted_count
+from fedguild.server.secure_round import whole_form
 from fedguild.setup import fit_method, tell_fitted
 
 EXAMPLES = 1000
@@ -71,7 +74,12 @@ def profile_config(
         for index, tier in enumerate(config.federation.budget_per_client())
     ]
     participants = min(wanted_count(len(clients), config.federation.participation), len(clients))
-    return profile(method, model, clients, work, participants=participants, budgets=list(budgets.values()))
+    counted = profile(method, model, clients, work, participants=participants, budgets=list(budgets.values()))
+    if not config.federation.secure:
+        return counted
+    form = method.linear_form(model, list(budgets.values()))
+    form = whole_form(form, model) if config.privacy.unit == "none" else form
+    return replace(counted, session=session_bytes(form, participants, config.federation.secure_share))
 
 
 def known_examples(config: Config) -> int | None:

@@ -19,13 +19,18 @@ from fedguild.server.method import Method
 
 @dataclass(frozen=True)
 class Profile:
-    """A federation's costs: tiers in the order of the budgets, and the server."""
+    """A federation's costs: tiers in the order of the budgets, and the server.
+
+    Attributes:
+        session: Bytes that a client receives and sends in a secure aggregation, in place of its upload; None without.
+    """
 
     method: str
     model: ModelInfo
     workload: Workload
     tiers: Sequence[TierProfile]
     server: ServerProfile
+    session: tuple[int, int] | None = None
 
 
 def profile(

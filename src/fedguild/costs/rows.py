@@ -51,6 +51,9 @@ def _row(profile: Profile, tier: TierProfile) -> dict[str, Any]:
             "download_bytes": tier.first_download.bytes,
             "download_parts": tier.first_download.parts,
         },
+        "session": None
+        if profile.session is None
+        else dict(zip(("down_bytes", "up_bytes"), profile.session, strict=True)),
         "counted_in_round": entry.rounds,
         "peak_memory_bytes": tier.peak_memory.total_bytes,
         "memory": [

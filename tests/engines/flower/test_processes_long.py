@@ -15,6 +15,8 @@ from fedguild import experiment
 from fedguild.config import Config
 from fedguild.engines.flower.message import Message
 from fedguild.federation.keys import write_key
+from fedguild.federation.serving import UPLOADS
+from fedguild.secure.session import STEPS
 from fedguild.server.run_log import RoundRecord, RunLog
 from tests.engines.equality import newest_memory, site_memory
 from tests.engines.flower.faulty_replies import DEADLINE_SECONDS, FAULT_OF_ROUND, FAULTS, LIMIT_BYTES
@@ -188,6 +190,22 @@ def test_a_client_with_another_fault_each_round_is_left_out_each_time(
     serve_on(grid, config, tmp_path / "server")
     remote, expected = ended(federation.run_folder), ended(tmp_path / "server/state/run")
     assert_same(replace(remote, records=[], memory={}), replace(expected, records=[], memory={}))
+
+
+def test_a_secure_run_over_tls_gives_the_results_of_a_secure_run_here(model: Path, tmp_path: Path) -> None:
+    """With the keys that `federation init` writes; every upload that reaches the server is masked."""
+    secure = ("federation.secure=true", "federation.budgets=[{name: all, active_experts: 2, rank: 3}]")
+    config = config_of("flame", model, *secure)
+    experiment.run(config, tmp_path / "local")
+    with running(tmp_path / "federation", config) as started:
+        started.run()
+        remote, local = ended(started.run_folder), ended(tmp_path / "local")
+        assert_same(replace(remote, records=[], memory={}), replace(local, records=[], memory={}))
+        (whole, *_) = (record for record in RunLog(started.run_folder).read() if isinstance(record, RoundRecord))
+        assert whole.rejected == []
+        assert not list((started.run_folder / UPLOADS).glob("*")), "an upload of one client lies at the server"
+        for index in range(config.federation.clients):
+            assert started.trainer_log(index).count("secure, round 1.") == len(STEPS)
 
 
 def test_a_client_with_another_authoritys_certificate_is_told_so(
