@@ -277,6 +277,7 @@ def _rounds(
                 secure=secure,
                 private_mean=private_mean,
                 again=None if privacy is None else privacy.accounts.again,
+                diagnose=config.evaluation.diagnosis,
             )
             state, accepted = outcome.state, outcome.accepted
             _tell(experiment.progress, outcome)
@@ -288,7 +289,8 @@ def _rounds(
                 records.append(spent)
                 _tell_spent(experiment.progress, spent)
             records += routing_record(number, frequencies(outcome.deliveries), outcome.tokens())
-            records += observation_records(number, experiment.method.observe(state, model))
+            observed = [*experiment.method.observe(state, model), *outcome.observations]
+            records += observation_records(number, observed)
             with outcome.clock.phase("evaluate"):
                 if number % config.evaluation.every == 0 or number == total:
                     records += evaluate_state(experiment, state, number)

@@ -226,6 +226,11 @@ def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method
     _require_mean(method, federation.robust, equal_shapes=equal_shapes)
     if federation.secure:
         _require_secure(method, federation, model, list(budgets.values()))
+    if config.evaluation.diagnosis and (federation.secure or config.privacy.unit != "none"):
+        raise ConfigError(
+            "evaluation.diagnosis compares single uploads, which this run keeps from the server or puts noise on.",
+            "Set evaluation.diagnosis=false, or diagnose a run without federation.secure and privacy.unit.",
+        )
     check_privacy(method, config, equal_shapes=equal_shapes)
     return method, budgets
 

@@ -161,6 +161,7 @@ def test_comparable_ignores_the_clock_and_the_memory_only() -> None:
         "rejected": [{"client": 1, "reason": "NaN in adapter/a"}],
         "unneeded": [],
         "retried": [],
+        "faults": [],
         "strays": [],
     }
 

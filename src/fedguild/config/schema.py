@@ -28,6 +28,7 @@ NOT_IN_FINGERPRINT = (
     ("federation", "engine"),
     ("federation", "keep_checkpoints"),
     ("evaluation", "batch_tokens"),
+    ("evaluation", "diagnosis"),
 )
 LEFT_OUT_BY_DEFAULT = (
     ("federation", "norm_factor"),
@@ -174,6 +175,12 @@ class EvaluationSettings(Section):
     max_new_tokens: int = Field(default=128, ge=1, description="Maximum length of a generated response, in tokens.")
     batch_tokens: int = Field(default=8192, ge=64, description="Tokens in one forward pass of the evaluation.")
     perplexity: bool = Field(default=False, description="Also record the perplexity of the reference responses.")
+    diagnosis: bool = Field(
+        default=False,
+        description="Also report every round how much averaging shrinks the clients' changes, how far averaging A "
+        "and B apart is from averaging their products, and which experts are idle. The server then holds a round's "
+        "uploads.",
+    )
 
 
 class TrackingSettings(Section):

@@ -53,7 +53,7 @@ from fedguild.secure.form import Contribution, Form, LinearMean
 from fedguild.server.aggregation import WeightedMean, activation_weights, weights_by_name
 from fedguild.server.limits import require_within_top_k
 from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one, values_of
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload, in_part
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Observation, Upload, in_part
 from fedguild.server.settings import LoraSettings, Targets
 from fedguild.server.uploads import weight_of
 
@@ -172,6 +172,17 @@ class Flame(Method):
         """Lines 6 to 8."""
         rescaler = means.result(RESCALER, state.part(RESCALER))
         return Payload.of({ADAPTER: means.moved(ADAPTER, state.part(ADAPTER)), RESCALER: rescaler})
+
+    def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
+        """Returns the mean s of every budget's clients, by layer."""
+        by_budget: dict[str, list[Tensor]] = {}
+        for name, scale in state.part(RESCALER).items():
+            by_budget.setdefault(name.partition("/")[0], []).append(scale.reshape(()))
+        if not by_budget:
+            return []
+        values = torch.stack([torch.stack(scales) for scales in by_budget.values()])
+        layers = [f"layer {index}" for index in range(values.shape[1])] if values.shape[1] > 1 else ["all layers"]
+        return [Observation("rescaler s, mean of a budget's clients", values, list(by_budget), layers)]
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of A_i, B_i, s_i and a_i."""

@@ -19,9 +19,10 @@ from fedguild.errors import CheckpointError, UploadError
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.clock import Clock
+from fedguild.server.diagnosis import Diagnosis
 from fedguild.server.engine import Delivery, Engine, Task, Terms
 from fedguild.server.guard import LARGEST_VALUE, Guard, largest_value, not_finite
-from fedguild.server.method import Method, Upload
+from fedguild.server.method import Method, Observation, Upload
 from fedguild.server.optimizer import server_step, without_momentum
 from fedguild.server.private_mean import PrivateMean
 from fedguild.server.sampling import require_quorum, sample, wanted_count
@@ -70,6 +71,7 @@ class Outcome:
         strays: Unexpected uploads.
         faults: Client index -> what it did wrong in a secure aggregation that the others could make good.
         bounds: Name of a mean of a secure round -> the largest error of fixed point in it.
+        observations: What averaging did to the uploads, where that is asked for.
         phase_seconds: Wall time by phase.
     """
 
@@ -85,6 +87,7 @@ class Outcome:
     strays: list[Stray] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
     bounds: dict[str, float] = field(default_factory=dict)
+    observations: list[Observation] = field(default_factory=list)
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -110,6 +113,7 @@ def run_round(
     secure: SecureAggregation | None = None,
     private_mean: PrivateMean | None = None,
     again: Again | None = None,
+    diagnose: bool = False,
 ) -> Outcome:
     """Runs one round.
 
@@ -133,6 +137,7 @@ def run_round(
         secure: How uploads are aggregated that the server does not see; the engine is then one of its `Peers`.
         private_mean: Central differential privacy, which takes the guard's place.
         again: Decides before each further attempt who is asked once more; None for everybody whose upload is missing.
+        diagnose: Whether to look at what averaging does to the uploads; a round's uploads are then all held.
 
     Raises:
         QuorumError: there were too few valid uploads; the earlier state is unchanged.
@@ -152,7 +157,12 @@ def run_round(
     accepted = frozenset(accepted_before)
     zeroes = private_mean is not None
     intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, accepted, largest, again, zeroes)
-    with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:  # the engine ends its work in any case
+    diagnosis = Diagnosis(own, model) if diagnose else None
+    with (
+        outcome.clock.phase("aggregate"),
+        closing(intake.uploads()) as arriving,
+    ):  # the engine ends its work in any case
+        uploads = arriving if diagnosis is None else diagnosis.watched(arriving)
         if secure is not None:
             intake.aggregate_securely(secure, own, list(uploads))
             aggregate = outcome.state
@@ -172,6 +182,9 @@ def run_round(
         outcome.state = server_step(state, aggregate, step=rules.server_step, momentum=rules.server_momentum)
     # record
     intake.close()
+    if diagnosis is not None:
+        seen = {one.task.client.index: one.frequency for one in outcome.deliveries if one.frequency is not None}
+        outcome.observations = diagnosis.observations(seen)
     reasons = {client.name: outcome.rejected[client.index] for client in asked if client.index in outcome.rejected}
     require_quorum(len(outcome.accepted), wanted, rules.quorum, reasons)
     _require_finite(outcome.state, f"after round {round_index}")
