@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.client.cohort import Cohort, LocalWork, Step
+from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.optimizer import SlotOptimizer
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
@@ -52,7 +52,12 @@ def train(backbone, slots, monkeypatch, *, dropout=0.3, active=(2, 4), lengths=(
     """Two steps of a cohort; returns copies to the device, operations, and reports, for each pass."""
     reports = []
     slot_products._ends.cache_clear()
-    monkeypatch.setattr(Step, "_report", lambda self, sums, counts: reports.append(sums.shape))
+
+    def read(self):
+        reports.extend(sums.shape for sums, _ in self._unread)
+        self._unread.clear()
+
+    monkeypatch.setattr(Cohort, "read_losses", read)
     monkeypatch.setattr(SlotOptimizer, "_kernel", lambda self, values, *_: reports.append("update"))
     plan = AdapterPlan((Lora(8, 1.0, ("attention", "router", "experts"), dropout),))
     plans = [replace(plan, active_experts=active[slot % len(active)]) for slot in range(slots)]
