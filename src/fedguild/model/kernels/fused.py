@@ -169,9 +169,7 @@ class Fusion:
         if isinstance(forward, FunctionType) and ROTARY in forward.__code__.co_names and ROTARY in names:
             own = names[ROTARY]
 
-            def rotary(
-                q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-            ) -> tuple[Tensor, Tensor]:
+            def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
                 if unsqueeze_dim != 1 or not q.numel():
                     return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)  # type: ignore[no-any-return]
                 return self.library.rotary(q, k, cos, sin)
