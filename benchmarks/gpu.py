@@ -1,10 +1,11 @@
-"""Everything that matters on one GPU: training against sequential peft and plain transformers, and the other benchmarks.
+"""Everything that matters on one GPU: training against sequential peft and plain transformers, and other benchmarks.
 
 Run: python benchmarks/gpu.py --output runs/bench-gpu (or make bench-gpu); --device cpu --small rehearses it.
 
-Random weights in the layouts of OLMoE-1B-7B and Qwen3-30B-A3B, created on the device; clients of 128 to 8,192 tokens, one
-row each, 1 to 16 of them, with equal and with unequal budgets. Every case is one entry of `results.json`, written as soon as it
-is measured: a second call measures what is missing, and a case that does not fit says so. `index.html` shows them.
+Random weights in the layouts of OLMoE-1B-7B and Qwen3-30B-A3B, created on the device; clients of 128 to 8,192 tokens,
+one row each, 1 to 16 of them, with equal and with unequal budgets. Every case is an entry of `results.json`, written as
+soon as it is measured: a second call measures what is missing, and a case that does not fit says so. `index.html` shows
+them.
 
 - ours: one fused step of all clients (forward, backward, AdamW). Where it runs out of memory, it is measured again with
   activations recomputed.
@@ -13,7 +14,8 @@ is measured: a second call measures what is missing, and a case that does not fi
   projection share one rank.
 - transformers: the frozen model alone, forward and backward to its input, below which no training of adapters gets.
 
-Qwen3-30B-A3B as a whole holds few clients beside its 61 GB of weights, so that it is measured with 12 of its 48 layers, too.
+Qwen3-30B-A3B as a whole leaves room for few clients beside its 61 GB of weights, so that it is measured with 12 of its
+48 layers, too.
 The share of peak counts the FLOPs of `fedguild.costs` over the GPU's published dense bf16 rate, and over the rate of a
 large product measured here.
 """
@@ -413,7 +415,7 @@ def with_peft(model: Any, rank: int, active: int) -> Any:
 
 
 def typical(step: Callable[[], None], device: torch.device, *, few: bool) -> float:
-    """Returns a step's median seconds after two steps that are not counted: at least three, up to two seconds of them."""
+    """Returns a step's median seconds: two that do not count, then at least three, or up to two seconds of them."""
     taken: list[float] = []
     for turn in range(3 if few else 40):
         started = time.perf_counter()

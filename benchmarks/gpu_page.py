@@ -68,7 +68,7 @@ def figures(layout: str, place: int, entries: Iterable[Entry]) -> Iterable[str]:
 
 
 def figure(key: str, title: str, entries: list[Entry], value: Any, logs: bool) -> str:
-    """Returns one quantity over the tokens of a client, a line for each number of clients, left equal, right unequal."""
+    """Returns one quantity over the tokens of a client, a line for each number of clients; unequal on the right."""
     with styled(key):
         drawing = Figure(figsize=(FULL_WIDTH, 3.2), layout="constrained")
         sides = drawing.subplots(1, 2, sharey=True)

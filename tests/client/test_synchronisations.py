@@ -163,7 +163,7 @@ def test_a_layers_launches_do_not_grow_with_experts_or_slots(lengths, monkeypatc
         shallow, deep = (of_a_step(slots, num_experts=experts, num_hidden_layers=layers) for layers in (2, 5))
         found.add(tuple((after - before) / 3 for before, after in zip(shallow, deep, strict=True)))
     assert len(found) == 1, found
-    # Two projections of a layer's input, and down: forward A and B of each; backward Bᵀ, Aᵀ, and dA and dB of all three.
+    # Forward A and B, backward Bᵀ and Aᵀ, of gate and up together and of down; dA and dB of all three.
     assert launches["segmented_rows"] >= 2 * 5 * 8
     assert launches["segmented_outer"] >= 2 * 5 * 6
 

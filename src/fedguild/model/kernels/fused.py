@@ -1,9 +1,9 @@
 """Fused norms, rotary embeddings and gates of a frozen model on a GPU, from Liger-Kernel.
 
 Source: Hsu et al., Liger Kernel, 2024 (arXiv:2410.10989). Its functions take the place of what a module computes, one
-module object at a time: no class of transformers is changed, so that another model in the process stays as it is, and no
-list of families is kept, as Liger's own patches do, which lack OLMoE. What a module computes is found by its form, and a
-replacement is taken only if it agrees with the module itself on a few random values on the model's device:
+module object at a time: no class of transformers is changed, so that another model in the process stays as it is, and
+there is no list of families, as Liger's own patches have, which lacks OLMoE. What a module computes is found by its
+form, and a replacement is taken only if it agrees with the module itself on a few random values on the model's device:
 
 - a norm with `weight` and `variance_epsilon` whose class is some `…RMSNorm`;
 - an attention whose `forward` calls its file's `apply_rotary_pos_emb` (DeepSeek's interleaved one does not);

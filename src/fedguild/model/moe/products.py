@@ -2,9 +2,9 @@
 
 torch's `grouped_mm` computes them in one call. On a CPU it multiplies group by group with the BLAS that torch was built
 with. For large groups oneDNN's kernels are up to twice as fast in fp32 (docs/decisions/0004,
-benchmarks/grouped_products.py), so they are used for those. On a GPU torch has a kernel for bf16 on Hopper and Blackwell;
-elsewhere its `grouped_mm` reads the groups' ends back to the host and multiplies group by group, so that our own kernel
-runs there instead, and where there are more groups than torch's takes (docs/decisions/0016).
+benchmarks/grouped_products.py), so they are used for those. On a GPU torch has a kernel for bf16 on Hopper and
+Blackwell; elsewhere its `grouped_mm` reads the groups' ends back to the host and multiplies group by group, so that our
+own kernel runs there instead, and where there are more groups than torch's takes (docs/decisions/0016).
 """
 
 from __future__ import annotations
