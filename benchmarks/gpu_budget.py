@@ -65,18 +65,20 @@ def parts(clients: int, tokens: int, rank: int) -> tuple[list[Part], float]:
     expert_trained = trained - attention_trained
     projections = 4 * n * 4 * hidden * hidden
     low = 6 * pairs * r * 3 * (hidden + width)
-    # x and dy read, gate and up and down added to, their gradients, dx and dh added to.
-    low_traffic = 2 * wide + 4 * narrow + narrow + 2 * wide + wide + narrow + wide + narrow + 2 * narrow * 2 + 6 * wide
+    # Forward: x; gate and up, read and written; h; y, read and written. Backward: dy twice; dh, read and written; h; dz
+    # twice; dx, read and written; x for gate and for up.
+    low_traffic = (1 + 2 + 2 + 2 + 2) * wide + (4 + 1 + 2 + 1 + 2 + 2) * narrow
+    temporaries = 4 * wide + 6 * narrow
+    frozen_traffic = 5 * wide + 8 * narrow
+    of_attention = 6 * n * r * 8 * hidden
     return [
         Part("attention's projections", layers * projections, layers * 10 * token),
         Part("attention itself", layers * 3.5 * 2 * tokens * hidden * n, layers * 12 * token, "attention"),
-        Part(
-            "LoRA of attention", layers * 6 * n * r * 8 * hidden, layers * 28 * token, "low rank", layers * 48 * token
-        ),
+        Part("LoRA of attention", layers * of_attention, layers * 46 * token, "low rank", layers * 54 * token),
         Part(
             "experts' frozen products",
             layers * 4 * pairs * 3 * hidden * width,
-            layers * (5 * wide + 8 * narrow),
+            layers * frozen_traffic,
             "grouped",
         ),
         Part(
@@ -84,10 +86,10 @@ def parts(clients: int, tokens: int, rank: int) -> tuple[list[Part], float]:
             layers * low,
             layers * low_traffic,
             "low rank",
-            layers * (low_traffic + 3 * wide + 4 * narrow),
+            layers * (low_traffic + temporaries),
         ),
         Part("gather and combine", 0, layers * (5 * wide + 4 * token)),
-        Part("SwiGLU and routing weights", 0, layers * 17 * narrow, before=layers * 27 * narrow),
+        Part("SwiGLU and routing weights", 0, layers * 17 * narrow, before=layers * 29 * narrow),
         Part("norms", 0, layers * 4 * 5 * token, before=layers * 4 * 40 * token),
         Part("rotary embedding", 0, layers * 8 * token, before=layers * 32 * token),
         Part("residuals and their gradients", 0, layers * 10 * token),

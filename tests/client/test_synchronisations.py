@@ -29,7 +29,7 @@ from tests.backbones import random_rows, tiny_model
 from tests.model.kernels import let_run
 
 SETTINGS = TrainingSettings(optimizer="adamw", batch_size=2, steps=2, schedule="linear", clip_norm=1.0)
-OURS = ("low-rank", "grouped", "cross-entropy")
+OURS = ("low-rank", "grouped", "cross-entropy", "dropout")
 WAYS = pytest.mark.parametrize("names", [(), OURS], ids=["torch", "kernels"])
 RANK = 40
 """A rank that is no other size of the model."""

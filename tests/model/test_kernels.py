@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError
 from fedguild.model import chunked_loss, kernels
+from fedguild.model.adapters import dropout
 from fedguild.model.adapters.lora import Lora, slot_product
 from fedguild.model.chunked_loss import chunked_losses
 from fedguild.model.moe import products
@@ -181,6 +182,21 @@ def test_a_models_training_step_by_all_kernels(monkeypatch):
     assert float((kernel_gradients - gradients).norm() / gradients.norm()) < 0.05
 
 
+@pytest.mark.parametrize(("tokens", "features"), [(3, 37), (1, 1), (2, 64), (0, 4)])
+def test_dropouts_mask_has_the_same_bits(tokens, features, monkeypatch):
+    """Features that fill several blocks, odd numbers of them, and rates of 0 and nearly 1."""
+    let_run(monkeypatch, set())
+    keys = torch.randint(-(2**63), 2**63 - 1, (tokens,), generator=torch.Generator().manual_seed(1))
+    least = torch.tensor([-(2**31), 2**30, -1])[:tokens].to(torch.int32)
+    expected = dropout.kept(keys, least, features)
+    let_run(monkeypatch, {"dropout"})
+
+    from fedguild.model.kernels import dropout as kernel
+
+    monkeypatch.setattr(kernel, "BLOCK", 8)
+    assert torch.equal(dropout.kept(keys, least, features), expected)
+
+
 def test_a_cpu_runs_no_kernel(monkeypatch):
     monkeypatch.setenv(kernels.VARIABLE, ",".join(kernels.KERNELS))
     assert not any(kernels.runs(name, torch.device("cpu")) for name in kernels.KERNELS)
@@ -190,7 +206,7 @@ def test_a_cpu_runs_no_kernel(monkeypatch):
     ("setting", "installed", "expected"),
     [
         ("auto", {"triton", "liger_kernel"}, set(kernels.KERNELS)),
-        ("auto", {"triton"}, {"low-rank", "grouped", "cross-entropy"}),
+        ("auto", {"triton"}, {"low-rank", "grouped", "cross-entropy", "dropout"}),
         ("auto", set(), set()),
         ("none", {"triton", "liger_kernel"}, set()),
         ("low-rank, norm", {"triton", "liger_kernel"}, {"low-rank", "norm"}),

@@ -1,7 +1,7 @@
 """Kernels of a GPU: which of them run, on which device.
 
-Two kinds. Our own, in Triton: products of (expert, slot) groups (`segmented`) and the cross-entropy
-(`cross_entropy`). Liger-Kernel's, in place of a frozen model's own norms, rotary embedding and gates (`fused`).
+Two kinds. Our own, in Triton: products of (expert, slot) groups (`segmented`), the cross-entropy (`cross_entropy`) and
+dropout's mask (`dropout`). Liger-Kernel's, in place of a frozen model's norms, rotary embedding and gates (`fused`).
 
 A CPU never runs any of them. On a GPU each runs where its package is installed; the environment variable
 `FEDGUILD_KERNELS` is `auto` (the default), `none`, or the names of those that must run and no others:
@@ -23,6 +23,7 @@ KERNELS = {
     "low-rank": "triton",
     "grouped": "triton",
     "cross-entropy": "triton",
+    "dropout": "triton",
     "norm": "liger_kernel",
     "rotary": "liger_kernel",
     "swiglu": "liger_kernel",
