@@ -215,8 +215,11 @@ def test_a_cpu_runs_no_kernel(monkeypatch):
 def test_a_gpu_runs_what_is_installed_and_not_switched_off(setting, installed, expected, monkeypatch):
     monkeypatch.setattr(kernels.util, "find_spec", lambda name: name if name in installed else None)
     monkeypatch.setenv(kernels.VARIABLE, setting)
+    new = torch.device("cuda", 0)
+    monkeypatch.setattr(kernels, "is_new_enough", lambda device: device == new)
     kernels.chosen.cache_clear()
-    assert {name for name in kernels.KERNELS if kernels.runs(name, torch.device("cuda"))} == expected
+    assert not any(kernels.runs(name, torch.device("cuda", 1)) for name in kernels.KERNELS)
+    assert {name for name in kernels.KERNELS if kernels.runs(name, new)} == expected
     kernels.chosen.cache_clear()
 
 

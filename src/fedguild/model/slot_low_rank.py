@@ -58,7 +58,8 @@ class _AddLowRank(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         flat, low, scale, down, up = ctx.saved_tensors
-        needs_hidden, needs_down, needs_up = ctx.needs_input_grad[1], *ctx.needs_input_grad[5:]
+        needs = ctx.needs_input_grad
+        needs_hidden, needs_down, needs_up = needs[1], needs[5], needs[6]
         of_output = grads[0].reshape(-1, grads[0].shape[-1])
         d_hidden = d_down = d_up = None
         if needs_hidden or needs_down:

@@ -3,7 +3,7 @@
 Two kinds. Our own, in Triton: products of (expert, slot) groups (`segmented`), the cross-entropy (`cross_entropy`) and
 dropout's mask (`dropout`). Liger-Kernel's, in place of a frozen model's norms, rotary embedding and gates (`fused`).
 
-A CPU never runs any of them. On a GPU each runs where its package is installed; the environment variable
+A CPU never runs any of them. On a GPU that Triton compiles for each runs where its package is installed; the variable
 `FEDGUILD_KERNELS` is `auto` (the default), `none`, or the names of those that must run and no others:
 `FEDGUILD_KERNELS=low-rank,grouped`. `docs/decisions/0016` says what each is for.
 """
@@ -29,6 +29,8 @@ KERNELS = {
     "swiglu": "liger_kernel",
 }
 """Name -> the package that it needs."""
+OLDEST = (7, 5)
+"""The lowest compute capability that Triton compiles for."""
 
 
 def runs(name: str, device: torch.device) -> bool:
@@ -41,7 +43,13 @@ def runs(name: str, device: torch.device) -> bool:
     Raises:
         ConfigError: FEDGUILD_KERNELS has an unknown name, or names a kernel whose package is not installed.
     """
-    return device.type == "cuda" and name in chosen(os.environ.get(VARIABLE, "auto"))
+    return device.type == "cuda" and name in chosen(os.environ.get(VARIABLE, "auto")) and is_new_enough(device)
+
+
+@cache
+def is_new_enough(device: torch.device) -> bool:
+    """Whether Triton compiles for a GPU."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= OLDEST
 
 
 @cache

@@ -113,7 +113,7 @@ class Fusion:
             if "norm" in wanted and is_norm(module):
                 done = self._fuse_norm(module)
             elif "rotary" in wanted and (forward := self._with_rotary(type(module))) is not None:
-                module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+                module.forward = MethodType(forward, module)
                 done = True
             elif "swiglu" in wanted and has_gate(module):
                 done = self._fuse_gate(module)

@@ -29,8 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROW_BLOCKS = (16, 64)
-"""Least and largest number of rows of a tile in half precision; half and a quarter of it in fp32 and fp64."""
+ROW_BLOCK = 64
+"""Largest number of rows of a tile in half precision; in fp32 and fp64 half and a quarter of it."""
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -65,9 +65,8 @@ class Segments:
 
 def row_block(rows: int, groups: int, dtype: torch.dtype) -> int:
     """Returns the rows of a tile, from the mean size of a group."""
-    least, largest = ROW_BLOCKS
     cut = {torch.float32: 2, torch.float64: 4}.get(dtype, 1)
-    return max(least, min(largest // cut, triton.next_power_of_2(-(-rows // max(1, groups)))))
+    return _block(-(-rows // max(1, groups)), ROW_BLOCK // cut)
 
 
 def segmented_rows(
@@ -179,7 +178,8 @@ def segmented_outer(
 
 
 def _block(size: int, largest: int) -> int:
-    return max(16, min(largest, triton.next_power_of_2(size)))
+    """Returns a power of two that covers a size, at least 16 and at most `largest`."""
+    return max(16, min(largest, 1 << max(0, size - 1).bit_length()))
 
 
 def _arithmetic(dtype: torch.dtype) -> dict[str, Any]:
