@@ -99,8 +99,11 @@ def train(backbone, slots, monkeypatch, *, dropout=0.3, active=(2, 4), lengths=(
     return counts[-1]
 
 
-@pytest.mark.parametrize("lengths", [(9, 3, 5, 5), (6, 6, 6, 6)], ids=["packed", "without padding"])
-@WAYS
+@pytest.mark.parametrize(
+    ("names", "lengths"),
+    [((), (9, 3, 5, 5)), ((), (6, 6, 6, 6)), (OURS, (9, 3, 5, 5))],
+    ids=["packed", "without padding", "by kernels"],
+)
 def test_the_host_waits_for_the_losses_alone(names, lengths, monkeypatch):
     """One wait a step; copies to the device do not grow with layers, experts or slots."""
     let_run(monkeypatch, names, "meta")
@@ -124,9 +127,7 @@ def test_padding_and_mixed_experts_are_counted_on_the_host(monkeypatch):
     train(backbone, 2, monkeypatch)
 
 
-@WAYS
-def test_operations_do_not_grow_with_experts(names, monkeypatch):
-    let_run(monkeypatch, names, "meta")
+def test_operations_do_not_grow_with_experts(monkeypatch):
     operations = [train(meta_backbone(num_experts=experts), 2, monkeypatch)[1] for experts in (8, 64)]
     assert operations[0] == operations[1]
 
@@ -143,29 +144,28 @@ def test_there_is_no_cliff_in_the_number_of_groups(monkeypatch):
 
 def test_a_kernel_has_no_number_of_groups_at_which_it_takes_another_way(monkeypatch):
     let_run(monkeypatch, OURS, "meta")
-    operations = [train(meta_backbone(num_experts=64), slots, monkeypatch)[1] for slots in (14, 15, 16, 17)]
+    operations = [train(meta_backbone(num_experts=64), slots, monkeypatch)[1] for slots in (15, 16, 17)]
     assert len({after - before for before, after in pairwise(operations)}) == 1
 
 
-@pytest.mark.parametrize("lengths", [(9, 3, 5, 5), (6, 6, 6, 6)], ids=["packed", "without padding"])
-def test_a_layers_launches_do_not_grow_with_experts_or_slots(lengths, monkeypatch):
+def test_a_layers_launches_do_not_grow_with_experts_or_slots(monkeypatch):
     """Operations of torch and launches of our kernels, of the layers that a deeper model has more."""
     let_run(monkeypatch, OURS, "meta")
     launches = count_launches(monkeypatch)
 
     def of_a_step(slots, **changes):
         launches.clear()
-        _, operations = train(meta_backbone(**changes), slots, monkeypatch, lengths=lengths)
+        _, operations = train(meta_backbone(**changes), slots, monkeypatch)
         return operations, launches.total() / 2
 
     found = set()
     for slots, experts in ((2, 8), (5, 8), (2, 32)):
-        shallow, deep = (of_a_step(slots, num_experts=experts, num_hidden_layers=layers) for layers in (2, 5))
-        found.add(tuple((after - before) / 3 for before, after in zip(shallow, deep, strict=True)))
+        shallow, deep = (of_a_step(slots, num_experts=experts, num_hidden_layers=layers) for layers in (1, 3))
+        found.add(tuple((after - before) / 2 for before, after in zip(shallow, deep, strict=True)))
     assert len(found) == 1, found
     # Forward A and B, backward Bᵀ and Aᵀ, of gate and up together and of down; dA and dB of all three.
-    assert launches["segmented_rows"] >= 2 * 5 * 8
-    assert launches["segmented_outer"] >= 2 * 5 * 6
+    assert launches["segmented_rows"] >= 2 * 3 * 8
+    assert launches["segmented_outer"] >= 2 * 3 * 6
 
 
 def count_launches(monkeypatch):

@@ -51,11 +51,11 @@ def test_experts_by_the_kernel_equal_the_loop(name, dtype, monkeypatch):
 
 def test_only_gradients_that_are_needed_are_computed(monkeypatch):
     let_run(monkeypatch, {"low-rank"})
-    layer = build(CASES[MIXED], torch.float64)
+    layer = build(CASES["one slot"], torch.float64)
     _, expected = by_loop(layer)
-    for places in ([0], [2, 4, 6]):
-        _, found = by_view(layer, torch.float64, way="side by side", trained=places)
-        assert all(worst(gradient, expected[place]) < 1e-12 for place, gradient in zip(places, found, strict=True))
+    places = [2, 4, 6]
+    _, found = by_view(layer, torch.float64, way="side by side", trained=places)
+    assert all(worst(gradient, expected[place]) < 1e-12 for place, gradient in zip(places, found, strict=True))
 
 
 def test_a_middle_factor_by_the_kernel(monkeypatch):

@@ -21,7 +21,12 @@ SIZES = {
 }
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-GROUPS = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+CASES = pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [(SIZES["ragged"], dtype) for dtype in TOLERANCES]
+    + [(sizes, torch.float32) for name, sizes in SIZES.items() if name != "ragged"],
+    ids=[*map(str, TOLERANCES), *(name for name in SIZES if name != "ragged")],
+)
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -43,8 +48,7 @@ def by_loop(rows: Tensor, matrices: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return torch.cat([part @ matrix for part, matrix in zip(parts, matrices.double(), strict=True)])
 
 
-@DTYPES
-@GROUPS
+@CASES
 def test_rows_times_their_groups_matrix(sizes, dtype):
     """Scaled, and added to what is there; matrices stored either way round, rows and total parts of wider tensors."""
     n, groups, inner, outer, slots = sum(sizes), len(sizes), 20, 24, max(1, len(sizes) // 3)
@@ -78,8 +82,7 @@ def test_two_projections_at_once(dtype):
     assert_near(segmented_rows(both, [first, second], segments, summed=True), own[0] + own[1], dtype)
 
 
-@DTYPES
-@GROUPS
+@CASES
 def test_left_rows_transposed_times_right_rows(sizes, dtype):
     n = sum(sizes)
     left, right = normal(n, 40, seed=1, dtype=dtype)[:, 20:], normal(n, 18, seed=2, dtype=dtype)
