@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 DEMO := runs/demo
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-long lint types check docs tables tables-recorded bench clean
+.PHONY: demo test test-long lint types check docs tables tables-recorded bench bench-gpu clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks \
@@ -45,9 +45,13 @@ tables: $(VENV)/.developer
 tables-recorded: $(VENV)/.developer
 	$(BIN)/python docs/tables.py --recorded
 
-# All but benchmarks/english_tasks.py, which needs data sets and hours.
+# All but benchmarks/english_tasks.py, which needs data sets and hours, and those of a GPU.
 bench: $(VENV)/.developer
-	for script in $$(grep -l __main__ benchmarks/*.py | grep -v english_); do $(BIN)/python $$script || exit 1; done
+	for script in $$(grep -l __main__ benchmarks/*.py | grep -v -e english_ -e gpu); do $(BIN)/python $$script || exit 1; done
+
+# On one GPU, in less than 25 minutes: runs/bench-gpu/index.html. Once more: what is missing.
+bench-gpu: $(VENV)/.developer
+	$(BIN)/python benchmarks/gpu.py --output runs/bench-gpu
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .coverage

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from models import LAYER, our_backbone, our_step, rows
-from timing import keep_freed_pages, machine, medians
+from timing import add_device, keep_freed_pages, machine, medians
 
 RANK = 8
 TARGETS = ("experts",)
@@ -21,14 +21,17 @@ def main() -> None:
     """Measures 8, 4, 2 and 1 active experts, taking turns on a backbone each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
-    repeats = parser.parse_args().repeats
+    add_device(parser)
+    given = parser.parse_args()
     keep_freed_pages()
-    print(machine())
+    print(machine(given.device, given.dtype))
     examples = [rows(LAYER, 1, seed=1, tokens=TOKENS)]
     steps = {}
     for active in (8, 4, 2, 1):
-        steps[str(active)], _ = our_step(our_backbone(LAYER), examples, RANK, TARGETS, active)
-    seconds = medians(steps, repeats=repeats)
+        steps[str(active)], _ = our_step(
+            our_backbone(LAYER, given.dtype, given.device), examples, RANK, TARGETS, active
+        )
+    seconds = medians(steps, repeats=given.repeats)
     for active, value in seconds.items():
         print(f"{active} active experts: {1e3 * value:.0f} ms, {value / seconds['8']:.2f} of 8", flush=True)
 

@@ -1,4 +1,4 @@
-"""Grouped products on a CPU: ours against torch's `grouped_mm`, at sizes of a training step.
+"""Grouped products: ours against torch's `grouped_mm`, at sizes of a training step.
 
 Run: python benchmarks/grouped_products.py
 Prints the ratio grouped_mm / ours; docs/decisions/0004 explains it.
@@ -6,8 +6,10 @@ Prints the ratio grouped_mm / ours; docs/decisions/0004 explains it.
 
 from __future__ import annotations
 
+import argparse
+
 import torch
-from timing import keep_freed_pages, machine, medians
+from timing import add_device, keep_freed_pages, machine, medians
 
 from fedguild.model.moe.products import grouped_rows
 
@@ -21,20 +23,26 @@ CASES = (
 
 def main() -> None:
     """Measures each case with groups of uneven size."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_device(parser)
+    given = parser.parse_args()
     keep_freed_pages()
-    print(machine())
+    print(machine(given.device, given.dtype))
     for name, groups, rows, inner, outer in CASES:
-        measure(name, groups, rows, inner, outer)
+        measure(name, groups, rows, inner, outer, given.device, given.dtype)
 
 
-def measure(name: str, groups: int, rows: int, inner: int, outer: int) -> None:
+def measure(
+    name: str, groups: int, rows: int, inner: int, outer: int, device: torch.device, dtype: torch.dtype
+) -> None:
     """Prints one case's ratio."""
     rng = torch.Generator().manual_seed(0)
-    left = torch.randn(rows, inner, generator=rng)
-    right = torch.randn(groups, outer, inner, generator=rng).transpose(1, 2)
+    left = torch.randn(rows, inner, generator=rng).to(device, dtype)
+    right = torch.randn(groups, outer, inner, generator=rng).to(device, dtype).transpose(1, 2)
     share = torch.softmax(0.5 * torch.randn(groups, generator=rng), 0)
     ends = (share.cumsum(0) * rows).round().to(torch.int32)
     ends[-1] = rows
+    ends = ends.to(device)
     seconds = medians(
         {
             "ours": lambda: grouped_rows(left, right, ends),

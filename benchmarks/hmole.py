@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from models import Size, rows
-from timing import keep_freed_pages, machine, medians
+from timing import add_device, keep_freed_pages, machine, medians
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fedguild.client.optimizer import SlotOptimizer
@@ -37,21 +37,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--dropout", type=float, default=0.0)
+    add_device(parser)
     arguments = parser.parse_args()
     keep_freed_pages()
-    print(machine())
+    print(machine(arguments.device, arguments.dtype))
     for clients, repeats in ((1, 3 * arguments.repeats), (8, arguments.repeats)):
-        measure(clients, repeats, arguments.dropout)
+        measure(clients, repeats, arguments.dropout, (arguments.device, arguments.dtype))
 
 
-def measure(clients: int, repeats: int, dropout: float) -> None:
+def measure(clients: int, repeats: int, dropout: float, where: tuple[torch.device, torch.dtype]) -> None:
     """Prints one cohort's ratio."""
     batches = [rows(DENSE, 1, seed) for seed in range(clients)]
     lora = AdapterPlan((Lora(RANK, SCALE, TARGETS, dropout=dropout),))
     part = MixtureOfLora(TARGETS, RANK, SCALE, experts=POOL, capacity=MOST, top_k=2, dropout=dropout)
     mixture = AdapterPlan((part,))
     seconds = medians(
-        {"plain": step_of(dense_backbone(), lora, batches), "mixture": step_of(dense_backbone(), mixture, batches)},
+        {
+            "plain": step_of(dense_backbone(*where), lora, batches),
+            "mixture": step_of(dense_backbone(*where), mixture, batches),
+        },
         repeats=repeats,
         warmup=3,
     )
@@ -62,7 +66,7 @@ def measure(clients: int, repeats: int, dropout: float) -> None:
     )
 
 
-def dense_backbone() -> Backbone:
+def dense_backbone(device: torch.device, dtype: torch.dtype) -> Backbone:
     """Returns a random Llama."""
     config = LlamaConfig(
         vocab_size=DENSE.vocabulary,
@@ -73,7 +77,7 @@ def dense_backbone() -> Backbone:
         num_key_value_heads=DENSE.hidden // 64,
     )
     torch.manual_seed(0)
-    return make_backbone(LlamaForCausalLM(config), None, name="random")
+    return make_backbone(LlamaForCausalLM(config).to(device, dtype), None, name="random")
 
 
 def step_of(backbone: Backbone, plan: AdapterPlan, batches: Sequence[Sequence[Encoded]]) -> Callable[[], None]:

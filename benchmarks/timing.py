@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 
@@ -54,14 +55,14 @@ def machine(device: torch.device | None = None, dtype: torch.dtype = torch.float
     """
     where = device or torch.device("cpu")
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU"
-    bandwidth, speed = _bandwidth(where), _speed(where, dtype)
     return (
         f"{name}, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, torch {torch.__version__}; "
-        f"copies {bandwidth / 1e9:.1f} GB/s, products {speed / 1e9:.0f} GFLOP/s"
+        f"copies {bandwidth(where) / 1e9:.1f} GB/s, products {speed(where, dtype) / 1e9:.0f} GFLOP/s"
     )
 
 
-def _bandwidth(device: torch.device) -> float:
+@cache
+def bandwidth(device: torch.device) -> float:
     """Returns the bytes read and written in a second of copying 128 MiB."""
     source = torch.ones(1 << 25, device=device)
     target = torch.empty_like(source)
@@ -69,7 +70,8 @@ def _bandwidth(device: torch.device) -> float:
     return 2 * source.numel() * source.element_size() / seconds
 
 
-def _speed(device: torch.device, dtype: torch.dtype) -> float:
+@cache
+def speed(device: torch.device, dtype: torch.dtype) -> float:
     """Returns the floating-point operations in a second of a square product."""
     size = 1024 if device.type == "cpu" else 8192
     left = torch.ones(size, size, device=device, dtype=dtype)

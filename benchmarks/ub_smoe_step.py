@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 from models import LAYER, TINY, Size, our_backbone, rows
-from timing import keep_freed_pages, machine
+from timing import add_device, keep_freed_pages, machine
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
@@ -34,18 +34,28 @@ def main() -> None:
     """Measures a small model and one OLMoE-size layer."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
-    repeats = parser.parse_args().repeats
+    add_device(parser)
+    given = parser.parse_args()
     keep_freed_pages()
-    print(machine())
+    print(machine(given.device, given.dtype))
     for name, size, tokens, batch in (("tiny (hidden 256)", TINY, 128, 4), ("one OLMoE-size layer", LAYER, 512, 1)):
         for active in ((8,), (1,), (8, 1)):
-            measure(name, size, tokens, batch, active, repeats)
+            measure(name, size, tokens, batch, active, given.repeats, (given.dtype, given.device))
 
 
-def measure(name: str, size: Size, tokens: int, batch: int, active: Sequence[int], repeats: int) -> None:
+def measure(
+    name: str,
+    size: Size,
+    tokens: int,
+    batch: int,
+    active: Sequence[int],
+    repeats: int,
+    where: tuple[torch.dtype, torch.device],
+) -> None:
     """Prints one line; the two take turns, so that load hits both alike."""
     updates = {
-        method: local_update(method, our_backbone(size), size, tokens, batch, active) for method in ("flame", "ub-smoe")
+        method: local_update(method, our_backbone(size, *where), size, tokens, batch, active)
+        for method in ("flame", "ub-smoe")
     }
     seconds: dict[str, list[tuple[float, float]]] = {method: [] for method in updates}
     for turn in range(1 + repeats):

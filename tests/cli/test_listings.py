@@ -14,6 +14,7 @@ from fedguild.config.data import PartitionSettings
 from fedguild.data import ClientData, Corpus, Example, PartitionTable, partition
 from fedguild.data.partition import SCHEMES
 from fedguild.methods import METHODS
+from fedguild.model import kernels
 from fedguild.setup import PreparedData
 from tests.cli.conftest import Invoke
 from tests.plugins import install
@@ -149,6 +150,29 @@ def test_doctor_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     (card,) = doctor._device()
     assert (card.subject, card.found) == ("device cuda:0", "A card, 16 GiB")
     assert "no bfloat16" in card.consequence
+
+
+@pytest.mark.parametrize(
+    ("setting", "installed", "verdict", "found"),
+    [
+        ("auto", True, "ok", "low-rank, grouped, cross-entropy, dropout, norm, rotary, swiglu"),
+        ("auto", False, "missing", "none"),
+        ("grouped,norm", True, "missing", "grouped, norm"),
+        ("grouped,norm", False, "problem", "grouped,norm"),
+    ],
+)
+def test_doctor_lists_the_kernels_of_a_gpu(
+    setting: str, installed: bool, verdict: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert doctor._kernels().found == "none: they are for a GPU"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(kernels.util, "find_spec", lambda name: name if installed else None)
+    monkeypatch.setenv(kernels.VARIABLE, setting)
+    kernels.chosen.cache_clear()
+    line = doctor._kernels()
+    kernels.chosen.cache_clear()
+    assert (line.verdict, line.found) == (verdict, found)
+    assert ("pip install 'fedguild[gpu]'" in line.consequence) is (verdict != "ok")
 
 
 @pytest.fixture

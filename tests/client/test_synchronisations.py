@@ -5,17 +5,19 @@ Tensors on `meta` have no values, so that whatever waits for one on a GPU raises
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.client.cohort import Cohort, LocalWork, Step
+from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.optimizer import SlotOptimizer
 from fedguild.config.training import TrainingSettings
-from fedguild.data.batches import Encoded
+from fedguild.data.batches import Encoded, collate
 from fedguild.model import slot_products
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import make_backbone
@@ -24,23 +26,34 @@ from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from tests.backbones import random_rows, tiny_model
+from tests.model.kernels import let_run
 
 SETTINGS = TrainingSettings(optimizer="adamw", batch_size=2, steps=2, schedule="linear", clip_norm=1.0)
+OURS = ("low-rank", "grouped", "cross-entropy", "dropout")
+WAYS = pytest.mark.parametrize("names", [(), OURS], ids=["torch", "kernels"])
+RANK = 40
+"""A rank that is no other size of the model."""
 
 
 class Copies(TorchDispatchMode):
-    """Counts what is copied from the host to the device, and the operations."""
+    """Counts what is copied from the host to the device, the operations, casts of factors, and sums in new tensors."""
 
     def __init__(self):
         super().__init__()
         self.copies = 0
         self.operations = 0
+        self.casts = 0
+        self.sums = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         self.operations += 1
         if function is torch.ops.aten._to_copy.default and args[0].device.type == "cpu" and out.device.type == "meta":
             self.copies += 1
+        of_factor = function is torch.ops.aten._to_copy.default and out.dim() > 2 and RANK in out.shape
+        self.casts += of_factor and out.dtype is torch.bfloat16
+        if function is torch.ops.aten.add.Tensor and out.dtype is torch.bfloat16:
+            self.sums += 1
         return out
 
 
@@ -48,15 +61,8 @@ def meta_backbone(dtype=torch.bfloat16, **changes):
     return make_backbone(tiny_model("olmoe", dtype=dtype, **changes).to("meta"), None, name="without values")
 
 
-def train(backbone, slots, monkeypatch, *, dropout=0.3, active=(2, 4), lengths=(9, 3, 5, 5)):
-    """Two steps of a cohort; returns copies to the device, operations, and reports, for each pass."""
-    reports = []
-    slot_products._ends.cache_clear()
-    monkeypatch.setattr(Step, "_report", lambda self, sums, counts: reports.append(sums.shape))
-    monkeypatch.setattr(SlotOptimizer, "_kernel", lambda self, values, *_: reports.append("update"))
-    plan = AdapterPlan((Lora(8, 1.0, ("attention", "router", "experts"), dropout),))
-    plans = [replace(plan, active_experts=active[slot % len(active)]) for slot in range(slots)]
-    work = [
+def work_of(slots, lengths):
+    return [
         LocalWork(
             ClientInfo(slot, Budget("all", 4, 8), len(lengths)),
             [Encoded(tuple(ids), 1) for ids in random_rows(list(lengths), slot)],
@@ -65,6 +71,22 @@ def train(backbone, slots, monkeypatch, *, dropout=0.3, active=(2, 4), lengths=(
         )
         for slot in range(slots)
     ]
+
+
+def train(backbone, slots, monkeypatch, *, dropout=0.3, active=(2, 4), lengths=(9, 3, 5, 5)):
+    """Two steps of a cohort; returns copies to the device, operations, and reports, for each pass."""
+    reports = []
+    slot_products._ends.cache_clear()
+
+    def read(self):
+        reports.extend(sums.shape for sums, _ in self._unread)
+        self._unread.clear()
+
+    monkeypatch.setattr(Cohort, "read_losses", read)
+    monkeypatch.setattr(SlotOptimizer, "_kernel", lambda self, values, *_: reports.append("update"))
+    plan = AdapterPlan((Lora(8, 1.0, ("attention", "router", "experts"), dropout),))
+    plans = [replace(plan, active_experts=active[slot % len(active)]) for slot in range(slots)]
+    work = work_of(slots, lengths)
     with SlotModel(backbone, plans) as model:
         cohort = Cohort(model, work, SETTINGS, round_index=1, seed=1)
         counts = []
@@ -77,9 +99,14 @@ def train(backbone, slots, monkeypatch, *, dropout=0.3, active=(2, 4), lengths=(
     return counts[-1]
 
 
-@pytest.mark.parametrize("lengths", [(9, 3, 5, 5), (6, 6, 6, 6)], ids=["packed", "without padding"])
-def test_the_host_waits_for_the_losses_alone(lengths, monkeypatch):
-    """One wait a pass; copies to the device do not grow with layers, experts or slots."""
+@pytest.mark.parametrize(
+    ("names", "lengths"),
+    [((), (9, 3, 5, 5)), ((), (6, 6, 6, 6)), (OURS, (9, 3, 5, 5))],
+    ids=["packed", "without padding", "by kernels"],
+)
+def test_the_host_waits_for_the_losses_alone(names, lengths, monkeypatch):
+    """One wait a step; copies to the device do not grow with layers, experts or slots."""
+    let_run(monkeypatch, names, "meta")
     copies = {
         name: train(meta_backbone(**changes), slots, monkeypatch, lengths=lengths)[0]
         for name, slots, changes in (
@@ -113,3 +140,83 @@ def test_there_is_no_cliff_in_the_number_of_groups(monkeypatch):
     by_slot = operations[15] - operations[14]
     assert operations[17] - operations[16] == by_slot
     assert 0 < operations[16] - operations[15] - by_slot < 2 * 150
+
+
+def test_a_kernel_has_no_number_of_groups_at_which_it_takes_another_way(monkeypatch):
+    let_run(monkeypatch, OURS, "meta")
+    operations = [train(meta_backbone(num_experts=64), slots, monkeypatch)[1] for slots in (15, 16, 17)]
+    assert len({after - before for before, after in pairwise(operations)}) == 1
+
+
+def test_a_layers_launches_do_not_grow_with_experts_or_slots(monkeypatch):
+    """Operations of torch and launches of our kernels, of the layers that a deeper model has more."""
+    let_run(monkeypatch, OURS, "meta")
+    launches = count_launches(monkeypatch)
+
+    def of_a_step(slots, **changes):
+        launches.clear()
+        _, operations = train(meta_backbone(**changes), slots, monkeypatch)
+        return operations, launches.total() / 2
+
+    found = set()
+    for slots, experts in ((2, 8), (5, 8), (2, 32)):
+        shallow, deep = (of_a_step(slots, num_experts=experts, num_hidden_layers=layers) for layers in (1, 3))
+        found.add(tuple((after - before) / 2 for before, after in zip(shallow, deep, strict=True)))
+    assert len(found) == 1, found
+    # Forward A and B, backward Bᵀ and Aᵀ, of gate and up together and of down; dA and dB of all three.
+    assert launches["segmented_rows"] >= 2 * 3 * 8
+    assert launches["segmented_outer"] >= 2 * 3 * 6
+
+
+def count_launches(monkeypatch):
+    """Counts the calls of our kernels, by name, from now on."""
+    segmented = pytest.importorskip("fedguild.model.kernels.segmented", reason="Triton is there for Linux only")
+    launches = Counter()
+
+    def counted(name, function):
+        def call(*args, **kwargs):
+            launches[name] += 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(segmented, name, call)
+
+    for name in ("segmented_rows", "segmented_outer"):
+        counted(name, getattr(segmented, name))
+    return launches
+
+
+@WAYS
+@pytest.mark.parametrize("targets", [("attention",), ("experts",)], ids=str)
+def test_factors_are_cast_once_a_step(targets, names, monkeypatch):
+    """Not once a pass: three passes of a step cast as often as one."""
+    let_run(monkeypatch, names, "meta")
+    casts = []
+    for passes in (1, 3):
+        settings = SETTINGS.model_copy(update={"accumulation": passes, "steps": 1})
+        plan = AdapterPlan((Lora(RANK, 1.0, targets),))
+        with SlotModel(meta_backbone(), [plan, plan]) as model, Copies() as counts:
+            losses = []
+            monkeypatch.setattr(Cohort, "read_losses", lambda self, losses=losses: losses.append(len(self._unread)))
+            monkeypatch.setattr(SlotOptimizer, "_kernel", lambda *_: None)
+            cohort = Cohort(model, work_of(2, (5,) * 6), settings, round_index=1, seed=1)
+            for step in cohort.steps():
+                step.backward(step.forward())
+        casts.append(counts.casts)
+        assert losses[0] == passes
+    backbone = meta_backbone()
+    shapes = AdapterPlan((Lora(RANK, 1.0, targets),)).parts[0].shapes(backbone.info)
+    assert casts == [len(shapes)] * 2
+
+
+@pytest.mark.parametrize("lengths", [(6,), (9, 3, 5)], ids=["without padding", "packed"])
+def test_products_are_added_in_place(lengths, monkeypatch):
+    """A forward pass with LoRA makes no further tensor of a layer's output: as many sums as without, in bf16."""
+    let_run(monkeypatch, OURS, "meta")
+    sums = []
+    batch = collate([[Encoded(tuple(ids), 1) for ids in random_rows(list(lengths), slot)] for slot in range(2)], 0)
+    for targets in (("router",), ("attention", "router", "experts")):
+        with SlotModel(meta_backbone(), [AdapterPlan((Lora(RANK, 1.0, targets),))] * 2) as model, torch.no_grad():
+            with Copies() as counts:
+                model.token_losses(batch)
+            sums.append(counts.sums)
+    assert sums[0] == sums[1] > 0

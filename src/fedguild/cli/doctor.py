@@ -30,6 +30,7 @@ EXTRAS = {
     "eval": (("peft", "accelerate"), "exported adapters cannot be checked against peft"),
     "track": (("tensorboard",), "tracking.tensorboard cannot be enabled"),
     "four-bit": (("bitsandbytes", "accelerate"), "model.load_in_4bit cannot be enabled"),
+    "gpu": (("triton", "liger_kernel"), "training on a GPU takes longer: no fused kernels"),
     "fusion": (("nevergrad",), "fdlora cannot search its fusion weights"),
     "ray": (("ray",), "runs cannot be spread over GPUs and machines"),
     "flower": (("flwr",), "clients cannot take part over the network"),
@@ -78,6 +79,7 @@ def diagnose() -> Iterator[Finding]:
         yield _extra(extra, packages, loss)
     if util.find_spec("torch"):
         yield from _device()
+        yield _kernels()
         yield _cores()
         yield from _plugins()
     if util.find_spec("flwr"):
@@ -138,6 +140,27 @@ def _device() -> Iterator[Finding]:
             "ok" if bfloat16 else "problem",
             "" if bfloat16 else "no bfloat16: set model.dtype=float16 or float32",
         )
+
+
+def _kernels() -> Finding:
+    """Which kernels a GPU runs; `FEDGUILD_KERNELS` chooses among them."""
+    import torch
+
+    from fedguild.errors import ConfigError
+    from fedguild.model.kernels import KERNELS, VARIABLE, chosen
+
+    if not torch.cuda.is_available():
+        return Finding("kernels", "none: they are for a GPU")
+    try:
+        running = chosen(os.environ.get(VARIABLE, "auto"))
+    except ConfigError as error:
+        return Finding("kernels", os.environ[VARIABLE], "problem", f"{error.message} {error.hint}")
+    left_out = [name for name in KERNELS if name not in running]
+    found = ", ".join(name for name in KERNELS if name in running) or "none"
+    if not left_out:
+        return Finding("kernels", found)
+    loss = f"without {', '.join(left_out)}: pip install 'fedguild[gpu]', or {VARIABLE} leaves them out"
+    return Finding("kernels", found, "missing", loss)
 
 
 def _freed_pages() -> Finding:

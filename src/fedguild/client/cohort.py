@@ -129,6 +129,7 @@ class Cohort:
         self.trained: list[dict[str, Tensor]] = [{} for _ in work]
         self.routing: RoutingStatistics | None = None
         self.private = None if private is None else tuple(private)
+        self._unread: list[tuple[Tensor, list[int]]] = []
         self._on_step = on_step
         self._before: tuple[Tensor, Tensor] | None = None
 
@@ -344,6 +345,18 @@ class Cohort:
         for report in self.reports:
             report.seconds = seconds * report.tokens / max(1, tokens)
 
+    def read_losses(self) -> None:
+        """Adds the losses of an optimizer step's passes to the reports: all that the host waits for in a step."""
+        if not self._unread:
+            return
+        passes, self._unread = self._unread, []
+        values = torch.stack([sums for sums, _ in passes]).tolist() if len(passes) > 1 else [passes[0][0].tolist()]
+        for totals, (_, counts) in zip(values, passes, strict=True):
+            for report, total, count in zip(self.reports, totals, counts, strict=True):
+                report._loss_sum += total
+                report._targets += count
+                report.loss = report._loss_sum / max(1, report._targets)
+
     def tell_step(self, done: int, total: int) -> None:
         """Reports an optimizer step without its loss, which is NaN."""
         if self._on_step is not None:
@@ -351,6 +364,7 @@ class Cohort:
 
     def finish(self, seconds: float) -> None:
         """Ends a training: dropout off, the models to be scored copied, the time shared among the clients."""
+        self.read_losses()
         self.model.dropout.seed(None)
         if self.keep_trained:
             self.trained = [self.model.read(slot, frozen=True) for slot in range(len(self.work))]
@@ -398,6 +412,8 @@ class Step:
         counts = [targets_of(rows) for rows in self._rows]
         sums = torch.stack([part.sum() for part in losses.split(counts)])
         self._report(sums.detach(), counts)
+        if self.is_update:
+            self.cohort.read_losses()
         whole = torch.tensor([max(1, count) for count in self._targets], dtype=sums.dtype)
         return sums / whole.to(sums.device, non_blocking=True)
 
@@ -438,13 +454,11 @@ class Step:
         self.cohort.optimizer.step(self._rates, updated)
 
     def _report(self, sums: Tensor, counts: list[int]) -> None:
-        """Counts a pass in the reports, given each client's sum of losses: all that the host waits for."""
-        for report, rows, total, count in zip(self.cohort.reports, self._rows, sums.tolist(), counts, strict=True):
+        """Counts a pass in the reports, given each client's sum of losses, which stay on the device for now."""
+        for report, rows in zip(self.cohort.reports, self._rows, strict=True):
             report.tokens += sum(len(row.input_ids) for row in rows)
             report.examples += len(rows)
-            report._loss_sum += total
-            report._targets += count
-            report.loss = report._loss_sum / max(1, report._targets)
+        self.cohort._unread.append((sums, counts))
 
 
 def targets_of(rows: Sequence[Encoded]) -> int:

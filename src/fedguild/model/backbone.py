@@ -22,6 +22,7 @@ from fedguild.model.families import FAMILIES
 from fedguild.model.four_bit import four_bit_options, quantise_experts
 from fedguild.model.frozen_linear import speed_up_frozen_linears
 from fedguild.model.info import LinearInfo, ModelInfo
+from fedguild.model.kernels.fused import fuse
 from fedguild.model.known import find_known, known_models
 from fedguild.model.moe.family import Family, moe_blocks, moe_layers
 from fedguild.model.moe.view import MoeLayer
@@ -248,9 +249,10 @@ def make_backbone(
     if family and layers:
         family.attach(model, layers)
     info = describe(model, name, layers)
+    parameter = next(model.parameters())
+    fuse(model, parameter.device, model.dtype)
     if getattr(model, "is_loaded_in_4bit", False):
         quantise_experts(layer.experts for layer in layers)
-    parameter = next(model.parameters())
     packs = allow_packing(model) and packing and all(layer.capacity is None for layer in layers)
     return Backbone(model, tokenizer, info, layers, runtime, parameter.device, model.dtype, packs)
 

@@ -3,7 +3,8 @@
 The logits of 8,000 tokens over 150,000 words are 5 GB in fp32, and a training step holds them several times. Here the
 head runs on a chunk, whose gradient is formed at once: the head is frozen and each loss depends on its own token alone,
 so the gradient of the hidden states is a factor for each token away from the final one. At no time are there more
-logits than one chunk's.
+logits than one chunk's. On a GPU with Triton, a chunk's losses and their gradients are one kernel, which writes the
+gradients over the logits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+
+from fedguild.model import kernels
 
 LOGITS_BYTES = 256 << 20
 """Size of the logits in bytes from which they are computed in chunks, and of a chunk's."""
@@ -56,10 +59,17 @@ class _ChunkedLosses(torch.autograd.Function):
             leaf = part.requires_grad_(trains)
             with torch.set_grad_enabled(trains):
                 logits = head(leaf)
-                exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                loss = cross_entropy(exact, own, reduction="none", label_smoothing=label_smoothing)
+                if kernels.runs("cross-entropy", logits.device) and logits.is_contiguous():
+                    from fedguild.model.kernels.cross_entropy import losses_and_gradients
+
+                    gradient = logits.detach()
+                    loss = losses_and_gradients(gradient, own, label_smoothing, gradients=trains)
+                else:
+                    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                    loss = cross_entropy(exact, own, reduction="none", label_smoothing=label_smoothing)
+                    logits, gradient = loss.sum(), None
                 if trains:
-                    grads.append(torch.autograd.grad(loss.sum(), leaf)[0])
+                    grads.append(torch.autograd.grad(logits, leaf, gradient)[0])
             losses.append(loss.detach())
         ctx.save_for_backward(torch.cat(grads) if trains else hidden.new_zeros(0))
         return torch.cat(losses)

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedguild.model import kernels
 from fedguild.model.frozen_linear import WORTHWHILE, has_onednn, onednn_linear
-from fedguild.model.moe.products import grouped_outer, grouped_rows
-
-_ROW_BYTES = 16
-"""Rows that a grouped product reads and writes must be a multiple of it."""
+from fedguild.model.moe.products import ROW_BYTES, grouped_outer, grouped_rows
 
 
 def slot_rows(rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -44,20 +42,21 @@ class _SlotRows(torch.autograd.Function):
     def forward(ctx: Any, total: Tensor | None, rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(rows, matrices)
         ctx.counts = counts
-        return _multiply(rows, matrices, counts, total)
+        return rows_of_slots(rows, matrices, counts, total)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, matrices = ctx.saved_tensors
         grad_rows = grad_matrices = None
         if ctx.needs_input_grad[1]:
-            grad_rows = _multiply(grads[0], matrices.transpose(1, 2), ctx.counts)
+            grad_rows = rows_of_slots(grads[0], matrices.transpose(1, 2), ctx.counts)
         if ctx.needs_input_grad[2]:
-            grad_matrices = _outer(grads[0], rows, ctx.counts)
+            grad_matrices = outer_of_slots(grads[0], rows, ctx.counts)
         return grads[0] if ctx.needs_input_grad[0] else None, grad_rows, grad_matrices, None
 
 
-def _multiply(rows: Tensor, matrices: Tensor, counts: tuple[int, ...], total: Tensor | None = None) -> Tensor:
+def rows_of_slots(rows: Tensor, matrices: Tensor, counts: tuple[int, ...], total: Tensor | None = None) -> Tensor:
+    """Returns what `slot_rows` does, plus the total if there is one; not for autograd."""
     if len(counts) == 1:
         return _product(rows, matrices[0], total)
     if len(set(counts)) == 1 and not _suits_onednn(rows, rows.numel() // len(counts) * matrices.shape[1]):
@@ -73,8 +72,31 @@ def _multiply(rows: Tensor, matrices: Tensor, counts: tuple[int, ...], total: Te
     return torch.cat([_product(part, matrix, own) for part, matrix, own in parts])
 
 
-def _outer(left: Tensor, right: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Returns [S, a, b], every slot's left rows [N, a] transposed times its right rows [N, b]."""
+def add_to_slot_rows(total: Tensor, rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> None:
+    """Adds `slot_rows(rows, matrices, counts)` to the total [N, a] in place; not for autograd.
+
+    Only where slots have unequal numbers of rows and torch's grouped product is the one to take does the product exist
+    by itself first.
+    """
+    if len(counts) == 1:
+        total.addmm_(rows, matrices[0].t())
+    elif len(set(counts)) == 1:
+        grouped = rows.unflatten(0, (len(counts), -1))
+        total.unflatten(0, (len(counts), -1)).baddbmm_(grouped, matrices.transpose(1, 2))
+    elif kernels.runs("grouped", rows.device):
+        from fedguild.model.kernels.segmented import Segments, segmented_rows
+
+        segments = Segments.of(_ends(counts, rows.shape[0], rows.device), rows.shape[0], rows.dtype)
+        segmented_rows(rows, [matrices.transpose(1, 2)], segments, total=total)
+    elif _suits_grouped(rows, matrices.shape[1], matrices.shape[2]):
+        total += grouped_rows(rows, matrices.transpose(1, 2), _ends(counts, rows.shape[0], rows.device))
+    else:
+        for own, part, matrix in zip(_split(total, counts), _split(rows, counts), matrices, strict=True):
+            own.addmm_(part, matrix.t())
+
+
+def outer_of_slots(left: Tensor, right: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Returns [S, a, b], every slot's left rows [N, a] transposed times its right rows [N, b]; not for autograd."""
     if len(counts) == 1:
         return _product(left.t(), right.t())[None]
     if len(set(counts)) == 1 and not _suits_onednn(left, left.numel() // len(counts) * right.shape[1]):
@@ -101,8 +123,10 @@ def _suits_onednn(rows: Tensor, multiplications: int) -> bool:
 
 def _suits_grouped(rows: Tensor, *widths: int) -> bool:
     """Whether a device other than a CPU computes slots with unequal numbers of rows in one grouped product."""
+    if kernels.runs("grouped", rows.device):
+        return True
     low_precision = rows.dtype in (torch.bfloat16, torch.float16)
-    aligned = all(width * rows.element_size() % _ROW_BYTES == 0 for width in widths)
+    aligned = all(width * rows.element_size() % ROW_BYTES == 0 for width in widths)
     return rows.device.type != "cpu" and low_precision and aligned
 
 

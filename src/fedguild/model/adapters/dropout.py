@@ -18,6 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fedguild.model import kernels
 from fedguild.model.runtime import Pass
 from fedguild.seeding import derive
 
@@ -69,6 +70,10 @@ def kept(keys: Tensor, least: Tensor, features: int) -> Tensor:
         least: [N] int32, the smallest of the 2³² numbers, -2³¹ to 2³¹ - 1, with which a token's element is kept.
         features: H.
     """
+    if kernels.runs("dropout", keys.device):
+        from fedguild.model.kernels.dropout import kept_elements
+
+        return kept_elements(keys, least, features, GAMMA, MULTIPLIERS, SHIFTS)
     offsets = torch.arange(1, features // 2 + features % 2 + 1, device=keys.device) * _signed(GAMMA)
     rows = max(1, _CHUNK // features) if keys.device.type == "cpu" else max(1, len(keys))
     out = torch.empty(len(keys), features, dtype=torch.bool, device=keys.device)

@@ -16,6 +16,8 @@ from fedguild.errors import ConfigError
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.adapters.storage import Layout, padded_rank
 from fedguild.model.info import ModelInfo
+from fedguild.model.moe.casts import Casts
+from fedguild.model.slot_low_rank import add_low_rank
 from fedguild.model.slot_products import slot_rows
 from fedguild.model.targets import leaf, targeted_shapes
 
@@ -114,6 +116,8 @@ class LoraHooks:
         self._modules = targeted_shapes(host.backbone.info, parts[0].targets)
         self._dropout = [part.dropout for part in parts]
         self._scale = torch.tensor([part.scale for part in parts] * host.copies, device=host.device, dtype=host.dtype)
+        self._ranks = [part.rank for part in parts] * host.copies
+        self._casts = Casts()
         self._kinds = (DOWN, UP, MIDDLE) if parts[0].middle else (DOWN, UP)
 
     def attach(self) -> None:
@@ -127,11 +131,17 @@ class LoraHooks:
             if experts[-1] in self._modules:
                 layer.expert_lora = tuple(self._factors(module) for module in experts)
                 padded = layer.expert_lora[0][0].shape[-2]
-                layer.expert_scale = self._scale[:, None].expand(-1, padded).contiguous()
+                layer.expert_scale = self._scale_of_ranks(padded)
         for module in self._modules:
             if module not in inside_moe:
                 linear = host.backbone.model.get_submodule(module)
                 host.on_close(linear.register_forward_hook(self._linear_hook(module)).remove)
+
+    def _scale_of_ranks(self, padded: int) -> Tensor:
+        """Returns [S, r], LoRA's scale of each slot's ranks; 0 beyond the slot's own, in the padding of the storage."""
+        ranks = torch.tensor(self._ranks, device=self._scale.device)
+        own = torch.arange(padded, device=self._scale.device) < ranks[:, None]
+        return torch.where(own, self._scale[:, None], 0.0)
 
     def _factors(self, module: str) -> tuple[Tensor, ...]:
         """Returns the storage of A and B, and of R if there is one."""
@@ -149,14 +159,23 @@ class LoraHooks:
 
     def _linear_hook(self, module: str) -> Callable[..., Tensor]:
         term = self._term(module)
+        down, up, *middle = self._factors(module)
 
         def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             current = self._host.backbone.runtime.current
             if current is None:  # plain use of the backbone
                 return output
-            return output + term(self._host.dropout(args[0], module, current, self._dropout))
+            hidden = self._host.dropout(args[0], module, current, self._dropout)
+            if not middle and in_place(output, hidden):
+                return add_low_rank(output, hidden, down, up, self._scale, current.rows_per_slot, self._casts)
+            return output + term(hidden)
 
         return hook
+
+
+def in_place(output: Tensor, hidden: Tensor) -> bool:
+    """Whether a linear layer's low-rank product is added to its output in place: on a GPU."""
+    return output.device.type != "cpu" and output.is_contiguous() and output.dtype is hidden.dtype
 
 
 def slot_product(

@@ -16,13 +16,20 @@ class Casts:
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Tensor, int, Tensor]] = {}
 
-    def of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the tensor in a dtype, without gradients; the tensor itself where that is its own."""
-        if tensor.dtype is dtype:
+    def of(self, tensor: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+        """Returns the tensor in a dtype, without gradients; the tensor itself where that is its own.
+
+        Args:
+            tensor: A trained tensor.
+            dtype: The dtype of the products.
+            scale: A constant factor, the same for this tensor in every call; None for 1.
+        """
+        if tensor.dtype is dtype and scale is None:
             return tensor
         kept = self._kept.get(id(tensor))
         if kept is None or kept[0] is not tensor or kept[1] != tensor._version or kept[2].dtype is not dtype:
-            kept = self._kept[id(tensor)] = (tensor, tensor._version, tensor.detach().to(dtype))
+            value = tensor.detach() if scale is None else tensor.detach() * scale
+            kept = self._kept[id(tensor)] = (tensor, tensor._version, value.to(dtype))
         return kept[2]
 
     def clear(self) -> None:

@@ -110,7 +110,7 @@ def run_experts(
     additions: list[Addition] = []
     trained: list[Tensor] = []
     if lora is not None and scale is not None:
-        low_rank = LowRank.of(plan, scale.to(tokens.dtype))
+        low_rank = LowRank.of(plan, casts.of(scale, tokens.dtype))
         additions.append(low_rank if len(lora[0]) == 2 else MiddleRank(low_rank))
         trained += [factor for factors in lora for factor in factors]
     if delta is not None:

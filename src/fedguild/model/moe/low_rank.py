@@ -1,6 +1,7 @@
 """The low-rank products of one layer's experts: every (expert, slot) group with its own factors.
 
-Three ways. A grouped product over the groups; where the dispatch has filled the groups up to whole blocks, one batched
+Four ways. On a GPU with Triton, a kernel over the groups that adds into the frozen product (docs/decisions/0016). A
+grouped product over the groups; where the dispatch has filled the groups up to whole blocks, one batched
 product over the blocks (docs/decisions/0003); and where there are more groups than a grouped product takes, one over
 the experts alone, with the factors of all slots side by side: a row's values at the other slots are zero. Its cost
 grows with the slots, but from a small share of the frozen product's, and it needs no copy of the factors.
@@ -10,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from fedguild.model import kernels
 from fedguild.model.moe.dispatch import Dispatch
 from fedguild.model.moe.products import GROUP_LIMIT, grouped_outer, grouped_rows
+
+if TYPE_CHECKING:
+    from fedguild.model.kernels.segmented import Segments
 
 
 def prefers_blocks(rows: Tensor) -> bool:
@@ -50,6 +55,8 @@ class LowRank:
         block_starts: [G] where each group's blocks start; None without blocks.
         slot: [n] slot of each row, with the slots' factors side by side; else None.
         slots: S.
+        scale: [S, r] LoRA's scale of each slot's ranks, 0 beyond a slot's own, for the kernel; else None.
+        segments: The groups' tiles, for the kernel; else None.
     """
 
     tensors_per_projection: ClassVar[int] = 2
@@ -60,12 +67,19 @@ class LowRank:
     block_starts: Tensor | None = None
     slot: Tensor | None = None
     slots: int = 0
+    scale: Tensor | None = None
+    segments: Segments | None = None
 
     @classmethod
     def of(cls, plan: Dispatch, scale: Tensor) -> LowRank:
         """Returns the products of a dispatch; `scale` [S, r] is LoRA's scale of each slot's ranks."""
         if plan.block_ends is None:
             factor = scale.index_select(0, plan.slot)
+            if kernels.runs("low-rank", scale.device):
+                from fedguild.model.kernels.segmented import Segments
+
+                segments = Segments.of(plan.group_ends, plan.slot.shape[0], scale.dtype)
+                return cls(factor, plan.group_ends, slots=plan.slots, scale=scale, segments=segments)
             if not prefers_side_by_side(scale.device, plan.experts * plan.slots):
                 return cls(factor, plan.group_ends)
             return cls(factor, plan.expert_ends, slot=plan.slot, slots=plan.slots)
@@ -91,6 +105,10 @@ class LowRank:
             scale · A x [n, p·r], which the backward pass needs.
         """
         downs, ups = trained[0::2], trained[1::2]
+        if self.segments is not None:
+            low = self._segmented(rows, downs, transposed=True, scale=self.scale)
+            self._segmented(low, ups, total=total)
+            return low
         low = self.compress(rows, stacked(downs))
         for part, part_low, up in zip(total.chunk(len(ups), dim=1), low.chunk(len(ups), dim=1), ups, strict=True):
             self.add_rows(part, part_low, up)
@@ -119,6 +137,8 @@ class LowRank:
         """
         assert kept is not None
         downs, ups = trained[0::2], trained[1::2]
+        if self.segments is not None:
+            return self._segmented_back(d_rows, d_total, rows, trained, kept, weight, needed)
         parts = d_total.chunk(len(ups), dim=1)
         d_lows = [self.rows(part, up, transposed=True) for part, up in zip(parts, ups, strict=True)]
         d_low = self.scaled(torch.cat(d_lows, dim=1) if len(d_lows) > 1 else d_lows[0])
@@ -142,6 +162,8 @@ class LowRank:
             stored: [M, S, a, b], or [M, S, b, a] with `transposed`.
             transposed: Whether to multiply by the transposed matrices.
         """
+        if self.segments is not None:
+            return self._segmented(rows, [stored], transposed=transposed)
         if self.slot is not None:
             return self._rows_side_by_side(rows, stored.flatten(1, 2).to(rows.dtype), transposed)
         matrices = self._matrices(stored, rows.dtype)
@@ -152,7 +174,9 @@ class LowRank:
 
     def add_rows(self, total: Tensor, rows: Tensor, stored: Tensor) -> None:
         """Adds the rows [n, a] times their group's matrix, stored [M, S, a, b], to the total [n, b]."""
-        if self.group_of_block is not None and total.is_contiguous():
+        if self.segments is not None:
+            self._segmented(rows, [stored], total=total)
+        elif self.group_of_block is not None and total.is_contiguous():
             self._blocks(total).baddbmm_(self._blocks(rows), self._matrices(stored, rows.dtype))
         else:
             total += self.rows(rows, stored)
@@ -168,6 +192,10 @@ class LowRank:
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         """Returns [G, a, b], each group's left [n_g, a] transposed times its right [n_g, b]."""
+        if self.segments is not None:
+            from fedguild.model.kernels.segmented import segmented_outer
+
+            return segmented_outer(left, right, self.segments)
         if self.slot is not None:
             both = grouped_outer(self._spread(left), right, self.ends)
             by_group: Tensor = both.unflatten(1, (-1, left.shape[1])).flatten(0, 1)
@@ -178,6 +206,51 @@ class LowRank:
         order = torch.arange(blocks.shape[0], device=blocks.device)
         sums = torch.nn.functional.embedding_bag(order, blocks.flatten(1), self.block_starts, mode="sum")
         return sums.view(self.block_starts.shape[0], left.shape[1], right.shape[1])
+
+    def _segmented(
+        self,
+        rows: Tensor,
+        stored: Sequence[Tensor],
+        *,
+        transposed: bool = False,
+        total: Tensor | None = None,
+        scale: Tensor | None = None,
+        summed: bool = False,
+    ) -> Tensor:
+        """Returns `segmented_rows` for matrices stored [M, S, a, b] of each projection."""
+        from fedguild.model.kernels.segmented import segmented_rows
+
+        assert self.segments is not None
+        by_group = [one.flatten(0, 1) for one in stored]
+        matrices = [one.transpose(1, 2) for one in by_group] if transposed else by_group
+        return segmented_rows(rows, matrices, self.segments, total=total, scale=scale, summed=summed)
+
+    def _segmented_back(
+        self,
+        d_rows: Tensor | None,
+        d_total: Tensor,
+        rows: Tensor,
+        trained: Sequence[Tensor],
+        kept: Tensor,
+        weight: Tensor | None,
+        needed: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Does what `back` does, by the kernel; gradients in fp32 or fp64."""
+        from fedguild.model.kernels.segmented import segmented_outer
+
+        assert self.segments is not None
+        downs, ups = trained[0::2], trained[1::2]
+        d_low = self._segmented(d_total, ups, transposed=True, scale=self.scale)
+        if d_rows is not None:
+            self._segmented(d_low, downs, total=d_rows, summed=True)
+        exact = torch.promote_types(rows.dtype, torch.float32)
+        gradients: list[Tensor | None] = [None] * len(trained)
+        parts = [part.chunk(len(ups), dim=1) for part in (d_low, kept, d_total)]
+        for index, (d_part, low, part) in enumerate(zip(*parts, strict=True)):
+            for place, left, right in ((2 * index, d_part, rows), (2 * index + 1, low, part)):
+                if needed[place]:
+                    gradients[place] = segmented_outer(left, right, self.segments, weight=weight, dtype=exact)
+        return gradients
 
     def _matrices(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the stored [M, S, a, b] as one matrix for each group, or for each block."""

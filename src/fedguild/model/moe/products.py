@@ -2,7 +2,9 @@
 
 torch's `grouped_mm` computes them in one call. On a CPU it multiplies group by group with the BLAS that torch was built
 with. For large groups oneDNN's kernels are up to twice as fast in fp32 (docs/decisions/0004,
-benchmarks/grouped_products.py), so they are used for those.
+benchmarks/grouped_products.py), so they are used for those. On a GPU torch has a kernel for bf16 on Hopper and
+Blackwell; elsewhere its `grouped_mm` reads the groups' ends back to the host and multiplies group by group, so that our
+own kernel runs there instead, and where there are more groups than torch's takes (docs/decisions/0016).
 """
 
 from __future__ import annotations
@@ -12,10 +14,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from fedguild.model import kernels
 from fedguild.model.frozen_linear import WORTHWHILE, has_onednn, onednn_linear
 
 GROUP_LIMIT = 1023
 """Largest number of groups that a kernel of `grouped_mm` takes at once on a GPU."""
+ROW_BYTES = 16
+"""Rows that a grouped product of torch reads and writes must be a multiple of it."""
+BF16_KERNELS = (9, 10)
+"""Major compute capabilities of the GPUs that `grouped_mm` has a kernel for."""
 
 
 def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -27,6 +34,10 @@ def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         ends: [G] int32, where each group's rows end; the last equals n.
     """
     groups, inner, outer = matrices.shape
+    if _suits_kernel(rows, groups, inner, outer):
+        from fedguild.model.kernels.segmented import Segments, segmented_rows
+
+        return segmented_rows(rows, [matrices], Segments.of(ends, rows.shape[0], rows.dtype))
     if rows.device.type != "cpu" and rows.dtype is not torch.float64:
         return _in_chunks(rows, matrices, ends)
     large = rows.shape[0] * inner * outer >= WORTHWHILE * groups
@@ -49,10 +60,23 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     A group without rows gives zeros.
     """
     groups = ends.shape[0]
+    if _suits_kernel(left, groups, left.shape[1], right.shape[1]):
+        from fedguild.model.kernels.segmented import Segments, segmented_outer
+
+        return segmented_outer(left, right, Segments.of(ends, left.shape[0], left.dtype))
     if left.dtype is not torch.float64 and (left.device.type == "cpu" or groups <= GROUP_LIMIT):
         return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
     sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
     return torch.stack([a.t() @ b for a, b in zip(left.split(sizes), right.split(sizes), strict=True)])
+
+
+def _suits_kernel(rows: Tensor, groups: int, *widths: int) -> bool:
+    """Whether our own kernel takes a product: where it runs, and torch has none of its own."""
+    if not kernels.runs("grouped", rows.device):
+        return False
+    aligned = all(width * rows.element_size() % ROW_BYTES == 0 for width in widths)
+    by_torch = rows.dtype is torch.bfloat16 and aligned and groups <= GROUP_LIMIT
+    return not (by_torch and rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] in BF16_KERNELS)
 
 
 def _onednn(rows: Tensor, start: int, end: int, weight: Tensor) -> Tensor:
