@@ -35,7 +35,8 @@ def client(index: int, examples: int) -> RegisteredClient:
         ({0: 50, 1: 60, 2: 10**9}, {"examples_factor": None, "max_examples": 55}, {0: 50, 1: 55, 2: 55}),
         ({0: 50, 1: 60, 2: 10**9}, {"sizes": {2: 40}}, {0: 50, 1: 60, 2: 40}),
         ({0: 50, 1: 60, 2: 70}, {"sizes": {0: 9000}}, {0: 9000, 1: 60, 2: 70}),
-        ({0: 1, 1: 10**9}, {}, {0: 1, 1: 10**9}),
+        ({0: 50, 1: 10**9}, {}, {0: 50, 1: 500}),
+        ({0: 10**9}, {}, {0: 10**9}),
         ({0: 50, 1: 60, 2: 70}, {}, {0: 50, 1: 60, 2: 70}),
     ],
 )
@@ -54,6 +55,25 @@ def test_a_size_that_changes_is_reported_and_changes_nothing(tmp_path: Path) -> 
     again = Members(tmp_path / "members.json", settings(), lines.append)
     assert again.examples(0) == 50
     assert again.examples(1) == 0
+
+
+def test_who_joined_early_is_weighed_once_more_when_others_have_come(tmp_path: Path) -> None:
+    """A run begins with its quorum; a claim that nobody could be compared with then does not stay."""
+    lines: list[str] = []
+    members = Members(tmp_path / "members.json", settings(), lines.append)
+    members.admit({0: client(0, 10**9), 1: client(1, 50)})
+    assert [members.examples(index) for index in range(2)] == [500, 50]
+    members.admit({0: client(0, 10**9), 1: client(1, 50), 2: client(2, 30)})
+    assert [members.examples(index) for index in range(3)] == [500, 50, 30]
+    alone = Members(tmp_path / "alone.json", settings(), lines.append)
+    alone.admit({0: client(0, 10**9)})
+    assert alone.examples(0) == 10**9, "alone, its weight cancels"
+    alone = Members(tmp_path / "alone.json", settings(), lines.append)
+    alone.admit({0: client(0, 70), 1: client(1, 50), 2: client(2, 30)})
+    assert [alone.examples(index) for index in range(3)] == [500, 50, 30], "what it claimed first counts"
+    assert "client-000 weighs as much as 500 examples, and 1000000000 before others joined." in lines
+    alone.admit({index: client(index, 5) for index in range(4)})
+    assert alone.examples(0) == 500, "with three members a weight is fixed"
 
 
 def claiming(examples: int) -> Callable[[Message, Callable[[], Message]], Message]:

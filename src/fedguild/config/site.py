@@ -222,8 +222,8 @@ class ServerSettings(Section):
     examples_factor: float | None = Field(
         default=10.0,
         gt=0,
-        description="Most examples by which a client weighs, as a multiple of the clients' median, where there are at "
-        "least 3; null: no such limit.",
+        description="Most examples by which a client weighs, as a multiple of the clients' median, or of the smaller "
+        "size where there are two; null: no such limit.",
     )
     deliver: bool = Field(
         default=True, description="Whether every client receives its own model, to keep, after the last round."

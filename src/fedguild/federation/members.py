@@ -1,8 +1,8 @@
 """The clients that were admitted to a run, and their weights, which are the operator's to set.
 
 A client's weight in an average is its number of training examples, which only the client knows. What it claims is
-capped, or replaced by the size that the operator agreed on with it, and fixed when the client is admitted: what it says
-later is reported and changes nothing.
+capped, or replaced by the size that the operator agreed on with it, and fixed when the client is admitted, or once
+three are: what it says later is reported and changes nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fedguild.files import write_json
 
 FEWEST_COMPARED = 3
 """With fewer clients a median of their sizes says nothing about one of them."""
-EXAMPLES = "examples"
-"""Key of a member's weight in its description."""
+EXAMPLES, CLAIMED = "examples", "claimed"
+"""Keys of a member's weight in its description, and of the size that it claimed when it was admitted."""
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Members:
             self.described = {int(index): each for index, each in json.loads(self.path.read_text("utf-8")).items()}
             for each in self.described.values():
                 each.setdefault(EXAMPLES, each["sizes"]["train"])
+                each.setdefault(CLAIMED, each["sizes"]["train"])
 
     def admit(self, clients: Mapping[int, RegisteredClient]) -> list[int]:
         """Admits the clients that are new, and reports those that say something else than before.
@@ -57,7 +58,10 @@ class Members:
         new = [index for index in sorted(clients) if index not in self.described]
         sizes = {index: client.description["sizes"]["train"] for index, client in clients.items()}
         known = {index: each["sizes"]["train"] for index, each in self.described.items()}
-        weights = admitted_sizes({**sizes, **known}, self.settings)
+        claimed = {index: each[CLAIMED] for index, each in self.described.items()}
+        weights = admitted_sizes({**sizes, **claimed}, self.settings)
+        if len(self.described) < FEWEST_COMPARED:
+            self._weigh_again({index: weights[index] for index in claimed})
         for index, client in sorted(clients.items()):
             if index in new:
                 self._admit(client, weights[index])
@@ -76,9 +80,23 @@ class Members:
         """Returns a client's weight; 0 if it is no member."""
         return int(self.described[index][EXAMPLES]) if index in self.described else 0
 
+    def _weigh_again(self, weights: Mapping[int, int]) -> None:
+        """Weighs those who joined when there were too few to compare with."""
+        for index, weight in weights.items():
+            before = self.described[index][EXAMPLES]
+            if weight != before:
+                self.described[index][EXAMPLES] = weight
+                self.audit("weight", client=index, before=before, examples=weight)
+                self.echo(f"client-{index:03d} weighs as much as {weight} examples, and {before} before others joined.")
+
     def _admit(self, client: RegisteredClient, weight: int) -> None:
         claimed = client.description["sizes"]["train"]
-        self.described[client.client] = {**client.description, "node": str(client.node), EXAMPLES: weight}
+        self.described[client.client] = {
+            **client.description,
+            "node": str(client.node),
+            CLAIMED: claimed,
+            EXAMPLES: weight,
+        }
         self.audit("joined", client=client.client, node=str(client.node), claimed=claimed, examples=weight)
         if weight != claimed:
             self.echo(
@@ -93,12 +111,15 @@ class Members:
 def admitted_sizes(claimed: Mapping[int, int], settings: ServerSettings) -> dict[int, int]:
     """Returns client index -> the number of examples by which it weighs.
 
+    A size that is not pinned counts up to `examples_factor` times the clients' median; with two, times the smaller one.
+
     Args:
         claimed: Client index -> the number of training examples that it claims.
         settings: Sizes that are pinned, and caps on the others.
     """
     sizes = {index: settings.sizes.get(index, size) for index, size in claimed.items()}
     cap = float("inf") if settings.max_examples is None else float(settings.max_examples)
-    if settings.examples_factor is not None and len(sizes) >= FEWEST_COMPARED:
-        cap = min(cap, max(1.0, settings.examples_factor * median(sizes.values())))
+    if settings.examples_factor is not None and len(sizes) > 1:
+        usual = median(sizes.values()) if len(sizes) >= FEWEST_COMPARED else min(sizes.values())
+        cap = min(cap, max(1.0, settings.examples_factor * usual))
     return {index: size if index in settings.sizes else int(min(size, cap)) for index, size in sizes.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -145,6 +146,11 @@ class ServerSession:
         )
 
     @property
+    def weights(self) -> dict[str, NDArray[np.float64]]:
+        """Name -> the sum of the clients' weights, from the step `open_weights` on."""
+        return {key: self._sums.totals[place] for key, place in self.form.places.items()}
+
+    @property
     def weighers(self) -> tuple[int, ...]:
         """The clients whose weights are in the sums of the first half."""
         return self._weighers
@@ -190,9 +196,22 @@ class ServerSession:
             self._adverts[client] = advert
 
         self._read(answers, read)
+        self._leave_out_the_odd_ones()
         self._roster = Roster(self.session, {client: self._adverts[client] for client in self.left})
         self._graph = self._roster.graph(complete=bool(self.form.groups))
         self._survived = self._roster.survived()
+
+    def _leave_out_the_odd_ones(self) -> None:
+        """Leaves out clients that say they were told to train something else than most: all were told the same.
+
+        A client checks that of its peers too, as the server could tell them different things, and refuses to go on.
+        """
+        told = Counter(self._adverts[client].trained for client in self.left)
+        usual = max(told, key=lambda digest: told[digest], default=b"")
+        for client in self.left:
+            if self._adverts[client].trained != usual:
+                self._dropping[client] = "it says that it was told to train something else than the others"
+        self.left = tuple(client for client in self.left if self._adverts[client].trained == usual)
 
     def _shared(self, answers: Answers) -> None:
         def read(client: int, arrays: Arrays) -> None:

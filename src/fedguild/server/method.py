@@ -20,7 +20,7 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.merge_ledger import MERGE, VERSION, up_to
 from fedguild.config.privacy import Unit
-from fedguild.errors import ConfigError
+from fedguild.errors import ConfigError, UploadError
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, Scalar
@@ -225,6 +225,22 @@ class Method(ABC):
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
         """Returns a client's terms in those means, in the form's shapes; runs where the client's data is."""
         raise NotImplementedError(f"{self.name} declares a form but no terms")
+
+    def check_disclosed(self, state: Payload, client: ClientInfo, disclosed: Payload) -> None:
+        """Checks what a client of a secure round sent in the clear, before anything of the round's values is opened.
+
+        By default there is nothing to send; a method whose form discloses parts checks their names, shapes and values.
+
+        Args:
+            state: The state before the round.
+            client: The client.
+            disclosed: What it sent.
+
+        Raises:
+            UploadError: it cannot be used; the client is then left out.
+        """
+        if disclosed.tensors:
+            raise UploadError(f"{client.name} sent in the clear what {self.name} does not ask for")
 
     def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
         """Returns the next state from the means, as `aggregate` does from the uploads."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport
-from fedguild.errors import QuorumError
+from fedguild.errors import QuorumError, UploadError
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.secure.fixed_point import LARGEST_VALUE, Means
@@ -131,10 +131,14 @@ class SecureAggregation:
             up.update({client: size_bytes(answer) for client, answer in read.items()})
             if step == "send":
                 disclosed = {client: Payload(answer.part(DISCLOSED)) for client, answer in read.items()}
-            arrays = {client: to_arrays(answer) for client, answer in read.items()}
-            server.receive(step, arrays, {client: why for client, why in answers.items() if isinstance(why, str)})
+            failed = {client: why for client, why in answers.items() if isinstance(why, str)}
+            failed |= _unfit(method, state, clients, disclosed)
+            arrays = {client: to_arrays(answer) for client, answer in read.items() if client not in failed}
+            server.receive(step, arrays, failed)
+            if step == "open_weights":
+                _require_known_sizes(server.weights, [clients[client] for client in server.weighers])
         means = server.means()
-        _require_plausible(means, form, [clients[client] for client in server.weighers])
+        _require_plausible(means, form)
         contributors = [
             Contributor(
                 clients[client],
@@ -201,23 +205,41 @@ def to_arrays(payload: Payload) -> dict[str, NDArray[np.generic]]:
     return arrays
 
 
-def _require_plausible(means: Means, form: Form, clients: Sequence[ClientInfo]) -> None:
-    """Raises unless sums over clients are what those of honest clients could be.
+def _unfit(
+    method: Method, state: Payload, clients: Mapping[int, ClientInfo], disclosed: Mapping[int, Payload]
+) -> dict[int, str]:
+    """Returns client -> why what it disclosed cannot be used; such a client is left out before anything is opened."""
+    faults = {}
+    for client, sent in disclosed.items():
+        try:
+            method.check_disclosed(state, clients[client], sent)
+        except UploadError as error:
+            faults[client] = error.message
+    return faults
+
+
+def _require_known_sizes(weights: Mapping[str, NDArray[np.float64]], clients: Sequence[ClientInfo]) -> None:
+    """Raises unless the sum of the clients' sizes is that of those that the server knows.
 
     Raises:
-        QuorumError: the clients' sizes do not add up to those that the server knows, or their values are too large.
+        QuorumError: it is not.
     """
     known = sum(client.examples for client in clients)
     uniform = sum(client.examples > 0 for client in clients)
-    if EXAMPLES in form.weights and not any(
-        np.isclose(means.weights[EXAMPLES][0], expected, rtol=1e-9) for expected in (known, uniform)
+    if EXAMPLES in weights and not any(
+        np.isclose(weights[EXAMPLES][0], expected, rtol=1e-9) for expected in (known, uniform)
     ):
         raise QuorumError(
-            f"Secure aggregation: the clients' weights add up to {means.weights[EXAMPLES][0]:g}, but those that the "
-            f"server knows to {known}. One of them weighs itself otherwise; which one cannot be told.",
+            f"Secure aggregation: the clients' weights add up to {weights[EXAMPLES][0]:g}, but those that the server "
+            f"knows to {known}. One of them weighs itself otherwise; which one cannot be told. Only sums of weights "
+            "were opened.",
             "A client whose size the server caps or replaces (sizes, max_examples, examples_factor in server.yaml) "
             "cannot take part in a secure run: agree on the size that it says itself.",
         )
+
+
+def _require_plausible(means: Means, form: Form) -> None:
+    """Raises QuorumError where a mean is larger than honest clients' could be."""
     broken = [name for name in form.names if float(np.abs(means.values[name]).max(initial=0)) > LARGEST_VALUE]
     if broken:
         raise QuorumError(f"Secure aggregation: the mean of '{broken[0]}' is beyond {LARGEST_VALUE:g}.")

@@ -54,7 +54,6 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.load_balancing import LoadBalancing
 from fedguild.client.observing import observing
 from fedguild.config.privacy import Unit
-from fedguild.errors import QuorumError, UploadError
 from fedguild.methods.fedmoe.adjusting import adjusted_sets, recommendation, similarities, top_peers
 from fedguild.methods.fedmoe.fitting import fitted_sets
 from fedguild.methods.fedmoe.held_experts import HeldExperts
@@ -232,20 +231,16 @@ class FedMoe(Method):
             {layer: torch.zeros(sizes[layer]).index_fill(0, ids, 1).bool().numpy() for layer, ids in held.items()},
         )
 
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 8, then lines 3 and 4, or 9 and 10, by what the clients disclose.
+    def check_disclosed(self, state: Payload, client: ClientInfo, disclosed: Payload) -> None:
+        """Raises UploadError unless it is p of every layer, a loss and an accuracy."""
+        shapes = {f"{ACTIVATION}/{layer}": (size,) for layer, size in SubMoes.of(state).layers().items()}
+        check_upload(disclosed, {**shapes, LOSS: (), ACCURACY: ()}, client=client.name)
 
-        Raises:
-            QuorumError: what a client disclosed is not of the form of p, a loss and an accuracy.
-        """
+    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+        """Line 8, then lines 3 and 4, or 9 and 10, by what the clients disclose."""
         sub_moes = SubMoes.of(state)
         for contributor in means.contributors:
-            sent, name = contributor.disclosed, contributor.client.name
-            shapes = {f"{ACTIVATION}/{layer}": (size,) for layer, size in sub_moes.layers().items()}
-            try:
-                check_upload(sent, {**shapes, LOSS: (), ACCURACY: ()}, client=name)
-            except UploadError as error:
-                raise QuorumError(f"Secure aggregation: {error.message}") from error
+            sent = contributor.disclosed
             loss, accuracy = float(sent.tensors[LOSS]), float(sent.tensors[ACCURACY])
             sub_moes.note(contributor.client.index, sent.part(ACTIVATION), loss, accuracy)
         trained = {part: means.moved(part, state.part(part)) for part in (ADAPTER, EXPERTS)}
