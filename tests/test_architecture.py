@@ -27,6 +27,7 @@ LAST = (
     "scoring",
     "results",
     "callbacks",
+    "tracking",
     "experiment",
     "export",
     "federation",

@@ -20,7 +20,6 @@ from fedguild.locking import run_lock
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.recording import client_records, observation_records, routing_record
-from fedguild.report.tracking import Tracker
 from fedguild.results import STOPPED, RunResult, result_of, write_stopping_reason
 from fedguild.scoring import evaluate_state
 from fedguild.sealed import remove_leftovers
@@ -52,6 +51,7 @@ from fedguild.setup import (
     prepare_data,
     secure_of,
 )
+from fedguild.tracking.sending import Tracking
 
 __all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
 
@@ -89,12 +89,12 @@ def run(
         CheckpointError: the folder already holds a run, or another process is working on it.
         FedGuildError: anything in the config, the data or the model that the user can fix.
     """
-    with run_lock(output):
+    with run_lock(output), _tracking(config, progress) as tracking:
         if (output / "config.yaml").exists():
             raise CheckpointError(
                 f"{output} already holds a run.", f"Continue with `fedguild resume {output}`, or choose another folder."
             )
-        every = _callbacks(config, callbacks)
+        every = _callbacks(config, [tracking, *callbacks])
         experiment = (preparation or prepare)(config, output, progress)
         return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
 
@@ -123,9 +123,9 @@ def resume(
             none of `round`.
     """
     config = _written_config(output)
-    with run_lock(output):
+    with run_lock(output), _tracking(config, progress) as tracking:
         remove_leftovers(output, below=True)
-        every = _callbacks(config, callbacks)
+        every = _callbacks(config, [tracking, *callbacks])
         was_stopped = (output / STOPPED).is_file()
         saved = _saved(config, output, progress or Silent(), round)
         if saved is None:
@@ -225,6 +225,11 @@ def _callbacks(config: Config, given: Iterable[Callback]) -> list[Callback]:
     return [*given, *(make_callback(named.name, named.options) for named in config.callbacks)]
 
 
+def _tracking(config: Config, progress: Progress | None) -> Tracking:
+    """Returns the callback that sends the run's records to the trackers of its config."""
+    return Tracking(config, (progress or Silent()).message)
+
+
 def _rounds(
     experiment: Experiment,
     state: Payload,
@@ -247,10 +252,7 @@ def _rounds(
         delivery.saved(last)
     guard, secure, privacy = guard_of(experiment), secure_of(experiment), experiment.privacy
     private_mean = None if privacy is None else privacy.mean()
-    with (
-        closing(make_engine(experiment)) as engine,
-        Tracker(experiment.folder, enabled=config.tracking.tensorboard, first_round=first) as tracker,
-    ):
+    with closing(make_engine(experiment)) as engine:
         for number in range(first, total + 1):
             if delivery.reason:
                 break
@@ -297,7 +299,6 @@ def _rounds(
             outcome.phase_seconds["checkpoint"] = saving_seconds
             records.append(_round_record(outcome, time.perf_counter() - started + saving_seconds))
             log.append(*records)
-            tracker.add(records)
             delivery.recorded(number, records)
             started = time.perf_counter()
             _save(experiment, number, state, accepted)

@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from fedguild.config import Config, load_config
@@ -128,6 +129,27 @@ def test_method_settings_in_python_and_from_yaml_are_the_same() -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["tracking=[tensorboard, wandb, wandb]", "tracking.project=x"], ("tensorboard", "wandb")),
+        (["tracking.project=x", "tracking=wandb"], ("wandb",)),
+        (["tracking.project=x", "tracking.tensorboard=true"], ("tensorboard",)),
+        (["tracking.project=x", "tracking.tensorboard=false"], ()),
+        (["tracking={trackers: [mlflow], project: x}"], ("mlflow",)),
+        (["tracking.project=x"], ()),
+    ],
+)
+def test_trackers_are_a_list_a_name_or_the_switch_of_old_configs(
+    overrides: list[str], expected: tuple[str, ...]
+) -> None:
+    config = load_config("flame/tiny-tasks", overrides)
+    assert (config.tracking.trackers, config.tracking.project) == (expected, "x")
+    assert Config.model_validate(yaml.safe_load(config.resolved_yaml())) == config
+    in_python = Config.model_validate({"method": {"name": "fedit"}, "tracking": ["wandb"]})
+    assert in_python.tracking.trackers == ("wandb",)
+
+
+@pytest.mark.parametrize(
     "override",
     [
         "name=other",
@@ -138,6 +160,7 @@ def test_method_settings_in_python_and_from_yaml_are_the_same() -> None:
         "federation.keep_checkpoints=9",
         "evaluation.batch_tokens=512",
         "tracking.tensorboard=true",
+        "tracking={trackers: [wandb, mlflow], project: other, tags: [a]}",
         "training.learning_rate=0.005",
     ],
 )

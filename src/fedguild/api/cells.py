@@ -56,6 +56,13 @@ class Cell:
     inputs: Inputs = field(default_factory=Inputs)
 
     @property
+    def config_to_run(self) -> Config:
+        """The config as it runs: in trackers, the runs of a comparison are a group, and each has its own name."""
+        from fedguild.tracking.sending import for_comparison
+
+        return for_comparison(self.config, self.folder.absolute().parents[1].name)
+
+    @property
     def title(self) -> str:
         """Its name in messages."""
         return f"{self.config.name} seed {self.config.seed}"
@@ -179,8 +186,10 @@ def _with_known_options(config: Config) -> Config:
         ModelError, ConfigError: the method or one of its options is unknown, out of range, or does not fit.
     """
     from fedguild.setup import check_config
+    from fedguild.tracking import check_trackers
 
     check_config(config)
+    check_trackers(config.tracking.trackers)
     return config
 
 
@@ -226,7 +235,9 @@ def _complete_here(cell: Cell, progress: ProgressOf, callbacks: tuple[Callback, 
         if cell.state() == "partial":
             experiment.resume(cell.folder, progress=receiver, preparation=preparation, callbacks=callbacks)
         else:
-            experiment.run(cell.config, cell.folder, progress=receiver, preparation=preparation, callbacks=callbacks)
+            experiment.run(
+                cell.config_to_run, cell.folder, progress=receiver, preparation=preparation, callbacks=callbacks
+            )
 
 
 def hand_over(cells: Iterable[Cell]) -> None:
@@ -290,5 +301,5 @@ def _command(cell: Cell) -> list[str]:
     if cell.state() == "partial":
         return [*fedguild, "resume", str(cell.folder)]
     config = cell.folder.with_suffix(".yaml")
-    write_text(config, cell.config.resolved_yaml())
+    write_text(config, cell.config_to_run.resolved_yaml())
     return [*fedguild, "run", str(config), "--output", str(cell.folder)]

@@ -44,7 +44,8 @@ def complete_on_ray(cells: Sequence[Cell], address: str | None, cores: int, tell
             raise ConfigError(f"cores is {cores}, but Ray has {resources.get('CPU', 0.0):g} CPU core(s).")
         task = ray.remote(num_cpus=cores, num_gpus=gpus, max_retries=TRIES - 1)(_complete)
         waiting = {
-            task.remote(str(cell.folder.resolve()), cell.config.resolved_yaml(), cores): cell for cell in open_cells
+            task.remote(str(cell.folder.resolve()), cell.config_to_run.resolved_yaml(), cores): cell
+            for cell in open_cells
         }
         while waiting:
             (done,), _ = ray.wait(list(waiting), num_returns=1)

@@ -28,7 +28,7 @@ Verdict = Literal["ok", "missing", "problem"]
 REQUIRED = ("torch", "transformers", "datasets", "safetensors", "numpy", "scipy", "pydantic")
 EXTRAS = {
     "eval": (("peft", "accelerate"), "exported adapters cannot be checked against peft"),
-    "track": (("tensorboard",), "tracking.tensorboard cannot be enabled"),
+    **{name: ((name,), f"tracking: [{name}] cannot be used") for name in ("tensorboard", "wandb", "mlflow", "trackio")},
     "four-bit": (("bitsandbytes", "accelerate"), "model.load_in_4bit cannot be enabled"),
     "gpu": (("triton", "liger_kernel"), "training on a GPU takes longer: no fused kernels"),
     "fusion": (("nevergrad",), "fdlora cannot search its fusion weights"),
@@ -100,7 +100,15 @@ def _extra(extra: str, packages: tuple[str, ...], loss: str) -> Finding:
     if absent:
         extent = f"without {', '.join(absent)}"
         return Finding(f"extra {extra}", extent, "missing", f"{loss}: pip install 'fedguild[{extra}]'")
-    return Finding(f"extra {extra}", ", ".join(f"{package} {metadata.version(package)}" for package in packages))
+    return Finding(f"extra {extra}", ", ".join(f"{package} {_version(package)}" for package in packages))
+
+
+def _version(package: str) -> str:
+    """Returns an installed package's version; of MLflow also where only its client is installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return metadata.version(f"{package}-skinny")
 
 
 def _plugins() -> Iterator[Finding]:
@@ -111,8 +119,9 @@ def _plugins() -> Iterator[Finding]:
     from fedguild.evaluation.metrics import METRICS
     from fedguild.methods import METHODS
     from fedguild.model.families import FAMILIES
+    from fedguild.tracking import TRACKERS
 
-    kinds: tuple[Plugins[Any], ...] = (METHODS, CORPORA, PARTITIONS, METRICS, CALLBACKS, FAMILIES)
+    kinds: tuple[Plugins[Any], ...] = (METHODS, CORPORA, PARTITIONS, METRICS, CALLBACKS, TRACKERS, FAMILIES)
     for kind in kinds:
         checked = list(kind.checked())
         usable = [

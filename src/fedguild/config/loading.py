@@ -72,7 +72,7 @@ def load_config(given: Given, overrides: Sequence[str] = (), *, between: Sequenc
         ConfigError: there is no such file or preset, it is not YAML, or a setting is unknown or
             out of range; the message names the source and the full key of every such setting.
     """
-    above = [replace(layer, settings=_with_method_as_mapping(layer.settings)) for layer in between]
+    above = [replace(layer, settings=_written_out(layer.settings)) for layer in between]
     below, name = _given_layers(given)
     layers = [*below, *above, *map(_override_layer, overrides)]
     settings: dict[str, Any] = {"name": name}
@@ -92,7 +92,7 @@ def _given_layers(given: Given) -> tuple[list[Layer], str]:
         settings = dict(given)
         parent = settings.pop("extends", None)
         extended, name = _given_layers(parent) if isinstance(parent, str) else ([], "run")
-        return [*extended, Layer("the config", _with_method_as_mapping(settings))], name
+        return [*extended, Layer("the config", _written_out(settings))], name
     path = _find(str(given), beside=None)
     return list(_file_layers(path, ())), _default_name(path)
 
@@ -127,7 +127,7 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
         if not isinstance(parent, str):
             raise ConfigError(f"{path}: extends: must name one preset or file, got {parent!r}.")
         yield from _file_layers(_find(parent, beside=path.parent), (*children, path.resolve()))
-    yield Layer(str(path), _with_method_as_mapping(settings))
+    yield Layer(str(path), _written_out(settings))
 
 
 def _override_layer(override: str) -> Layer:
@@ -140,13 +140,18 @@ def _override_layer(override: str) -> Layer:
     settings: Any = parse(value, f"override '{override}'")
     for part in reversed(key.split(".")):
         settings = {part: settings}
-    return Layer(f"override '{override}'", _with_method_as_mapping(settings), is_override=True)
+    return Layer(f"override '{override}'", _written_out(settings), is_override=True)
 
 
-def _with_method_as_mapping(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings with `method: flame` written out as `method: {name: flame}`."""
-    method = settings.get("method")
-    return {**settings, "method": {"name": method}} if isinstance(method, str) else settings
+def _written_out(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the settings with `method: flame` as `method: {name: flame}`, `tracking: [wandb]` alike."""
+    method, tracking = settings.get("method"), settings.get("tracking")
+    written = dict(settings)
+    if isinstance(method, str):
+        written["method"] = {"name": method}
+    if isinstance(tracking, (str, list)):
+        written["tracking"] = {"trackers": [tracking] if isinstance(tracking, str) else tracking}
+    return written
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, model_serializer, model_validator
+from pydantic import Field, field_validator, model_serializer, model_validator
 
 from fedguild.config.base import Section
 from fedguild.config.data import DataSettings
@@ -184,9 +184,53 @@ class EvaluationSettings(Section):
 
 
 class TrackingSettings(Section):
-    """Further destinations of the metrics besides metrics.jsonl."""
+    """Experiment trackers that get a run's records besides metrics.jsonl.
 
-    tensorboard: bool = Field(default=False, description="Also write TensorBoard events; needs the extra `track`.")
+    In YAML a list is enough: `tracking: [tensorboard, wandb]`.
+    """
+
+    trackers: tuple[str, ...] = Field(
+        default=(),
+        description="Trackers that also get the run's records: `tensorboard`, `wandb`, `mlflow`, `trackio`, each an "
+        "extra of that name, or one that an installed package adds. `tracking: [wandb]` is the same.",
+    )
+    project: str = Field(
+        default="fedguild",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="The project (in MLflow the experiment) that the run belongs to: letters, digits, dot, dash and "
+        "underscore.",
+    )
+    name: str | None = Field(
+        default=None, min_length=1, description="The run's name in the trackers; null: `NAME-seed-SEED` of the config."
+    )
+    group: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A group of runs; null: none, and for the runs of a comparison the name of its folder.",
+    )
+    tags: tuple[str, ...] = Field(default=(), description="Tags of the run.")
+    clients: bool = Field(
+        default=True,
+        description="Send the values of single clients too; without them, means and sums over the clients remain.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_a_list(cls, given: Any) -> Any:
+        """Reads a bare list or name, and the switch that configs before 0.3 had for TensorBoard."""
+        if isinstance(given, str):
+            return {"trackers": [given]}
+        if isinstance(given, (list, tuple)):
+            return {"trackers": given}
+        if isinstance(given, Mapping) and isinstance(given.get("tensorboard"), bool):
+            rest = {key: value for key, value in given.items() if key != "tensorboard"}
+            return {"trackers": ["tensorboard"] * given["tensorboard"], **rest}
+        return given
+
+    @field_validator("trackers")
+    @classmethod
+    def _each_once(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(names))
 
 
 class Config(Section):
@@ -207,9 +251,7 @@ class Config(Section):
     training: TrainingSettings = Field(default_factory=TrainingSettings, description="Local training.")
     privacy: PrivacySettings = Field(default_factory=PrivacySettings, description="Differential privacy.")
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings, description="Scoring.")
-    tracking: TrackingSettings = Field(
-        default_factory=TrackingSettings, description="Further destinations of the metrics."
-    )
+    tracking: TrackingSettings = Field(default_factory=TrackingSettings, description="Experiment trackers.")
     callbacks: tuple[CallbackSettings, ...] = Field(
         default=(),
         description="Callbacks, which get the run's events and may stop it: names, or mappings of a name and options, "

@@ -19,6 +19,7 @@ from fedguild.federation.keys import write_key
 from fedguild.files import make_folder, write_text
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import check_config
+from fedguild.tracking import check_trackers
 
 FIRST_NODE_PORT = 9094
 CONTROL_PORT = 9444
@@ -57,6 +58,7 @@ def write_project(
     required = [f"federation.clients={clients}", "federation.engine.name=flower", "evaluation.pooled=false"]
     config = load_config(config_name, [*required, *overrides])
     check_config(config)
+    check_trackers(config.tracking.trackers)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FedGuildError(f"{folder} already exists.", "Choose a folder that is new or empty.")
     _require_openssl()

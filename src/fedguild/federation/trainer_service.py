@@ -494,8 +494,8 @@ def model_digest(model: ModelInfo) -> str:
 
 
 def run_metadata(config: Config) -> dict[str, Any]:
-    """Returns what a server sends its clients with every request: the run's config, without its folders."""
-    settings = config.model_dump(mode="json")
+    """Returns what a server sends its clients with every request: the run's config without folders and trackers."""
+    settings = config.model_dump(mode="json", exclude={"tracking"})
     settings["output"] = None
     settings["data"] = {**DataSettings().model_dump(mode="json"), "max_tokens": config.data.max_tokens}
     settings["model"] = {**settings["model"], "path": "embedded", "revision": None}

@@ -1,0 +1,43 @@
+"""TensorBoard: event files in the folder `tensorboard` of the run's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from fedguild.tracking import Begun, TrackedRun
+
+
+class TensorBoard:
+    """Writes event files; TensorBoard then shows every run below a folder, named after its own.
+
+    Events have no project, name, group or tags. TensorBoard ignores what a run wrote before it went back to an earlier
+    round.
+    """
+
+    PACKAGE: ClassVar[str] = "tensorboard"
+    EXTRA: ClassVar[str] = "tensorboard"
+    TAKES_BACK: ClassVar[bool] = True
+
+    _writer: Any
+
+    def begin(self, run: TrackedRun) -> Begun:
+        """Opens a new event file."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = run.folder / "tensorboard"
+        self._writer = SummaryWriter(str(folder), purge_step=run.round + 1 if run.id else None)
+        return Begun(folder.name)
+
+    def add(self, round: int, values: Mapping[str, float]) -> None:
+        """Writes a scalar for each value."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, round)
+        self._writer.flush()
+
+    def finish(self, *, failed: bool) -> None:
+        """Closes the file."""
+        self._writer.close()
+
+
+TRACKER = TensorBoard
