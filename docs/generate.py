@@ -127,6 +127,17 @@ def _private(page: Path) -> str:
     return "\n".join([*head, *rows, ""])
 
 
+def _decisions(page: Path) -> str:
+    """Returns every decision with the date of its page, the newest first."""
+    rows = []
+    for path in sorted(page.parent.glob("[0-9]*.md"), reverse=True):
+        text = path.read_text("utf-8")
+        title = re.sub(r" \(\d{4}-\d\d-\d\d\)$", "", text.partition("\n")[0].removeprefix("# ")).partition(": ")
+        date = re.search(r"\d{4}-\d\d-\d\d", text)
+        rows.append(f"| [{title[0]}]({path.name}) | {title[2][0].upper()}{title[2][1:]} | {date[0] if date else ''} |")
+    return "\n".join(["| number | decision | date |", "| --- | --- | --- |", *rows, ""])
+
+
 PARTS: dict[str, Callable[[Path], str]] = {
     "options": _options,
     "settings": _settings,
@@ -135,6 +146,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "titles": _titles,
     "index": _index,
     "private-methods": _private,
+    "decisions": _decisions,
 }
 
 

@@ -310,7 +310,7 @@ def load_run(folder: str | Path) -> RunResult:
     Raises:
         CheckpointError: the folder is not that of a run, a file of it is damaged, or it has no score yet.
 
-    Example:
+    Examples:
         >>> import fedguild
         >>> fedguild.load_run("nowhere")
         Traceback (most recent call last):

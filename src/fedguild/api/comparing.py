@@ -68,7 +68,7 @@ def compare(
     Raises:
         FedGuildError: a config, a row or a column is wrong, or a run failed; the others can be continued.
 
-    Example:
+    Examples:
         >>> import tempfile, fedguild
         >>> small = ["federation.clients=4", "federation.rounds=1", "training.steps=1", "evaluation.max_examples=2"]
         >>> with tempfile.TemporaryDirectory() as folder:

@@ -45,7 +45,7 @@ def profile(
     Raises:
         FedGuildError: the config is wrong, there is no such model, or the two do not fit.
 
-    Example:
+    Examples:
         >>> import fedguild
         >>> costs = fedguild.profile("flame/olmoe-dolly", examples=1000)
         >>> frame = costs.frame()
@@ -88,7 +88,7 @@ def partition(
     Raises:
         FedGuildError: the config is wrong, the data cannot be read, or the partition leaves a client empty.
 
-    Example:
+    Examples:
         >>> import fedguild
         >>> shares = fedguild.partition("flame/tiny-tasks", "federation.clients=4", "data.partition.scheme=iid")
         >>> frame = shares.frame()

@@ -37,7 +37,7 @@ def load_model(
             model and none is named.
         ModelError: the model cannot run outside of FedGuild.
 
-    Example:
+    Examples:
         >>> import tempfile, fedguild
         >>> small = ["federation.clients=4", "federation.rounds=1", "training.steps=1", "evaluation.max_examples=2"]
         >>> with tempfile.TemporaryDirectory() as folder:

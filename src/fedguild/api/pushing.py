@@ -45,7 +45,7 @@ def push(
         ConfigError: neither a budget nor a client is named, or the repository is public and `public` is not said.
         FedGuildError: the hub cannot be reached, or refuses.
 
-    Example:
+    Examples:
         >>> import fedguild
         >>> fedguild.push("runs/flame-tiny-tasks", "flame-tiny", budget="b4")
         Traceback (most recent call last):

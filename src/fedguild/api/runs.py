@@ -52,7 +52,7 @@ def run(
     Raises:
         FedGuildError: the folder holds a run, or something in the config, the data or the model is wrong.
 
-    Example:
+    Examples:
         >>> import tempfile, fedguild
         >>> rows = [{"instruction": f"Say {n}.", "response": str(n % 2), "label": str(n % 2)} for n in range(40)]
         >>> small = ["federation.clients=2", "federation.rounds=1", "training.steps=1", "evaluation.max_new_tokens=1"]
@@ -100,7 +100,7 @@ def resume(
         CheckpointError: the folder holds no run, another process is working on it, or there is no such round.
         ConfigError: the run needs a metric that is not given.
 
-    Example:
+    Examples:
         >>> import fedguild
         >>> fedguild.resume("nowhere")
         Traceback (most recent call last):

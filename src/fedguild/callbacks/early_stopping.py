@@ -31,7 +31,7 @@ class EarlyStopping:
     Raises:
         ValueError: an option is out of range.
 
-    Example:
+    Examples:
         >>> from fedguild import EarlyStopping
         >>> EarlyStopping(monitor="b1", patience=2)
         EarlyStopping(monitor='b1', patience=2, min_delta=0.0, metric=None, mode='max')
