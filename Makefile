@@ -1,5 +1,5 @@
 # make demo: the whole thing on two CPU cores, offline once the packages are there.
-# make test, test-long, check, docs, tables, bench: for those who change it.
+# make test, test-long, check, docs, docs-serve, tables, bench: for those who change it.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 DEMO := runs/demo
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-long lint types check docs tables tables-recorded bench bench-gpu clean
+.PHONY: demo test test-long lint types check docs docs-serve site tables tables-recorded bench bench-gpu clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks \
@@ -33,9 +33,17 @@ types: $(VENV)/.developer
 
 check: lint types test
 
-# The tables and indexes of the documentation, from the code and the methods' pages.
+# The tables and indexes of the documentation, from the code and the methods' pages; then the site.
 docs: $(VENV)/.developer
 	$(BIN)/python docs/generate.py
+	$(MAKE) site
+
+# The documentation as a site in build/site, with warnings as errors.
+site: $(VENV)/.docs
+	$(BIN)/python docs/website.py
+
+docs-serve: $(VENV)/.docs
+	$(BIN)/python docs/website.py --serve
 
 # The papers' tables of docs/methods/records/plan.yaml: run what is missing, record every cell, write the pages.
 # One of them: make tables TABLE=flame/table-2-tiny. Those on real data: make tables DATA=DIR. From the records alone, in seconds: make tables-recorded.
@@ -54,7 +62,7 @@ bench-gpu: $(VENV)/.developer
 	$(BIN)/python benchmarks/gpu.py --output runs/bench-gpu
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .coverage
+	rm -rf $(VENV) build runs .pytest_cache .mypy_cache .ruff_cache .coverage
 
 # torch first and alone, so that an index that only carries it (for one CUDA version) can serve it.
 $(VENV)/.torch: constraints.txt
@@ -68,4 +76,8 @@ $(VENV)/.runtime: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.developer: $(VENV)/.runtime
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.developer
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
