@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -48,8 +49,13 @@ def of_wandb(folder: Path, identity: str) -> Tracked:
 
     read = Tracked([])
     for path in sorted(folder.glob(f"wandb/offline-run-*-{identity}/*.wandb")):
-        for content in transactions(path.read_bytes()):
-            record = Record.FromString(content)
+        records: list[Any] = []
+        patience = time.monotonic() + 30
+        while not any(record.HasField("exit") for record in records):  # wandb's own process may still be writing
+            assert time.monotonic() < patience, f"{path} has no end"
+            time.sleep(0.02)
+            records = [Record.FromString(content) for content in transactions(path.read_bytes())]
+        for record in records:
             kind = record.WhichOneof("record_type")
             if kind == "history":
                 items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
@@ -72,6 +78,8 @@ def transactions(content: bytes) -> Iterator[bytes]:
             at += room
             continue
         _, length, kind = struct.unpack("<IHB", content[at : at + 7])
+        if at + 7 + length > len(content):
+            return
         parts += content[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -159,3 +167,25 @@ def test_the_tracker_holds_every_value_once_and_continues_its_run(
     if name != "tensorboard":
         assert (read.name, read.group, read.seed) == ("flame-tiny-tasks-seed-5", "ours", 5)
         assert read.tags == {"first", "second"}
+
+
+def test_tensorboard_drops_what_a_run_wrote_before_anything_was_noted(tmp_path: Path) -> None:
+    """A folder of an earlier version, which kept no `tracking.json`."""
+    pytest.importorskip("tensorboard")
+    source, folder = write_run(tmp_path / "source", rounds=2, clients=2, layers=1), tmp_path / "run"
+    play(folder, source, config_of(["tensorboard"]), 1, 1)
+    (folder / "tracking.json").unlink()
+    play(folder, source, config_of(["tensorboard"]), 2, 2)
+    found = [(name, step) for name, step, _ in of_tensorboard(folder, "").series]
+    assert sorted(found) == sorted((name, number) for name, _, number in points(RunLog(source).read()))
+
+
+def test_wandb_without_a_login_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr(type(wandb.api), "api_key", None)
+    told: list[str] = []
+    source = write_run(tmp_path / "source", rounds=1, clients=2, layers=1)
+    play(tmp_path / "run", source, config_of(["wandb"]), 1, 1, tell=told.append)
+    (said,) = told
+    assert "not logged in; `wandb login`, or set WANDB_MODE=offline" in said

@@ -22,11 +22,11 @@ class TensorBoard:
     _writer: Any
 
     def begin(self, run: TrackedRun) -> Begun:
-        """Opens a new event file."""
+        """Opens a new event file, whose first event makes TensorBoard drop what others have after `run.round`."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.folder / "tensorboard"
-        self._writer = SummaryWriter(str(folder), purge_step=run.round + 1 if run.id else None)
+        self._writer = SummaryWriter(str(folder), purge_step=run.round + 1)
         return Begun(folder.name)
 
     def add(self, round: int, values: Mapping[str, float]) -> None:

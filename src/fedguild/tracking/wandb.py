@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -36,6 +37,8 @@ class Wandb:
         if mode not in ("offline", "disabled", "dryrun") and not wandb.api.api_key:
             raise RuntimeError("not logged in; `wandb login`, or set WANDB_MODE=offline")
         identity = run.id or uuid4().hex[:12]
+        while next(run.folder.glob(f"wandb/*{time.strftime('%Y%m%d_%H%M%S')}-{identity}"), None):
+            time.sleep(0.1)  # wandb names a folder by the second, and would overwrite this one
         self._run = wandb.init(
             project=run.project,
             name=run.name,
