@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 from fedguild.config.explaining import Layer, explained
 from fedguild.config.schema import Config
 from fedguild.config.yaml_reading import parse
-from fedguild.errors import ConfigError, nearest
+from fedguild.errors import ConfigError
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
 
@@ -44,6 +45,15 @@ def presets() -> tuple[Preset, ...]:
         )
         for path in sorted(PRESETS_FOLDER.rglob("*.yaml"))
     )
+
+
+def preset_subject(preset: Preset) -> tuple[str, str]:
+    """Returns a preset's `model.path` and `data.corpus` as they are written, without validating its config."""
+    settings: dict[str, Any] = {}
+    for layer in _file_layers(preset.path, ()):
+        settings = _merged(settings, layer.settings)
+    model, data = settings.get("model") or {}, settings.get("data") or {}
+    return str(model.get("path", "embedded")), str(data.get("corpus", "tasks"))
 
 
 def first_sentence(yaml: str) -> str:
@@ -108,7 +118,11 @@ def _find(path_or_preset: str, beside: Path | None) -> Path:
     if path.suffix in (".yaml", ".yml"):
         raise ConfigError(f"There is no config file {path}.", "`fedguild presets` lists the configs that ship.")
     known = [preset.name for preset in presets()]
-    raise ConfigError(f"'{path_or_preset}' is neither a preset nor a config file.", nearest(path_or_preset, known))
+    close = difflib.get_close_matches(path_or_preset, known, n=1, cutoff=0.4)
+    meant = f"Did you mean '{close[0]}'? " if close else ""
+    raise ConfigError(
+        f"'{path_or_preset}' is neither a preset nor a config file.", f"{meant}`fedguild presets` lists the presets."
+    )
 
 
 def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
@@ -117,8 +131,14 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
         raise ConfigError(f"{path} extends itself, through {', '.join(str(child) for child in children)}.")
     try:
         settings = parse(path.read_text("utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"Cannot read the config {path}: {error}.") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"Cannot read the config {path}: line {line}: the byte 0x{error.object[error.start]:02x} is not UTF-8.",
+            "Configs are read as UTF-8; save the file again as UTF-8.",
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"Cannot read the config {path}: {error.strerror or error}.") from error
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{path}: a config is a mapping of keys to values, but this is {settings!r:.60}.")
     settings = dict(settings)
