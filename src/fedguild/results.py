@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     import pandas
 
     from fedguild.costs.profile import Profile
+    from fedguild.data.batches import Cut
     from fedguild.report.comparison import ComparisonTable
     from fedguild.report.run_folder import Run
     from fedguild.setup import PreparedData
 
+CHECKPOINTS = "checkpoints"
 STOPPED = "stopped.json"
 """The file in a run's folder that says after which round a callback stopped it, and why."""
 FrameOf = Literal["scores", "tasks", "clients", "rounds", "observations"]
@@ -273,10 +275,14 @@ class Partition:
     Attributes:
         data: The corpus, and each client's training, validation and test examples.
         budgets: Each client's budget.
+        dropped: Why examples of the source were left out -> how many.
+        cut: How many training texts are longer than `data.max_tokens`; None if the tokenizer is not on this machine.
     """
 
     data: PreparedData = field(repr=False)
     budgets: Sequence[str]
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    cut: Cut | None = None
 
     def frame(self) -> pandas.DataFrame:
         """Returns clients × labels, the number of examples; the client's budget and its split lead the columns."""
@@ -367,6 +373,22 @@ def stopping_reason(folder: Path) -> str:
         return str(json.loads(path.read_text("utf-8"))["reason"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged.", "Remove it to let the run go on.") from error
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a run in a folder got as far as its first checkpoint.
+
+    A folder without one, and without a record of a round, is what is left of a start that failed or was killed: a new
+    start may take it.
+    """
+    from fedguild.server import checkpoint
+    from fedguild.server.run_log import RunLog
+
+    if not (folder / "config.yaml").is_file():
+        return False
+    if checkpoint.latest(folder / CHECKPOINTS) is not None:
+        return True
+    return any(record.round > 0 for record in RunLog(folder).read())
 
 
 def write_stopping_reason(folder: Path, number: int, reason: str) -> None:

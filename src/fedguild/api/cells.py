@@ -66,14 +66,13 @@ class Cell:
         Raises:
             ConfigError: the folder holds a run with other settings.
         """
-        from fedguild.experiment import CHECKPOINTS
         from fedguild.report.html import REPORT_FILE
-        from fedguild.results import STOPPED
+        from fedguild.results import CHECKPOINTS, STOPPED, has_begun
         from fedguild.server import checkpoint
 
-        written = self.folder / "config.yaml"
-        if not written.is_file():
+        if not has_begun(self.folder):
             return "absent"
+        written = self.folder / "config.yaml"
         if load_config(str(written)).fingerprint() != self.config.fingerprint():
             raise ConfigError(
                 f"{self.folder} holds a run with settings other than {self.config.name}, seed {self.config.seed}.",

@@ -27,10 +27,12 @@ from fedguild.cli import (
     resume,
     run,
 )
+from fedguild.cli.example_command import ExampleCommand
 from fedguild.cli.output import explain
-from fedguild.errors import FedGuildError
+from fedguild.errors import DivergedError, FedGuildError
 
 USER_ERROR = 2
+DIVERGED = 3
 INTERRUPTED = 130
 
 
@@ -52,7 +54,7 @@ class _ReportingGroup(TyperGroup):
             if ctx.obj and ctx.obj.debug:
                 traceback.print_exception(error)
             explain(f"Error: {error.message}", error.hint)
-            raise typer.Exit(USER_ERROR) from error
+            raise typer.Exit(DIVERGED if isinstance(error, DivergedError) else USER_ERROR) from error
         except KeyboardInterrupt as error:
             resume_with = ctx.obj.resume_with if ctx.obj else ""
             explain("Interrupted.", f"Continue from the last complete round with: {resume_with}" if resume_with else "")
@@ -108,7 +110,7 @@ for module in (
     doctor,
 ):
     name = module.__name__.rsplit(".", 1)[-1]
-    app.command(name, epilog="\n\n".join(["Examples:", *module.EXAMPLES]))(module.command)
+    app.command(name, cls=ExampleCommand, epilog="\n".join(module.EXAMPLES))(module.command)
 
 
 app.add_typer(federation.app)
