@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from fedguild.data.batches import Cut
     from fedguild.report.comparison import ComparisonTable
     from fedguild.report.run_folder import Run
+    from fedguild.report.sweep import SweepTable
     from fedguild.setup import PreparedData
 
 CHECKPOINTS = "checkpoints"
@@ -241,6 +243,51 @@ class Comparison:
         from fedguild.report.html import comparison_fragment
 
         return "\n".join(comparison_fragment(table, column) for column, table in self.tables.items())
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One config with every combination of some settings, over several seeds.
+
+    Attributes:
+        folder: Parent folder of the runs.
+        table: The settings with their scores, the best, and the score that chose it.
+        runs: Name of a setting -> the folders of its runs, in the order of their seeds.
+        page: Its page.
+    """
+
+    folder: Path
+    table: SweepTable = field(repr=False)
+    runs: Mapping[str, Sequence[Path]] = field(repr=False)
+    page: Path
+
+    @property
+    def best(self) -> Mapping[str, str]:
+        """Key -> value of the best setting, as overrides have them."""
+        return self.table.best.values
+
+    def frame(self) -> pandas.DataFrame:
+        """Returns a row for each setting and seed: the values by key, the seed, the score and the folder."""
+        import pandas
+
+        return pandas.DataFrame(
+            [
+                {**one.values, "seed": seed, "score": value, "folder": str(folder)}
+                for one in self.table.settings
+                for (seed, value), folder in zip(
+                    one.scores(self.table.score).items(), self.runs[one.label], strict=False
+                )
+            ]
+        )
+
+    def figures(self) -> Figures:
+        """Returns a line over the values of one swept key, or a heat map over two; none for more."""
+        drawn = self.table.figure()
+        return Figures({"sweep": drawn} if drawn else {})
+
+    def _repr_html_(self) -> str:
+        said = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in self.table.sentences())
+        return said + str(self.frame().to_html()) + self.figures()._repr_html_()
 
 
 @dataclass(frozen=True)

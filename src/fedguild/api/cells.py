@@ -107,7 +107,7 @@ def plan_cells(
     cells = []
     for given in configs:
         for seed in seeds:
-            config = _with_known_options(inputs.config(given, [*overrides, f"seed={seed}"]))
+            config = require_fit(inputs.config(given, [*overrides, f"seed={seed}"]))
             name = str(given) if isinstance(given, (str, Path)) else ""
             cells.append(Cell(name, config, output / config.name / f"seed-{seed}", inputs))
     folders = [cell.folder for cell in cells]
@@ -159,19 +159,17 @@ def plan_table(
     for column in columns:
         folder = output if columns == [ONLY_COLUMN] else output / column
         runs = [
-            Cell(cell.preset, _with_known_options(config), folder / config.name / f"seed-{seed}", inputs)
+            Cell(cell.preset, require_fit(config), folder / config.name / f"seed-{seed}", inputs)
             for cell in cells
             if cell.column == column
             for seed in seeds
-            for config in [
-                _with_known_options(inputs.config(cell.preset, [*overrides, f"seed={seed}"], between=cell.layers))
-            ]
+            for config in [require_fit(inputs.config(cell.preset, [*overrides, f"seed={seed}"], between=cell.layers))]
         ]
         comparisons.append(Column("" if columns == [ONLY_COLUMN] else column, folder, tuple(runs)))
     return comparisons
 
 
-def _with_known_options(config: Config) -> Config:
+def require_fit(config: Config) -> Config:
     """Returns a config whose method takes its options and fits; a row that does not is reported before others run.
 
     Raises:

@@ -18,6 +18,7 @@ from fedguild.cli import (
     export,
     federation,
     generate,
+    init,
     methods,
     partition,
     presets,
@@ -26,6 +27,7 @@ from fedguild.cli import (
     report,
     resume,
     run,
+    sweep,
 )
 from fedguild.cli.example_command import ExampleCommand
 from fedguild.cli.output import explain
@@ -95,9 +97,11 @@ def _options(
 
 
 for module in (
+    init,
     run,
     resume,
     compare,
+    sweep,
     partition,
     profile,
     evaluate,

@@ -104,7 +104,7 @@ def _given_layers(given: Given) -> tuple[list[Layer], str]:
         extended, name = _given_layers(parent) if isinstance(parent, str) else ([], "run")
         return [*extended, Layer("the config", _with_method_as_mapping(settings))], name
     path = _find(str(given), beside=None)
-    return list(_file_layers(path, ())), _default_name(path)
+    return list(_file_layers(path, ())), default_name(path)
 
 
 def _find(path_or_preset: str, beside: Path | None) -> Path:
@@ -189,7 +189,8 @@ def _still_valid(section: str, lower: Mapping[str, Any], upper: Mapping[str, Any
     return {} if section == "method" else {name: value for name, value in lower.items() if name != "options"}
 
 
-def _default_name(path: Path) -> str:
+def default_name(path: Path) -> str:
+    """Returns the name of a run whose config has none: that of the preset or file, in the characters of a name."""
     if path.is_relative_to(PRESETS_FOLDER):
         return path.relative_to(PRESETS_FOLDER).with_suffix("").as_posix().replace("/", "-")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "run"

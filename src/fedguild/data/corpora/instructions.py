@@ -10,11 +10,11 @@ from fedguild.data.corpora.table import Row, Table, read_table, text
 from fedguild.data.example import Example
 from fedguild.data.prompts import render
 
-_REQUIRED = {
+REQUIRED = {
     "instruction": ("instruction", "prompt", "question"),
     "response": ("response", "output", "completion", "answer"),
 }
-_OPTIONAL = {
+OPTIONAL = {
     "input": ("input", "context"),
     "label": ("label", "category"),
     "task": ("task",),
@@ -75,8 +75,8 @@ def read(
         "choices": choices_column,
     }
     columns = {key: name for key, name in named.items() if name is not None}
-    known = _aliases({**_REQUIRED, **_OPTIONAL}, columns)
-    required = {key: names for key, names in known.items() if key in _REQUIRED or key in columns}
+    known = _aliases({**REQUIRED, **OPTIONAL}, columns)
+    required = {key: names for key, names in known.items() if key in REQUIRED or key in columns}
     optional = {key: names for key, names in known.items() if key not in required}
     table = read_table(source)
     for number, row in table.select(required, optional):
