@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from fedguild.api import drafting
 from fedguild.cli import app
 from fedguild.config import load_config
+from fedguild.errors import ConfigError
 from tests.cli.conftest import Invoke
 from tests.data.writing import write_jsonl
 
@@ -32,7 +33,7 @@ def test_a_file_that_is_there_is_never_touched(invoke: Invoke) -> None:
     assert result.exit_code == 2
     assert "fedguild.yaml exists, and is left as it is" in result.stderr
     assert Path("fedguild.yaml").read_text() == "mine"
-    with pytest.raises(drafting.ConfigError, match="exists"):
+    with pytest.raises(ConfigError, match="exists"):
         drafting.write("text", Path("fedguild.yaml"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class Ranked(FakeExperiment):
 def ranked(monkeypatch: pytest.MonkeyPatch, experiment: FakeExperiment) -> Ranked:
     """The same in place of the experiment."""
     fake = Ranked()
-    monkeypatch.setitem(__import__("sys").modules, "fedguild.experiment", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "fedguild.experiment", fake)
     monkeypatch.setattr(fedguild, "experiment", fake, raising=False)
     return fake
 

@@ -28,10 +28,10 @@ class ExampleCommand(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except NoSuchOption as error:
-            if hint := _setting_hint(error.option_name, given, [parameter.name for parameter in self.params]):
-                error.message = f"{error.message} {hint}"
-                error.possibilities = None
-            raise
+            hint = _setting_hint(error.option_name, given, [parameter.name for parameter in self.params])
+            if not hint:
+                raise
+            raise NoSuchOption(error.option_name, f"{error.message} {hint}", ctx=ctx) from error
 
 
 def _setting_hint(option: str, given: list[str], parameters: list[str | None]) -> str:

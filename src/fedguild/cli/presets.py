@@ -142,7 +142,10 @@ class _Chosen:
         compared = Table("table", "what `fedguild compare TABLE` prints", box=None, header_style="bold", pad_edge=False)
         for table in self.tables:
             compared.add_row(table.name, table.description)
-        show(*([listed] if self.presets else []), *(["", compared] if self.tables else []))
+        if self.presets:
+            show(listed)
+        if self.tables:
+            show("", compared)
 
     def summarise(self) -> None:
         """Prints a line for each method, with its models and its data, short enough for a screen."""

@@ -94,8 +94,9 @@ def known_examples(config: Config) -> int | None:
     data on the hub, the config's caps say how many a client has at most.
     """
     data, caps = config.data, config.data.split.caps
-    known = data.train is None if corpus_spec(data.corpus).generate else bool(data.train) and Path(data.train).exists()
-    if known and not (data.partition.scheme.startswith(GIVEN) or (data.train or "").startswith(GIVEN)):
+    generated = corpus_spec(data.corpus).generate is not None and data.train is None
+    here = data.train is not None and not data.train.startswith(GIVEN) and Path(data.train).exists()
+    if (generated or here) and not data.partition.scheme.startswith(GIVEN):
         try:
             sizes = prepare_data(config).sizes()["train"]
         except FedGuildError:

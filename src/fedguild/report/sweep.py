@@ -221,7 +221,7 @@ class SweepTable:
                 spine.set_visible(False)
             bar = figure.colorbar(image, ax=axes, shrink=0.9)
             bar.set_label(f"{self.split} score", color=MUTED)
-            bar.outline.set_visible(False)  # type: ignore[operator]
+            bar.outline.set_visible(False)
             about = f"Heat map: mean {self.split} score by {down} and {across}; best: {self.best.title}."
             return to_svg(figure, "sweep", about)
 
