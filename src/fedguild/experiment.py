@@ -12,6 +12,7 @@ from fedguild.callbacks import Callback, Delivery, make_callback
 from fedguild.client.budget import ClientInfo
 from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config import Config, load_config
+from fedguild.data.batches import count_cut_prompts
 from fedguild.environment import describe_environment
 from fedguild.errors import CheckpointError, ConfigError
 from fedguild.evaluation.metrics import Metric
@@ -494,7 +495,16 @@ def _told_cut(experiment: Experiment) -> dict[str, int]:
     cut = cut_of(experiment.data, experiment.encoded, tokenizer, longest)
     for sentence in cut.sentences():
         experiment.progress.message(sentence)
-    return {"texts": cut.texts, "prompts": cut.prompts, "responses": cut.responses}
+    scored = experiment.config.evaluation
+    asked = experiment.data.pooled(scored.split, scored.max_examples, experiment.config.seed)
+    generated = [one for one in asked if scored.by == "generation" or not one.choices]
+    lost = count_cut_prompts(generated, tokenizer, longest - scored.max_new_tokens)
+    if lost:
+        experiment.progress.message(
+            f"{lost} of {len(generated)} scored prompts lose their beginning (data.max_tokens is {longest}, of which "
+            f"evaluation.max_new_tokens leaves {longest - scored.max_new_tokens})."
+        )
+    return {"texts": cut.texts, "prompts": cut.prompts, "responses": cut.responses, "scored_prompts": lost}
 
 
 def _written_config(folder: Path) -> Config:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from fedguild import experiment
 from fedguild.client.budget import Budget, ClientInfo
@@ -140,3 +141,26 @@ def test_what_is_left_out_and_cut_is_counted_and_said(command: Command, olmoe_fo
         says(told, "Left out: 8 training rows without a response.", "2 training examples above the limit of 30.")
         says(told, f"{record['cut']['prompts']} of 6 training texts lose the beginning of their prompt")
         says(told, "(data.max_tokens is 150)")
+    lost = record["cut"]["scored_prompts"]
+    assert lost in (0, 1)  # of one example that is scored
+    assert ("1 of 1 scored prompts lose their beginning" in ran.stderr) is bool(lost)
+
+
+def test_a_rate_that_anneals_to_nothing_leaves_the_last_round_without_effect(
+    olmoe_folder: Path, tmp_path: Path
+) -> None:
+    """From the config to the clients: the last round's rate is a billionth of the first one's."""
+    annealed = ["training.round_schedule=linear", "training.round_final=1e-9", "training.optimizer=sgd"]
+    settings = ["method={name: fedit, rank: 3}", "federation.rounds=2", "evaluation.max_examples=1", *annealed]
+    config = small_config(olmoe_folder, *settings, "training.learning_rate=1.0", "federation.keep_checkpoints=3")
+    experiment.run(config, tmp_path / "out")
+    before, first, last = (
+        checkpoint.load(tmp_path / "out" / CHECKPOINTS, number, fingerprint=config.fingerprint()).state.tensors
+        for number in (0, 1, 2)
+    )
+
+    def moved(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+        return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+    assert moved(before, first) > 1e-4
+    assert moved(first, last) < 1e-6

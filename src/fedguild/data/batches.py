@@ -166,6 +166,11 @@ def count_cut(texts: Iterable[tuple[Example, Encoded]], tokenizer: Any, max_toke
     return Cut(number, prompts, responses, max_tokens)
 
 
+def count_cut_prompts(examples: Iterable[Example], tokenizer: Any, room: int) -> int:
+    """Returns how many prompts are longer than `room` tokens, so that generation cuts their beginning."""
+    return sum(len(encode_prompt(example.prompt, tokenizer)) > room for example in examples)
+
+
 def _tokens(example: Example, tokenizer: Any) -> tuple[list[int], list[int]]:
     """Returns the token ids of the whole prompt, and of the whole response with the end-of-sequence token."""
     prompt = encode_prompt(example.prompt, tokenizer)
