@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config import Config, load_config
 from fedguild.data.batches import count_cut_prompts
 from fedguild.environment import describe_environment
-from fedguild.errors import CheckpointError, ConfigError
+from fedguild.errors import CheckpointError, ConfigError, DivergedError
 from fedguild.evaluation.metrics import Metric
 from fedguild.files import write_json, write_text
 from fedguild.guarantee import Privacy
@@ -23,7 +23,7 @@ from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.recording import client_records, observation_records, routing_record
 from fedguild.report.tracking import Tracker
-from fedguild.results import CHECKPOINTS, STOPPED, RunResult, has_begun, result_of, write_stopping_reason
+from fedguild.results import CHECKPOINTS, DIVERGED, STOPPED, RunResult, has_begun, result_of, write_stopping_reason
 from fedguild.scoring import evaluate_state, untrained_loss
 from fedguild.sealed import remove_leftovers
 from fedguild.seeding import torch_rng
@@ -103,7 +103,8 @@ def run(
         for left in ("config.yaml", RunLog.FILE):  # of a start that failed
             (output / left).unlink(missing_ok=True)
         experiment = (preparation or prepare)(config, output, progress)
-        return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
+        with _divergence_noted(output):
+            return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
 
 
 def resume(
@@ -138,7 +139,8 @@ def resume(
         if saved is None:
             (output / RunLog.FILE).unlink(missing_ok=True)
             experiment = (preparation or prepare)(config, output, progress)
-            return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
+            with _divergence_noted(output):
+                return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
         RunLog(output).truncate_after(saved.round, saved.extra.get(LOG_SEAL))
         if round is not None:
             checkpoint.remove_after(output / CHECKPOINTS, round)
@@ -148,7 +150,19 @@ def resume(
             MergeLedger.beside(experiment.memory).refill(merges(saved.state))
         (output / STOPPED).unlink(missing_ok=True)
         again = not was_stopped and round is None and saved.round > 0
-        return _rounds(experiment, saved.state, saved.round + 1, accepted, every, saved_again=again)
+        with _divergence_noted(output):
+            return _rounds(experiment, saved.state, saved.round + 1, accepted, every, saved_again=again)
+
+
+@contextmanager
+def _divergence_noted(folder: Path) -> Iterator[None]:
+    """Notes in a run's folder that its training diverged, for those who come later."""
+    (folder / DIVERGED).unlink(missing_ok=True)
+    try:
+        yield
+    except DivergedError as error:
+        write_json(folder / DIVERGED, {"reason": error.message})
+        raise
 
 
 def _saved(config: Config, output: Path, progress: Progress, round: int | None) -> Checkpoint | None:

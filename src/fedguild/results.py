@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from fedguild.setup import PreparedData
 
 CHECKPOINTS = "checkpoints"
+DIVERGED = "diverged.json"
+"""The file in a run's folder that says in which words its training diverged."""
 STOPPED = "stopped.json"
 """The file in a run's folder that says after which round a callback stopped it, and why."""
 FrameOf = Literal["scores", "tasks", "clients", "rounds", "observations"]
@@ -420,6 +422,12 @@ def stopping_reason(folder: Path) -> str:
         return str(json.loads(path.read_text("utf-8"))["reason"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged.", "Remove it to let the run go on.") from error
+
+
+def divergence(folder: Path) -> str:
+    """Returns how the training of a run diverged; empty if it did not, or has been resumed since."""
+    path = folder / DIVERGED
+    return str(json.loads(path.read_text("utf-8"))["reason"]) if path.is_file() else ""
 
 
 def has_begun(folder: Path) -> bool:

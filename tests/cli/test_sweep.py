@@ -6,15 +6,19 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import fedguild
 from fedguild.api.sweeping import divide, setting_names, split_values
 from fedguild.config import Config, load_config
-from fedguild.errors import ConfigError
+from fedguild.errors import ConfigError, DivergedError
+from fedguild.payload import Payload
+from fedguild.progress import Progress
 from fedguild.report.run_folder import load_run
 from fedguild.report.sweep import SweepTable, tabulate
+from fedguild.server import checkpoint
 from tests.cli.conftest import FakeExperiment, Invoke
 from tests.report.runs import write_run
 
@@ -23,6 +27,15 @@ GRID = ("sweep", "flame/tiny-tasks", "method.rank=4,8", "training.learning_rate=
 
 class Ranked(FakeExperiment):
     """Runs whose score grows with the rank, and a little with the learning rate."""
+
+    def run(self, config: Config, output: Path, *, progress: Progress, **more: object) -> SimpleNamespace:
+        result = super().run(config, output, progress=progress, **more)
+        if config.training.learning_rate >= 1:
+            (output / "checkpoints").rename(output / "later")
+            checkpoint.save(output / "checkpoints", 1, Payload(), fingerprint=config.fingerprint())
+            (output / "diverged.json").write_text(json.dumps({"reason": "The training of round 2 diverged."}))
+            raise DivergedError("The training of round 2 diverged.")
+        return result
 
     @staticmethod
     def _write(config: Config, output: Path) -> None:
@@ -81,6 +94,23 @@ def test_a_split_that_is_asked_for_is_kept(invoke: Invoke, ranked: Ranked) -> No
     assert load_config("one/rank-4/seed-0/config.yaml").evaluation.split == "test"
     assert "There are no validation scores" in result.stderr
     assert "Line chart: test score by method.rank; best: method.rank=8" in Path("one/sweep.html").read_text()
+
+
+def test_a_setting_that_diverges_is_left_and_told(invoke: Invoke, ranked: Ranked) -> None:
+    arguments = ("sweep", "flame/tiny-tasks", "method.rank=4", "training.learning_rate=1e-3,9.0", "--seeds", "0,1")
+    result = invoke(*arguments, "-o", "grid", "--json")
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)
+    assert shown["best"] == {"training.learning_rate": "1e-3"}
+    assert [one["diverged"] for one in shown["settings"]] == [[], [0, 1]]
+    assert "1 setting diverged: training.learning_rate=9.0." in result.stderr
+    ranked.calls.clear()
+    again = invoke(*arguments, "-o", "grid")
+    assert (again.exit_code, ranked.calls) == (0, [])
+    assert "seed 0: diverged before; remove grid/learning_rate-9.0/seed-0 to try it again" in again.stderr
+    alone = invoke("sweep", "flame/tiny-tasks", "training.learning_rate=8.0,9.0", "--seeds", "0", "-o", "other")
+    assert alone.exit_code == 3
+    assert "Every setting of the sweep diverged. The training of round 2" in alone.stderr
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from fedguild.errors import ConfigError, DivergedError
 from fedguild.experiment import CHECKPOINTS
 from fedguild.model.plan import AdapterPlan
 from fedguild.payload import Payload
-from fedguild.results import load_run
+from fedguild.results import divergence, load_run
 from fedguild.server import checkpoint
 from fedguild.server.byte_budget import ByteBudget
 from fedguild.server.engine import Delivery, Task
@@ -114,6 +114,7 @@ def test_a_diverged_run_says_so_and_has_an_exit_code_of_its_own(command: Command
     assert result.exit_code == 3, result.output
     says(result.stderr, "Error: The training of round 1 diverged", "lower training.learning_rate")
     assert checkpoint.latest(Path("out") / CHECKPOINTS) == 0
+    assert divergence(Path("out")).startswith("The training of round 1 diverged")
 
 
 def test_what_is_left_out_and_cut_is_counted_and_said(command: Command, olmoe_folder: Path, tmp_path: Path) -> None:

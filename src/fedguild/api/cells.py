@@ -17,9 +17,10 @@ from fedguild.api.inputs import Inputs
 from fedguild.config import Config, TableCell, load_config
 from fedguild.config.loading import Given
 from fedguild.config.table import ONLY_COLUMN
-from fedguild.errors import ConfigError, FedGuildError
+from fedguild.errors import ConfigError, DivergedError, FedGuildError
 from fedguild.files import write_text
 from fedguild.progress import Progress, Silent
+from fedguild.results import divergence
 
 if TYPE_CHECKING:
     from fedguild.callbacks import Callback
@@ -188,6 +189,7 @@ def complete(
     tell: Tell = say_nothing,
     progress: ProgressOf = silent,
     callbacks: Iterable[Callback] = (),
+    may_diverge: bool = False,
 ) -> None:
     """Completes every cell: runs absent ones, resumes partial ones, keeps finished ones.
 
@@ -197,22 +199,36 @@ def complete(
         tell: Receives a line for each finished cell, and what the processes say.
         progress: Returns the receiver of a cell's progress reports, where it runs in this process.
         callbacks: Receivers of the events of each run in this process.
+        may_diverge: Whether a cell whose training diverges is told and left, now and when it is met again.
 
     Raises:
         FedGuildError: a run failed; those that were under way have been stopped and can be resumed.
     """
-    open_cells = []
+    open_cells = still_open(cells, tell, may_diverge=may_diverge)
+    if jobs == 1:
+        for cell in open_cells:
+            try:
+                _complete_here(cell, progress, tuple(callbacks))
+            except DivergedError as error:
+                if not may_diverge:
+                    raise
+                tell(f"{cell.title}: {error.message}")
+    else:
+        hand_over(open_cells)
+        _Workers(jobs, tell, may_diverge=may_diverge).complete(open_cells)
+
+
+def still_open(cells: Iterable[Cell], tell: Tell, *, may_diverge: bool = False) -> list[Cell]:
+    """Returns the cells that are to be run, after a line about each of the others."""
+    left = []
     for cell in cells:
         if cell.state() == "finished":
             tell(f"{cell.title}: already finished")
+        elif may_diverge and cell.state() == "partial" and divergence(cell.folder):
+            tell(f"{cell.title}: diverged before; remove {cell.folder} to try it again")
         else:
-            open_cells.append(cell)
-    if jobs == 1:
-        for cell in open_cells:
-            _complete_here(cell, progress, tuple(callbacks))
-    else:
-        hand_over(open_cells)
-        _Workers(jobs, tell).complete(open_cells)
+            left.append(cell)
+    return left
 
 
 def _complete_here(cell: Cell, progress: ProgressOf, callbacks: tuple[Callback, ...]) -> None:
@@ -243,9 +259,10 @@ def hand_over(cells: Iterable[Cell]) -> None:
 class _Workers:
     """Processes that each run a cell with an equal share of the cores."""
 
-    def __init__(self, jobs: int, tell: Tell) -> None:
+    def __init__(self, jobs: int, tell: Tell, *, may_diverge: bool = False) -> None:
         self._jobs = jobs
         self._tell = tell
+        self._may_diverge = may_diverge
         self._running: set[subprocess.Popen[str]] = set()
         self._stopped = threading.Event()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -276,7 +293,8 @@ class _Workers:
             lines.append(line.rstrip())
             self._tell(f"{cell.title}: {line.rstrip()}")
         self._running.discard(process)
-        if process.wait() != 0 and not self._stopped.is_set():
+        failed = process.wait() != 0 and not self._stopped.is_set()
+        if failed and not (self._may_diverge and divergence(cell.folder)):
             problem = next((line for line in lines if line.startswith("Error: ")), lines[-1] if lines else "no message")
             raise FedGuildError(f"{cell.title} failed: {problem.removeprefix('Error: ')}", f"Its folder: {cell.folder}")
 

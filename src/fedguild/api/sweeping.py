@@ -13,8 +13,8 @@ from fedguild.api.cells import Cell, ProgressOf, Tell, complete, require_fit, sa
 from fedguild.api.comparing import SEEDS, checked_seeds, require_no_functions
 from fedguild.api.inputs import Inputs, gather
 from fedguild.config.explaining import Layer
-from fedguild.errors import ConfigError
-from fedguild.results import Sweep
+from fedguild.errors import ConfigError, DivergedError
+from fedguild.results import Sweep, divergence
 
 if TYPE_CHECKING:
     from fedguild.api.inputs import Dataset, Partition
@@ -47,7 +47,7 @@ def sweep(
     Every combination and seed is a run in `output/SETTING/seed-N`. Finished runs are kept, unfinished ones are resumed:
     the same call continues after an interruption, and one with more values or seeds adds to the runs that are there.
     Unless a setting says otherwise, the runs are scored on validation examples (`evaluation.split=validation`), so that
-    the test examples have no part in the choice.
+    the test examples have no part in the choice. A run that diverges is left as it is; its setting cannot be the best.
 
     Args:
         config: As in `run`.
@@ -68,8 +68,8 @@ def sweep(
         tell: Receives a line for each run that is finished.
 
     Raises:
-        FedGuildError: nothing is swept, a setting or a value of it is wrong, or a run failed; the others can be
-            continued.
+        FedGuildError: nothing is swept, a setting or a value of it is wrong, a run failed, in which case the others can
+            be continued, or all of them diverged.
 
     Example:
         >>> import tempfile, fedguild
@@ -88,11 +88,11 @@ def sweep(
         from fedguild.api.ray_cells import complete_on_ray
 
         require_no_functions(given, callbacks, "on Ray")
-        complete_on_ray(every, address, cores, tell)
+        complete_on_ray(every, address, cores, tell, may_diverge=True)
     else:
         if jobs > 1:
             require_no_functions(given, callbacks, "with more than one job")
-        complete(every, jobs, tell=tell, progress=progress, callbacks=callbacks)
+        complete(every, jobs, tell=tell, progress=progress, callbacks=callbacks, may_diverge=True)
     return _tabulated(folder, swept, cells)
 
 
@@ -209,9 +209,16 @@ def _tabulated(
     from fedguild.report.run_folder import load_run
     from fedguild.report.sweep import tabulate, write_sweep
 
-    runs = {name: [cell.folder for _, cell in members] for name, members in cells.items()}
-    values = {name: members[0][0] for name, members in cells.items()}
+    runs, diverged, values = {}, {}, {}
+    for name, members in cells.items():
+        values[name] = members[0][0]
+        runs[name] = [cell.folder for _, cell in members if cell.state() == "finished"]
+        diverged[name] = [cell.config.seed for _, cell in members if cell.state() != "finished"]
+    if all(diverged.values()):
+        reasons = [divergence(cell.folder) for members in cells.values() for _, cell in members]
+        first = next(filter(None, reasons), "")
+        raise DivergedError(f"Every setting of the sweep diverged. {first}", "Sweep lower learning rates.")
     loaded = {name: [load_run(one) for one in folders] for name, folders in runs.items()}
-    table = tabulate(list(swept), values, loaded)
+    table = tabulate(list(swept), values, loaded, diverged)
     page = write_sweep(table, runs, folder, f"Sweep of {', '.join(swept)}")
     return Sweep(folder, table, runs, page)

@@ -38,11 +38,13 @@ class Setting:
         label: Its name, also that of its runs.
         values: Key -> value as it was given.
         row: Its scores and costs over the seeds.
+        diverged: The seeds with which its training diverged.
     """
 
     label: str
     values: Mapping[str, str]
     row: MethodRow
+    diverged: tuple[int, ...] = ()
 
     def scores(self, of: str) -> Mapping[int, float]:
         """Returns seed -> score."""
@@ -78,7 +80,7 @@ class SweepTable:
 
     @property
     def best(self) -> Setting:
-        """The setting with the highest mean over the seeds; the first of several."""
+        """The setting with the highest mean over the seeds, the first of several; none that diverged."""
         return max(self.settings, key=lambda one: self._mean(one))
 
     @property
@@ -100,7 +102,7 @@ class SweepTable:
 
     def is_close(self, setting: Setting) -> bool:
         """Whether the 95 % interval of the difference to the best includes 0: these seeds cannot tell them apart."""
-        difference = self.below_best(setting)
+        difference = None if setting.diverged else self.below_best(setting)
         return difference is not None and difference.count > 1 and difference.mean + half_width(difference) >= 0
 
     def to_json(self) -> dict[str, Any]:
@@ -116,6 +118,7 @@ class SweepTable:
                 {
                     "label": one.label,
                     "values": dict(one.values),
+                    "diverged": list(one.diverged),
                     "by_seed": {str(seed): value for seed, value in one.scores(self.score).items()},
                     **(asdict(spread) if (spread := self.spread(one)) else {}),
                     "cost": asdict(one.row.cost) if one.row.cost else None,
@@ -130,14 +133,16 @@ class SweepTable:
         """Returns settings × score and costs; the best in bold."""
         score = f"{self.split.capitalize()} score"
         header = [*(Cell(key) for key in self.keys), Cell(score, "mean ± 95 % interval"), Cell("Seeds")]
-        header += [Cell("Below the best", "paired by seed"), Cell("Upload", "per client"), Cell("Whole run")]
+        header += [Cell("Against the best", "paired by seed"), Cell("Upload", "per client"), Cell("Whole run")]
         body = []
         for one in self.settings:
             best, spread, difference = one is self.best, self.spread(one), self.below_best(one)
             cells = [Cell(one.values[key], strong=best) for key in self.keys]
             cells += [Cell(_interval(spread), strong=best), Cell(str(spread.count if spread else 0))]
             note = "not distinguishable" if self.is_close(one) else ""
-            cells += [Cell("best" if best else _interval(difference, signed=True), note, strong=best)]
+            note = f"seed {', '.join(map(str, one.diverged))}" if one.diverged else note
+            against = "diverged" if one.diverged else "best" if best else _interval(difference, signed=True)
+            cells += [Cell(against, note, strong=best)]
             cells += [Cell(units.byte_count(one.row.cost.upload_bytes if one.row.cost else None))]
             body.append((*cells, Cell(units.duration(one.row.run_seconds))))
         what = f"{score} ({_SCORES.get(self.score, self.score)}) after round {self.round}"
@@ -153,6 +158,9 @@ class SweepTable:
             said.append("With one seed nothing is known of the spread.")
         elif close:
             said.append(f"These seeds cannot tell it from {units.count_of(len(close), 'other setting')}.")
+        diverged = [one.title for one in self.settings if one.diverged]
+        if diverged:
+            said.append(f"{units.count_of(len(diverged), 'setting')} diverged: {'; '.join(diverged)}.")
         if self.by_validation:
             said.append("No test example had a part in the choice: `fedguild evaluate FOLDER` gives the test score.")
         else:
@@ -170,7 +178,7 @@ class SweepTable:
 
     def _mean(self, setting: Setting) -> float:
         spread = self.spread(setting)
-        return -math.inf if spread is None else spread.mean
+        return -math.inf if spread is None or setting.diverged else spread.mean
 
     def _line(self) -> str:
         (key,) = self.keys
@@ -179,7 +187,7 @@ class SweepTable:
             axes = figure.subplots()
             places = range(len(self.settings))
             spreads = [self.spread(one) for one in self.settings]
-            means = [math.nan if spread is None else spread.mean for spread in spreads]
+            means = [math.nan if (mean := self._mean(one)) == -math.inf else mean for one in self.settings]
             bars = [0.0 if spread is None or spread.count < 2 else half_width(spread) for spread in spreads]
             axes.errorbar(places, means, bars, color="#0072b2", marker="o", markersize=5, linewidth=1.4, capsize=3)
             at = self.settings.index(self.best)
@@ -197,7 +205,7 @@ class SweepTable:
         means = np.full((len(rows), len(columns)), np.nan)
         for one in self.settings:
             place = (rows.index(one.values[down]), columns.index(one.values[across]))
-            means[place] = self._mean(one) if self.spread(one) else np.nan
+            means[place] = np.nan if (mean := self._mean(one)) == -math.inf else mean
         with styled("sweep"):
             figure = Figure(figsize=(1.6 + 1.05 * len(columns), 1.2 + 0.55 * len(rows)), layout="constrained")
             axes = figure.subplots()
@@ -227,23 +235,36 @@ class SweepTable:
 
 
 def tabulate(
-    keys: Sequence[str], values: Mapping[str, Mapping[str, str]], runs: Mapping[str, Sequence[Run]]
+    keys: Sequence[str],
+    values: Mapping[str, Mapping[str, str]],
+    runs: Mapping[str, Sequence[Run]],
+    diverged: Mapping[str, Sequence[int]] | None = None,
 ) -> SweepTable:
     """Returns the table of a sweep.
 
     Args:
         keys: The swept keys.
         values: Label -> key -> value.
-        runs: Label -> the setting's runs, one per seed.
+        runs: Label -> the setting's finished runs, one per seed; some may have none.
+        diverged: Label -> the seeds with which its training diverged.
 
     Raises:
         ConfigError: no run has a score.
     """
-    table = compare(runs)
+    table = compare({label: members for label, members in runs.items() if members})
     name = next((name for name in _SCORES if any(name in row.scores for row in table.rows)), None)
     if name is None:
         raise ConfigError("The runs of the sweep have no score.", "See `evaluation` in the settings.")
-    settings = tuple(Setting(label, values[label], table.row(label)) for label in runs)
+    rows = {row.label: row for row in table.rows}
+    settings = tuple(
+        Setting(
+            label,
+            values[label],
+            rows.get(label) or MethodRow(label, {}, {}, None, 0.0),
+            tuple((diverged or {}).get(label, ())),
+        )
+        for label in runs
+    )
     warnings = tuple(warning for warning in table.warnings if not warning.startswith("Budget"))
     return SweepTable(tuple(keys), settings, name, table.split, table.seeds, table.round, warnings)
 
@@ -257,7 +278,7 @@ def write_sweep(table: SweepTable, runs: Mapping[str, Sequence[Path]], folder: P
     """
     from fedguild.report.html import sweep_page
 
-    first = load_run(next(iter(runs.values()))[0])
+    first = load_run(next(folder for folders in runs.values() for folder in folders))
     return sweep_page(folder / SWEEP_FILE, table, first, title)
 
 
