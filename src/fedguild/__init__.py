@@ -27,6 +27,7 @@ _MODULES = {
     "push": "api.pushing",
     "resume": "api.runs",
     "run": "api.runs",
+    "sweep": "api.sweeping",
 }
 """Public name -> the module below `fedguild` that defines it."""
 

@@ -5,6 +5,7 @@ from fedguild.api.models import load_model as load_model
 from fedguild.api.pushing import push as push
 from fedguild.api.runs import resume as resume
 from fedguild.api.runs import run as run
+from fedguild.api.sweeping import sweep as sweep
 from fedguild.callbacks import Event as Event
 from fedguild.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from fedguild.errors import FedGuildError as FedGuildError

@@ -40,12 +40,20 @@ class UploadError(FedGuildError):
     """A client's upload has the wrong names, shapes, dtypes or values."""
 
 
+class NotFiniteError(UploadError):
+    """A client's upload has NaN or infinity."""
+
+
 class CheckpointError(FedGuildError):
     """A checkpoint is damaged, missing, or belongs to another run."""
 
 
 class QuorumError(FedGuildError):
     """Fewer clients than the quorum delivered a valid upload in a round."""
+
+
+class DivergedError(QuorumError):
+    """The training of a round diverged: its losses or uploads are not finite, or worse than guessing."""
 
 
 class StoppedError(FedGuildError):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,22 +12,26 @@ from fedguild.callbacks import Callback, Delivery, make_callback
 from fedguild.client.budget import ClientInfo
 from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config import Config, load_config
+from fedguild.data.batches import count_cut_prompts
 from fedguild.environment import describe_environment
-from fedguild.errors import CheckpointError, ConfigError
+from fedguild.errors import CheckpointError, ConfigError, DivergedError
 from fedguild.evaluation.metrics import Metric
 from fedguild.files import write_json, write_text
+from fedguild.guarantee import Privacy
 from fedguild.locking import run_lock
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.recording import client_records, observation_records, routing_record
-from fedguild.results import STOPPED, RunResult, result_of, write_stopping_reason
-from fedguild.scoring import evaluate_state
+from fedguild.results import CHECKPOINTS, DIVERGED, STOPPED, RunResult, has_begun, result_of, write_stopping_reason
+from fedguild.scoring import evaluate_state, untrained_loss
 from fedguild.sealed import remove_leftovers
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
+from fedguild.server.byte_budget import ByteBudget
 from fedguild.server.checkpoint import Checkpoint
 from fedguild.server.merge_history import merges
-from fedguild.server.rounds import Outcome, frequencies, run_round
+from fedguild.server.optimizer import without_momentum
+from fedguild.server.rounds import Again, Outcome, frequencies, require_learning, run_round
 from fedguild.server.run_log import (
     EvaluationRecord,
     PartitionRecord,
@@ -43,6 +47,8 @@ from fedguild.setup import (
     Experiment,
     PreparedData,
     Split,
+    cut_of,
+    dropped_of,
     guard_of,
     make_engine,
     method_of,
@@ -53,11 +59,10 @@ from fedguild.setup import (
 )
 from fedguild.tracking.sending import Tracking
 
-__all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
+__all__ = ["CHECKPOINTS", "PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
 
 Preparation = Callable[[Config, Path, Progress | None], Experiment]
 
-CHECKPOINTS = "checkpoints"
 METHOD = "method.json"
 """The file in a run's folder with every option of its method, as it runs."""
 PRIVACY = "privacy.json"
@@ -90,13 +95,16 @@ def run(
         FedGuildError: anything in the config, the data or the model that the user can fix.
     """
     with run_lock(output), _tracking(config, progress) as tracking:
-        if (output / "config.yaml").exists():
+        if has_begun(output):
             raise CheckpointError(
                 f"{output} already holds a run.", f"Continue with `fedguild resume {output}`, or choose another folder."
             )
         every = _callbacks(config, [tracking, *callbacks])
+        for left in ("config.yaml", RunLog.FILE):  # of a start that failed
+            (output / left).unlink(missing_ok=True)
         experiment = (preparation or prepare)(config, output, progress)
-        return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
+        with _divergence_noted(output):
+            return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
 
 
 def resume(
@@ -131,7 +139,8 @@ def resume(
         if saved is None:
             (output / RunLog.FILE).unlink(missing_ok=True)
             experiment = (preparation or prepare)(config, output, progress)
-            return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
+            with _divergence_noted(output):
+                return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
         RunLog(output).truncate_after(saved.round, saved.extra.get(LOG_SEAL))
         if round is not None:
             checkpoint.remove_after(output / CHECKPOINTS, round)
@@ -141,7 +150,19 @@ def resume(
             MergeLedger.beside(experiment.memory).refill(merges(saved.state))
         (output / STOPPED).unlink(missing_ok=True)
         again = not was_stopped and round is None and saved.round > 0
-        return _rounds(experiment, saved.state, saved.round + 1, accepted, every, saved_again=again)
+        with _divergence_noted(output):
+            return _rounds(experiment, saved.state, saved.round + 1, accepted, every, saved_again=again)
+
+
+@contextmanager
+def _divergence_noted(folder: Path) -> Iterator[None]:
+    """Notes in a run's folder that its training diverged, for those who come later."""
+    (folder / DIVERGED).unlink(missing_ok=True)
+    try:
+        yield
+    except DivergedError as error:
+        write_json(folder / DIVERGED, {"reason": error.message})
+        raise
 
 
 def _saved(config: Config, output: Path, progress: Progress, round: int | None) -> Checkpoint | None:
@@ -252,6 +273,9 @@ def _rounds(
         delivery.saved(last)
     guard, secure, privacy = guard_of(experiment), secure_of(experiment), experiment.privacy
     private_mean = None if privacy is None else privacy.mean()
+    judged = config.training.loss_limit == "auto" and experiment.remote is None and privacy is None
+    untrained = untrained_loss(experiment) if judged else None
+    bytes_left = None if rules.byte_limit is None else ByteBudget.after(rules.byte_limit, log.read())
     with closing(make_engine(experiment)) as engine:
         for number in range(first, total + 1):
             if delivery.reason:
@@ -261,6 +285,10 @@ def _rounds(
             clients = _charged(experiment, number) if privacy is not None else experiment.clients
             if not clients:
                 _all_stopped(experiment, state, last, accepted)
+                break
+            if bytes_left is not None and (refusal := _bytes_refusal(experiment, bytes_left, state, clients, number)):
+                _score_last(experiment, state, last, accepted)
+                delivery.stop(refusal)
                 break
             experiment.progress.round_started(number, total)
             delivery.round_started(number)
@@ -278,11 +306,12 @@ def _rounds(
                 guard=guard,
                 secure=secure,
                 private_mean=private_mean,
-                again=None if privacy is None else privacy.accounts.again,
                 diagnose=config.evaluation.diagnosis,
+                again=_again(privacy, bytes_left),
             )
             state, accepted = outcome.state, outcome.accepted
             _tell(experiment.progress, outcome)
+            require_learning(outcome, config.training.loss_limit, model.vocabulary, untrained)
             if experiment.remote is not None:
                 experiment.remote.note(outcome)
             records: list[Record] = [*client_records(outcome, model, privacy.rules if privacy else None)]
@@ -290,6 +319,8 @@ def _rounds(
                 spent = privacy.accounts.record(number, experiment.clients)
                 records.append(spent)
                 _tell_spent(experiment.progress, spent)
+            if bytes_left is not None:
+                records.append(bytes_left.record(number, outcome.moved_bytes))
             records += routing_record(number, frequencies(outcome.deliveries), outcome.tokens())
             observed = [*experiment.method.observe(state, model), *outcome.observations]
             records += observation_records(number, observed)
@@ -361,6 +392,43 @@ def _all_stopped(experiment: Experiment, state: Payload, last: int, accepted: Co
             "Raise privacy.max_epsilon or privacy.noise_multiplier, or lower training.steps.",
         )
     experiment.progress.message(f"Every client's privacy budget is spent: the run ends after round {last}.")
+    _score_last(experiment, state, last, accepted)
+
+
+def _again(privacy: Privacy | None, bytes_left: ByteBudget | None) -> Again | None:
+    """Returns what decides who may be asked once more in a round: the clients' privacy, and the bytes that are left."""
+    if bytes_left is None:
+        return None if privacy is None else privacy.accounts.again
+
+    def able(round_index: int, clients: Sequence[ClientInfo]) -> Sequence[ClientInfo]:
+        affordable = bytes_left.again(clients)
+        return affordable if privacy is None else privacy.accounts.again(round_index, affordable)
+
+    return able
+
+
+def _bytes_refusal(
+    experiment: Experiment, bytes_left: ByteBudget, state: Payload, clients: Sequence[ClientInfo], number: int
+) -> str:
+    """Returns why a round would pass the limit on the run's bytes; empty if it does not.
+
+    Raises:
+        ConfigError: not even the first round is within the limit.
+    """
+    rules, model = experiment.config.federation, experiment.backbone.info
+    asked = sample(number, clients, rules.participation, experiment.config.seed, over_selection=rules.over_selection)
+    bytes_left.plan(experiment.method, without_momentum(state), model, asked, rules.codec)
+    refusal = bytes_left.refusal(number)
+    if refusal and number == 1:
+        raise ConfigError(
+            f"The run cannot begin: {refusal}.",
+            "Raise federation.byte_limit, lower method.rank or federation.participation, or set federation.codec=bf16.",
+        )
+    return refusal
+
+
+def _score_last(experiment: Experiment, state: Payload, last: int, accepted: Collection[int]) -> None:
+    """Scores the last round of a run that ends early, unless it was scored already."""
     log = RunLog(experiment.folder)
     if not any(record.round == last for record in _evaluations(log.read())):
         log.append(*evaluate_state(experiment, state, last))
@@ -418,7 +486,11 @@ def _write_facts(experiment: Experiment) -> None:
     folder, table, backbone = experiment.folder, experiment.data.partition_table, experiment.backbone
     write_json(folder / "environment.json", describe_environment(backbone.device, backbone.dtype))
     partition_record = PartitionRecord(
-        labels=list(table.labels), counts=[list(row) for row in table.counts], split=experiment.data.sizes()
+        labels=list(table.labels),
+        counts=[list(row) for row in table.counts],
+        split=experiment.data.sizes(),
+        dropped={} if experiment.remote else dropped_of(experiment.data, experiment.config),
+        cut=_told_cut(experiment),
     )
     write_json(folder / "partition.json", partition_record.model_dump(mode="json"))
     write_json(folder / METHOD, method_record(method_of(experiment.config), experiment.method))
@@ -428,6 +500,26 @@ def _write_facts(experiment: Experiment) -> None:
         for sentence in guarantee:
             experiment.progress.message(sentence)
     write_text(folder / "config.yaml", experiment.config.resolved_yaml())
+
+
+def _told_cut(experiment: Experiment) -> dict[str, int]:
+    """Returns how many training texts are cut, after saying so; nothing where the texts are on other machines."""
+    if experiment.remote is not None:
+        return {}
+    tokenizer, longest = experiment.backbone.tokenizer, experiment.config.data.max_tokens
+    cut = cut_of(experiment.data, experiment.encoded, tokenizer, longest)
+    for sentence in cut.sentences():
+        experiment.progress.message(sentence)
+    scored = experiment.config.evaluation
+    asked = experiment.data.pooled(scored.split, scored.max_examples, experiment.config.seed)
+    generated = [one for one in asked if scored.by == "generation" or not one.choices]
+    lost = count_cut_prompts(generated, tokenizer, longest - scored.max_new_tokens)
+    if lost:
+        experiment.progress.message(
+            f"{lost} of {len(generated)} scored prompts lose their beginning (data.max_tokens is {longest}, of which "
+            f"evaluation.max_new_tokens leaves {longest - scored.max_new_tokens})."
+        )
+    return {"texts": cut.texts, "prompts": cut.prompts, "responses": cut.responses, "scored_prompts": lost}
 
 
 def _written_config(folder: Path) -> Config:

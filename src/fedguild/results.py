@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +18,15 @@ if TYPE_CHECKING:
     import pandas
 
     from fedguild.costs.profile import Profile
+    from fedguild.data.batches import Cut
     from fedguild.report.comparison import ComparisonTable
     from fedguild.report.run_folder import Run
+    from fedguild.report.sweep import SweepTable
     from fedguild.setup import PreparedData
 
+CHECKPOINTS = "checkpoints"
+DIVERGED = "diverged.json"
+"""The file in a run's folder that says in which words its training diverged."""
 STOPPED = "stopped.json"
 """The file in a run's folder that says after which round a callback stopped it, and why."""
 FrameOf = Literal["scores", "tasks", "clients", "rounds", "observations"]
@@ -242,6 +248,51 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """One config with every combination of some settings, over several seeds.
+
+    Attributes:
+        folder: Parent folder of the runs.
+        table: The settings with their scores, the best, and the score that chose it.
+        runs: Name of a setting -> the folders of its runs, in the order of their seeds.
+        page: Its page.
+    """
+
+    folder: Path
+    table: SweepTable = field(repr=False)
+    runs: Mapping[str, Sequence[Path]] = field(repr=False)
+    page: Path
+
+    @property
+    def best(self) -> Mapping[str, str]:
+        """Key -> value of the best setting, as overrides have them."""
+        return self.table.best.values
+
+    def frame(self) -> pandas.DataFrame:
+        """Returns a row for each setting and seed: the values by key, the seed, the score and the folder."""
+        import pandas
+
+        return pandas.DataFrame(
+            [
+                {**one.values, "seed": seed, "score": value, "folder": str(folder)}
+                for one in self.table.settings
+                for (seed, value), folder in zip(
+                    one.scores(self.table.score).items(), self.runs[one.label], strict=False
+                )
+            ]
+        )
+
+    def figures(self) -> Figures:
+        """Returns a line over the values of one swept key, or a heat map over two; none for more."""
+        drawn = self.table.figure()
+        return Figures({"sweep": drawn} if drawn else {})
+
+    def _repr_html_(self) -> str:
+        said = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in self.table.sentences())
+        return said + str(self.frame().to_html()) + self.figures()._repr_html_()
+
+
+@dataclass(frozen=True)
 class Costs:
     """The costs of a config, from the model's config alone.
 
@@ -273,10 +324,14 @@ class Partition:
     Attributes:
         data: The corpus, and each client's training, validation and test examples.
         budgets: Each client's budget.
+        dropped: Why examples of the source were left out -> how many.
+        cut: How many training texts are longer than `data.max_tokens`; None if the tokenizer is not on this machine.
     """
 
     data: PreparedData = field(repr=False)
     budgets: Sequence[str]
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    cut: Cut | None = None
 
     def frame(self) -> pandas.DataFrame:
         """Returns clients × labels, the number of examples; the client's budget and its split lead the columns."""
@@ -367,6 +422,28 @@ def stopping_reason(folder: Path) -> str:
         return str(json.loads(path.read_text("utf-8"))["reason"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged.", "Remove it to let the run go on.") from error
+
+
+def divergence(folder: Path) -> str:
+    """Returns how the training of a run diverged; empty if it did not, or has been resumed since."""
+    path = folder / DIVERGED
+    return str(json.loads(path.read_text("utf-8"))["reason"]) if path.is_file() else ""
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a run in a folder got as far as its first checkpoint.
+
+    A folder without one, and without a record of a round, is what is left of a start that failed or was killed: a new
+    start may take it.
+    """
+    from fedguild.server import checkpoint
+    from fedguild.server.run_log import RunLog
+
+    if not (folder / "config.yaml").is_file():
+        return False
+    if checkpoint.latest(folder / CHECKPOINTS) is not None:
+        return True
+    return any(record.round > 0 for record in RunLog(folder).read())
 
 
 def write_stopping_reason(folder: Path, number: int, reason: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice, zip_longest
 from typing import Literal
 
 import torch
@@ -15,8 +15,9 @@ from fedguild.costs.flops import cost
 from fedguild.data import Example
 from fedguild.data.corpora import corpus_spec
 from fedguild.errors import ConfigError
+from fedguild.evaluation.likelihood import Candidates, candidate_losses
 from fedguild.evaluation.metrics import METRICS, load_metrics
-from fedguild.evaluation.tasks import Scoring
+from fedguild.evaluation.tasks import Scoring, pad_id
 from fedguild.evaluation.tasks import evaluate as score
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -31,6 +32,8 @@ Model = tuple[str, Budget, Deployment]
 """A model's name (that of its budget or client), the budget that it runs at, and its deployment."""
 MODELS_AT_ONCE = 8
 """Number of models that share a forward pass if the cohort size is `auto`."""
+UNTRAINED_TEXTS = 16
+"""Number of training texts by which the backbone's own loss is estimated."""
 
 
 def evaluate_state(experiment: Experiment, state: Payload, number: int, split: Split | None = None) -> list[Record]:
@@ -152,6 +155,22 @@ def _scored_at_once(
         evaluation_record(name, where, result, plan, per_token, perplexity=settings.perplexity)
         for ((name, _, _), _), plan, result, per_token in zip(members, plans, scores, flops, strict=True)
     ]
+
+
+def untrained_loss(experiment: Experiment) -> float:
+    """Returns the backbone's loss on some of the clients' training texts, in nats per response token."""
+    config, backbone = experiment.config, experiment.backbone
+    turns = zip_longest(*experiment.encoded.values())
+    texts = islice((text for turn in turns for text in turn if text is not None), UNTRAINED_TEXTS)
+    rows = [
+        Candidates(text.input_ids[: text.prompt_length], (text.input_ids[text.prompt_length :],))
+        for text in texts
+        if text.prompt_length
+    ]
+    with SlotModel(backbone, [AdapterPlan(())]) as model, torch.inference_mode():
+        (losses,) = candidate_losses(model, [rows], config.evaluation.batch_tokens, pad_id(backbone.tokenizer))
+    tokens = sum(len(row.responses[0]) for row in rows)
+    return sum(loss for (loss,) in losses) / max(1, tokens)
 
 
 def _identity(merged: Mapping[str, Tensor]) -> list[tuple[str, int]]:

@@ -27,7 +27,7 @@ from fedguild.data import (
     pooled_test,
     split_clients,
 )
-from fedguild.data.batches import Encoded, encode
+from fedguild.data.batches import Cut, Encoded, count_cut, encode
 from fedguild.data.given import GivenData, given_parts, source
 from fedguild.data.sampling import sample
 from fedguild.engines.coded import CodedEngine
@@ -137,6 +137,11 @@ class Experiment:
         """The run's differential privacy; None without."""
         return privacy_of(self.config, self.folder, self._training_examples, real=self.remote is not None)
 
+    @cached_property
+    def encoded(self) -> dict[int, list[Encoded]]:
+        """Client index -> its training examples as token ids."""
+        return encoded_texts(self.data, self.backbone.tokenizer, self.config.data.max_tokens)
+
     def _training_examples(self, client: int) -> int:
         """Returns the number of a client's training examples; of a real one as it says, of which weights may differ."""
         if self.remote is None:
@@ -176,6 +181,40 @@ def prepare_data(config: Config, folder: Path | None = None, given: GivenData | 
         parts = partition(rule.scheme, corpus.train, clients_wanted, rng=rng, alpha=rule.alpha, minimum=rule.minimum)
     clients = split_clients(corpus, parts, data.split, seed=config.seed)
     return PreparedData(corpus, clients, partition_table(corpus.train, parts))
+
+
+def dropped_of(data: PreparedData, config: Config) -> dict[str, int]:
+    """Returns why examples of the source take no part in a run -> how many."""
+    dropped = dict(data.corpus.dropped)
+    shares = sum(data.partition_table.client_sizes)
+    own_test = config.data.split.test_source == "client"
+    used = sum(len(one.train) + len(one.validation) + own_test * len(one.test) for one in data.clients)
+    for reason, count in (
+        ("training examples that the partition gives to no client", len(data.corpus.train) - shares),
+        ("examples above data.split.caps", shares - used),
+    ):
+        if count > 0:
+            dropped[reason] = count
+    return dropped
+
+
+def dropped_sentences(dropped: Mapping[str, int]) -> list[str]:
+    """Returns a sentence for each reason to leave examples out."""
+    return [f"Left out: {count} {reason}." for reason, count in dropped.items()]
+
+
+def encoded_texts(data: PreparedData, tokenizer: Any, max_tokens: int) -> dict[int, list[Encoded]]:
+    """Returns client index -> its training examples as token ids."""
+    return {
+        index: [encode(example, tokenizer, max_tokens) for example in client.train]
+        for index, client in enumerate(data.clients)
+    }
+
+
+def cut_of(data: PreparedData, encoded: Mapping[int, list[Encoded]], tokenizer: Any, max_tokens: int) -> Cut:
+    """Returns how many of all clients' training texts are cut to `data.max_tokens`."""
+    pairs = (pair for index, one in enumerate(data.clients) for pair in zip(one.train, encoded[index], strict=True))
+    return count_cut(pairs, tokenizer, max_tokens)
 
 
 def method_of(config: Config) -> Method:
@@ -272,6 +311,7 @@ def _require_secure(
         "late": federation.late != "drop" and "a late upload would be in no sum",
         "clients": not FEWEST_CLIENTS <= wanted <= MOST_CLIENTS
         and f"a round has {wanted} of them, but {FEWEST_CLIENTS} to {MOST_CLIENTS} can be aggregated securely",
+        "byte_limit": federation.byte_limit is not None and "the messages of its protocol are not planned",
         "secure_clients": federation.secure_clients > wanted and f"a round has {wanted} clients only",
     }
     for setting, reason in beside.items():
@@ -351,6 +391,8 @@ def prepare(
     if data is not None:
         data.write(output)
     prepared = prepare_data(config, output, data)
+    for sentence in dropped_sentences(dropped_of(prepared, config)):
+        progress.message(sentence)
     progress.stage(f"Loading the model {config.model.path}")
     backbone = load_model(config)
     rules, sizes = rules_of(config), [len(client.train) for client in prepared.clients]
@@ -444,8 +486,8 @@ def _local_engine(experiment: Experiment) -> Engine:
     config = experiment.config
     return LocalEngine(
         experiment.backbone,
-        _encoded(experiment),
-        config.training,
+        experiment.encoded,
+        config.local_training,
         experiment.memory,
         cohort_size=config.federation.cohort_size,
         seed=config.seed,
@@ -472,8 +514,8 @@ def _ray_engine(experiment: Experiment) -> Engine:
     settings = config.federation.engine.ray
     return RayEngine(
         config.model.model_dump(),
-        _encoded(experiment),
-        config.training,
+        experiment.encoded,
+        config.local_training,
         experiment.memory,
         cohort_size=config.federation.cohort_size,
         seed=config.seed,
@@ -499,15 +541,6 @@ _ENGINES: dict[str, Callable[[Experiment], Engine]] = {
     "ray": _ray_engine,
     "flower": _flower_engine,
 }
-
-
-def _encoded(experiment: Experiment) -> dict[int, list[Encoded]]:
-    """Returns client index -> its training examples as token ids."""
-    tokenizer, longest = experiment.backbone.tokenizer, experiment.config.data.max_tokens
-    return {
-        index: [encode(example, tokenizer, longest) for example in data.train]
-        for index, data in enumerate(experiment.data.clients)
-    }
 
 
 def run_identity(folder: Path) -> str:

@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
 import fedguild
+from fedguild.cli import app
 from fedguild.errors import DataError
 from tests.cli.conftest import FakeExperiment, Invoke
 
@@ -18,11 +20,45 @@ def test_help_lists_every_command_in_the_order_of_use(invoke: Invoke) -> None:
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_every_command_has_an_example(invoke: Invoke, command: str) -> None:
+@pytest.mark.parametrize("command", [command.name for command in app.registered_commands])
+def test_the_help_of_every_command_has_examples_that_can_be_copied(
+    invoke: Invoke, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
     result = invoke(command, "--help")
     assert result.exit_code == 0
-    assert f"fedguild {command}" in result.stdout.partition("Examples:")[2]
+    given = import_module(f"fedguild.cli.{command}").EXAMPLES
+    assert all(line.startswith(f"fedguild {command}") for line in given)
+    assert result.stdout.partition("Examples:\n")[2].strip().splitlines() == [given[0], *(f"  {x}" for x in given[1:])]
+
+
+def test_the_help_of_a_federations_command_has_examples(invoke: Invoke) -> None:
+    shown = invoke("federation", "init", "--help").stdout.partition("Examples:\n")[2].splitlines()
+    assert "  fedguild federation init guild --clients 3 --config fedit/tiny-tasks" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["run", "flame/tiny-tasks", "--seed", "3"], "A setting is given without dashes: seed=3"),
+        (["compare", "flame/tiny-tasks", "--rounds", "5"], "A setting is given without dashes: federation.rounds=5"),
+        (["run", "flame/tiny-tasks", "--learning-rate"], "training.learning_rate=VALUE"),
+    ],
+)
+def test_a_setting_given_as_an_option_is_told(
+    invoke: Invoke, arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+def test_an_option_that_is_no_setting_is_told_as_ever(invoke: Invoke) -> None:
+    result = invoke("run", "flame/tiny-tasks", "--outptu", "x")
+    assert result.exit_code == 2
+    told = " ".join(result.stderr.replace("│", " ").split())
+    assert "Did you mean '--output'?" in told
 
 
 def test_version(invoke: Invoke) -> None:
@@ -102,5 +138,7 @@ def test_ctrl_c_where_there_is_nothing_to_resume(invoke: Invoke, monkeypatch: py
 
 
 def test_python_dash_m() -> None:
-    shown = subprocess.run([sys.executable, "-m", "fedguild", "presets"], capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-m", "fedguild", "presets", "flame"], capture_output=True, text=True, check=True
+    )
     assert "flame/tiny-tasks" in shown.stdout

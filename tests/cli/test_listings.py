@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,12 +24,57 @@ from tests.plugins import install
 
 
 def test_presets_are_listed(invoke: Invoke) -> None:
-    shown = invoke("presets").stdout
-    assert all(preset.name in shown for preset in presets())
+    shown = invoke("presets", "--all").stdout
+    assert all(entry.name in shown for entry in (*presets(), *tables()))
+    summary = invoke("presets").stdout.splitlines()
+    assert [line.split()[0] for line in summary[1:] if not line.startswith(" ")] == sorted(METHODS)
+    assert len(summary) < 40
     listed = json.loads(invoke("presets", "--json").stdout)
     assert [entry["name"] for entry in listed if entry["kind"] == "preset"] == [preset.name for preset in presets()]
     assert [entry["name"] for entry in listed if entry["kind"] == "table"] == [table.name for table in tables()]
     assert "reference: fedamole" in invoke("presets", "fedamole/table-1").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (["flame"], r"flame/.*"),
+        (["flame", "--model", "OLMoE"], r"flame/olmoe-.*"),
+        (["--model", "tiny", "--data", "dolly"], r".*/tiny-dolly.*"),
+        (["--data", "telequad"], r"ub-smoe/olmoe-telequad.*"),
+    ],
+)
+def test_presets_are_chosen_by_method_model_and_data(invoke: Invoke, arguments: list[str], pattern: str) -> None:
+    listed = json.loads(invoke("presets", *arguments, "--json").stdout)
+    names = [entry["name"] for entry in listed if entry["kind"] == "preset"]
+    assert names == [preset.name for preset in presets() if re.fullmatch(pattern, preset.name)]
+    shown = invoke("presets", *arguments).stdout
+    assert all(name in shown for name in names)
+
+
+def test_a_choice_that_leaves_nothing_is_told(invoke: Invoke) -> None:
+    result = invoke("presets", "fedit", "--model", "gpt-9")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "There is no preset for fedit, model gpt-9." in result.stderr
+    assert "Did you mean 'flame/tiny-tasks'" in invoke("presets", "flame/tiny-task").stderr
+
+
+def test_methods_are_chosen_by_the_presets_that_they_have(invoke: Invoke) -> None:
+    chosen = json.loads(invoke("methods", "--model", "olmoe", "--data", "dolly", "--json").stdout)
+    listed = json.loads(invoke("presets", "--model", "olmoe", "--data", "dolly", "--json").stdout)
+    assert {entry["name"] for entry in chosen} == {entry["method"] for entry in listed if entry["kind"] == "preset"}
+    assert "fedamole" not in {entry["name"] for entry in chosen}
+
+
+def test_listings_need_no_torch() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from fedguild.cli import app\n"
+        "for line in ('methods flame', 'methods', 'presets flame', 'presets --data dolly'):\n"
+        "    assert CliRunner().invoke(app, line.split()).exit_code == 0\n"
+        "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
 
 
 def test_a_preset_written_out_is_the_same_config(invoke: Invoke) -> None:

@@ -12,6 +12,7 @@ from fedguild.costs.from_config import EXAMPLES
 from fedguild.methods import build_method
 from fedguild.model.backbone import describe_config
 from tests.cli.conftest import Invoke
+from tests.data.writing import write_jsonl
 
 
 def test_a_tier_a_row_and_a_section_for_each_kind_of_cost(invoke: Invoke) -> None:
@@ -59,7 +60,7 @@ def test_another_model_and_other_lengths(invoke: Invoke) -> None:
     assert record["active_experts"] == 0
 
 
-def test_examples_come_from_the_caps_or_the_limit_or_a_stated_default(invoke: Invoke) -> None:
+def test_examples_come_from_the_data_at_hand_or_the_config_or_a_stated_default(invoke: Invoke, tmp_path: Path) -> None:
     epochs = ("profile", "fedprompt/tiny-tasks", "training.steps=null", "training.epochs=1", "training.batch_size=10")
 
     def steps(*arguments: object) -> tuple[int, str]:
@@ -69,9 +70,23 @@ def test_examples_come_from_the_caps_or_the_limit_or_a_stated_default(invoke: In
     assert steps("data.split.caps.train=50") == (5, "")
     assert steps("data.limit=160", "federation.clients=8") == (2, "")
     assert steps("--examples", 70) == (7, "")
-    default, told = steps()
+    rows = [{"instruction": f"Say {number}.", "response": "x"} for number in range(300)]
+    own = ("data.corpus=instructions", f"data.train={write_jsonl(tmp_path / 'own.jsonl', rows)}", "data.options={}")
+    assert steps(*own, "federation.clients=3", "data.partition.scheme=iid") == (8, "")  # 80 of each client's 100
+    on_the_hub = ("data.corpus=dolly", "data.options={}")
+    assert steps(*on_the_hub, "data.split.caps.train=50") == (5, "")
+    assert steps(*on_the_hub, "data.limit=160", "federation.clients=8") == (2, "")
+    default, told = steps(*on_the_hub)
     assert default == EXAMPLES / 10
     assert "--examples" in told
+
+
+def test_memory_is_shown_in_the_dtypes_that_the_config_may_run_in(invoke: Invoke) -> None:
+    shown = invoke("profile", "flame/tiny-tasks").stdout
+    assert all(f" {bits} bit " in shown for bits in (32, 16, 4))
+    one = invoke("profile", "flame/tiny-tasks", "model.dtype=bfloat16").stdout
+    assert " 16 bit " in one
+    assert " 32 bit " not in one
 
 
 def test_checkpointing_is_the_configs_unless_it_is_asked_for(invoke: Invoke) -> None:

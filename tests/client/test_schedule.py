@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from fedguild.client.schedule import learning_rate, plan_steps
+from fedguild.config import load_config
 from fedguild.config.training import TrainingSettings
 from fedguild.errors import DataError
 from fedguild.seeding import numpy_rng
+from tests.oracles.schedule import annealed_rates
 
 
 def sizes(examples: int, **settings) -> list[list[int]]:
@@ -82,3 +84,47 @@ def test_learning_rates_of_four_steps(settings, expected):
 def test_the_rate_falls_from_round_to_round():
     training = TrainingSettings(steps=1, learning_rate=8.0, round_decay=0.5)
     assert [learning_rate(training, 0, 1, number) for number in (1, 2, 3)] == [8.0, 4.0, 2.0]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize(("rounds", "warmup", "final"), [(1, 0, 0.1), (2, 0, 0.5), (9, 0, 0.1), (9, 3, 0.2), (4, 4, 1)])
+def test_the_rate_anneals_over_rounds_as_torchs_schedulers_do(schedule, rounds, warmup, final):
+    settings = {"round_schedule": schedule, "round_warmup": warmup, "round_final": final, "round_horizon": rounds}
+    training = TrainingSettings(steps=1, learning_rate=8.0, **settings)
+    rates = [learning_rate(training, 0, 1, number) for number in range(1, rounds + 4)]
+    oracle = annealed_rates(8.0, schedule, rounds, warmup, final)
+    assert rates[:rounds] == pytest.approx(oracle, rel=1e-12)
+    assert rates[rounds:] == pytest.approx([8.0 if schedule == "constant" else 8.0 * final] * 3)
+
+
+def test_the_factors_of_the_round_and_of_the_step_multiply():
+    training = TrainingSettings(
+        steps=4, learning_rate=8.0, schedule="linear", round_decay=0.5, round_schedule="linear", round_horizon=3
+    )
+    assert learning_rate(training, 1, 4, 2) == pytest.approx(8.0 * 0.5 * 0.55 * 0.75)
+
+
+def test_by_default_no_round_differs():
+    training = TrainingSettings(steps=1, learning_rate=0.3)
+    assert {learning_rate(training, 0, 1, number) for number in range(1, 99)} == {0.3}
+
+
+def test_a_rate_without_a_horizon_is_refused():
+    training = TrainingSettings(steps=1, round_schedule="cosine")
+    with pytest.raises(ValueError, match="round_horizon is not set"):
+        learning_rate(training, 0, 1, 2)
+
+
+def test_a_config_anneals_over_all_its_rounds_unless_it_says_otherwise():
+    config = load_config("flame/tiny-tasks", ["federation.rounds=7", "training.round_schedule=linear"])
+    assert config.local_training.round_horizon == 7
+    assert load_config(config, ["training.round_horizon=3"]).local_training.round_horizon == 3
+    assert config.training.round_horizon is None
+    assert config.local_training.model_copy(update={"round_horizon": None}) == config.training
+
+
+def test_the_schedule_over_rounds_is_part_of_a_runs_fingerprint():
+    plain = load_config("flame/tiny-tasks")
+    assert load_config("flame/tiny-tasks", ["training.round_schedule=constant"]).fingerprint() == plain.fingerprint()
+    for changed in ("round_schedule=cosine", "round_warmup=1", "round_final=0.5", "round_horizon=9"):
+        assert load_config("flame/tiny-tasks", [f"training.{changed}"]).fingerprint() != plain.fingerprint()

@@ -136,7 +136,7 @@ def test_what_is_no_yaml_or_no_mapping(tmp_path: Path) -> None:
     twice = message(write(tmp_path, "twice.yaml", "method: flame\ntraining:\n  steps: 1\n  steps: 2\n"))
     assert "'steps' appears twice here" in twice
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
-    assert "Cannot read the config" in message(str(tmp_path / "latin.yaml"))
+    assert "latin.yaml: line 1: the byte 0xe9 is not UTF-8." in message(str(tmp_path / "latin.yaml"))
 
 
 @pytest.mark.parametrize("override", ["seed", "=3", "training..steps=3", "a b=3"])

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from fedguild.data import load_corpus
+from fedguild.data import load_corpus, partition
 from fedguild.errors import DataError
+from fedguild.seeding import numpy_rng
 from tests.data.writing import write_csv, write_json, write_jsonl
 
 
@@ -140,3 +141,46 @@ class TestInstructions:
         path = write_jsonl(tmp_path / "a.jsonl", [{"instruction": "a", "response": "b", "choices": ["c"]}])
         with pytest.raises(DataError, match=r"Row 1 .*'c'"):
             load_corpus("instructions", train=path)
+
+
+class TestFedLLMBench:
+    def test_every_client_keeps_its_records(self, tmp_path: Path):
+        users = {
+            f"user {n}": [{"instruction": f"Say {i}.", "response": f"{n}"} for i in range(n + 1)] for n in range(5)
+        }
+        corpus = load_corpus("fedllm_bench", train=write_json(tmp_path / "aya.json", users))
+        parts = partition("label", corpus.train, 5, rng=numpy_rng(0, "partition"))
+        owners = [{corpus.train[index].document for index in part} for part in parts]
+        assert sorted(map(len, parts)) == [1, 2, 3, 4, 5]
+        assert sorted(owner for (owner,) in owners) == sorted(users)
+        assert "### Instruction:\nSay 0.\n\n### Response:" in corpus.train[0].prompt
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ({"a": 3}, "The client 'a' of .* has a int"),
+            (
+                {"a": [{"instruction": "x", "chosen": "y"}]},
+                "Record 1 of the client 'a' .* lacks .*\nFound: instruction, chosen",
+            ),
+            ([1], "holds a JSON list"),
+        ],
+    )
+    def test_what_is_no_such_file(self, tmp_path: Path, content: Any, message: str):
+        with pytest.raises(DataError, match=message):
+            load_corpus("fedllm_bench", train=write_json(tmp_path / "a.json", content))
+
+    def test_it_is_not_on_the_hub(self):
+        with pytest.raises(DataError, match="is no dataset of the hub"):
+            load_corpus("fedllm_bench", train="rui-ye/FedLLM-Bench", test="a/b")
+
+
+def test_an_input_that_is_there_may_be_left_out(tmp_path: Path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"instruction": "Answer.", "input": "Why?", "output": "So."}])
+    (both,) = load_corpus("instructions", train=path).train
+    (only,) = load_corpus("instructions", train=path, input_column="").train
+    (other,) = load_corpus("instructions", train=path, instruction_column="input", input_column="").train
+    assert "Why?" in both.prompt
+    assert "Why?" not in only.prompt
+    assert "Answer." not in other.prompt
+    assert "### Instruction:\nWhy?\n" in other.prompt

@@ -76,6 +76,41 @@ def test_files_that_are_no_table(tmp_path: Path):
             load_corpus("dolly", train=str(path))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"a": 1}\n\n{"a": 2\n{"a": 3}\n', "a.jsonl cannot be read as json: line 3, column 8: Expecting"),
+        ("a.jsonl", b'{"a": 1}\n[2]\n{"a":', "line 2: a row must be a JSON object, but this is '[2]'"),
+        ("a.json", b'[{"a": 1},\n {"a" 2}]', "a.json cannot be read as json: line 2, column 7: Expecting ':'"),
+        ("a.json", b'{"a": 1}\n{"a": x}\n', "line 2, column 7: Expecting value"),
+        ("a.jsonl", '{"a": "x"}\n{"a": "caf\xe9"}'.encode("latin-1"), "a.jsonl, line 2: the byte 0xe9 at position 11"),
+        ("a.csv", "instruction,response\nx,\xdf".encode("latin-1"), "a.csv, line 2: the byte 0xdf at position 3"),
+        ("a.csv", "instruction,response\n".encode("utf-16"), "this one may be UTF-16"),
+    ],
+)
+def test_a_fault_of_a_file_is_told_with_its_line_and_encoding(tmp_path: Path, name: str, content: bytes, message: str):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        load_corpus("instructions", train=str(path))
+    assert message in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path: Path):
+    path = tmp_path / "a.csv"
+    path.write_bytes("instruction,response\nSay it.,yes\n".encode("utf-8-sig"))
+    assert [example.response for example in load_corpus("instructions", train=str(path)).train] == ["yes"]
+
+
+def test_what_is_left_out_is_counted(tmp_path: Path):
+    rows = [{**ROW, "response": "x" if number % 3 else ""} for number in range(9)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    corpus = load_corpus("dolly", train=str(path), limit=4)
+    assert corpus.dropped == {"training rows without a response": 3, "training examples above the limit of 4": 2}
+    assert load_corpus("dolly", train=str(path)).dropped == {"training rows without a response": 3}
+
+
 def test_no_example_left(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", row={**ROW, "response": ""})
     with pytest.raises(DataError, match=r"No example of the corpus 'dolly' was found in .*a\.jsonl"):

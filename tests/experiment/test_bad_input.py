@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from fedguild import experiment
+from fedguild.api.cells import Cell
+from fedguild.config import load_config
 from fedguild.errors import FedGuildError, QuorumError
 from fedguild.experiment import CHECKPOINTS
 from fedguild.methods import METHODS
@@ -186,6 +188,21 @@ def test_a_folder_that_holds_a_run(command: Command, complaint: Complaint, olmoe
     assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
 
 
+def test_a_start_that_failed_leaves_no_folder_that_blocks_the_next(
+    command: Command, complaint: Complaint, olmoe_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The score before training is taken after the config is written."""
+    settings = small_settings(olmoe_folder, "federation.rounds=1", "data.max_tokens=64", "evaluation.by=generation")
+    told = complaint("run", TASKS, *settings, "evaluation.max_new_tokens=64", "--output", "out")
+    says(told, "max_new_tokens is 64, which leaves no room for a prompt")
+    mended = [*settings, "evaluation.max_new_tokens=2"]
+    assert Cell("", load_config(TASKS, mended), Path("out")).state() == "absent"
+    result = command("run", TASKS, *mended, "--output", "out")
+    assert result.exit_code == 0, result.output
+    assert {record.round for record in RunLog(Path("out")).read()} == {0, 1}
+    says(complaint("run", TASKS, *mended, "--output", "out"), "out already holds a run")
+
+
 @pytest.mark.parametrize("command_name", ["resume", "evaluate", "export", "report"])
 def test_a_folder_that_holds_no_run(complaint: Complaint, command_name: str) -> None:
     options = ["--budget", "b1", "--output", "model"] if command_name == "export" else []
@@ -263,9 +280,10 @@ def test_below_the_quorum_the_run_stops_and_goes_on_when_the_clients_are_mended(
     assert_same(ended(Path("out")), ended(Path("whole")))
 
 
-def test_training_that_diverges_everywhere_stops_the_run(complaint: Complaint, olmoe_folder: Path) -> None:
-    told = complaint("run", TASKS, *small_settings(olmoe_folder, "training.learning_rate=1e38"))
-    says(told, "0 of 4 clients delivered a valid upload", "NaN or infinity")
+def test_training_that_diverges_everywhere_stops_the_run(command: Command, olmoe_folder: Path) -> None:
+    result = command("run", TASKS, *small_settings(olmoe_folder, "training.learning_rate=1e38"))
+    assert (result.exit_code, result.stdout) == (3, "")
+    says(result.stderr, "diverged: 0 of 4 clients delivered a valid upload", "NaN or infinity")
 
 
 def test_an_error_of_the_library_is_the_same_as_that_of_the_command(olmoe_folder: Path, tmp_path: Path) -> None:

@@ -52,8 +52,10 @@ STAND_INS = {
     "deepseek-ai/DeepSeek-V2-Lite": "deepseek",
     "google/switch-base-16": "switch",
     "huggyllama/llama-7b": "llama",
+    "meta-llama/Llama-2-7b-hf": "llama",
     "meta-llama/Llama-3.2-1B": "llama",
     "meta-llama/Llama-3.2-3B": "llama",
+    "mistralai/Mistral-7B-v0.3": "llama",
     "Qwen/Qwen2.5-0.5B": "qwen2",
 }
 """Hub id -> architecture."""
@@ -129,8 +131,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     goals = [{"goal": f"Reach {i}.", "sol1": "Add.", "sol2": "Take.", "label": i % 2} for i in range(ROWS)]
     exam: list[list[object]] = [["question", "subject", "choice0", "choice1", "choice2", "choice3", "answer"]]
     exam += [[f"{i}?", VERBS[i % len(VERBS)], "1", "2", "3", "4", i % 4] for i in range(ROWS)]
+    users = {f"user {n}": [{"instruction": f"Add {n} {i}.", "response": f"{i}"} for i in range(4)] for n in range(237)}
     return {
         "tasks": [GENERATED],
+        "instructions": [f"data.train={write_jsonl(folder / 'alpaca.jsonl', alpaca)}"],
+        "fedllm_bench": [f"data.train={write_json(folder / 'users.json', users)}"],
         "snli": [f"data.train={write_jsonl(folder / 'snli.jsonl', pairs)}"],
         "natural_instructions": [f"data.train={folder / 'tasks'}"],
         "dolly": [f"data.train={write_jsonl(folder / 'dolly.jsonl', dolly)}"],

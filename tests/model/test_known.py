@@ -16,9 +16,11 @@ from fedguild.model.packaged import PACKAGED
 
 PARAMETERS = {
     "deepseek-v2-lite": 15_706_484_224,
+    "llama-2-7b": 6_738_415_616,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
     "llama-7b": 6_738_415_616,
+    "mistral-7b-v0.3": 7_248_023_552,
     "mixtral-8x7b": 46_702_792_704,
     "olmo-1b": 1_176_764_416,
     "olmoe-1b-7b": 6_919_161_856,

@@ -17,9 +17,10 @@ from fedguild.api.inputs import Inputs
 from fedguild.config import Config, TableCell, load_config
 from fedguild.config.loading import Given
 from fedguild.config.table import ONLY_COLUMN
-from fedguild.errors import ConfigError, FedGuildError
+from fedguild.errors import ConfigError, DivergedError, FedGuildError
 from fedguild.files import write_text
 from fedguild.progress import Progress, Silent
+from fedguild.results import divergence
 
 if TYPE_CHECKING:
     from fedguild.callbacks import Callback
@@ -73,14 +74,13 @@ class Cell:
         Raises:
             ConfigError: the folder holds a run with other settings.
         """
-        from fedguild.experiment import CHECKPOINTS
         from fedguild.report.html import REPORT_FILE
-        from fedguild.results import STOPPED
+        from fedguild.results import CHECKPOINTS, STOPPED, has_begun
         from fedguild.server import checkpoint
 
-        written = self.folder / "config.yaml"
-        if not written.is_file():
+        if not has_begun(self.folder):
             return "absent"
+        written = self.folder / "config.yaml"
         if load_config(str(written)).fingerprint() != self.config.fingerprint():
             raise ConfigError(
                 f"{self.folder} holds a run with settings other than {self.config.name}, seed {self.config.seed}.",
@@ -115,7 +115,7 @@ def plan_cells(
     cells = []
     for given in configs:
         for seed in seeds:
-            config = _with_known_options(inputs.config(given, [*overrides, f"seed={seed}"]))
+            config = require_fit(inputs.config(given, [*overrides, f"seed={seed}"]))
             name = str(given) if isinstance(given, (str, Path)) else ""
             cells.append(Cell(name, config, output / config.name / f"seed-{seed}", inputs))
     folders = [cell.folder for cell in cells]
@@ -167,19 +167,17 @@ def plan_table(
     for column in columns:
         folder = output if columns == [ONLY_COLUMN] else output / column
         runs = [
-            Cell(cell.preset, _with_known_options(config), folder / config.name / f"seed-{seed}", inputs)
+            Cell(cell.preset, require_fit(config), folder / config.name / f"seed-{seed}", inputs)
             for cell in cells
             if cell.column == column
             for seed in seeds
-            for config in [
-                _with_known_options(inputs.config(cell.preset, [*overrides, f"seed={seed}"], between=cell.layers))
-            ]
+            for config in [require_fit(inputs.config(cell.preset, [*overrides, f"seed={seed}"], between=cell.layers))]
         ]
         comparisons.append(Column("" if columns == [ONLY_COLUMN] else column, folder, tuple(runs)))
     return comparisons
 
 
-def _with_known_options(config: Config) -> Config:
+def require_fit(config: Config) -> Config:
     """Returns a config whose method takes its options and fits; a row that does not is reported before others run.
 
     Raises:
@@ -200,6 +198,7 @@ def complete(
     tell: Tell = say_nothing,
     progress: ProgressOf = silent,
     callbacks: Iterable[Callback] = (),
+    may_diverge: bool = False,
 ) -> None:
     """Completes every cell: runs absent ones, resumes partial ones, keeps finished ones.
 
@@ -209,22 +208,36 @@ def complete(
         tell: Receives a line for each finished cell, and what the processes say.
         progress: Returns the receiver of a cell's progress reports, where it runs in this process.
         callbacks: Receivers of the events of each run in this process.
+        may_diverge: Whether a cell whose training diverges is told and left, now and when it is met again.
 
     Raises:
         FedGuildError: a run failed; those that were under way have been stopped and can be resumed.
     """
-    open_cells = []
+    open_cells = still_open(cells, tell, may_diverge=may_diverge)
+    if jobs == 1:
+        for cell in open_cells:
+            try:
+                _complete_here(cell, progress, tuple(callbacks))
+            except DivergedError as error:
+                if not may_diverge:
+                    raise
+                tell(f"{cell.title}: {error.message}")
+    else:
+        hand_over(open_cells)
+        _Workers(jobs, tell, may_diverge=may_diverge).complete(open_cells)
+
+
+def still_open(cells: Iterable[Cell], tell: Tell, *, may_diverge: bool = False) -> list[Cell]:
+    """Returns the cells that are to be run, after a line about each of the others."""
+    left = []
     for cell in cells:
         if cell.state() == "finished":
             tell(f"{cell.title}: already finished")
+        elif may_diverge and cell.state() == "partial" and divergence(cell.folder):
+            tell(f"{cell.title}: diverged before; remove {cell.folder} to try it again")
         else:
-            open_cells.append(cell)
-    if jobs == 1:
-        for cell in open_cells:
-            _complete_here(cell, progress, tuple(callbacks))
-    else:
-        hand_over(open_cells)
-        _Workers(jobs, tell).complete(open_cells)
+            left.append(cell)
+    return left
 
 
 def _complete_here(cell: Cell, progress: ProgressOf, callbacks: tuple[Callback, ...]) -> None:
@@ -257,9 +270,10 @@ def hand_over(cells: Iterable[Cell]) -> None:
 class _Workers:
     """Processes that each run a cell with an equal share of the cores."""
 
-    def __init__(self, jobs: int, tell: Tell) -> None:
+    def __init__(self, jobs: int, tell: Tell, *, may_diverge: bool = False) -> None:
         self._jobs = jobs
         self._tell = tell
+        self._may_diverge = may_diverge
         self._running: set[subprocess.Popen[str]] = set()
         self._stopped = threading.Event()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -290,7 +304,8 @@ class _Workers:
             lines.append(line.rstrip())
             self._tell(f"{cell.title}: {line.rstrip()}")
         self._running.discard(process)
-        if process.wait() != 0 and not self._stopped.is_set():
+        failed = process.wait() != 0 and not self._stopped.is_set()
+        if failed and not (self._may_diverge and divergence(cell.folder)):
             problem = next((line for line in lines if line.startswith("Error: ")), lines[-1] if lines else "no message")
             raise FedGuildError(f"{cell.title} failed: {problem.removeprefix('Error: ')}", f"Its folder: {cell.folder}")
 

@@ -95,7 +95,7 @@ def compare(
                 f"Tables: {', '.join(table.name for table in tables())}.",
             )
         folder = Path(output) if output else Path("runs/compare")
-        planned = plan_cells(configs, overrides, _checked(seeds or SEEDS), folder, given)
+        planned = plan_cells(configs, overrides, checked_seeds(seeds or SEEDS), folder, given)
         groups = [Column("", folder, tuple(planned))]
         chosen = _reference_name(reference, planned)
         name, scores = "", {}
@@ -103,11 +103,11 @@ def compare(
     if engine == "ray":
         from fedguild.api.ray_cells import complete_on_ray
 
-        _require_no_functions(given, callbacks, "on Ray")
+        require_no_functions(given, callbacks, "on Ray")
         complete_on_ray(every, address, cores, tell)
     else:
         if jobs > 1:
-            _require_no_functions(given, callbacks, "with more than one job")
+            require_no_functions(given, callbacks, "with more than one job")
         complete(every, jobs, tell=tell, progress=progress, callbacks=callbacks)
     return _compared(groups, chosen, name, scores, folder)
 
@@ -146,7 +146,8 @@ def _table(name: str) -> ShippedTable:
     return known[name]
 
 
-def _require_no_functions(given: Inputs, callbacks: Iterable[Callback], where: str) -> None:
+def require_no_functions(given: Inputs, callbacks: Iterable[Callback], where: str) -> None:
+    """Raises ConfigError if functions were given where other processes, which lack them, run the cells."""
     if given.metrics or tuple(callbacks):
         raise ConfigError(
             f"Metrics and callbacks that are given in Python cannot be used {where}: other processes lack them.",
@@ -154,7 +155,8 @@ def _require_no_functions(given: Inputs, callbacks: Iterable[Callback], where: s
         )
 
 
-def _checked(seeds: Sequence[int]) -> tuple[int, ...]:
+def checked_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
+    """Returns the seeds; raises ConfigError if one is given twice."""
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"A seed is given twice: {', '.join(map(str, seeds))}.")
     return tuple(seeds)

@@ -13,7 +13,10 @@ from fedguild.results import Costs, Partition
 if TYPE_CHECKING:
     from fedguild.api.inputs import Dataset
     from fedguild.api.inputs import Partition as GivenPartition
+    from fedguild.config import Config
     from fedguild.config.loading import Given
+    from fedguild.data.batches import Cut
+    from fedguild.setup import PreparedData
 
 
 def profile(
@@ -35,7 +38,8 @@ def profile(
         overrides: As in `run`.
         model: Another backbone: a hub id (known ones need no download), a folder, or a config.json.
         clients: Number of clients.
-        examples: Training examples of a client; by default the config's cap, or 1000.
+        examples: Training examples of a client; by default as the data deals them if it is generated or on this
+            machine, else the config's cap, or 1000.
         tokens: Tokens of a forward pass; by default `training.batch_size` sequences.
         context: Tokens of a sequence; by default `data.max_tokens`.
         wire_dtype: Dtype that numbers on the wire are counted in, `fp32` or `bf16`.
@@ -61,17 +65,17 @@ def profile(
     more = [f"model.path={model}"] if model else []
     more += [f"federation.clients={clients}"] if clients else []
     settings = gather().config(config, [*overrides, *more])
+    known = known_examples(settings) if examples is None else examples
     counted = profile_config(
         settings,
-        examples=examples,
+        examples=known,
         tokens=tokens,
         context=context,
         wire_dtype=wire_dtype,
         checkpointing=checkpointing,
         tell=tell,
     )
-    known = settings.training.steps is not None or examples is not None or known_examples(settings) is not None
-    return Costs(counted, assumed_examples=not known)
+    return Costs(counted, assumed_examples=known is None and settings.training.steps is None)
 
 
 def partition(
@@ -97,7 +101,7 @@ def partition(
     """
     import tempfile
 
-    from fedguild.setup import prepare_data
+    from fedguild.setup import dropped_of, prepare_data
 
     given = gather(dataset, partition)
     settings = given.config(config, overrides)
@@ -105,4 +109,18 @@ def partition(
         if given.data is not None:
             given.data.write(Path(folder))
         data = prepare_data(settings, Path(folder), given.data)
-    return Partition(data, [tier.name for tier in settings.federation.budget_per_client()])
+    budgets = [tier.name for tier in settings.federation.budget_per_client()]
+    return Partition(data, budgets, dropped_of(data, settings), _cut(settings, data))
+
+
+def _cut(config: Config, data: PreparedData) -> Cut | None:
+    """Returns how many training texts are cut; None if the tokenizer is not on this machine."""
+    from fedguild.model.packaged import PACKAGED
+    from fedguild.model.pretrained import load_tokenizer
+    from fedguild.setup import cut_of, encoded_texts
+
+    model, longest = config.model, config.data.max_tokens
+    if model.path not in PACKAGED and not Path(model.path).exists():
+        return None
+    tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    return cut_of(data, encoded_texts(data, tokenizer, longest), tokenizer, longest)

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedguild.api.cells import Cell, Tell, hand_over, say_nothing
+from fedguild.api.cells import Cell, Tell, hand_over, say_nothing, still_open
 from fedguild.errors import ConfigError, FedGuildError
+from fedguild.results import divergence
 
 TRIES = 3
 """Attempts at a cell whose process or machine died; each continues from its last complete round."""
 
 
-def complete_on_ray(cells: Sequence[Cell], address: str | None, cores: int, tell: Tell = say_nothing) -> None:
+def complete_on_ray(
+    cells: Sequence[Cell], address: str | None, cores: int, tell: Tell = say_nothing, *, may_diverge: bool = False
+) -> None:
     """Completes every cell on a Ray cluster, as many at a time as it has room for.
 
     Args:
@@ -21,15 +24,13 @@ def complete_on_ray(cells: Sequence[Cell], address: str | None, cores: int, tell
         address: The cluster's; None to start Ray on this machine.
         cores: CPU cores of each cell, and its threads; with GPUs each cell has one to itself.
         tell: Receives a line for each finished cell.
+        may_diverge: As in `complete`.
 
     Raises:
         ConfigError: Ray is missing or cannot be reached, or has fewer cores than a cell needs.
         FedGuildError: a run failed; the others have been stopped and can be resumed.
     """
-    open_cells = [cell for cell in cells if cell.state() != "finished"]
-    for cell in cells:
-        if cell not in open_cells:
-            tell(f"{cell.title}: already finished")
+    open_cells = still_open(cells, tell, may_diverge=may_diverge)
     if not open_cells:
         return
     hand_over(open_cells)
@@ -49,13 +50,15 @@ def complete_on_ray(cells: Sequence[Cell], address: str | None, cores: int, tell
         }
         while waiting:
             (done,), _ = ray.wait(list(waiting), num_returns=1)
-            _finish(ray, done, waiting.pop(done), list(waiting), tell)
+            _finish(ray, done, waiting.pop(done), list(waiting), tell, may_diverge=may_diverge)
     finally:
         if started:
             ray.shutdown()
 
 
-def _finish(ray: Any, done: Any, cell: Cell, others: Sequence[Any], tell: Tell = say_nothing) -> None:
+def _finish(
+    ray: Any, done: Any, cell: Cell, others: Sequence[Any], tell: Tell = say_nothing, *, may_diverge: bool = False
+) -> None:
     """Reports the end of a cell; if it failed, stops the others and raises."""
     try:
         problem, hint = ray.get(done)
@@ -71,6 +74,9 @@ def _finish(ray: Any, done: Any, cell: Cell, others: Sequence[Any], tell: Tell =
     if not problem and cell.state() != "finished":
         problem = f"it ended on a machine that does not share {cell.folder} with this one"
         hint = "Give an output folder on storage that every machine of the cluster sees."
+    if problem and may_diverge and divergence(cell.folder):
+        tell(f"{cell.title}: {problem}")
+        return
     if problem:
         for other in others:
             ray.cancel(other, force=True)

@@ -140,6 +140,10 @@ class Delivery:
         """The reason for which a callback wants the run to stop; empty if none does."""
         return self._brake.reason
 
+    def stop(self, reason: str) -> None:
+        """Stops the run as a callback does."""
+        self._brake.reason = self._brake.reason or reason
+
     def round_started(self, number: int) -> None:
         """Delivers `RoundStarted`."""
         self._send(RoundStarted, number)

@@ -18,6 +18,7 @@ from fedguild.cli import (
     export,
     federation,
     generate,
+    init,
     methods,
     partition,
     presets,
@@ -26,11 +27,14 @@ from fedguild.cli import (
     report,
     resume,
     run,
+    sweep,
 )
+from fedguild.cli.example_command import ExampleCommand
 from fedguild.cli.output import explain
-from fedguild.errors import FedGuildError
+from fedguild.errors import DivergedError, FedGuildError
 
 USER_ERROR = 2
+DIVERGED = 3
 INTERRUPTED = 130
 
 
@@ -52,7 +56,7 @@ class _ReportingGroup(TyperGroup):
             if ctx.obj and ctx.obj.debug:
                 traceback.print_exception(error)
             explain(f"Error: {error.message}", error.hint)
-            raise typer.Exit(USER_ERROR) from error
+            raise typer.Exit(DIVERGED if isinstance(error, DivergedError) else USER_ERROR) from error
         except KeyboardInterrupt as error:
             resume_with = ctx.obj.resume_with if ctx.obj else ""
             explain("Interrupted.", f"Continue from the last complete round with: {resume_with}" if resume_with else "")
@@ -93,9 +97,11 @@ def _options(
 
 
 for module in (
+    init,
     run,
     resume,
     compare,
+    sweep,
     partition,
     profile,
     evaluate,
@@ -108,7 +114,7 @@ for module in (
     doctor,
 ):
     name = module.__name__.rsplit(".", 1)[-1]
-    app.command(name, epilog="\n\n".join(["Examples:", *module.EXAMPLES]))(module.command)
+    app.command(name, cls=ExampleCommand, epilog="\n".join(module.EXAMPLES))(module.command)
 
 
 app.add_typer(federation.app)

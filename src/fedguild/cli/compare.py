@@ -96,7 +96,7 @@ def command(
     comparison = fedguild.compare(
         table or names,
         *overrides,
-        seeds=_parsed_seeds(seeds),
+        seeds=parsed_seeds(seeds),
         reference=reference,
         rows=_parts(rows),
         columns=_parts(columns),
@@ -138,7 +138,7 @@ def _parts(text: str | None) -> list[str]:
     return [part.strip() for part in text.split(",")] if text else []
 
 
-def _parsed_seeds(text: str | None) -> tuple[int, ...] | None:
+def parsed_seeds(text: str | None) -> tuple[int, ...] | None:
     """Returns the seeds that an option names; None where it was not given."""
     if text is None:
         return None

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from fedguild.cli.example_command import ExampleCommand
 from fedguild.cli.options import JsonOption, OverridesArgument
 from fedguild.cli.output import note, show, show_json
 
@@ -25,15 +26,16 @@ SiteFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The client's
 
 
 def _examples(*lines: str) -> str:
-    return "\n\n".join(["Examples:", *lines])
+    return "\n".join(lines)
 
 
 @app.command(
+    cls=ExampleCommand,
     epilog=_examples(
         "fedguild federation init guild --clients 3 --config fedit/tiny-tasks",
         "fedguild federation init guild --clients 3 --own-data data.corpus=alpaca data.train=own.json",
         "fedguild federation init guild --clients 5 --config flame/tiny-tasks --address guild.example.org:9443 seed=1",
-    )
+    ),
 )
 def init(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.", show_default=False)],
@@ -60,7 +62,7 @@ def init(
     typer.echo(folder)
 
 
-@app.command(epilog=_examples("fedguild federation key guild/client-000/node.key"))
+@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation key guild/client-000/node.key"))
 def key(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The new private key.", show_default=False)],
 ) -> None:
@@ -70,7 +72,7 @@ def key(
     typer.echo(write_key(path))
 
 
-@app.command(epilog=_examples("fedguild federation server guild/server"))
+@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation server guild/server"))
 def server(folder: ServerFolder) -> None:
     """Run the server until Ctrl-C, over TLS and only for clients whose keys are in its folder."""
     from fedguild.federation.operations import run_server
@@ -78,7 +80,7 @@ def server(folder: ServerFolder) -> None:
     run_server(folder, note)
 
 
-@app.command(epilog=_examples("fedguild federation client guild/client-000"))
+@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation client guild/client-000"))
 def client(folder: SiteFolder) -> None:
     """Run a client until Ctrl-C: its trainer, and the program that communicates with the server."""
     from fedguild.federation.operations import run_client
@@ -87,11 +89,12 @@ def client(folder: SiteFolder) -> None:
 
 
 @app.command(
+    cls=ExampleCommand,
     epilog=_examples(
         "fedguild federation run guild/server",
         "fedguild federation run guild/server --detach",
         "fedguild federation run guild/server --round 4",
-    )
+    ),
 )
 def run(
     folder: ServerFolder,
@@ -116,7 +119,7 @@ def run(
         raise typer.Exit(INTERRUPTED)
 
 
-@app.command(epilog=_examples("fedguild federation stop guild/server"))
+@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation stop guild/server"))
 def stop(folder: ServerFolder) -> None:
     """Stop the run in progress; `run` resumes it from its last complete round."""
     from fedguild.federation.operations import stop_federation
@@ -124,7 +127,7 @@ def stop(folder: ServerFolder) -> None:
     stop_federation(folder, note)
 
 
-@app.command(epilog=_examples("fedguild federation revoke guild/server client-002"))
+@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation revoke guild/server client-002"))
 def revoke(
     folder: ServerFolder,
     client: Annotated[str, typer.Argument(metavar="CLIENT", help="The client, client-002.", show_default=False)],
@@ -136,7 +139,8 @@ def revoke(
 
 
 @app.command(
-    epilog=_examples("fedguild federation audit guild/server", "fedguild federation audit guild/server --json")
+    cls=ExampleCommand,
+    epilog=_examples("fedguild federation audit guild/server", "fedguild federation audit guild/server --json"),
 )
 def audit(folder: ServerFolder, as_json: JsonOption = False) -> None:
     """Check the audit log's chain and show it: who joined, what was asked, accepted, rejected, revoked, delivered."""
@@ -154,7 +158,8 @@ def audit(folder: ServerFolder, as_json: JsonOption = False) -> None:
 
 
 @app.command(
-    epilog=_examples("fedguild federation status guild/server", "fedguild federation status guild/server --json")
+    cls=ExampleCommand,
+    epilog=_examples("fedguild federation status guild/server", "fedguild federation status guild/server --json"),
 )
 def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
     """Show whether the server is up, which clients are online, and how far the run is."""
@@ -185,7 +190,7 @@ def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
     show(table)
 
 
-@app.command(epilog=_examples("fedguild federation settings"))
+@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation settings"))
 def settings() -> None:
     """List every setting of site.yaml and server.yaml."""
     from fedguild.config.reference import settings_of

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,6 +12,7 @@ from rich.table import Table
 
 from fedguild.cli.options import JsonOption
 from fedguild.cli.output import show, show_json
+from fedguild.cli.presets import methods_with_presets
 from fedguild.config.reference import settings_of
 from fedguild.errors import FedGuildError
 from fedguild.methods import METHODS
@@ -17,15 +21,23 @@ if TYPE_CHECKING:
     from fedguild.plugins import Found
     from fedguild.server.method import Method
 
+OPTIONS = Path(__file__).with_name("methods.json")
 EXAMPLES = (
     "fedguild methods",
     "fedguild methods flame",
+    "fedguild methods --model olmoe --data dolly",
     "fedguild methods --check",
 )
 
 
 def command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show the options of this method.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="List those with a preset on a model whose name contains this.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="List those with a preset on data whose name contains this.")
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Import every method; exit with 1 if one cannot be used.")
     ] = False,
@@ -33,10 +45,13 @@ def command(
 ) -> None:
     """List the methods with the package that each comes from, or the options of one."""
     if name is not None:
-        described = _described(METHODS.load(name))
+        described = shipped_options().get(name) or describe(METHODS.load(name))
         show_json(described) if as_json else _show_one(described)
         return
     plugins = list(METHODS.checked() if check else METHODS.found())
+    if model or data:
+        wanted = methods_with_presets(model, data)
+        plugins = [plugin for plugin in plugins if plugin.name in wanted]
     if as_json:
         show_json([{"name": one.name, "title": one.title, "from": one.origin, "fault": one.fault} for one in plugins])
     else:
@@ -45,13 +60,21 @@ def command(
         raise FedGuildError("; ".join(one.warning for one in plugins if one.fault))
 
 
-def _described(method: type[Method]) -> dict[str, Any]:
+def describe(method: type[Method]) -> dict[str, Any]:
+    """Returns a method's name, title and options as plain JSON values."""
     return {
         "name": method.name,
         "title": method.title,
         "needs_experts": method.needs_experts,
         "options": [vars(option) for option in settings_of(method.Settings)],
     }
+
+
+@cache
+def shipped_options() -> dict[str, dict[str, Any]]:
+    """Returns `describe` of every method that ships, from a file that `make docs` writes: torch is not imported."""
+    shipped: dict[str, dict[str, Any]] = json.loads(OPTIONS.read_text("utf-8"))
+    return shipped
 
 
 def _show_all(plugins: list[Found]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from fedguild.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedguild.data import ClientData, PartitionTable
+    from fedguild.results import Partition
 
 EXAMPLES = (
     "fedguild partition flame/tiny-tasks",
@@ -37,12 +39,26 @@ def command(
     shares = fedguild.partition(config, *(overrides or ()))
     table, clients, budgets = shares.data.partition_table, shares.data.clients, shares.budgets
     if as_json:
-        show_json(_as_json(table, clients, budgets))
+        cut = None if shares.cut is None else asdict(shares.cut)
+        show_json({**_as_json(table, clients, budgets), "dropped": dict(shares.dropped), "cut": cut})
     else:
         show(_as_table(table, clients, budgets))
+    _tell_lost(shares)
     if plot:
         shares.figures()["partition"].save(plot)
         note(f"Plot: {plot}")
+
+
+def _tell_lost(shares: Partition) -> None:
+    """Says what was left out of the data, and which texts are cut."""
+    from fedguild.setup import dropped_sentences
+
+    for sentence in dropped_sentences(shares.dropped):
+        note(sentence)
+    if shares.cut is None:
+        note("The tokenizer is not on this machine, so `fedguild run` counts the texts longer than data.max_tokens.")
+    for sentence in shares.cut.sentences() if shares.cut else ():
+        note(sentence)
 
 
 def _as_table(table: PartitionTable, clients: Sequence[ClientData], budgets: Sequence[str]) -> Table:

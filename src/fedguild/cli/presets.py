@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Self
 
 import typer
 from rich.table import Table
 
 from fedguild.cli.options import JsonOption, OverridesArgument
-from fedguild.cli.output import show, show_json
-from fedguild.config import Config, load_config, presets, tables
+from fedguild.cli.output import note, show, show_json
+from fedguild.config import Config, Preset, ShippedTable, load_config, preset_subject, presets, tables
 from fedguild.config.reference import settings_of
+from fedguild.errors import ConfigError
 
 EXAMPLES = (
     "fedguild presets",
+    "fedguild presets flame",
+    "fedguild presets --model olmoe --data dolly",
     "fedguild presets flame/olmoe-dolly > mine.yaml",
     "fedguild presets --settings",
 )
@@ -21,19 +27,37 @@ EXAMPLES = (
 
 def command(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Show this preset or file with every setting, as YAML.")
+        str | None,
+        typer.Argument(
+            metavar="METHOD|NAME",
+            help="List the presets of this method, or show this preset or file with every setting, as YAML.",
+        ),
     ] = None,
     overrides: OverridesArgument = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="List those on a model whose name contains this, for example olmoe.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="List those on data whose name contains this, for example dolly.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="List all of them.")] = False,
     settings: Annotated[
         bool, typer.Option("--settings", help="List every setting, what it accepts, its default and its meaning.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List the configs that ship with FedGuild, or print one as a starting point for your own."""
+    method = name if name in {preset.name.partition("/")[0] for preset in presets()} else None
     if settings:
         _list_settings(as_json)
-    elif name is None:
-        _list_presets(as_json)
+    elif name is None or method is not None:
+        shown = _Chosen.of(method, model, data)
+        if as_json:
+            show_json(shown.to_json())
+        elif every or method or model or data:
+            shown.list()
+        else:
+            shown.summarise()
     elif table := next((known for known in tables() if known.name == name), None):
         typer.echo(table.path.read_text("utf-8"), nl=False)
     else:
@@ -44,23 +68,107 @@ def command(
             typer.echo(config.resolved_yaml(), nl=False)
 
 
-def _list_presets(as_json: bool) -> None:
-    if as_json:
-        show_json(
-            [
-                {"name": entry.name, "kind": kind, "description": entry.description}
-                for kind, entries in (("preset", presets()), ("table", tables()))
-                for entry in entries
-            ]
+def methods_with_presets(model: str | None, data: str | None) -> set[str]:
+    """Returns the methods with a preset on a model and on data whose names contain these; None for any.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return {preset.name.partition("/")[0] for preset, _, _ in _Chosen.of(None, model, data).presets}
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The presets and tables that were asked for.
+
+    Attributes:
+        presets: Each preset with its model and its corpus.
+        tables: The tables.
+    """
+
+    presets: Sequence[tuple[Preset, str, str]]
+    tables: Sequence[ShippedTable]
+
+    @classmethod
+    def of(cls, method: str | None, model: str | None, data: str | None) -> Self:
+        """Returns those of a method, on a model and on data; None for any.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        found = []
+        for preset in presets():
+            path, corpus = preset_subject(preset)
+            own, _, rest = preset.name.partition("/")
+            fits = (
+                method in (None, own)
+                and (model is None or model.lower() in f"{path} {rest}".lower())
+                and (data is None or data.lower() in f"{corpus} {rest}".lower())
+            )
+            found += [(preset, path, corpus)] if fits else []
+        words = [word.lower() for word in (model, data) if word]
+        listed = [
+            table
+            for table in tables()
+            if method in (None, table.name.partition("/")[0])
+            and all(word in table.path.read_text("utf-8").lower() for word in words)
+        ]
+        if not found and not listed:
+            asked = ", ".join(filter(None, (method, model and f"model {model}", data and f"data {data}")))
+            raise ConfigError(f"There is no preset for {asked}.", "`fedguild presets` lists what there is.")
+        return cls(found, listed)
+
+    def to_json(self) -> list[dict[str, str]]:
+        """Returns all of them as plain JSON values."""
+        configs = [
+            {
+                "name": one.name,
+                "kind": "preset",
+                "description": one.description,
+                "method": one.name.partition("/")[0],
+                "model": model,
+                "data": corpus,
+            }
+            for one, model, corpus in self.presets
+        ]
+        compared = [{"name": one.name, "kind": "table", "description": one.description} for one in self.tables]
+        return [*configs, *compared]
+
+    def list(self) -> None:
+        """Prints a line for each."""
+        listed = Table("preset", "what it is", box=None, header_style="bold", pad_edge=False)
+        for preset, _, _ in self.presets:
+            listed.add_row(preset.name, preset.description)
+        compared = Table("table", "what `fedguild compare TABLE` prints", box=None, header_style="bold", pad_edge=False)
+        for table in self.tables:
+            compared.add_row(table.name, table.description)
+        if self.presets:
+            show(listed)
+        if self.tables:
+            show("", compared)
+
+    def summarise(self) -> None:
+        """Prints a line for each method, with its models and its data, short enough for a screen."""
+        by_method: dict[str, list[tuple[str, str]]] = {}
+        for preset, _, corpus in self.presets:
+            method, _, rest = preset.name.partition("/")
+            by_method.setdefault(method, []).append((_before(rest, corpus), corpus))
+        counted = Counter(table.name.partition("/")[0] for table in self.tables)
+        listed = Table("method", "presets", "tables", "models", "data", box=None, header_style="bold", pad_edge=False)
+        for method, subjects in by_method.items():
+            models, corpora = (", ".join(sorted(set(column))) for column in zip(*subjects, strict=True))
+            listed.add_row(method, str(len(subjects)), str(counted[method] or "–"), models, corpora)
+        show(listed)
+        note(
+            "\n`fedguild presets METHOD` lists those of a method, for example flame/tiny-tasks; --model and --data "
+            "choose among all, --all lists them."
         )
-        return
-    listed = Table("preset", "what it is", box=None, header_style="bold", pad_edge=False)
-    for preset in presets():
-        listed.add_row(preset.name, preset.description)
-    compared = Table("table", "what `fedguild compare TABLE` prints", box=None, header_style="bold", pad_edge=False)
-    for table in tables():
-        compared.add_row(table.name, table.description)
-    show(listed, "", compared)
+
+
+def _before(rest: str, corpus: str) -> str:
+    """Returns the model's part of a preset's name: what stands before its data."""
+    named = next((name for name in (corpus, "alpagasus") if f"-{name}" in rest), None)
+    return rest.partition(f"-{named}")[0] if named else rest.rpartition("-")[0]
 
 
 def _list_settings(as_json: bool) -> None:

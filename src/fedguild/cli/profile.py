@@ -36,7 +36,11 @@ def command(
     clients: Annotated[int | None, typer.Option("--clients", min=1, help="Number of clients.")] = None,
     examples: Annotated[
         int | None,
-        typer.Option("--examples", min=1, help="Training examples of a client; by default the config's cap, or 1000."),
+        typer.Option(
+            "--examples",
+            min=1,
+            help="Training examples of a client; by default those of local data, the config's cap, or 1000.",
+        ),
     ] = None,
     context: Annotated[
         int | None, typer.Option("--context", min=1, help="Tokens of a sequence; by default data.max_tokens.")

@@ -25,7 +25,8 @@ def command(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the run; runs/<name> by default.")
+        Path | None,
+        typer.Option("--output", "-o", help="Folder of the run; by default runs/NAME, the name being the config's."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -5,8 +5,19 @@ frozen `Config`. The stages after this one never see it: they take plain argumen
 section (`TrainingSettings`, `FederationSettings`, `SplitSettings`).
 """
 
-from fedguild.config.loading import Preset, load_config, presets
+from fedguild.config.loading import Preset, load_config, preset_subject, presets
 from fedguild.config.schema import Config
 from fedguild.config.table import ShippedTable, Table, TableCell, table_cells, tables
 
-__all__ = ["Config", "Preset", "ShippedTable", "Table", "TableCell", "load_config", "presets", "table_cells", "tables"]
+__all__ = [
+    "Config",
+    "Preset",
+    "ShippedTable",
+    "Table",
+    "TableCell",
+    "load_config",
+    "preset_subject",
+    "presets",
+    "table_cells",
+    "tables",
+]

@@ -95,6 +95,12 @@ class FederationSettings(Section):
     upload_limit_bytes: int | None = Field(
         default=None, ge=1, description="Maximum size of an encoded upload; larger ones are rejected. null: no limit."
     )
+    byte_limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximum bytes that all clients together receive and send in the whole run; the run ends before a "
+        "round that could pass it, and asks no client again beyond it. null: no limit.",
+    )
     cohort_size: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto", description="Clients trained in one forward and backward pass; auto: as many as memory holds."
     )

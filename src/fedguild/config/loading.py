@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 from fedguild.config.explaining import Layer, explained
 from fedguild.config.schema import Config
 from fedguild.config.yaml_reading import parse
-from fedguild.errors import ConfigError, nearest
+from fedguild.errors import ConfigError
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
 
@@ -44,6 +45,15 @@ def presets() -> tuple[Preset, ...]:
         )
         for path in sorted(PRESETS_FOLDER.rglob("*.yaml"))
     )
+
+
+def preset_subject(preset: Preset) -> tuple[str, str]:
+    """Returns a preset's `model.path` and `data.corpus` as they are written, without validating its config."""
+    settings: dict[str, Any] = {}
+    for layer in _file_layers(preset.path, ()):
+        settings = _merged(settings, layer.settings)
+    model, data = settings.get("model") or {}, settings.get("data") or {}
+    return str(model.get("path", "embedded")), str(data.get("corpus", "tasks"))
 
 
 def first_sentence(yaml: str) -> str:
@@ -94,7 +104,7 @@ def _given_layers(given: Given) -> tuple[list[Layer], str]:
         extended, name = _given_layers(parent) if isinstance(parent, str) else ([], "run")
         return [*extended, Layer("the config", _written_out(settings))], name
     path = _find(str(given), beside=None)
-    return list(_file_layers(path, ())), _default_name(path)
+    return list(_file_layers(path, ())), default_name(path)
 
 
 def _find(path_or_preset: str, beside: Path | None) -> Path:
@@ -108,7 +118,11 @@ def _find(path_or_preset: str, beside: Path | None) -> Path:
     if path.suffix in (".yaml", ".yml"):
         raise ConfigError(f"There is no config file {path}.", "`fedguild presets` lists the configs that ship.")
     known = [preset.name for preset in presets()]
-    raise ConfigError(f"'{path_or_preset}' is neither a preset nor a config file.", nearest(path_or_preset, known))
+    close = difflib.get_close_matches(path_or_preset, known, n=1, cutoff=0.4)
+    meant = f"Did you mean '{close[0]}'? " if close else ""
+    raise ConfigError(
+        f"'{path_or_preset}' is neither a preset nor a config file.", f"{meant}`fedguild presets` lists the presets."
+    )
 
 
 def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
@@ -117,8 +131,14 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
         raise ConfigError(f"{path} extends itself, through {', '.join(str(child) for child in children)}.")
     try:
         settings = parse(path.read_text("utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"Cannot read the config {path}: {error}.") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"Cannot read the config {path}: line {line}: the byte 0x{error.object[error.start]:02x} is not UTF-8.",
+            "Configs are read as UTF-8; save the file again as UTF-8.",
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"Cannot read the config {path}: {error.strerror or error}.") from error
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{path}: a config is a mapping of keys to values, but this is {settings!r:.60}.")
     settings = dict(settings)
@@ -174,7 +194,8 @@ def _still_valid(section: str, lower: Mapping[str, Any], upper: Mapping[str, Any
     return {} if section == "method" else {name: value for name, value in lower.items() if name != "options"}
 
 
-def _default_name(path: Path) -> str:
+def default_name(path: Path) -> str:
+    """Returns the name of a run whose config has none: that of the preset or file, in the characters of a name."""
     if path.is_relative_to(PRESETS_FOLDER):
         return path.relative_to(PRESETS_FOLDER).with_suffix("").as_posix().replace("/", "-")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "run"

@@ -41,6 +41,12 @@ LEFT_OUT_BY_DEFAULT = (
     ("federation", "secure_disclose"),
     ("federation", "server_step"),
     ("federation", "server_momentum"),
+    ("federation", "byte_limit"),
+    ("training", "round_schedule"),
+    ("training", "round_warmup"),
+    ("training", "round_final"),
+    ("training", "round_horizon"),
+    ("training", "loss_limit"),
 )
 """Settings that came after runs had been written: at their default they are not in the fingerprint, so that such runs
 go on. The same holds for the whole section `privacy`."""
@@ -262,6 +268,12 @@ class Config(Section):
     def run_folder(self) -> Path:
         """The folder that the run is written to."""
         return Path(self.output) if self.output else Path("runs") / self.name
+
+    @property
+    def local_training(self) -> TrainingSettings:
+        """The settings of local training as engines take them: the learning rate's horizon is a number of rounds."""
+        horizon = self.training.round_horizon or self.federation.rounds
+        return self.training.model_copy(update={"round_horizon": horizon})
 
     def resolved_yaml(self) -> str:
         """Returns every setting, defaults included, as YAML that loads to an equal config."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -49,10 +49,39 @@ class TrainingSettings(Section):
         le=1,
         description="Factor by which the learning rate is multiplied from one round to the next.",
     )
+    round_schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant",
+        description="Learning rate schedule over the rounds, which multiplies the others; linear and cosine anneal the "
+        "rate of the first round to `round_final` of it in the last.",
+    )
+    round_warmup: int = Field(
+        default=0,
+        ge=0,
+        description="Rounds before the first at the full learning rate: round r of W gets r / (W + 1) of it.",
+    )
+    round_final: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="Share of the learning rate that `round_schedule` leaves in the last round.",
+    )
+    round_horizon: int | None = Field(
+        default=None,
+        ge=1,
+        description="Round in which `round_schedule` reaches `round_final`, where it stays; null: the last, "
+        "`federation.rounds`.",
+    )
     clip_norm: float | None = Field(
         default=1.0,
         gt=0,
         description="Maximum L2 norm of a client's gradient; larger gradients are scaled down. null: no clipping.",
+    )
+
+    loss_limit: Literal["auto"] | Annotated[float, Field(gt=0)] | None = Field(
+        default="auto",
+        description="Training loss, in nats per response token, above which a run stops as diverged, taken of a "
+        "round's median client; auto: nearly that of guessing every token alike, and 1.5 times the backbone's own; "
+        "null: no limit.",
     )
 
     @model_validator(mode="before")

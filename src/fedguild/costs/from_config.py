@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from fedguild.client.budget import ClientInfo
 from fedguild.config import Config
+from fedguild.config.data import GIVEN
 from fedguild.costs.profile import Profile, profile
 from fedguild.costs.secure import session_bytes
 from fedguild.costs.tiers import Workload
+from fedguild.data.corpora import corpus_spec
+from fedguild.errors import FedGuildError
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import DTYPES, describe_config
 from fedguild.server.sampling import wanted_count
 from fedguild.server.secure_round import whole_form
-from fedguild.setup import fit_method, tell_fitted
+from fedguild.setup import fit_method, prepare_data, tell_fitted
 
 EXAMPLES = 1000
 """Training examples of a client where the config does not say how many it has."""
@@ -38,8 +42,8 @@ def profile_config(
     """Returns the costs of a config's federation, for each tier of clients in one round.
 
     Args:
-        config: The config; its data is not read.
-        examples: Training examples of a client; None for `known_examples`, or else 1000.
+        config: The config; data on the hub is not read.
+        examples: Training examples of a client; None for 1000; see `known_examples`.
         tokens: Tokens of one forward pass; None for `training.batch_size` sequences.
         context: Length of a sequence; None for `data.max_tokens`, the maximum.
         wire_dtype: The dtype that a number on the wire is counted as: the wire carries fp32, papers count bf16.
@@ -60,11 +64,12 @@ def profile_config(
         tell_fitted(given, method, tell)
     context_tokens = context or config.data.max_tokens
     work = Workload(
-        examples=examples or known_examples(config) or EXAMPLES,
+        examples=examples or EXAMPLES,
         tokens=tokens or config.training.batch_size * context_tokens,
         context_tokens=context_tokens,
         training=config.training,
         dtype=DTYPES.get(config.model.dtype, torch.bfloat16),
+        any_dtype=config.model.dtype == "auto",
         checkpointing=config.model.gradient_checkpointing if checkpointing is None else checkpointing,
         four_bit=config.model.load_in_4bit,
         wire_dtype=WIRE_DTYPES[wire_dtype],
@@ -83,9 +88,21 @@ def profile_config(
 
 
 def known_examples(config: Config) -> int | None:
-    """Returns the largest number of training examples that the config's caps allow a client; None without a cap."""
-    if config.data.split.caps.train is not None:
-        return config.data.split.caps.train
-    if config.data.limit is not None:
-        return max(1, config.data.limit // config.federation.clients)
-    return None
+    """Returns how many training examples a client has; None if only data on the hub would tell.
+
+    Data that is generated or on this machine is read and dealt as for a run, and the mean over the clients counts; of
+    data on the hub, the config's caps say how many a client has at most.
+    """
+    data, caps = config.data, config.data.split.caps
+    generated = corpus_spec(data.corpus).generate is not None and data.train is None
+    here = data.train is not None and not data.train.startswith(GIVEN) and Path(data.train).exists()
+    if (generated or here) and not data.partition.scheme.startswith(GIVEN):
+        try:
+            sizes = prepare_data(config).sizes()["train"]
+        except FedGuildError:
+            sizes = []  # `fedguild partition` and `run` say what is wrong with it
+        if sizes:
+            return max(1, round(sum(sizes) / len(sizes)))
+    if caps.train is not None:
+        return caps.train
+    return None if data.limit is None else max(1, data.limit // config.federation.clients)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import fmean
 
@@ -31,6 +31,7 @@ class Workload:
         context_tokens: Length of one sequence.
         training: Settings of its training.
         dtype: Dtype of the backbone.
+        any_dtype: Whether the dtype depends on the machine: fp32 on a CPU, bf16 on a GPU.
         checkpointing: Whether activations are recomputed in the backward pass.
         four_bit: Whether linear layers and experts are in 4 bit.
         wire_dtype: The dtype that a floating-point number on the wire is counted as.
@@ -41,6 +42,7 @@ class Workload:
     context_tokens: int
     training: TrainingSettings
     dtype: torch.dtype = torch.bfloat16
+    any_dtype: bool = False
     checkpointing: bool = False
     four_bit: bool = False
     wire_dtype: torch.dtype = torch.float32
@@ -131,8 +133,8 @@ def tier_profile(
     later, first = _of(budget, list(chain(*traffic.later))), _of(budget, traffic.rounds[0])
     absent = _of(budget, traffic.absent)
     rows = [
-        MemoryRow(name, checkpointing, _memory(model, plan, workload, checkpointing, four_bit))
-        for name, four_bit in ((_bits(workload.dtype), False), ("4 bit", True))
+        MemoryRow(name, checkpointing, _memory(model, plan, replace(workload, dtype=dtype), checkpointing, four_bit))
+        for name, dtype, four_bit in _weights(workload)
         for checkpointing in (False, True)
     ]
     return TierProfile(
@@ -167,8 +169,11 @@ def _memory(model: ModelInfo, plan: AdapterPlan, workload: Workload, checkpointi
     )
 
 
-def _bits(dtype: torch.dtype) -> str:
-    return f"{8 * dtype.itemsize} bit"
+def _weights(workload: Workload) -> list[tuple[str, torch.dtype, bool]]:
+    """Returns the forms of the backbone's weights to count: name, dtype, and whether they are in 4 bits."""
+    dtypes = [torch.float32, torch.bfloat16] if workload.any_dtype else [workload.dtype]
+    whole = [(f"{8 * dtype.itemsize} bit", dtype, False) for dtype in dtypes]
+    return [*whole, ("4 bit", workload.dtype, True)]
 
 
 def _of(budget: Budget, exchanges: Sequence[Exchange]) -> list[Exchange]:

@@ -9,7 +9,7 @@ the response in its decoder, which starts from a special token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -34,6 +34,32 @@ class Encoded:
     def response_tokens(self) -> int:
         """Number of tokens that the loss covers."""
         return len(self.input_ids) - self.prompt_length
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Training texts that are longer than `max_tokens`.
+
+    Attributes:
+        texts: Number of all texts.
+        prompts: Number of those that lose the beginning of their prompt.
+        responses: Number of those that lose the end of their response.
+        max_tokens: The longest text, in tokens.
+    """
+
+    texts: int
+    prompts: int
+    responses: int
+    max_tokens: int
+
+    def sentences(self) -> list[str]:
+        """Returns a sentence for each kind of cut that occurs."""
+        limit = f"data.max_tokens is {self.max_tokens}"
+        lost = (
+            (self.prompts, "lose the beginning of their prompt"),
+            (self.responses, "lose the end of their response"),
+        )
+        return [f"{count} of {self.texts} training texts {what} ({limit})." for count, what in lost if count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +141,42 @@ def encode(example: Example, tokenizer: Any, max_tokens: int) -> Encoded:
     A text longer than `max_tokens` loses the beginning of its prompt, never that of its response;
     a response that is longer by itself is cut at its end.
     """
-    prompt = encode_prompt(example.prompt, tokenizer)
-    response = tokenizer.encode(
-        response_text(example.prompt, example.response), add_special_tokens=False, verbose=False
-    )
-    if tokenizer.eos_token_id is not None:
-        response = [*response, tokenizer.eos_token_id]
+    prompt, response = _tokens(example, tokenizer)
     response = response[: max_tokens - 1]
     prompt = prompt[max(0, len(prompt) + len(response) - max_tokens) :]
     return Encoded(tuple(prompt + response), len(prompt))
+
+
+def count_cut(texts: Iterable[tuple[Example, Encoded]], tokenizer: Any, max_tokens: int) -> Cut:
+    """Returns how many texts `encode` cut; those that fill `max_tokens` are tokenized again.
+
+    Args:
+        texts: Each example with what `encode` made of it.
+        tokenizer: The tokenizer.
+        max_tokens: The longest text.
+    """
+    prompts = responses = number = 0
+    for example, encoded in texts:
+        number += 1
+        if len(encoded.input_ids) < max_tokens and encoded.response_tokens < max_tokens - 1:
+            continue
+        prompt, response = map(len, _tokens(example, tokenizer))
+        prompts += prompt + min(response, max_tokens - 1) > max_tokens
+        responses += response > max_tokens - 1
+    return Cut(number, prompts, responses, max_tokens)
+
+
+def count_cut_prompts(examples: Iterable[Example], tokenizer: Any, room: int) -> int:
+    """Returns how many prompts are longer than `room` tokens, so that generation cuts their beginning."""
+    return sum(len(encode_prompt(example.prompt, tokenizer)) > room for example in examples)
+
+
+def _tokens(example: Example, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Returns the token ids of the whole prompt, and of the whole response with the end-of-sequence token."""
+    prompt = encode_prompt(example.prompt, tokenizer)
+    text = response_text(example.prompt, example.response)
+    response: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return prompt, response if tokenizer.eos_token_id is None else [*response, tokenizer.eos_token_id]
 
 
 def encode_prompt(prompt: str, tokenizer: Any) -> list[int]:

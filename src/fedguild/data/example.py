@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,10 @@ class Corpus:
         train: Examples to partition over the clients.
         test: Examples of the source's own test split; empty where it has none, in which case
             each client's split provides them.
+        dropped: Why examples were left out -> how many, for example `training rows without a response`.
     """
 
     name: str
     train: tuple[Example, ...]
     test: tuple[Example, ...] = ()
+    dropped: Mapping[str, int] = field(default_factory=dict)

@@ -82,7 +82,7 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         batch_tokens=batch_tokens,
     )
-    losses = candidate_losses(model, rows, batch_tokens, _pad_id(tokenizer))
+    losses = candidate_losses(model, rows, batch_tokens, pad_id(tokenizer))
     return [_slot_scores(*slot, scoring) for slot in zip(examples, rows, losses, texts, strict=True)]
 
 
@@ -163,7 +163,7 @@ def _likeliest(nll: Sequence[float], lengths: Sequence[int], scoring: Scoring) -
     return costs.index(min(costs))
 
 
-def _pad_id(tokenizer: Any) -> int:
+def pad_id(tokenizer: Any) -> int:
     """Returns a token id for padding; it is masked out, so any valid id will do."""
     return next((int(i) for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 

@@ -375,7 +375,7 @@ class TrainerService:
         )
         encoded = [encode_example(example, backbone.tokenizer, config.data.max_tokens) for example in client_data.train]
         engine = LocalEngine(
-            backbone, {client.index: encoded}, config.training, memory, cohort_size=1, seed=config.seed
+            backbone, {client.index: encoded}, config.local_training, memory, cohort_size=1, seed=config.seed
         )
         secure = self._secure_clients(config, experiment.budgets, folder)
         return _Session(experiment, engine, run_secret(folder), RequestLog(folder / REQUESTS), rules, secure)

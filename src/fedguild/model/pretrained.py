@@ -12,14 +12,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import logging as transformers_logging
 
 from fedguild.errors import ModelError
+from fedguild.hub import reach_hub
 from fedguild.model.packaged import packaged
 
 _PATHS = "model.path takes a hub id, a folder with config.json, a tokenizer and safetensors weights, or 'embedded'."
 
 
 def source_of(path: str) -> str:
-    """Returns the path for transformers of a `model.path`: the hub id or the folder."""
-    return str(packaged(path) or path)
+    """Returns the path for transformers of a `model.path`: the folder, or the hub id, before which the hub is asked."""
+    place = packaged(path) or Path(path)
+    if place.is_absolute() or place.exists():
+        return str(place)
+    reach_hub()
+    return path
 
 
 def read_config(path: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:

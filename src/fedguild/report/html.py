@@ -22,6 +22,7 @@ from fedguild.report.observations import Series, observation_grid, observed
 from fedguild.report.run_folder import Run, load_run
 from fedguild.report.stability import stability_grids
 from fedguild.report.summary import budget_title, comparison_summary, run_summary
+from fedguild.report.sweep import SweepTable
 from fedguild.report.tables import RunTable, privacy_grid, routing_grid, run_table, task_grid, training_grid
 
 REPORT_FILE = "report.html"
@@ -60,6 +61,33 @@ def write_comparison(
     table = compare(loaded, reference)
     page = _comparison_page(table, loaded)
     return _write(output / COMPARISON_FILE, "comparison.html.j2", {**page, "title": title or page["title"]})
+
+
+def sweep_page(path: Path, table: SweepTable, first: Run, title: str) -> Path:
+    """Writes the page of a sweep and returns its path.
+
+    Raises:
+        FedGuildError: the page cannot be written.
+    """
+    drawn = table.figure()
+    page = {
+        "title": title,
+        "facts": [*(fact for fact in _facts(first) if not fact.startswith("seed")), *_seed_facts(table.seeds)],
+        "summary": table.sentences(),
+        "warnings": table.warnings,
+        "grid": table.grid(),
+        "drawn": _figure(drawn) if drawn else None,
+        "one_key": len(table.keys) == 1,
+        "split": table.split,
+        "rejections": [],
+        "configs": [("Config of the first run", _yaml(first.config))],
+        "environment": list(_flat(first.environment)),
+    }
+    return _write(path, "sweep.html.j2", page)
+
+
+def _seed_facts(seeds: Sequence[int]) -> list[str]:
+    return [f"{units.count_of(len(seeds), 'seed')} ({', '.join(map(str, seeds))})"]
 
 
 def run_figures(run: Run) -> dict[str, str]:

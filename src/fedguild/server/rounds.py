@@ -6,16 +6,17 @@ or unexpected one is left out and recorded, and too few valid uploads are an err
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Literal, cast
 
 from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.config.federation import FederationSettings
-from fedguild.errors import CheckpointError, UploadError
+from fedguild.errors import CheckpointError, DivergedError, NotFiniteError, UploadError
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.clock import Clock
@@ -33,6 +34,12 @@ from fedguild.wire.codec import shrunk_shapes
 from fedguild.wire.schema import printable
 
 NOTHING = "nothing was delivered"
+NEARLY_GUESSING, WORSE_THAN_UNTRAINED, WORSE_THAN_GUESSING = 0.85, 1.5, 2.0
+"""Multiples of losses above which training is taken to have diverged; see `require_learning`."""
+DIVERGED_HINT = (
+    "The last complete round is untouched, but resuming repeats this one: start again with a lower "
+    "training.learning_rate or training.clip_norm."
+)
 Again = Callable[[int, Sequence[ClientInfo]], Sequence[ClientInfo]]
 """Round and clients -> those of them that may be asked once more."""
 
@@ -72,6 +79,7 @@ class Outcome:
         faults: Client index -> what it did wrong in a secure aggregation that the others could make good.
         bounds: Name of a mean of a secure round -> the largest error of fixed point in it.
         observations: What averaging did to the uploads, where that is asked for.
+        not_finite: Indices of the clients that sent an upload with NaN or infinity.
         phase_seconds: Wall time by phase.
     """
 
@@ -88,10 +96,17 @@ class Outcome:
     faults: dict[int, str] = field(default_factory=dict)
     bounds: dict[str, float] = field(default_factory=dict)
     observations: list[Observation] = field(default_factory=list)
+    not_finite: set[int] = field(default_factory=set)
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.phase_seconds)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that the round moved, both ways, further attempts and unexpected uploads included."""
+        counted = sum(one.download_bytes + one.upload_bytes for one in self.traffic.values())
+        return counted + sum(stray.upload_bytes for stray in self.strays)
 
     def tokens(self) -> dict[int, int]:
         """Returns client index -> training tokens."""
@@ -140,6 +155,7 @@ def run_round(
         diagnose: Whether to look at what averaging does to the uploads; a round's uploads are then all held.
 
     Raises:
+        DivergedError: every upload has NaN or infinity; the earlier state is unchanged.
         QuorumError: there were too few valid uploads; the earlier state is unchanged.
         CheckpointError: the state, before the round or after it, has NaN or infinity.
     """
@@ -186,6 +202,7 @@ def run_round(
         seen = {one.task.client.index: one.frequency for one in outcome.deliveries if one.frequency is not None}
         outcome.observations = diagnosis.observations(seen)
     reasons = {client.name: outcome.rejected[client.index] for client in asked if client.index in outcome.rejected}
+    _require_finite_uploads(outcome, reasons)
     require_quorum(len(outcome.accepted), wanted, rules.quorum, reasons)
     _require_finite(outcome.state, f"after round {round_index}")
     return outcome
@@ -363,6 +380,8 @@ class _Intake:
                 largest_value=self.largest_value,
             )
         except UploadError as error:
+            if isinstance(error, NotFiniteError):
+                self.outcome.not_finite.add(task.client.index)
             return error.message
         return ""
 
@@ -394,6 +413,18 @@ class _Intake:
         self.outcome.strays.append(Stray(delivery.task.round, delivery.task.client.index, size, printable(dropped)))
 
 
+def _require_finite_uploads(outcome: Outcome, reasons: Mapping[str, str]) -> None:
+    """Raises DivergedError where every client trained until its values were no longer finite."""
+    if outcome.accepted or not outcome.asked or any(one.index not in outcome.not_finite for one in outcome.asked):
+        return
+    listed = "".join(f"\n  {client}: {reason}" for client, reason in sorted(reasons.items()))
+    raise DivergedError(
+        f"The training of round {outcome.round} diverged: 0 of {len(outcome.asked)} clients delivered a valid upload."
+        f"{listed}",
+        DIVERGED_HINT,
+    )
+
+
 def _require_finite(state: Payload, when: str) -> None:
     broken = not_finite(state)
     if broken:
@@ -412,6 +443,47 @@ def _blame(download: Payload) -> str:
     return (
         f" The client is not to blame: it was sent values up to {largest:.4g}, which an earlier round brought into the "
         "state; `resume --round` goes back before it."
+    )
+
+
+def require_learning(
+    outcome: Outcome, limit: float | Literal["auto"] | None, vocabulary: int, untrained: float | None = None
+) -> None:
+    """Raises if a round's training diverged by its clients' losses, each the mean over its steps.
+
+    The median client counts, so that a minority cannot stop a run by what it reports; losses that are withheld for
+    privacy do not count. A model whose values overflow predicts every token alike, with the loss ln V.
+
+    Args:
+        outcome: The round.
+        limit: `training.loss_limit`; auto: 2 ln V or, if `untrained` is known, the larger of 0.85 ln V and 1.5 times
+            that.
+        vocabulary: V, the number of tokens that the model chooses from.
+        untrained: The backbone's own loss on training texts, nats per response token; None if it is not known.
+
+    Raises:
+        DivergedError: the loss is not finite, or above the limit.
+    """
+    if limit is None:
+        return
+    guessing = math.log(vocabulary)
+    if limit != "auto":
+        highest = limit
+    elif untrained is None:
+        highest = WORSE_THAN_GUESSING * guessing
+    else:
+        highest = max(NEARLY_GUESSING * guessing, WORSE_THAN_UNTRAINED * untrained)
+    reports = [one.report for one in outcome.deliveries if one.task.client.index in outcome.accepted]
+    losses = sorted(math.inf if math.isnan(one.loss) else one.loss for one in reports if not one.withheld and one.steps)
+    middle = losses[(len(losses) - 1) // 2] if losses else 0.0
+    if middle <= highest:
+        return
+    others = f"guessing every token alike has {guessing:.4g}"
+    others += "" if untrained is None else f", the backbone without training {untrained:.4g}"
+    raise DivergedError(
+        f"The training of round {outcome.round} diverged: the median client's loss is {middle:.4g} nats per token, "
+        f"above the limit of {highest:.4g} (training.loss_limit); {others}.",
+        DIVERGED_HINT,
     )
 
 

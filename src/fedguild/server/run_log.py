@@ -149,6 +149,25 @@ class PrivacyRecord(_Row):
     stopped: list[int] = Field(default_factory=list)
 
 
+class TrafficRecord(_Row):
+    """The bytes of a round under `federation.byte_limit`.
+
+    Attributes:
+        round: Number of the round, from 1.
+        planned_bytes: What it could have moved without further attempts, both ways.
+        round_bytes: What it moved, further attempts and late uploads included.
+        total_bytes: What the run has moved so far.
+        limit_bytes: What the run may move.
+    """
+
+    kind: Literal["traffic"] = "traffic"
+    round: int = Field(ge=1)
+    planned_bytes: int
+    round_bytes: int
+    total_bytes: int
+    limit_bytes: int
+
+
 class EvaluationRecord(_Row):
     """A score after a round.
 
@@ -249,11 +268,17 @@ class PartitionRecord(_Row):
         labels: The labels that the partition is drawn over: classes, categories or tasks.
         counts: [clients, labels] examples of a label that a client holds.
         split: Split name -> [clients] examples of that split.
+        dropped: Why examples of the source were left out -> how many.
+        cut: How many of the clients' training `texts` lose a part of their `prompts` or `responses` to
+            `data.max_tokens`, and of the `scored_prompts` to that and `evaluation.max_new_tokens`; empty where the
+            texts are on other machines.
     """
 
     labels: list[str]
     counts: list[list[int]]
     split: dict[str, list[int]] = Field(default_factory=dict)
+    dropped: dict[str, int] = Field(default_factory=dict)
+    cut: dict[str, int] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _shapes_agree(self) -> Self:
@@ -264,7 +289,9 @@ class PartitionRecord(_Row):
         return self
 
 
-Record = RoundRecord | ClientRecord | EvaluationRecord | RoutingRecord | ObservationRecord | PrivacyRecord
+Record = (
+    RoundRecord | ClientRecord | EvaluationRecord | RoutingRecord | ObservationRecord | PrivacyRecord | TrafficRecord
+)
 _ANY_RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
 
 

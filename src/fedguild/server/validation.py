@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedguild.errors import UploadError
+from fedguild.errors import NotFiniteError, UploadError
 from fedguild.payload import ADAPTER, Payload, Scalar
 from fedguild.wire.schema import printable
 
@@ -121,8 +121,9 @@ def check_upload(
         largest_value: Largest magnitude in its part `adapter`; None for no limit.
 
     Raises:
-        UploadError: a name is missing or unknown, a shape or dtype is wrong, a value is NaN or
-            infinite, or a value or the norm is beyond its limit. The message names client and tensor.
+        NotFiniteError: a tensor has a value that is NaN or infinite.
+        UploadError: a name is missing or unknown, a shape or dtype is wrong, a scalar is not finite, or a value or the
+            norm is beyond its limit. The message names client and tensor.
     """
     _check_names(payload.tensors, expected, client)
     norms = {name: _checked_norm(name, tensor, expected[name], client) for name, tensor in payload.tensors.items()}
@@ -165,7 +166,7 @@ def _checked_norm(name: str, tensor: Tensor, shape: tuple[int, ...], client: str
         return norm
     broken = int((~torch.isfinite(values)).sum())
     if broken:
-        raise UploadError(f"{client}: '{name}' has NaN or infinity in {broken} of its {tensor.numel()} values.")
+        raise NotFiniteError(f"{client}: '{name}' has NaN or infinity in {broken} of its {tensor.numel()} values.")
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fedguild.data.corpora.table import require_text
 from fedguild.errors import DataError
 
 
@@ -17,7 +18,11 @@ def read_document(path: Path, keys: Iterable[str]) -> dict[str, Any]:
         DataError: the file is not a JSON object or lacks a key; lists the keys found and expected.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        require_text(path)
+        document = json.loads(path.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise DataError(f"{path} cannot be read as JSON: {where}: {error.msg}.") from error
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as JSON: {error}") from error
     expected = ", ".join(keys)

@@ -10,11 +10,11 @@ from fedguild.data.corpora.table import Row, Table, read_table, text
 from fedguild.data.example import Example
 from fedguild.data.prompts import render
 
-_REQUIRED = {
+REQUIRED = {
     "instruction": ("instruction", "prompt", "question"),
     "response": ("response", "output", "completion", "answer"),
 }
-_OPTIONAL = {
+OPTIONAL = {
     "input": ("input", "context"),
     "label": ("label", "category"),
     "task": ("task",),
@@ -55,7 +55,7 @@ def read(
         source: A local file or folder, or a dataset on the hub.
         template: Name of the prompt template.
         instruction_column: Column of the instruction; None looks for instruction, prompt, question.
-        input_column: Column of the input; None looks for input, context; may be absent.
+        input_column: Column of the input; None looks for input, context; may be absent; empty for none.
         response_column: Column of the response; None looks for response, output, completion, answer.
         label_column: Column of the label; None looks for label, category; else it is the task.
         task_column: Column of the task; None looks for task; else it is `instructions`.
@@ -74,9 +74,10 @@ def read(
         "document": document_column,
         "choices": choices_column,
     }
-    columns = {key: name for key, name in named.items() if name is not None}
-    known = _aliases({**_REQUIRED, **_OPTIONAL}, columns)
-    required = {key: names for key, names in known.items() if key in _REQUIRED or key in columns}
+    columns = {key: name for key, name in named.items() if name}
+    known = _aliases({**REQUIRED, **OPTIONAL}, columns)
+    known |= {key: () for key, name in named.items() if name == ""}
+    required = {key: names for key, names in known.items() if key in REQUIRED or key in columns}
     optional = {key: names for key, names in known.items() if key not in required}
     table = read_table(source)
     for number, row in table.select(required, optional):
@@ -100,7 +101,7 @@ SPEC = CorpusSpec(
     read=read,
     options={
         "instruction_column": "column of the instruction (instruction, prompt or question)",
-        "input_column": "column of the input (input or context, may be absent)",
+        "input_column": "column of the input (input or context, may be absent; empty for none)",
         "response_column": "column of the response (response, output, completion or answer)",
         "label_column": "column of the label that Dirichlet draws over (label or category, else the task)",
         "task_column": "column of the task that scores are grouped by (task, may be absent)",

@@ -52,7 +52,7 @@ def load_corpus(
 ) -> Corpus:
     """Loads a corpus from local files or from the Hugging Face hub.
 
-    Records without a response are dropped.
+    Records without a response are dropped, and counted in `Corpus.dropped`.
 
     Args:
         name: A name in `CORPORA`.
@@ -75,15 +75,20 @@ def load_corpus(
         if option not in spec.options:
             hint = nearest(option, spec.options) if spec.options else "It takes no options."
             raise DataError(f"The corpus '{name}' has no option '{option}'.", hint)
+    dropped: dict[str, int] = {}
     if spec.generate is not None:
         corpus = _generated(spec, train, test, template, seed, options)
         training, testing = corpus.train, corpus.test
     else:
-        training, testing = _read(spec, train, test, template or spec.template, options)
+        training, testing = _read(spec, train, test, template or spec.template, options, dropped)
+    for kind, examples, most in (("training", training, limit), ("test", testing, test_limit)):
+        if most is not None and len(examples) > most:
+            dropped[f"{kind} examples above the limit of {most}"] = len(examples) - most
     return Corpus(
         name,
         sample(training, limit, numpy_rng(seed, "corpus", "train")),
         sample(testing, test_limit, numpy_rng(seed, "corpus", "test")),
+        dropped,
     )
 
 
@@ -100,8 +105,14 @@ def _generated(
 
 
 def _read(
-    spec: CorpusSpec, train: str | None, test: str | None, template: str, options: dict[str, Any]
+    spec: CorpusSpec,
+    train: str | None,
+    test: str | None,
+    template: str,
+    options: dict[str, Any],
+    dropped: dict[str, int],
 ) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+    """Returns the training and test examples, and enters into `dropped` what was left out."""
     check_template(template)
     where = spec.hub if train is None else locate(train, spec.hub)
     if where is None:
@@ -110,10 +121,11 @@ def _read(
             f"Accepted: {'; '.join(spec.layouts)}.",
         )
     test_where = (where if _has_test_split(where, spec) else None) if test is None else locate(test, spec.hub)
-    training = _examples(spec, Source(where, spec.train_splits), template, options)
+    training = _examples(spec, Source(where, spec.train_splits), template, options, "training", dropped)
     if test_where is None:
         return training, ()
-    return training, _examples(spec, Source(test_where, spec.test_splits, training), template, options)
+    source = Source(test_where, spec.test_splits, training)
+    return training, _examples(spec, source, template, options, "test", dropped)
 
 
 def _has_test_split(where: Path | HubDataset, spec: CorpusSpec) -> bool:
@@ -122,13 +134,22 @@ def _has_test_split(where: Path | HubDataset, spec: CorpusSpec) -> bool:
     return where.is_dir() and any(is_split(path, name) for path in where.iterdir() for name in spec.test_splits)
 
 
-def _examples(spec: CorpusSpec, source: Source, template: str, options: dict[str, Any]) -> tuple[Example, ...]:
+def _examples(
+    spec: CorpusSpec, source: Source, template: str, options: dict[str, Any], kind: str, dropped: dict[str, int]
+) -> tuple[Example, ...]:
     assert spec.read is not None
     read: Iterable[Example] = spec.read(source, template, **options)
-    examples = tuple(example for example in read if example.response)
+    examples, empty = [], 0
+    for example in read:
+        if example.response:
+            examples.append(example)
+        else:
+            empty += 1
+    if empty:
+        dropped[f"{kind} rows without a response"] = empty
     if not examples:
         raise DataError(
             f"No example of the corpus '{spec.name}' was found in {source.where}.",
-            f"Accepted: {'; '.join(spec.layouts)}.",
+            f"{empty} row(s) have no response. " * bool(empty) + f"Accepted: {'; '.join(spec.layouts)}.",
         )
-    return examples
+    return tuple(examples)

@@ -38,6 +38,7 @@ def read(source: Source, template: str) -> Iterator[Example]:
     }
     for number, row in table.select(columns):
         if text(row["label"]) in _NO_CONSENSUS:
+            yield Example("", "", label="", task="snli")  # without a response: dropped, and counted
             continue
         index = _class_index(row["label"])
         if index is None:

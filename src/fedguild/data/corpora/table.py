@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import glob
+import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from fedguild.data.corpora.source import (
     require_split_paths,
 )
 from fedguild.errors import DataError
+from fedguild.hub import reach_hub
 
 Row = dict[str, Any]
 Headerless = Callable[[list[str]], tuple[str, ...] | None]
@@ -114,6 +116,8 @@ def read_file(path: Path, headerless: Headerless | None = None) -> Table:
         raise DataError(f"{path} is not a table.", f"Accepted file types: {', '.join(TABLE_SUFFIXES)}.")
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty.")
+    if path.suffix != ".parquet":
+        require_text(path)
     if path.suffix in (".csv", ".tsv"):
         rows = _stream("csv", path, **_csv_options(path, headerless))
     else:
@@ -131,7 +135,50 @@ def _stream(kind: str, path: Path, **options: Any) -> list[Row]:
         try:
             return list(read[kind](glob.escape(str(path.resolve())), cache_dir=cache, **options))
         except Exception as error:  # every reader behind `datasets` raises its own errors
-            raise DataError(f"{path} cannot be read as {kind}: {error}") from error
+            fault = _json_fault(path) if kind == "json" else ""
+            raise DataError(f"{path} cannot be read as {kind}: {fault or error}") from error
+
+
+def require_text(path: Path) -> None:
+    """Raises unless a file is UTF-8 text.
+
+    Raises:
+        DataError: it is not; names the line, the byte and the encodings that it may have.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                guess = (
+                    "UTF-16" if number == 1 and line[:2] in (b"\xff\xfe", b"\xfe\xff") else "Windows-1252 or Latin-1"
+                )
+                raise DataError(
+                    f"{path}, line {number}: the byte 0x{line[error.start]:02x} at position {error.start + 1} is not "
+                    "UTF-8.",
+                    f"Data files are read as UTF-8; this one may be {guess}. Save it again as UTF-8.",
+                ) from error
+
+
+def _json_fault(path: Path) -> str:
+    """Returns in which line a JSON file is wrong, and how; empty where it is well-formed.
+
+    The readers behind `datasets` count lines from the start of a block of the file.
+    """
+    content = path.read_text("utf-8-sig")
+    try:
+        json.loads(content)
+        return ""
+    except json.JSONDecodeError as error:
+        whole = error
+    by_line = path.suffix == ".jsonl" or whole.msg == "Extra data"
+    for number, line in enumerate(content.split("\n") if by_line else (), start=1):
+        try:
+            if line.strip() and not isinstance(json.loads(line), dict):
+                return f"line {number}: a row must be a JSON object, but this is {line.strip()!r:.60}."
+        except json.JSONDecodeError as error:
+            return f"line {number}, column {error.colno}: {error.msg}."
+    return f"line {whole.lineno}, column {whole.colno}: {whole.msg}."
 
 
 def _csv_options(path: Path, headerless: Headerless | None) -> dict[str, Any]:
@@ -139,7 +186,7 @@ def _csv_options(path: Path, headerless: Headerless | None) -> dict[str, Any]:
     from datasets import Features, Value
 
     separator = "\t" if path.suffix == ".tsv" else ","
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(path, encoding="utf-8-sig", newline="") as file:
         first = next(csv.reader(file, delimiter=separator), [])
     names = headerless(first) if headerless else None
     features = Features({name: Value("string") for name in names or first})
@@ -150,6 +197,7 @@ def _csv_options(path: Path, headerless: Headerless | None) -> dict[str, Any]:
 def _read_hub(hub: HubDataset, splits: tuple[str, ...]) -> Table:
     from datasets import load_dataset
 
+    reach_hub()
     available = [hub.split] if hub.split else hub_splits(hub)
     split = hub.split or first_split(splits, available)
     if split is None:
@@ -172,6 +220,7 @@ def hub_splits(hub: HubDataset) -> list[str]:
     """
     from datasets import get_dataset_split_names
 
+    reach_hub()
     try:
         return list(get_dataset_split_names(hub.name, hub.config or None, revision=hub.revision or None))
     except Exception as error:  # the network, the hub and every file format raise their own errors

@@ -38,6 +38,7 @@ def _from_file(path: Path, template: str, impossible: bool) -> Iterator[Example]
                 )
             for qa in paragraph["qas"]:
                 if qa.get("is_impossible") and not impossible:
+                    yield _example(template, "", "", [], document)  # without a response: dropped, and counted
                     continue
                 answers = [text(answer["text"]) for answer in qa.get("answers", [])]
                 yield _example(template, text(qa["question"]), text(paragraph["context"]), answers, document)

@@ -1,0 +1,224 @@
+"""Sweeps: one config with every combination of some settings, over several seeds."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from fedguild.api.cells import Cell, ProgressOf, Tell, complete, require_fit, say_nothing, silent
+from fedguild.api.comparing import SEEDS, checked_seeds, require_no_functions
+from fedguild.api.inputs import Inputs, gather
+from fedguild.config.explaining import Layer
+from fedguild.errors import ConfigError, DivergedError
+from fedguild.results import Sweep, divergence
+
+if TYPE_CHECKING:
+    from fedguild.api.inputs import Dataset, Partition
+    from fedguild.callbacks import Callback
+    from fedguild.config.loading import Given
+    from fedguild.evaluation.metrics import Metric
+
+_CLOSING = {"[": "]", "{": "}", "(": ")"}
+_LONGEST_NAME = 80
+
+
+def sweep(
+    config: Given,
+    *settings: str,
+    seeds: Sequence[int] = SEEDS,
+    output: str | Path | None = None,
+    dataset: Dataset | None = None,
+    partition: Partition | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    callbacks: Iterable[Callback] = (),
+    jobs: int = 1,
+    engine: Literal["local", "ray"] = "local",
+    address: str | None = None,
+    cores: int = 1,
+    progress: ProgressOf = silent,
+    tell: Tell = say_nothing,
+) -> Sweep:
+    """Runs a config with every combination of some settings over several seeds, and chooses the best.
+
+    Every combination and seed is a run in `output/SETTING/seed-N`. Finished runs are kept, unfinished ones are resumed:
+    the same call continues after an interruption, and one with more values or seeds adds to the runs that are there.
+    Unless a setting says otherwise, the runs are scored on validation examples (`evaluation.split=validation`), so that
+    the test examples have no part in the choice. A run that diverges is left as it is; its setting cannot be the best.
+
+    Args:
+        config: As in `run`.
+        settings: `key.sub=value` for every run, or `key.sub=value,value,…` to sweep. Commas inside of brackets, braces
+            and quotes separate nothing: `method.targets=[attention],[attention,experts]` has two values,
+            `data.train='a,b.jsonl'` has one.
+        seeds: The seeds of every combination.
+        output: Folder for all the runs; by default `runs/sweep-NAME`, the name being the config's.
+        dataset: As in `run`.
+        partition: As in `run`.
+        metrics: As in `run`; with one job on the engine `local` only.
+        callbacks: As in `run`; with one job on the engine `local` only.
+        jobs: Runs at the same time, each in a process with its share of the CPU cores.
+        engine: `local`: on this machine; `ray`: each run as a task of a Ray cluster.
+        address: The Ray cluster; None to start Ray on this machine.
+        cores: With `ray`, CPU cores of each run.
+        progress: Returns the receiver of a run's progress reports by the run's title; with one job only.
+        tell: Receives a line for each run that is finished.
+
+    Raises:
+        FedGuildError: nothing is swept, a setting or a value of it is wrong, a run failed, in which case the others can
+            be continued, or all of them diverged.
+
+    Example:
+        >>> import tempfile, fedguild
+        >>> small = ["federation.clients=2", "federation.rounds=1", "training.steps=1", "evaluation.max_examples=2"]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     found = fedguild.sweep("fedit/tiny-tasks", *small, "method.rank=1,2", seeds=[0], output=folder)
+        >>> found.frame()["method.rank"].tolist(), found.table.split
+        (['1', '2'], 'validation')
+    """
+    given = gather(dataset, partition, metrics)
+    fixed, swept = divide(settings)
+    planned = _plan(config, fixed, swept, checked_seeds(seeds), output, given)
+    folder, cells = planned
+    every = [cell for members in cells.values() for _, cell in members]
+    if engine == "ray":
+        from fedguild.api.ray_cells import complete_on_ray
+
+        require_no_functions(given, callbacks, "on Ray")
+        complete_on_ray(every, address, cores, tell, may_diverge=True)
+    else:
+        if jobs > 1:
+            require_no_functions(given, callbacks, "with more than one job")
+        complete(every, jobs, tell=tell, progress=progress, callbacks=callbacks, may_diverge=True)
+    return _tabulated(folder, swept, cells)
+
+
+def divide(settings: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Returns the overrides for every run, and key -> values of those to sweep.
+
+    Raises:
+        ConfigError: nothing is to be swept, a key is swept twice, or a value is empty or given twice.
+    """
+    fixed: list[str] = []
+    swept: dict[str, list[str]] = {}
+    for text in settings:
+        key, equals, values = text.partition("=")
+        parts = split_values(values) if equals else [text]
+        if len(parts) < 2:
+            fixed.append(text)
+            continue
+        key = key.strip()
+        if key == "seed":
+            raise ConfigError("The seeds of a sweep are not a setting to sweep.", f"Give --seeds {values}.")
+        if key in swept:
+            raise ConfigError(f"{key} is swept twice.", f"Give all its values at once: {key}=A,B,C.")
+        if not all(parts) or len(set(parts)) < len(parts):
+            raise ConfigError(
+                f"'{text}' has an empty value, or one twice.",
+                "Values are separated by commas; brackets, braces and quotes keep what is inside of them together.",
+            )
+        swept[key] = parts
+    if not swept:
+        raise ConfigError(
+            "There is nothing to sweep.", "Give a setting several values, for example training.learning_rate=1e-4,3e-4."
+        )
+    return fixed, swept
+
+
+def split_values(text: str) -> list[str]:
+    """Returns the values of a swept setting: the parts between commas outside of brackets, braces and quotes.
+
+    Raises:
+        ConfigError: a bracket or a quote is not closed.
+    """
+    parts, start, open_, quote = [], 0, [], ""
+    for place, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"" and not text[start:place].strip():
+            quote = character  # a quote inside of a word is an apostrophe
+        elif character in _CLOSING:
+            open_.append(_CLOSING[character])
+        elif open_ and character == open_[-1]:
+            open_.pop()
+        elif character in "'\"" and open_:
+            quote = character
+        elif character == "," and not open_:
+            parts.append(text[start:place].strip())
+            start = place + 1
+    if quote or open_:
+        raise ConfigError(f"'{text}' lacks a closing {quote or open_[-1]}.")
+    return [*parts, text[start:].strip()]
+
+
+def setting_names(swept: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
+    """Returns a name for each combination, and its values; the last key changes fastest.
+
+    A name has the keys' last words and the values, for example `rank-4_learning_rate-1e-4`; where that is too long or
+    not distinct, a checksum of the values.
+    """
+    leaves = [key.rsplit(".", 1)[-1] for key in swept]
+    words = leaves if len(set(leaves)) == len(leaves) else [key.replace(".", "-") for key in swept]
+    combinations = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
+    plain = [
+        "_".join(f"{word}-{_safe(one[key])}" for word, key in zip(words, swept, strict=True)) for one in combinations
+    ]
+    named = {}
+    for name, one in zip(plain, combinations, strict=True):
+        if len(name) > _LONGEST_NAME or plain.count(name) > 1 or any(_safe(v) != v for v in one.values()):
+            checksum = hashlib.sha256(repr(sorted(one.items())).encode()).hexdigest()[:8]
+            name = f"{name[:_LONGEST_NAME].rstrip('-_.')}-{checksum}"
+        named[name] = one
+    return named
+
+
+def _safe(value: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", value).strip("-.") or "x"
+
+
+def _plan(
+    config: Given,
+    fixed: Sequence[str],
+    swept: Mapping[str, Sequence[str]],
+    seeds: Sequence[int],
+    output: str | Path | None,
+    given: Inputs,
+) -> tuple[Path, dict[str, list[tuple[Mapping[str, str], Cell]]]]:
+    """Returns the folder of the runs, and setting -> its values and the cell of each seed."""
+    base = given.config(config, fixed)
+    folder = Path(output) if output else Path("runs") / f"sweep-{base.name}"
+    asked = any(text.partition("=")[0].strip() in ("evaluation.split", "evaluation") for text in fixed)
+    validates = base.data.split.validation > 0 and not asked
+    layers = [Layer("sweep", {"evaluation": {"split": "validation"}})] if validates else []
+    cells: dict[str, list[tuple[Mapping[str, str], Cell]]] = {}
+    for name, values in setting_names(swept).items():
+        chosen = [f"{key}={value}" for key, value in values.items()]
+        cells[name] = []
+        for seed in seeds:
+            own = given.config(config, [*fixed, *chosen, f"name={name}", f"seed={seed}"], between=layers)
+            cells[name].append((values, Cell(name, require_fit(own), folder / name / f"seed-{seed}", given)))
+    return folder, cells
+
+
+def _tabulated(
+    folder: Path, swept: Mapping[str, Sequence[str]], cells: Mapping[str, Sequence[tuple[Mapping[str, str], Cell]]]
+) -> Sweep:
+    from fedguild.report.run_folder import load_run
+    from fedguild.report.sweep import tabulate, write_sweep
+
+    runs, diverged, values = {}, {}, {}
+    for name, members in cells.items():
+        values[name] = members[0][0]
+        runs[name] = [cell.folder for _, cell in members if cell.state() == "finished"]
+        diverged[name] = [cell.config.seed for _, cell in members if cell.state() != "finished"]
+    if all(diverged.values()):
+        reasons = [divergence(cell.folder) for members in cells.values() for _, cell in members]
+        first = next(filter(None, reasons), "")
+        raise DivergedError(f"Every setting of the sweep diverged. {first}", "Sweep lower learning rates.")
+    loaded = {name: [load_run(one) for one in folders] for name, folders in runs.items()}
+    table = tabulate(list(swept), values, loaded, diverged)
+    page = write_sweep(table, runs, folder, f"Sweep of {', '.join(swept)}")
+    return Sweep(folder, table, runs, page)

@@ -1,0 +1,290 @@
+"""A sweep: every combination of some settings over several seeds, the best of them, and its page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fedguild.errors import ConfigError
+from fedguild.evaluation.statistics import Spread, half_width, paired_difference
+from fedguild.report import units
+from fedguild.report.comparison import MEAN, MTAL, POOLED, RECEIVED, TRAINED, MethodRow, compare
+from fedguild.report.grid import Cell, Grid
+from fedguild.report.run_folder import Run, load_run
+from fedguild.report.style import HEAT, INK, MUTED, gridlines, styled, to_svg
+
+SWEEP_FILE = "sweep.html"
+_SCORES = {
+    MEAN: "mean over the budgets",
+    MTAL: "mean over the clients' own models",
+    TRAINED: "mean over the clients' models as trained",
+    RECEIVED: "mean over the clients' models as received",
+    POOLED: "mean over the clients' models on all data",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A combination of the swept settings.
+
+    Attributes:
+        label: Its name, also that of its runs.
+        values: Key -> value as it was given.
+        row: Its scores and costs over the seeds.
+        diverged: The seeds with which its training diverged.
+    """
+
+    label: str
+    values: Mapping[str, str]
+    row: MethodRow
+    diverged: tuple[int, ...] = ()
+
+    def scores(self, of: str) -> Mapping[int, float]:
+        """Returns seed -> score."""
+        return self.row.scores.get(of, {})
+
+    @property
+    def title(self) -> str:
+        """The values in one line."""
+        return ", ".join(f"{key}={value}" for key, value in self.values.items())
+
+
+@dataclass(frozen=True)
+class SweepTable:
+    """The settings of a sweep with their scores.
+
+    Attributes:
+        keys: The swept keys, in the order given.
+        settings: The combinations, the last key changing fastest.
+        score: Name of the score that chooses.
+        split: What it was measured on, `validation` or `test`.
+        seeds: All seeds.
+        round: The last evaluated round.
+        warnings: Reasons why the sweep may be unfair, one sentence each.
+    """
+
+    keys: tuple[str, ...]
+    settings: tuple[Setting, ...]
+    score: str
+    split: str
+    seeds: tuple[int, ...]
+    round: int
+    warnings: tuple[str, ...]
+
+    @property
+    def best(self) -> Setting:
+        """The setting with the highest mean over the seeds, the first of several; none that diverged."""
+        return max(self.settings, key=lambda one: self._mean(one))
+
+    @property
+    def by_validation(self) -> bool:
+        """Whether validation examples chose the best, so that its test score is still an honest one."""
+        return self.split == "validation"
+
+    def spread(self, setting: Setting) -> Spread | None:
+        """Returns mean and deviation of a setting's scores; None without a score."""
+        return setting.row.spread(self.score)
+
+    def below_best(self, setting: Setting) -> Spread | None:
+        """Returns the seedwise difference to the best setting, over the seeds that both have; None without one."""
+        ours, theirs = setting.scores(self.score), self.best.scores(self.score)
+        shared = ours.keys() & theirs.keys()
+        if not shared or setting is self.best:
+            return None
+        return paired_difference({seed: ours[seed] for seed in shared}, {seed: theirs[seed] for seed in shared})
+
+    def is_close(self, setting: Setting) -> bool:
+        """Whether the 95 % interval of the difference to the best includes 0: these seeds cannot tell them apart."""
+        difference = None if setting.diverged else self.below_best(setting)
+        return difference is not None and difference.count > 1 and difference.mean + half_width(difference) >= 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns settings, scores and the choice as plain JSON values."""
+        return {
+            "keys": list(self.keys),
+            "score": self.score,
+            "split": self.split,
+            "seeds": list(self.seeds),
+            "round": self.round,
+            "best": dict(self.best.values),
+            "settings": [
+                {
+                    "label": one.label,
+                    "values": dict(one.values),
+                    "diverged": list(one.diverged),
+                    "by_seed": {str(seed): value for seed, value in one.scores(self.score).items()},
+                    **(asdict(spread) if (spread := self.spread(one)) else {}),
+                    "cost": asdict(one.row.cost) if one.row.cost else None,
+                    "run_seconds": one.row.run_seconds,
+                }
+                for one in self.settings
+            ],
+            "warnings": list(self.warnings),
+        }
+
+    def grid(self) -> Grid:
+        """Returns settings × score and costs; the best in bold."""
+        score = f"{self.split.capitalize()} score"
+        header = [*(Cell(key) for key in self.keys), Cell(score, "mean ± 95 % interval"), Cell("Seeds")]
+        header += [Cell("Against the best", "paired by seed"), Cell("Upload", "per client"), Cell("Whole run")]
+        body = []
+        for one in self.settings:
+            best, spread, difference = one is self.best, self.spread(one), self.below_best(one)
+            cells = [Cell(one.values[key], strong=best) for key in self.keys]
+            cells += [Cell(_interval(spread), strong=best), Cell(str(spread.count if spread else 0))]
+            note = "not distinguishable" if self.is_close(one) else ""
+            note = f"seed {', '.join(map(str, one.diverged))}" if one.diverged else note
+            against = "diverged" if one.diverged else "best" if best else _interval(difference, signed=True)
+            cells += [Cell(against, note, strong=best)]
+            cells += [Cell(units.byte_count(one.row.cost.upload_bytes if one.row.cost else None))]
+            body.append((*cells, Cell(units.duration(one.row.run_seconds))))
+        what = f"{score} ({_SCORES.get(self.score, self.score)}) after round {self.round}"
+        return Grid(f"{what}, over {units.count_of(len(self.seeds), 'seed')}", tuple(header), tuple(body))
+
+    def sentences(self) -> list[str]:
+        """Returns which setting is best and which score says so, and how sure that is."""
+        best, spread = self.best, self.spread(self.best)
+        chosen = "validation score" if self.by_validation else "test score"
+        said = [f"By the {chosen} ({_SCORES.get(self.score, self.score)}), {best.title} is best: {_interval(spread)}."]
+        close = [one.title for one in self.settings if self.is_close(one)]
+        if spread is not None and spread.count < 2:
+            said.append("With one seed nothing is known of the spread.")
+        elif close:
+            said.append(f"These seeds cannot tell it from {units.count_of(len(close), 'other setting')}.")
+        diverged = [one.title for one in self.settings if one.diverged]
+        if diverged:
+            said.append(f"{units.count_of(len(diverged), 'setting')} diverged: {'; '.join(diverged)}.")
+        if self.by_validation:
+            said.append("No test example had a part in the choice: `fedguild evaluate FOLDER` gives the test score.")
+        else:
+            said.append(
+                "There are no validation scores: the test score of a setting that it chose is optimistic. Hold out "
+                "validation examples (data.split.validation) and set evaluation.split=validation."
+            )
+        return said
+
+    def figure(self) -> str:
+        """Returns a line over one swept key's values or a heat map over two, as an `<svg>`; empty for more."""
+        if len(self.keys) == 1:
+            return self._line()
+        return self._heat_map() if len(self.keys) == 2 else ""
+
+    def _mean(self, setting: Setting) -> float:
+        spread = self.spread(setting)
+        return -math.inf if spread is None or setting.diverged else spread.mean
+
+    def _line(self) -> str:
+        (key,) = self.keys
+        with styled("sweep"):
+            figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+            axes = figure.subplots()
+            places = range(len(self.settings))
+            spreads = [self.spread(one) for one in self.settings]
+            means = [math.nan if (mean := self._mean(one)) == -math.inf else mean for one in self.settings]
+            bars = [0.0 if spread is None or spread.count < 2 else half_width(spread) for spread in spreads]
+            axes.errorbar(places, means, bars, color="#0072b2", marker="o", markersize=5, linewidth=1.4, capsize=3)
+            at = self.settings.index(self.best)
+            axes.scatter([at], [means[at]], s=110, facecolors="none", edgecolors=INK, linewidths=1.4, zorder=4)
+            axes.set_xticks(places, [one.values[key] for one in self.settings])
+            axes.set(xlabel=key, ylabel=f"{self.split} score")
+            axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+            gridlines(axes)
+            return to_svg(figure, "sweep", f"Line chart: {self.split} score by {key}; best: {self.best.title}.")
+
+    def _heat_map(self) -> str:
+        down, across = self.keys
+        rows = list(dict.fromkeys(one.values[down] for one in self.settings))
+        columns = list(dict.fromkeys(one.values[across] for one in self.settings))
+        means = np.full((len(rows), len(columns)), np.nan)
+        for one in self.settings:
+            place = (rows.index(one.values[down]), columns.index(one.values[across]))
+            means[place] = np.nan if (mean := self._mean(one)) == -math.inf else mean
+        with styled("sweep"):
+            figure = Figure(figsize=(1.6 + 1.05 * len(columns), 1.2 + 0.55 * len(rows)), layout="constrained")
+            axes = figure.subplots()
+            image = axes.imshow(means, cmap=HEAT, aspect="auto")
+            low, high = np.nanmin(means), np.nanmax(means)
+            for (row, column), mean in np.ndenumerate(means):
+                if np.isnan(mean):
+                    continue
+                best = (rows[row], columns[column]) == (self.best.values[down], self.best.values[across])
+                dark = high > low and (mean - low) / (high - low) > 0.5
+                text = f"{mean:.3f}" + (" ★" if best else "")
+                colour = "white" if dark else INK
+                axes.text(
+                    column, row, text, ha="center", va="center", color=colour, fontweight="bold" if best else None
+                )
+            axes.set_xticks(range(len(columns)), columns)
+            axes.set_yticks(range(len(rows)), rows)
+            axes.set(xlabel=across, ylabel=down)
+            axes.tick_params(length=0)
+            for spine in axes.spines.values():
+                spine.set_visible(False)
+            bar = figure.colorbar(image, ax=axes, shrink=0.9)
+            bar.set_label(f"{self.split} score", color=MUTED)
+            bar.outline.set_visible(False)
+            about = f"Heat map: mean {self.split} score by {down} and {across}; best: {self.best.title}."
+            return to_svg(figure, "sweep", about)
+
+
+def tabulate(
+    keys: Sequence[str],
+    values: Mapping[str, Mapping[str, str]],
+    runs: Mapping[str, Sequence[Run]],
+    diverged: Mapping[str, Sequence[int]] | None = None,
+) -> SweepTable:
+    """Returns the table of a sweep.
+
+    Args:
+        keys: The swept keys.
+        values: Label -> key -> value.
+        runs: Label -> the setting's finished runs, one per seed; some may have none.
+        diverged: Label -> the seeds with which its training diverged.
+
+    Raises:
+        ConfigError: no run has a score.
+    """
+    table = compare({label: members for label, members in runs.items() if members})
+    name = next((name for name in _SCORES if any(name in row.scores for row in table.rows)), None)
+    if name is None:
+        raise ConfigError("The runs of the sweep have no score.", "See `evaluation` in the settings.")
+    rows = {row.label: row for row in table.rows}
+    settings = tuple(
+        Setting(
+            label,
+            values[label],
+            rows.get(label) or MethodRow(label, {}, {}, None, 0.0),
+            tuple((diverged or {}).get(label, ())),
+        )
+        for label in runs
+    )
+    warnings = tuple(warning for warning in table.warnings if not warning.startswith("Budget"))
+    return SweepTable(tuple(keys), settings, name, table.split, table.seeds, table.round, warnings)
+
+
+def write_sweep(table: SweepTable, runs: Mapping[str, Sequence[Path]], folder: Path, title: str) -> Path:
+    """Writes `sweep.html` into a folder and returns its path.
+
+    Raises:
+        CheckpointError: a folder is not that of a run, or damaged.
+        FedGuildError: the page cannot be written.
+    """
+    from fedguild.report.html import sweep_page
+
+    first = load_run(next(folder for folders in runs.values() for folder in folders))
+    return sweep_page(folder / SWEEP_FILE, table, first, title)
+
+
+def _interval(spread: Spread | None, *, signed: bool = False) -> str:
+    """Returns a mean with half its 95 % interval; of one seed the mean alone."""
+    if spread is None:
+        return "–"
+    mean = f"{spread.mean:+.3f}" if signed else f"{spread.mean:.3f}"
+    return mean if spread.count < 2 else f"{mean} ± {half_width(spread):.3f}"
