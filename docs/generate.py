@@ -6,13 +6,11 @@ code (options, costs, titles) or, in the index of the methods, off the section "
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fedguild.cli.methods import OPTIONS, describe
 from fedguild.cli.profile_tables import server_markdown
 from fedguild.cli.recorded import claims_markdown, read_choices, read_records, table_page
 from fedguild.config import tables
@@ -36,17 +34,7 @@ def outdated() -> dict[Path, str]:
     """
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     texts = {page: page.read_text("utf-8") for page in pages}
-    changed = {page: new for page, old in texts.items() if (new := _generated(page, old)) != old}
-    options = _options_of_all()
-    if not OPTIONS.is_file() or OPTIONS.read_text("utf-8") != options:
-        changed[OPTIONS] = options
-    return changed
-
-
-def _options_of_all() -> str:
-    """Returns the options of every method that ships, as `fedguild methods NAME` reads them."""
-    shipped = [plugin.name for plugin in METHODS.found() if plugin.origin == "fedguild"]
-    return json.dumps({name: describe(METHODS.load(name)) for name in shipped}, indent=1, ensure_ascii=False) + "\n"
+    return {page: new for page, old in texts.items() if (new := _generated(page, old)) != old}
 
 
 def _generated(page: Path, text: str) -> str:

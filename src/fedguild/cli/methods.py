@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,7 +18,6 @@ if TYPE_CHECKING:
     from fedguild.plugins import Found
     from fedguild.server.method import Method
 
-OPTIONS = Path(__file__).with_name("methods.json")
 EXAMPLES = (
     "fedguild methods",
     "fedguild methods flame",
@@ -45,7 +41,7 @@ def command(
 ) -> None:
     """List the methods with the package that each comes from, or the options of one."""
     if name is not None:
-        described = shipped_options().get(name) or describe(METHODS.load(name))
+        described = _described(METHODS.load(name))
         show_json(described) if as_json else _show_one(described)
         return
     plugins = list(METHODS.checked() if check else METHODS.found())
@@ -60,21 +56,13 @@ def command(
         raise FedGuildError("; ".join(one.warning for one in plugins if one.fault))
 
 
-def describe(method: type[Method]) -> dict[str, Any]:
-    """Returns a method's name, title and options as plain JSON values."""
+def _described(method: type[Method]) -> dict[str, Any]:
     return {
         "name": method.name,
         "title": method.title,
         "needs_experts": method.needs_experts,
         "options": [vars(option) for option in settings_of(method.Settings)],
     }
-
-
-@cache
-def shipped_options() -> dict[str, dict[str, Any]]:
-    """Returns `describe` of every method that ships, from a file that `make docs` writes: torch is not imported."""
-    shipped: dict[str, dict[str, Any]] = json.loads(OPTIONS.read_text("utf-8"))
-    return shipped
 
 
 def _show_all(plugins: list[Found]) -> None:
