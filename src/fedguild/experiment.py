@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
+from fedguild.activity import ActivityLog, noted
 from fedguild.callbacks import Callback, Delivery, make_callback
 from fedguild.client.budget import ClientInfo
 from fedguild.client.merge_ledger import MergeLedger
@@ -18,7 +19,7 @@ from fedguild.evaluation.metrics import Metric
 from fedguild.files import write_json, write_text
 from fedguild.locking import run_lock
 from fedguild.payload import Payload
-from fedguild.progress import Progress, Silent
+from fedguild.progress import Progress
 from fedguild.recording import client_records, observation_records, routing_record
 from fedguild.report.tracking import Tracker
 from fedguild.results import STOPPED, RunResult, result_of, write_stopping_reason
@@ -58,6 +59,8 @@ __all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "
 Preparation = Callable[[Config, Path, Progress | None], Experiment]
 
 CHECKPOINTS = "checkpoints"
+CONFIG = "config.yaml"
+"""The file that marks a folder as a run's; it is written last of the facts known before the first round."""
 METHOD = "method.json"
 """The file in a run's folder with every option of its method, as it runs."""
 PRIVACY = "privacy.json"
@@ -90,13 +93,14 @@ def run(
         FedGuildError: anything in the config, the data or the model that the user can fix.
     """
     with run_lock(output):
-        if (output / "config.yaml").exists():
+        if (output / CONFIG).exists():
             raise CheckpointError(
                 f"{output} already holds a run.", f"Continue with `fedguild resume {output}`, or choose another folder."
             )
         every = _callbacks(config, callbacks)
-        experiment = (preparation or prepare)(config, output, progress)
-        return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
+        with noted(output, progress, CONFIG) as told:
+            experiment = (preparation or prepare)(config, output, told)
+            return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
 
 
 def resume(
@@ -127,21 +131,22 @@ def resume(
         remove_leftovers(output, below=True)
         every = _callbacks(config, callbacks)
         was_stopped = (output / STOPPED).is_file()
-        saved = _saved(config, output, progress or Silent(), round)
-        if saved is None:
-            (output / RunLog.FILE).unlink(missing_ok=True)
-            experiment = (preparation or prepare)(config, output, progress)
-            return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
-        RunLog(output).truncate_after(saved.round, saved.extra.get(LOG_SEAL))
-        if round is not None:
-            checkpoint.remove_after(output / CHECKPOINTS, round)
-        accepted = saved.extra.get(ACCEPTED, ())
-        experiment = (preparation or prepare)(config, output, progress)
-        if experiment.remote is None:
-            MergeLedger.beside(experiment.memory).refill(merges(saved.state))
-        (output / STOPPED).unlink(missing_ok=True)
-        again = not was_stopped and round is None and saved.round > 0
-        return _rounds(experiment, saved.state, saved.round + 1, accepted, every, saved_again=again)
+        with noted(output, progress, CONFIG) as told:
+            saved = _saved(config, output, told, round)
+            if saved is None:
+                (output / RunLog.FILE).unlink(missing_ok=True)
+                experiment = (preparation or prepare)(config, output, told)
+                return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
+            RunLog(output).truncate_after(saved.round, saved.extra.get(LOG_SEAL))
+            if round is not None:
+                checkpoint.remove_after(output / CHECKPOINTS, round)
+            accepted = saved.extra.get(ACCEPTED, ())
+            experiment = (preparation or prepare)(config, output, told)
+            if experiment.remote is None:
+                MergeLedger.beside(experiment.memory).refill(merges(saved.state))
+            (output / STOPPED).unlink(missing_ok=True)
+            again = not was_stopped and round is None and saved.round > 0
+            return _rounds(experiment, saved.state, saved.round + 1, accepted, every, saved_again=again)
 
 
 def _saved(config: Config, output: Path, progress: Progress, round: int | None) -> Checkpoint | None:
@@ -238,7 +243,7 @@ def _rounds(
 
     With `saved_again` the callbacks get the `Saved` of the round before once more.
     """
-    config, log = experiment.config, RunLog(experiment.folder)
+    config, log, note = experiment.config, RunLog(experiment.folder), ActivityLog(experiment.folder).append
     rules, model = config.federation, experiment.backbone.info
     total, saving_seconds = config.federation.rounds, 0.0
     last = first - 1
@@ -278,6 +283,7 @@ def _rounds(
                 private_mean=private_mean,
                 again=None if privacy is None else privacy.accounts.again,
                 diagnose=config.evaluation.diagnosis,
+                note=note,
             )
             state, accepted = outcome.state, outcome.accepted
             _tell(experiment.progress, outcome)
@@ -293,6 +299,7 @@ def _rounds(
             records += observation_records(number, observed)
             with outcome.clock.phase("evaluate"):
                 if number % config.evaluation.every == 0 or number == total:
+                    note("phase", phase="evaluate")
                     records += evaluate_state(experiment, state, number)
             outcome.phase_seconds["checkpoint"] = saving_seconds
             records.append(_round_record(outcome, time.perf_counter() - started + saving_seconds))
@@ -426,11 +433,11 @@ def _write_facts(experiment: Experiment) -> None:
         write_json(folder / PRIVACY, {"guarantee": guarantee})
         for sentence in guarantee:
             experiment.progress.message(sentence)
-    write_text(folder / "config.yaml", experiment.config.resolved_yaml())
+    write_text(folder / CONFIG, experiment.config.resolved_yaml())
 
 
 def _written_config(folder: Path) -> Config:
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     if not path.is_file():
         raise CheckpointError(
             f"{folder} is not the folder of a run: it has no config.yaml.",

@@ -18,7 +18,7 @@ from fedguild.config import Config, TableCell, load_config
 from fedguild.config.loading import Given
 from fedguild.config.table import ONLY_COLUMN
 from fedguild.errors import ConfigError, FedGuildError
-from fedguild.files import write_text
+from fedguild.files import write_json, write_text
 from fedguild.progress import Progress, Silent
 
 if TYPE_CHECKING:
@@ -170,6 +170,23 @@ def plan_table(
         ]
         comparisons.append(Column("" if columns == [ONLY_COLUMN] else column, folder, tuple(runs)))
     return comparisons
+
+
+def write_plan(columns: Sequence[Column], folder: Path) -> None:
+    """Writes which runs a comparison consists of, so that a page can show those that have not begun."""
+    from fedguild.report.index import PLAN_FILE
+
+    cells = [
+        {
+            "row": cell.config.name,
+            "column": column.title,
+            "seed": cell.config.seed,
+            "folder": cell.folder.relative_to(folder).as_posix(),
+        }
+        for column in columns
+        for cell in column.cells
+    ]
+    write_json(folder / PLAN_FILE, {"cells": cells})
 
 
 def _with_known_options(config: Config) -> Config:

@@ -26,6 +26,7 @@ from fedguild.cli import (
     report,
     resume,
     run,
+    watch,
 )
 from fedguild.cli.output import explain
 from fedguild.errors import FedGuildError
@@ -103,6 +104,7 @@ for module in (
     export,
     push,
     report,
+    watch,
     methods,
     presets,
     doctor,
