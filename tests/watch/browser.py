@@ -84,7 +84,7 @@ class Browser:
     def wait_for(self, condition: str) -> float:
         """Waits until a JavaScript expression is true; returns the seconds that it took."""
         started = time.monotonic()
-        while not self.value(f"Boolean({condition})"):
+        while not self.value(f"(() => {{ try {{ return Boolean({condition}) }} catch {{ return false }} }})()"):
             assert time.monotonic() - started < self._seconds, f"not true after {self._seconds:g} s: {condition}"
             time.sleep(0.02)
         return time.monotonic() - started

@@ -91,7 +91,7 @@ function spreadApart(places, gap, low, high) {
   return moved.map((place) => Math.max(low, place));
 }
 
-function chart(holder, lines, { height, format, label, named, bounds }) {
+function chart(holder, lines, { height, format, label, named, bounds, whole }) {
   const known = lines.filter((line) => line.points.length);
   const width = Math.max(240, holder.clientWidth || 240);
   if (!known.length) { holder.replaceChildren(make("p", { class: "under" }, "Nothing yet.")); return; }
@@ -100,10 +100,11 @@ function chart(holder, lines, { height, format, label, named, bounds }) {
   let low = Math.min(...values), high = Math.max(...values);
   const room = (high - low) * 0.08 || Math.abs(high) * 0.05 || 0.05;
   low -= room; high += room;
+  if (whole) { low = 0; high = Math.max(1, high); }
   if (bounds) { low = Math.max(bounds[0], low); high = Math.min(bounds[1], high); }
   if (high <= low) { high = low + (room || 1); }
   const first = Math.min(...all.map((point) => point[0])), last = Math.max(...all.map((point) => point[0]));
-  const marks = ticks(low, high, height > 150 ? 5 : 3);
+  const marks = ticks(low, high, height > 150 ? 5 : 3).filter((mark) => !whole || Number.isInteger(mark));
   const left = 8 + 7 * Math.max(...marks.map((mark) => format(mark).length));
   const ends = named ? known.map((line) => `${line.name} ${format(line.points.at(-1)[1])}`) : [];
   const right = named ? 14 + 6.6 * Math.max(...ends.map((text) => text.length)) : 10;
@@ -125,7 +126,8 @@ function chart(holder, lines, { height, format, label, named, bounds }) {
   }
   const places = named ? spreadApart(known.map((line) => y(line.points.at(-1)[1])), 14, top + 4, bottom) : [];
   known.forEach((line, index) => {
-    const colour = `c${known.length > 1 ? Math.round((index * 6) / (known.length - 1)) : 2}`;
+    const ranked = known.filter((other) => !other.mean);
+    const colour = line.mean ? "cm" : `c${ranked.length > 1 ? Math.round((ranked.indexOf(line) * 6) / (ranked.length - 1)) : 2}`;
     const path = line.points.map((point, place) => `${place ? "L" : "M"}${x(point[0]).toFixed(1)} ${y(point[1]).toFixed(1)}`);
     svg.append(draw("path", { class: colour, d: path.join("") }));
     const end = line.points.at(-1);
@@ -243,11 +245,11 @@ function showScores() {
   for (const scope of ["budget", "summary"]) for (const split of ["test", "validation"]) {
     for (const [key, points] of parts.scores) {
       const [of, ...rest] = key.split("/"), name = rest.slice(0, -1).join("/");
-      if (of === scope && rest.at(-1) === split) lines.push({ name, split, points });
+      if (of === scope && rest.at(-1) === split) lines.push({ name, split, points, mean: scope === "summary" });
     }
     if (lines.length) break;
   }
-  lines.sort((a, b) => budgets.indexOf(a.name) - budgets.indexOf(b.name));
+  lines.sort((a, b) => a.mean - b.mean || budgets.indexOf(a.name) - budgets.indexOf(b.name));
   const split = lines.length ? lines[0].split : "test";
   setText(holder.querySelector("h2"), `${split === "test" ? "Test" : "Validation"} scores over the rounds`);
   const names = lines.map((line) => line.name).join(", ");
@@ -265,16 +267,16 @@ function showRounds() {
   const shown = [
     ["Time of a round", "seconds", (value) => duration(value)],
     ["Bytes sent by clients", "upload_bytes", (value) => si(value, "B")],
-    ["Uploads not aggregated", "rejected", (value) => String(Number(value.toFixed(2)))],
+    ["Uploads not aggregated", "rejected", (value) => String(value), true],
   ];
-  for (const [title, key, format] of shown) {
+  for (const [title, key, format, whole] of shown) {
     let figure = charts.querySelector(`[data-of="${key}"]`);
     if (!figure) {
       figure = make("figure", { "data-of": key }, make("figcaption", {}, title), make("div"));
       charts.append(figure);
     }
     const points = rounds.filter(([, value]) => typeof value[key] === "number").map(([round, value]) => [round, value[key]]);
-    chart(figure.lastChild, [{ name: title, points }], { height: 120, format, label: `Line chart: ${title.toLowerCase()} over the rounds`, bounds: [0, Infinity] });
+    chart(figure.lastChild, [{ name: title, points }], { height: 120, format, label: `Line chart: ${title.toLowerCase()} over the rounds`, bounds: [0, Infinity], whole });
   }
   values(holder, "rounds", () => valuesTable("Rounds, the newest first", ["Round", "Time", "Clients", "Sent by them", "Sent to them", "Training", "Not aggregated", "Late", "Not needed"],
     rounds.slice().reverse().map(([round, value]) => [String(round), duration(value.seconds), count(value.asked), si(value.upload_bytes, "B"), si(value.download_bytes, "B"), si(value.training_flops, "FLOP"), String(value.rejected), String(value.late), String(value.unneeded)])));
