@@ -21,11 +21,11 @@ from statistics import median
 
 import psutil
 import yaml
+from tests.watch.browser import Browser
 
 from fedguild.activity import ActivityLog
 from fedguild.server.run_log import ClientRecord, EvaluationRecord, RoundRecord, RoutingRecord, RunLog
 from fedguild.watch.server import WatchServer
-from tests.watch.browser import Browser
 
 BUDGETS = ("b1", "b2", "b3", "b4")
 
@@ -90,7 +90,9 @@ class GeneratedRun:
         ended = RoundRecord(
             round=number, seconds=30.0 + self._random.random(), participants=everyone, rejected=rejected
         )
-        self.log.append(*(self._client(number, client) for client in everyone), self._routing(number), *self._scores(number), ended)
+        self.log.append(
+            *(self._client(number, client) for client in everyone), self._routing(number), *self._scores(number), ended
+        )
         self.round = number
         return time.time()
 
@@ -131,7 +133,10 @@ class GeneratedRun:
         scores = {name: 0.7 - 0.1 * place - 0.4 / (number + 1) for place, name in enumerate(BUDGETS)}
         known = {"round": number, "split": "test", "examples": 400}
         mean = EvaluationRecord(scope="summary", name="mean", score=sum(scores.values()) / 4, **known)
-        return [*(EvaluationRecord(scope="budget", name=name, score=score, **known) for name, score in scores.items()), mean]
+        return [
+            *(EvaluationRecord(scope="budget", name=name, score=score, **known) for name, score in scores.items()),
+            mean,
+        ]
 
 
 def _measure(run: GeneratedRun, rounds: int, profile: Path, screenshot: Path | None) -> None:
@@ -174,13 +179,25 @@ def _measure(run: GeneratedRun, rounds: int, profile: Path, screenshot: Path | N
     server.end()
 
 
-_COUNT_TASKS = """window.longTasks = [];
-new PerformanceObserver((list) => longTasks.push(...list.getEntries().map((one) => one.duration))).observe({entryTypes: ['longtask']});0"""
-_GESTURE = "(async () => {{ const began = performance.now(); {act}; await new Promise((done) => {{ const look = () => waiting ? requestAnimationFrame(look) : done(); look(); }}); return performance.now() - began; }})()"
+_COUNT_TASKS = """
+window.longTasks = [];
+const observer = new PerformanceObserver((list) => longTasks.push(...list.getEntries().map((one) => one.duration)));
+observer.observe({entryTypes: ['longtask']});
+"""
+_GESTURE = """
+(async () => {{
+  const began = performance.now();
+  {act};
+  await new Promise((done) => {{ const look = () => waiting ? requestAnimationFrame(look) : done(); look(); }});
+  return performance.now() - began;
+}})()
+"""
 _GESTURES = {
     "a filter, shown": _GESTURE.format(act="at('find').value = 'b3'; at('find').dispatchEvent(new Event('input'))"),
     "another page of clients, shown": _GESTURE.format(act="at('next').click()"),
-    "another order, shown": _GESTURE.format(act="at('sort').value = 'loss'; at('sort').dispatchEvent(new Event('input'))"),
+    "another order, shown": _GESTURE.format(
+        act="at('sort').value = 'loss'; at('sort').dispatchEvent(new Event('input'))"
+    ),
 }
 
 

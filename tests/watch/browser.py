@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe"),
@@ -36,7 +38,7 @@ class Browser:
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
         command = [CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "about:blank"]
-        shell = f"exec \"$@\" 3<&{theirs_in} 4>&{theirs_out}"
+        shell = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'
         self._process = subprocess.Popen(
             ["bash", "-c", shell, "bash", *command],
             pass_fds=(theirs_in, theirs_out),
@@ -101,7 +103,10 @@ class Browser:
         """Returns the answer to a command of the protocol."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
-        os.write(self._out, json.dumps({**message, **({"sessionId": self._session} if self._session else {})}).encode() + b"\0")
+        os.write(
+            self._out,
+            json.dumps({**message, **({"sessionId": self._session} if self._session else {})}).encode() + b"\0",
+        )
         while True:
             answer = self._message()
             if answer.get("id") == number:

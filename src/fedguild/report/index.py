@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pydantic_core import from_json
@@ -83,7 +84,7 @@ class SummaryReader:
         self._stamp: tuple[Any, ...] | None = None
         self._known: RunSummary | None = None
         self._records = Tail(folder / RunLog.FILE)
-        self._scores: dict[tuple[str, str], dict[int, float]] = {}
+        self._scores: dict[tuple[str, str, str], dict[int, float]] = {}
         self._rounds: dict[int, float] = {}
 
     def read(self) -> RunSummary:
@@ -134,8 +135,9 @@ class SummaryReader:
             record = from_json(line)
             if record["kind"] == "round":
                 self._rounds[record["round"]] = float(record["seconds"])
-            elif record["scope"] == "summary" and isinstance(record["score"], (int, float)):
-                self._scores.setdefault((record["name"], record["split"]), {})[record["round"]] = record["score"]
+            elif record["scope"] in ("summary", "budget") and isinstance(record["score"], (int, float)):
+                key = record["scope"], record["name"], record["split"]
+                self._scores.setdefault(key, {})[record["round"]] = record["score"]
         except (ValueError, KeyError, TypeError):
             return  # a damaged line; `fedguild report` says which
 
@@ -143,9 +145,15 @@ class SummaryReader:
         """Returns the last score and that before training, of the first mean that was recorded."""
         for split in ("test", "validation"):
             for name in _MEANS:
-                scores = self._scores.get((name, split))
+                scores = self._scores.get(("summary", name, split))
                 if scores:
                     return scores[max(scores)], scores.get(0)
+            budgets = [
+                by_round for (scope, _, of), by_round in self._scores.items() if (scope, of) == ("budget", split)
+            ]
+            if budgets:
+                last = max(max(by_round) for by_round in budgets)
+                return _mean_of(budgets, last), _mean_of(budgets, 0)
         return None, None
 
 
@@ -196,6 +204,12 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
             yield each
         elif depth > 1:
             yield from _runs_below(each, depth - 1)
+
+
+def _mean_of(budgets: Sequence[Mapping[int, float]], number: int) -> float | None:
+    """Returns the mean over the budgets after a round, as logs of earlier versions do not hold it; None without."""
+    scores = [by_round[number] for by_round in budgets if number in by_round]
+    return fmean(scores) if scores else None
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -47,7 +47,7 @@ def standing(folder: Path, ending: tuple[str, str] | None, last_round: int, roun
     """
     holder = _read_holder(folder)
     if holder is not None and is_alive(holder):
-        return Standing("running", holder=str(holder))
+        return Standing("running", holder=f"process {holder.pid} on {holder.host}")
     stopped = read_json(folder / STOPPED).get("reason")
     if stopped:
         return Standing("stopped", f"after round {last_round}: {stopped}")

@@ -63,6 +63,7 @@ class Follower:
         self.used = time.monotonic()
         self._poll_seconds = poll_seconds
         self._stop = threading.Event()
+        self._reading = threading.Lock()
         self._looked = -LOOK_SECONDS
         self._thread = threading.Thread(target=self._follow, name=f"follow {folder}", daemon=True)
 
@@ -78,10 +79,11 @@ class Follower:
 
     def refresh(self) -> bool:
         """Reads what is new; returns whether there is more to read already."""
-        before = self.board.version
-        if self.view is None:
-            self._look()
-        more = self.view.refresh() if self.view is not None else False
+        with self._reading:
+            before = self.board.version
+            if self.view is None:
+                self._look()
+            more = self.view.refresh() if self.view is not None else False
         if self.board.version != before:
             self.board.tell()
         return more

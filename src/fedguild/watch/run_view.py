@@ -24,6 +24,7 @@ SHOWN_LINES = 400
 SHOWN_REJECTIONS = 200
 _KINDS_READ = tuple(f'{{"kind":"{kind}"'.encode() for kind in ("round", "client", "evaluation", "privacy"))
 """What else a log holds (expert activations, observations) is for the report, and may be most of the log."""
+NOT_CONNECTED = "it is not connected"
 _CLIENT_SCOPES = ("client", "trained", "received")
 _ROUNDS_AVERAGED = 10
 _STANDING_SECONDS = 1.0
@@ -130,7 +131,7 @@ class RunView:
         self._records, self._events = Tail(folder / RunLog.FILE), Tail(folder / ActivityLog.FILE)
         self._config_stamp: tuple[int, int] | None = None
         self.config: dict[str, Any] = {}
-        self._asked_standing, self._shown = 0.0, False
+        self._asked_standing, self._shown, self._had_events = 0.0, False, False
         self._budgets: list[str] = []
         self._forget_records()
         self._forget_events()
@@ -150,8 +151,9 @@ class RunView:
         for line in lines:
             self._take_record(line)
         events, restarted = self._events.read()
-        if restarted:
+        if restarted and self._had_events:
             self._forget_events()
+        self._had_events = self._had_events or restarted
         for line in events:
             self._take_event(line)
         self._find_late()
@@ -194,6 +196,7 @@ class RunView:
         self._line_number = 0
         self._ending: tuple[str, str] | None = None
         self._busy: set[int] = set()
+        self._remote = False
 
     # --- the config
 
@@ -370,11 +373,16 @@ class RunView:
             row = self.row(client)
             if client in online:
                 row.contact = at
+                if row.note == NOT_CONNECTED:
+                    row.state, row.note = "idle", ""
+            elif row.online and row.state != "gone":
+                row.state, row.note, row.since = "gone", NOT_CONNECTED, at
             row.online = client in online
 
     def _on_sent(self, event: Mapping[str, Any], at: float) -> None:
         client = client_index(event["client"])
         if client is not None and event["kind"] == "train":
+            self._remote = True
             self._set(client, "training", at)
 
     def _on_answered(self, event: Mapping[str, Any], at: float) -> None:
@@ -408,11 +416,16 @@ class RunView:
         self._calm("idle", only=("asked", "training", "late"))
         for client, row in self._clients.items():
             if row.online is not None:
-                self.row(client).online = None
+                row = self.row(client)
+                row.online = None
+                if row.note == NOT_CONNECTED:
+                    row.state, row.note = "idle", ""
         self._say(at, text, "failed" if event["event"] == "failed" else "")
 
     def _set(self, client: int, state: str, at: float, note: str = "") -> None:
         row = self.row(client)
+        if row.state == "gone":
+            return
         row.state, row.note, row.since = state, note, at
         if state in ("asked", "training"):
             self._busy.add(client)
@@ -429,7 +442,7 @@ class RunView:
 
     def _find_late(self) -> None:
         """Marks the clients that take far longer than half of those that have answered in this round."""
-        if not self._busy or len(self._now.took) < 2 or self._now.phase != "train":
+        if not self._remote or not self._busy or len(self._now.took) < 2 or self._now.phase != "train":
             return
         limit = max(1.0, _LATE_FACTOR * median(self._now.took))
         now = self._clock()

@@ -74,7 +74,7 @@ class WatchServer(ThreadingHTTPServer):
         self._cells: dict[int, Follower] = {}
         self._guard = threading.Lock()
         self._key = secrets.token_urlsafe(12)
-        self.streams: dict[int, tuple[Follower, int]] = {}
+        self.streams: dict[int, Follower] = {}
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except OSError as error:
@@ -105,14 +105,13 @@ class WatchServer(ThreadingHTTPServer):
     def end(self) -> None:
         """Lets the open pages receive what they have not, for a moment; then stops."""
         self.follower.refresh()
-        deadline = time.monotonic() + GOODBYE_SECONDS
-        while time.monotonic() < deadline and any(
-            sent != follower.board.version for follower, sent in list(self.streams.values())
-        ):
-            time.sleep(0.05)
         self.follower.stop()
-        for cell in self._cells.values():
+        for cell in list(self._cells.values()):
+            cell.refresh()
             cell.stop()
+        deadline = time.monotonic() + GOODBYE_SECONDS
+        while self.streams and time.monotonic() < deadline:
+            time.sleep(0.02)
         self.shutdown()
         self.server_close()
 
@@ -125,8 +124,7 @@ class WatchServer(ThreadingHTTPServer):
             return None
         with self._guard:
             for other, cell in list(self._cells.items()):
-                open_now = {id(follower) for follower, _ in list(self.streams.values())}
-                if time.monotonic() - cell.used > UNUSED_SECONDS and id(cell) not in open_now:
+                if time.monotonic() - cell.used > UNUSED_SECONDS and cell not in list(self.streams.values()):
                     self._cells.pop(other).stop()
             if number not in self._cells:
                 self._cells[number] = Follower(view.folders[number])
@@ -223,17 +221,20 @@ class _Handler(BaseHTTPRequestHandler):
             return
         board, stream = follower.board, id(self)
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.server.streams[stream] = follower
         try:
             self.wfile.write(b"retry: 1000\n\n")
-            while not board.closed:
+            while True:
+                closed = board.closed
                 change = board.since(epoch, version)
                 if change["reset"] or change["version"] != version:
                     epoch, version = change["epoch"], change["version"]
                     self.wfile.write(b"id: %d-%d\ndata: %s\n\n" % (epoch, version, _json(change)))
                     self.wfile.flush()
-                self.server.streams[stream] = follower, version
                 follower.used = time.monotonic()
-                if not board.wait(version, PING_SECONDS) and not board.closed:
+                if closed:
+                    return
+                if not board.wait(version, PING_SECONDS):
                     self.wfile.write(b": still here\n\n")
                     self.wfile.flush()
         except OSError:

@@ -218,8 +218,11 @@ function headline() {
     const points = parts.scores.get(`summary/${name}/${split}`);
     if (points && points.length) return { name, points };
   }
-  for (const [name, points] of parts.scores) if (points.length) return { name: name.split("/")[1], points };
-  return null;
+  const budgets = [...parts.scores].filter(([key, points]) => key.startsWith("budget/") && points.length).map(([, points]) => new Map(points));
+  if (!budgets.length) return null;
+  const rounds = [...budgets[0].keys()].filter((round) => budgets.every((known) => known.has(round)));
+  const points = rounds.map((round) => [round, budgets.reduce((sum, known) => sum + known.get(round), 0) / budgets.length]);
+  return points.length ? { name: "mean", points } : null;
 }
 
 function showTiles() {
@@ -284,7 +287,7 @@ function showRounds() {
 
 // ---- the clients
 
-const view = { page: 0, size: 50 };
+const view = { page: 0, size: 25 };
 const sorts = {
   number: ["number", (a, b) => a[0] - b[0]],
   state: ["state", (a, b) => order(a[1].state) - order(b[1].state) || a[0] - b[0]],
@@ -356,12 +359,12 @@ function showRejections() {
   holder.hidden = !rows.length;
   if (!rows.length) return;
   const body = rows.map(([, row]) => make("tr", {}, make("td", {}, String(row.round)), make("td", { class: "number" }, String(row.client)), make("td", {}, row.reason)));
-  holder.lastElementChild.replaceChildren(make("div", { class: "scroll" }, make("table", { class: "plain" }, make("caption", {}, `The last ${countOf(rows.length, "upload")} that were late or not aggregated, the newest first`),
+  holder.lastElementChild.replaceChildren(make("div", { class: "scroll" }, make("table", { class: "plain" }, make("caption", {}, "Uploads that came late or were not aggregated, the newest first"),
     make("thead", {}, make("tr", {}, ...["Round", "Client", "Reason"].map((title) => make("th", { scope: "col" }, title)))), make("tbody", {}, ...body))));
 }
 
 function showLog() {
-  const rows = [...parts.log].map(([key, row]) => [Number(key), row]).sort((a, b) => b[0] - a[0]);
+  const rows = [...parts.log].map(([key, row]) => [Number(key), row]).sort((a, b) => b[1].time - a[1].time || b[0] - a[0]);
   const list = at("log"), known = new Set([...list.children].map((item) => item.dataset.key));
   const fresh = rows.filter(([key]) => !known.has(String(key)));
   const items = fresh.map(([key, row]) => make("li", { "data-key": String(key), class: row.kind }, make("time", { datetime: new Date(row.time * 1000).toISOString() }, clock(row.time)), make("span", {}, row.text)));
