@@ -68,17 +68,19 @@ def score_curves(curves: Mapping[str, Curve], split: str, key: str = "curves", w
         return to_svg(figure, key, f"Line chart: {split} score over the rounds for {', '.join(curves)}.")
 
 
-def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str) -> str:
+def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str, width: float = FULL_WIDTH) -> str:
     """Returns a row per client with a mark for each of its models' scores, joined by a line.
 
     Args:
         scores: Label of a model's marks -> client -> score, or None where there is none.
         split: What the scores were measured on.
+        width: In inches.
     """
+    key = key_at("clients", width)
     clients = list(dict.fromkeys(client for model in scores.values() for client in model))
     marks = zip(scores.items(), (75, 34, 11), (MUTED, METHOD_COLOURS[0], METHOD_COLOURS[1]), strict=False)
-    with styled("clients"):
-        figure = Figure(figsize=(FULL_WIDTH, 0.9 + min(0.24 * len(clients), 8.0)), layout="constrained")
+    with styled(key):
+        figure = Figure(figsize=(width, 0.9 + min(0.24 * len(clients), 8.0)), layout="constrained")
         axes = figure.subplots()
         for place, client in enumerate(clients):
             known = [value for model in scores.values() if (value := model.get(client)) is not None]
@@ -94,8 +96,9 @@ def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str) ->
         axes.set_yticks(range(0, len(clients), step), clients[::step])
         axes.set(xlabel=f"{split} score, own data", ylabel="client", ylim=(len(clients) - 0.4, -0.6))
         gridlines(axes, "x")
-        figure.legend(loc="outside upper left", ncols=3, frameon=False, handletextpad=0.2)
-        return to_svg(figure, "clients", f"Dot chart: {split} score of {len(clients)} clients: {', '.join(scores)}.")
+        across = 3 if width == FULL_WIDTH else 2
+        figure.legend(loc="outside upper left", ncols=across, frameon=False, handletextpad=0.2)
+        return to_svg(figure, key, f"Dot chart: {split} score of {len(clients)} clients: {', '.join(scores)}.")
 
 
 def expert_heat_map(frequency: NDArray[np.float64], clients: Sequence[str], layer: int | None = None) -> str:

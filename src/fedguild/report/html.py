@@ -21,7 +21,7 @@ from fedguild.report.observation_figures import MOST_NAMED, observation_figure
 from fedguild.report.observations import Series, observation_grid, observed
 from fedguild.report.run_folder import Run, load_run
 from fedguild.report.stability import stability_grids
-from fedguild.report.style import FULL_WIDTH, dark_colours, wide_and_narrow
+from fedguild.report.style import FULL_WIDTH, following, wide_and_narrow
 from fedguild.report.summary import budget_title, comparison_summary, run_summary
 from fedguild.report.tables import RunTable, privacy_grid, routing_grid, run_table, task_grid, training_grid
 from fedguild.report.values import counts_values, curves_values, series_values
@@ -243,7 +243,7 @@ def _personal(run: Run, table: RunTable, shown: Shown) -> dict[str, Any] | None:
         "grid": table.client_grid(),
         "curves": shown(lambda width: figures.score_curves(known, run.split, "personal", width)) if known else None,
         "curve_values": curves_values(known, f"{run.split.capitalize()} score by round, mean over the clients"),
-        "dots": _figure(figures.client_dots(drawn, run.split)) if drawn else None,
+        "dots": shown(lambda width: figures.client_dots(drawn, run.split, width)) if drawn else None,
         "both": len(known) > 1,
     }
 
@@ -359,5 +359,5 @@ def _environment() -> Environment:
 
 def _write(path: Path, template: str, page: Mapping[str, Any]) -> Path:
     text = _environment().get_template(template).render(version=__version__, **page)
-    write_text(path, text.replace("</style>", f"{dark_colours(text)}\n</style>", 1))
+    write_text(path, following(text))
     return path

@@ -82,7 +82,7 @@ def wide_and_narrow(draw: Callable[[float], str]) -> str:
         draw: Returns the figure at a width in inches, under ids that depend on it (`key_at`).
     """
     wide, narrow = draw(FULL_WIDTH), draw(NARROW_WIDTH)
-    return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+    return f'<div class="on-desk">{wide}</div><div class="on-phone">{narrow}</div>'
 
 
 def key_at(key: str, width: float) -> str:
@@ -90,13 +90,24 @@ def key_at(key: str, width: float) -> str:
     return key if width == FULL_WIDTH else f"{key}-narrow"
 
 
-def dark_colours(page: str) -> str:
-    """Returns the rules that give the colours of a page's figures their counterparts on a dark page."""
-    known = sorted(set(re.findall(r"var\(--c-([0-9a-f]{6}),", page)))
-    if not known:
-        return ""
-    rules = " ".join(f"--c-{colour}: {_on_dark(colour)};" for colour in known)
-    return f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {rules} }} }}"
+_PAGE_COLOURS = {INK: "--ink", MUTED: "--muted", RULE: "--rule", "#ffffff": "--paper", "#000000": "--ink"}
+
+
+def following(page: str) -> str:
+    """Returns a page whose figures have the colours of the page: on a dark one, those that stand out there."""
+    drawn = re.sub(r"<svg\b.*?</svg>", lambda svg: _DRAWN_IN.sub(_from_page, svg[0]), page, flags=re.DOTALL)
+    known = sorted(set(re.findall(r"var\(--c-([0-9a-f]{6})\)", drawn)))
+    light, dark = (" ".join(f"--c-{colour}: {of(colour)};" for colour in known) for of in ("#{}".format, _on_dark))
+    rules = f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+    return drawn.replace("</style>", f"{rules if known else ''}</style>", 1)
+
+
+_DRAWN_IN = re.compile(r"((?:fill|stroke): ?)(#[0-9a-fA-F]{6})\b")
+
+
+def _from_page(found: re.Match[str]) -> str:
+    colour = found[2].lower()
+    return f"{found[1]}var({_PAGE_COLOURS.get(colour, f'--c-{colour[1:]}')})"
 
 
 def _on_dark(colour: str) -> str:
@@ -104,20 +115,6 @@ def _on_dark(colour: str) -> str:
     hue, lightness, saturation = colorsys.rgb_to_hls(*(int(colour[place : place + 2], 16) / 255 for place in (0, 2, 4)))
     lighter = min(max(1 - 0.8 * lightness, 0.58), 0.86)
     return to_hex(colorsys.hls_to_rgb(hue, lighter, saturation))
-
-
-_PAGE_COLOURS = {INK: "--ink", MUTED: "--muted", RULE: "--rule", "#ffffff": "--paper", "#000000": "--ink"}
-
-
-def _follow_page(svg: str) -> str:
-    """Returns a figure whose colours follow the page; anywhere else they are as they were drawn."""
-
-    def followed(found: re.Match[str]) -> str:
-        colour = found[2].lower()
-        variable = _PAGE_COLOURS.get(colour, f"--c-{colour[1:]}")
-        return f"{found[1]}var({variable}, {colour})"
-
-    return re.sub(r"((?:fill|stroke): ?)(#[0-9a-fA-F]{6})\b", followed, svg)
 
 
 @contextmanager
@@ -172,7 +169,6 @@ def to_svg(figure: Figure, key: str, description: str) -> str:
     width = float(re.search(r'viewBox="0 0 ([\d.]+)', text)[1])  # type: ignore[index]
     label = html.escape(description, quote=True)
     opening = f'<svg class="figure" role="img" aria-label="{label}" style="width: {width * 96 / 72:.0f}px"'
-    text = _follow_page(text)
     head, rest = text.split(">", 1)
     attributes = re.sub(r'\s(?:width|height)="[^"]*"', "", head.removeprefix("<svg"))
     return f"{opening}{attributes}>{rest}"
