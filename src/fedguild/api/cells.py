@@ -67,7 +67,7 @@ class Cell:
             ConfigError: the folder holds a run with other settings.
         """
         from fedguild.experiment import CHECKPOINTS
-        from fedguild.report.html import REPORT_FILE
+        from fedguild.report.index import REPORT_FILE
         from fedguild.results import STOPPED
         from fedguild.server import checkpoint
 

@@ -1,10 +1,12 @@
-"""One self-contained HTML page for a run, and one for a comparison: no network, no script."""
+"""One self-contained HTML page for a run, one for a comparison, one for a folder of runs: no network, no script."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import yaml
@@ -12,22 +14,25 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedguild import __version__
+from fedguild.errors import CheckpointError
 from fedguild.files import write_text
 from fedguild.report import comparison_figures, figures, units
 from fedguild.report.comparison import ComparisonTable, compare
 from fedguild.report.costs import Cost, budget_costs, client_totals, phase_seconds
 from fedguild.report.grid import Grid
+from fedguild.report.index import REPORT_FILE, RunSummary, find_runs, summarise
 from fedguild.report.observation_figures import MOST_NAMED, observation_figure
 from fedguild.report.observations import Series, observation_grid, observed
 from fedguild.report.run_folder import Run, load_run
 from fedguild.report.stability import stability_grids
+from fedguild.report.standing import STATUS
 from fedguild.report.style import FULL_WIDTH, following, wide_and_narrow
 from fedguild.report.summary import budget_title, comparison_summary, run_summary
 from fedguild.report.tables import RunTable, privacy_grid, routing_grid, run_table, task_grid, training_grid
 from fedguild.report.values import counts_values, curves_values, series_values
 
-REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
+INDEX_FILE = "index.html"
 _MOST_OBSERVATIONS_SHOWN = 4
 """Number of a method's figures that are shown; the others are collapsed."""
 
@@ -62,6 +67,24 @@ def write_comparison(
     table = compare(loaded, reference)
     page = _comparison_page(table, loaded)
     return _write(output / COMPARISON_FILE, "comparison.html.j2", {**page, "title": title or page["title"]})
+
+
+def write_index(folder: Path) -> Path:
+    """Writes `index.html` into a folder of runs, a line for each with a link to its report, and returns its path.
+
+    The page filters by method, data, model and status without a script.
+
+    Raises:
+        CheckpointError: there is no run below the folder.
+        FedGuildError: the page cannot be written.
+    """
+    found = [summarise(each) for each in find_runs(folder)]
+    if not found:
+        raise CheckpointError(
+            f"There is no run in {folder}, nor below it.",
+            "Give the folder that `fedguild run` wrote, or one with such folders in it, for example runs.",
+        )
+    return _write(folder / INDEX_FILE, "index.html.j2", _index_page(folder, found))
 
 
 def run_figures(run: Run) -> dict[str, str]:
@@ -178,6 +201,44 @@ def _comparison_page(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) 
         "rejections": rejections,
         "configs": [(label, _yaml(members[0].config)) for label, members in runs.items()],
         "environment": list(_flat(first.environment)),
+    }
+
+
+def _index_page(folder: Path, found: Sequence[RunSummary]) -> dict[str, Any]:
+    of: dict[str, Callable[[RunSummary], str]] = {
+        "method": lambda run: run.method,
+        "data": lambda run: run.data,
+        "model": lambda run: run.model,
+        "status": lambda run: STATUS[run.word],
+    }
+    choices = {key: sorted({value(run) for run in found} - {""}) for key, value in of.items()}
+    places = {key: {choice: place for place, choice in enumerate(known)} for key, known in choices.items()}
+    rows = [
+        {
+            "name": run.name,
+            "place": run.folder.relative_to(folder).as_posix(),
+            "link": quote((run.folder / REPORT_FILE).relative_to(folder).as_posix()) if run.has_report else "",
+            "places": [(key, places[key].get(value(run), "")) for key, value in of.items()],
+            "word": STATUS[run.word],
+            "cells": [
+                *(units.score(run.score), units.score(run.before), f"{run.round}/{run.rounds or '?'}"),
+                *(run.method, run.data, run.model),
+                units.count(run.clients) if run.clients else units.MISSING,
+                units.MISSING if run.seed is None else str(run.seed),
+                units.duration(run.seconds),
+            ],
+            "reason": run.reason,
+        }
+        for run in found
+    ]
+    headings = ("Run", "Status", "Score", "Before", "Rounds", "Method", "Data", "Model", "Clients", "Seed", "Time")
+    return {
+        "title": folder.resolve().name,
+        "count": units.count_of(len(found), "run"),
+        "words": sorted(Counter(STATUS[run.word] for run in found).items()),
+        "filters": [{"key": key, "title": key.capitalize(), "choices": known} for key, known in choices.items()],
+        "headings": headings,
+        "rows": rows,
     }
 
 

@@ -15,6 +15,16 @@ import yaml
 from fedguild.locking import HOLDER, Holder
 
 Word = Literal["waiting", "running", "finished", "stopped", "interrupted", "failed", "gone"]
+STATUS: dict[Word, str] = {
+    "waiting": "waiting",
+    "running": "running",
+    "finished": "finished",
+    "stopped": "stopped",
+    "interrupted": "interrupted",
+    "failed": "failed",
+    "gone": "not running",
+}
+"""How a run stands, as it is shown."""
 STOPPED = "stopped.json"
 CONFIG = "config.yaml"
 _CLOCK_SECONDS = 5.0

@@ -433,11 +433,11 @@ function index(holder, runs) {
   }
   const chosen = [...box.querySelectorAll("select")].filter((select) => select.value), wanted = box.querySelector("input").value.trim().toLowerCase();
   const shown = runs.filter(([, run]) => chosen.every((select) => run[select.dataset.key] === select.value) && (!wanted || `${run.name} ${run.place}`.toLowerCase().includes(wanted)));
-  const heads = ["Run", "Method", "Data", "Model", "Clients", "Seed", "Rounds", "Status", "Before", "Score", "Time"];
+  const heads = ["Run", "Status", "Score", "Before", "Rounds", "Method", "Data", "Model", "Clients", "Seed", "Time"];
   const body = shown.map(([number, run]) => make("tr", { class: `word-${run.word}` }, make("th", { scope: "row" }, make("a", { href: `${base}run/${number}/` }, run.name), make("small", {}, run.place)),
-    ...[run.method, run.data, run.model].map((value) => make("td", { class: "text" }, value || missing)), make("td", {}, run.clients ? count(run.clients) : missing), make("td", {}, run.seed === null ? missing : String(run.seed)),
-    make("td", {}, `${run.round}/${run.rounds || "?"}`), make("td", { class: "word text", title: run.reason }, words[run.word].toLowerCase()), make("td", {}, score(run.before)), make("td", { class: "strong" }, score(run.score)), make("td", {}, duration(run.seconds))));
-  box.lastElementChild.replaceChildren(make("table", { class: "numbers wide" }, make("caption", {}, `${count(shown.length)} of ${countOf(runs.length, "run")}`), make("thead", {}, make("tr", {}, ...heads.map((title, place) => make("th", { scope: "col", class: place && place < 4 ? "text" : false }, title)))), make("tbody", {}, ...body)));
+    make("td", { class: "word", title: run.reason }, words[run.word].toLowerCase()), make("td", { class: "strong" }, score(run.score)), make("td", {}, score(run.before)), make("td", {}, `${run.round}/${run.rounds || "?"}`),
+    ...[run.method, run.data, run.model].map((value) => make("td", {}, value || missing)), make("td", {}, run.clients ? count(run.clients) : missing), make("td", {}, run.seed === null ? missing : String(run.seed)), make("td", {}, duration(run.seconds))));
+  box.lastElementChild.replaceChildren(make("table", { class: "numbers wide runs" }, make("caption", {}, `${count(shown.length)} of ${countOf(runs.length, "run")}`), make("thead", {}, make("tr", {}, ...heads.map((title) => make("th", { scope: "col" }, title)))), make("tbody", {}, ...body)));
 }
 
 function options(select, wanted) {
