@@ -79,8 +79,9 @@ class _AtOnce(threading.Thread):
     """A thread whose work is done when `start` returns, if it is to open the browser."""
 
     def start(self) -> None:
+        opens = bool(self._args) and str(self._args[0]).startswith("http")  # type: ignore[attr-defined]
         super().start()
-        if self._kwargs == {} and self._args and str(self._args[0]).startswith("http"):
+        if opens:
             self.join()
 
 

@@ -110,16 +110,17 @@ def compare(
         groups = [Column("", folder, tuple(planned))]
         chosen = _reference_name(reference, planned)
         name, scores = "", {}
-    write_plan(groups, folder)
     every = [cell for group in groups for cell in group.cells]
     if engine == "ray":
         from fedguild.api.ray_cells import complete_on_ray
 
         _require_no_functions(given, callbacks, "on Ray")
+        write_plan(groups, folder)
         complete_on_ray(every, address, cores, tell)
     else:
         if jobs > 1:
             _require_no_functions(given, callbacks, "with more than one job")
+        write_plan(groups, folder)
         complete(every, jobs, tell=tell, progress=progress, callbacks=callbacks)
     return _compared(groups, chosen, name, scores, folder)
 
