@@ -96,8 +96,8 @@ def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str, wi
         axes.set_yticks(range(0, len(clients), step), clients[::step])
         axes.set(xlabel=f"{split} score, own data", ylabel="client", ylim=(len(clients) - 0.4, -0.6))
         gridlines(axes, "x")
-        across = 3 if width == FULL_WIDTH else 2
-        figure.legend(loc="outside upper left", ncols=across, frameon=False, handletextpad=0.2)
+        names_across = 3 if width == FULL_WIDTH else 2
+        figure.legend(loc="outside upper left", ncols=names_across, frameon=False, handletextpad=0.2)
         return to_svg(figure, key, f"Dot chart: {split} score of {len(clients)} clients: {', '.join(scores)}.")
 
 

@@ -100,7 +100,7 @@ class WatchServer(ThreadingHTTPServer):
     def begin(self) -> None:
         """Follows the folder, and serves in a thread of its own."""
         self.follower.start()
-        threading.Thread(target=self.serve_forever, args=(0.1,), name="watch", daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.05,), name="watch", daemon=True).start()
 
     def end(self) -> None:
         """Lets the open pages receive what they have not, for a moment; then stops."""
