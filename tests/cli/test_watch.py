@@ -19,6 +19,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The addresses that the browser was told to open."""
     addresses: list[str] = []
     monkeypatch.setattr(watch.webbrowser, "open", addresses.append)
+    monkeypatch.setenv("DISPLAY", ":0")
     return addresses
 
 
@@ -85,17 +86,17 @@ class _AtOnce(threading.Thread):
             self.join()
 
 
-def test_a_comparison_says_which_cells_it_will_have(invoke: Invoke, experiment: FakeExperiment) -> None:
-    from fedguild.report.index import read_plan
-
-    result = invoke("compare", "flame/tiny-tasks", "fedit/tiny-tasks-ranks", "--seeds", "0,1", "--output", "grid")
-    assert result.exit_code == 0, result.output
-    assert [(cell["row"], cell["seed"], cell["folder"]) for cell in read_plan(Path("grid"))] == [
-        ("flame-tiny-tasks", 0, "flame-tiny-tasks/seed-0"),
-        ("flame-tiny-tasks", 1, "flame-tiny-tasks/seed-1"),
-        ("fedit-tiny-tasks-ranks", 0, "fedit-tiny-tasks-ranks/seed-0"),
-        ("fedit-tiny-tasks-ranks", 1, "fedit-tiny-tasks-ranks/seed-1"),
-    ]
+def test_without_a_display_no_browser_takes_over_the_terminal(
+    opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch.sys, "platform", "linux")
+    monkeypatch.delenv("DISPLAY")
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    watch._open("http://127.0.0.1:1/")
+    assert opened == []
+    monkeypatch.setenv("WAYLAND_DISPLAY", "wayland-0")
+    watch._open("http://127.0.0.1:1/")
+    assert opened == ["http://127.0.0.1:1/"]
 
 
 def test_watching_a_detached_run_is_refused(invoke: Invoke, tmp_path: Path) -> None:

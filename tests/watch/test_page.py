@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedguild.activity import ActivityLog
+from fedguild.report.html import write_index
 from fedguild.watch.server import WatchServer
 from tests.watch.browser import CHROMIUM, Browser
 from tests.watch.folders import comparison, federation, live_run, one_more_round
@@ -95,3 +96,18 @@ def test_a_comparison_and_a_federation_have_their_tables(browser: Browser, tmp_p
     finally:
         grid.end()
         guild.end()
+
+
+def test_the_index_filters_without_a_script(browser: Browser, tmp_path: Path) -> None:
+    comparison(tmp_path)
+    browser.show(1280)
+    browser.open(write_index(tmp_path).as_uri())
+    visible = "[...document.querySelectorAll('tbody tr')].filter((row) => row.offsetHeight).length"
+    browser.wait_for(f"{visible} === 3")
+    browser.value("document.getElementById('method').value = '0'")
+    browser.wait_for(f"{visible} === 1")
+    assert "fedit" in browser.value(
+        "[...document.querySelectorAll('tbody tr')].find((row) => row.offsetHeight).innerText"
+    )
+    browser.value("document.querySelector('button').click()")
+    browser.wait_for(f"{visible} === 3")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 import webbrowser
 from collections.abc import Iterator
@@ -80,6 +82,11 @@ def watching(folder: Path, *, on: bool = True, port: int = 0, browser: bool = Tr
 
 
 def _open(url: str) -> None:
-    """Opens a page in the browser, if there is one; the terminal names the page in any case."""
+    """Opens a page in the browser, if there is one; the terminal names the page in any case.
+
+    Without a display there may be a browser for the terminal, which would take that over from the run.
+    """
+    if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        return
     with contextlib.suppress(webbrowser.Error, OSError):
         webbrowser.open(url)
