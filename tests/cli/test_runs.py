@@ -250,7 +250,8 @@ def test_report_prints_the_path_of_the_page(invoke: Invoke, tmp_path: Path) -> N
     result = invoke("report", folder)
     assert result.stdout == f"{folder / 'report.html'}\n"
     assert (folder / "report.html").read_text().startswith("<!")
-    assert "is not the folder of a run" in invoke("report", tmp_path).stderr
+    (tmp_path / "empty").mkdir()
+    assert "is not the folder of a run" in invoke("report", tmp_path / "empty").stderr
 
 
 def test_progress_on_a_terminal_leaves_only_the_scores() -> None:
