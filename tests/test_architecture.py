@@ -16,7 +16,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 STAGES = ("config", "data", "model", "client", "wire", "server", "evaluation", "costs", "report")
 BELOW = (
     *("errors", "plugins", "seeding", "heap", "files", "payload", "packing", "sealed", "chained", "locking", "secure"),
-    *("progress", "environment", "privacy", "hub"),
+    *("progress", "environment", "privacy", "hub", "activity", "tail"),
 )
 """What every stage may use, and what uses no stage."""
 LAST = (
@@ -33,6 +33,7 @@ LAST = (
     "federation",
     "testing",
     "api",
+    "watch",
     "cli",
     "__main__",
 )

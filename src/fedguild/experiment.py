@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from fedguild.activity import ActivityLog, noted
 from fedguild.callbacks import Callback, Delivery, make_callback
 from fedguild.client.budget import ClientInfo
 from fedguild.client.merge_ledger import MergeLedger
@@ -63,6 +64,8 @@ __all__ = ["CHECKPOINTS", "PreparedData", "RunResult", "evaluate", "prepare_data
 
 Preparation = Callable[[Config, Path, Progress | None], Experiment]
 
+CONFIG = "config.yaml"
+"""The file that marks a folder as a run's; it is written last of the facts known before the first round."""
 METHOD = "method.json"
 """The file in a run's folder with every option of its method, as it runs."""
 PRIVACY = "privacy.json"
@@ -100,10 +103,10 @@ def run(
                 f"{output} already holds a run.", f"Continue with `fedguild resume {output}`, or choose another folder."
             )
         every = _callbacks(config, [tracking, *callbacks])
-        for left in ("config.yaml", RunLog.FILE):  # of a start that failed
+        for left in (CONFIG, RunLog.FILE):  # of a start that failed
             (output / left).unlink(missing_ok=True)
-        experiment = (preparation or prepare)(config, output, progress)
-        with _divergence_noted(output):
+        with noted(output, progress, CONFIG) as told, _divergence_noted(output):
+            experiment = (preparation or prepare)(config, output, told)
             return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
 
 
@@ -135,22 +138,21 @@ def resume(
         remove_leftovers(output, below=True)
         every = _callbacks(config, [tracking, *callbacks])
         was_stopped = (output / STOPPED).is_file()
-        saved = _saved(config, output, progress or Silent(), round)
-        if saved is None:
-            (output / RunLog.FILE).unlink(missing_ok=True)
-            experiment = (preparation or prepare)(config, output, progress)
-            with _divergence_noted(output):
+        with noted(output, progress, CONFIG) as told, _divergence_noted(output):
+            saved = _saved(config, output, told, round)
+            if saved is None:
+                (output / RunLog.FILE).unlink(missing_ok=True)
+                experiment = (preparation or prepare)(config, output, told)
                 return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
-        RunLog(output).truncate_after(saved.round, saved.extra.get(LOG_SEAL))
-        if round is not None:
-            checkpoint.remove_after(output / CHECKPOINTS, round)
-        accepted = saved.extra.get(ACCEPTED, ())
-        experiment = (preparation or prepare)(config, output, progress)
-        if experiment.remote is None:
-            MergeLedger.beside(experiment.memory).refill(merges(saved.state))
-        (output / STOPPED).unlink(missing_ok=True)
-        again = not was_stopped and round is None and saved.round > 0
-        with _divergence_noted(output):
+            RunLog(output).truncate_after(saved.round, saved.extra.get(LOG_SEAL))
+            if round is not None:
+                checkpoint.remove_after(output / CHECKPOINTS, round)
+            accepted = saved.extra.get(ACCEPTED, ())
+            experiment = (preparation or prepare)(config, output, told)
+            if experiment.remote is None:
+                MergeLedger.beside(experiment.memory).refill(merges(saved.state))
+            (output / STOPPED).unlink(missing_ok=True)
+            again = not was_stopped and round is None and saved.round > 0
             return _rounds(experiment, saved.state, saved.round + 1, accepted, every, saved_again=again)
 
 
@@ -264,7 +266,7 @@ def _rounds(
 
     With `saved_again` the callbacks get the `Saved` of the round before once more.
     """
-    config, log = experiment.config, RunLog(experiment.folder)
+    config, log, note = experiment.config, RunLog(experiment.folder), ActivityLog(experiment.folder).append
     rules, model = config.federation, experiment.backbone.info
     total, saving_seconds = config.federation.rounds, 0.0
     last = first - 1
@@ -308,6 +310,7 @@ def _rounds(
                 private_mean=private_mean,
                 diagnose=config.evaluation.diagnosis,
                 again=_again(privacy, bytes_left),
+                note=note,
             )
             state, accepted = outcome.state, outcome.accepted
             _tell(experiment.progress, outcome)
@@ -326,6 +329,7 @@ def _rounds(
             records += observation_records(number, observed)
             with outcome.clock.phase("evaluate"):
                 if number % config.evaluation.every == 0 or number == total:
+                    note("phase", phase="evaluate")
                     records += evaluate_state(experiment, state, number)
             outcome.phase_seconds["checkpoint"] = saving_seconds
             records.append(_round_record(outcome, time.perf_counter() - started + saving_seconds))
@@ -499,7 +503,7 @@ def _write_facts(experiment: Experiment) -> None:
         write_json(folder / PRIVACY, {"guarantee": guarantee})
         for sentence in guarantee:
             experiment.progress.message(sentence)
-    write_text(folder / "config.yaml", experiment.config.resolved_yaml())
+    write_text(folder / CONFIG, experiment.config.resolved_yaml())
 
 
 def _told_cut(experiment: Experiment) -> dict[str, int]:
@@ -523,7 +527,7 @@ def _told_cut(experiment: Experiment) -> dict[str, int]:
 
 
 def _written_config(folder: Path) -> Config:
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     if not path.is_file():
         raise CheckpointError(
             f"{folder} is not the folder of a run: it has no config.yaml.",

@@ -373,7 +373,7 @@ def load_run(folder: str | Path) -> RunResult:
         fedguild.errors.CheckpointError: nowhere is not the folder of a run: it has no config.yaml.
         Give the folder that `fedguild run` wrote, for example runs/flame.
     """
-    from fedguild.report.html import REPORT_FILE
+    from fedguild.report.index import REPORT_FILE
 
     found = run_folder.load_run(Path(folder))
     last = [record for record in found.evaluations if (record.round, record.split) == (found.last_round, found.split)]

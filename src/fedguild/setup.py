@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 from uuid import uuid4
 
+from fedguild.activity import ActivityLog
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config
@@ -493,6 +494,7 @@ def _local_engine(experiment: Experiment) -> Engine:
         seed=config.seed,
         on_step=_on_step(experiment),
         private=None if experiment.privacy is None else experiment.privacy.dp_sgd(),
+        note=ActivityLog(experiment.folder).append,
     )
 
 
@@ -525,6 +527,7 @@ def _ray_engine(experiment: Experiment) -> Engine:
         cpus_per_actor=settings.cpus_per_actor,
         on_step=_on_step(experiment),
         private=None if experiment.privacy is None else experiment.privacy.dp_sgd(),
+        note=ActivityLog(experiment.folder).append,
     )
 
 

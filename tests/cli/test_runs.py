@@ -9,6 +9,7 @@ from fedguild.api.cells import plan_cells
 from fedguild.cli.progress import TerminalProgress
 from fedguild.errors import ConfigError
 from fedguild.export import Exported, Subject
+from fedguild.report.index import read_plan
 from tests.cli.conftest import FakeExperiment, Invoke
 from tests.report.runs import write_run
 
@@ -53,6 +54,12 @@ def test_compare_runs_every_cell_and_prints_scores_and_costs(invoke: Invoke, exp
     assert "±" in result.stdout
     assert "flame-tiny-tasks − fedit-tiny-tasks-ranks" in result.stdout
     assert Path("grid/comparison.html").is_file()
+    assert [(cell["row"], cell["seed"], cell["folder"]) for cell in read_plan(Path("grid"))] == [
+        ("flame-tiny-tasks", 0, "flame-tiny-tasks/seed-0"),
+        ("flame-tiny-tasks", 1, "flame-tiny-tasks/seed-1"),
+        ("fedit-tiny-tasks-ranks", 0, "fedit-tiny-tasks-ranks/seed-0"),
+        ("fedit-tiny-tasks-ranks", 1, "fedit-tiny-tasks-ranks/seed-1"),
+    ]
 
 
 def test_compare_keeps_finished_cells_and_resumes_half_finished_ones(
@@ -243,7 +250,8 @@ def test_report_prints_the_path_of_the_page(invoke: Invoke, tmp_path: Path) -> N
     result = invoke("report", folder)
     assert result.stdout == f"{folder / 'report.html'}\n"
     assert (folder / "report.html").read_text().startswith("<!")
-    assert "is not the folder of a run" in invoke("report", tmp_path).stderr
+    (tmp_path / "empty").mkdir()
+    assert "is not the folder of a run" in invoke("report", tmp_path / "empty").stderr
 
 
 def test_progress_on_a_terminal_leaves_only_the_scores() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from fedguild import experiment, setup
+from fedguild.activity import ActivityLog
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config
 from fedguild.costs.flops import cost
@@ -241,6 +243,25 @@ def test_the_facts_of_a_run_are_written_before_it_begins(personal: Path) -> None
     assert facts.partition.counts == [list(row) for row in done.data.partition_table.counts]
     assert facts.partition.split["train"] == [client.examples for client in done.clients]
     assert sum(map(sum, facts.partition.counts)) == 96
+
+
+def test_what_the_run_did_is_in_its_activity(personal: Path, scored: list[Record]) -> None:
+    events = [json.loads(line) for line in (personal / ActivityLog.FILE).read_text().splitlines()]
+    assert (events[0]["event"], events[-1]["event"]) == ("begun", "ended")
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
+    for number in (1, 2):
+        (round,) = of_kind(scored, RoundRecord, round=number)
+        begin = next(place for place, event in enumerate(events) if event.get("round") == number)
+        inside = events[begin:]
+        asked = next(event for event in inside if event["event"] == "asked")
+        assert asked["clients"] == round.participants
+        ended = next(place for place, event in enumerate(inside) if event.get("phase") == "evaluate")
+        trained = [client for event in inside[:ended] if event["event"] == "training" for client in event["clients"]]
+        assert sorted(trained) == round.participants
+        delivered = [event for event in inside[:ended] if event["event"] == "delivered"]
+        assert [event["client"] for event in delivered] == round.participants
+        assert {(event["reason"], event["needed"]) for event in delivered} == {("", True)}
+        assert any(event["event"] == "step" for event in inside[:ended])
 
 
 def test_a_dense_model_has_no_routing_and_no_active_experts(llama_folder: Path, tmp_path: Path) -> None:

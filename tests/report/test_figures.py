@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import math
+import re
 import xml.etree.ElementTree as ElementTree
+from itertools import combinations
 
 import matplotlib
 import numpy as np
@@ -10,7 +13,7 @@ from fedguild.report import comparison_figures, figures
 from fedguild.report.comparison import compare
 from fedguild.report.costs import Cost
 from fedguild.report.run_folder import Run
-from fedguild.report.style import ordered_colours, spread_apart
+from fedguild.report.style import FULL_WIDTH, NARROW_WIDTH, ordered_colours, spread_apart, trend_limits
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -138,3 +141,51 @@ def test_ordered_colours_go_from_dark_to_light() -> None:
     levels = [brightness(colour) for colour in ordered_colours(4)]
     assert levels == sorted(levels)
     assert len(ordered_colours(1)) == 1
+
+
+def axis_labels(svg: str) -> list[float]:
+    """Returns the numbers beside the vertical axis."""
+    found = [text.replace("\u2212", "-") for text in texts(svg)]
+    return [float(text) for text in found if re.fullmatch(r"-?\d\.\d+", text)]
+
+
+def test_an_axis_shows_the_trend_of_scores_that_hardly_differ() -> None:
+    curve = [(number, 0.700 + 0.001 * number) for number in range(5)]
+    ticks = axis_labels(figures.score_curves({"b1": curve}, "test"))
+    assert min(ticks) > 0.69
+    assert max(ticks) < 0.71
+
+
+@pytest.mark.parametrize(
+    ("values", "bounds", "limits"),
+    [
+        ([0.5, 0.6], (0.0, 1.0), (0.493, 0.607)),
+        ([0.0, 1.0], (0.0, 1.0), (0.0, 1.0)),
+        ([0.4], (0.0, 1.0), (0.38, 0.42)),
+        ([0.0], (0.0, 1.0), (0.0, 0.05)),
+        ([-2.0, 2.0, float("nan")], (-math.inf, math.inf), (-2.28, 2.28)),
+        ([], (0.0, 1.0), (0.0, 1.0)),
+    ],
+)
+def test_limits_reach_a_little_beyond_the_values(values, bounds, limits) -> None:
+    assert trend_limits(values, bounds) == pytest.approx(limits)
+
+
+@pytest.mark.parametrize("width", [FULL_WIDTH, NARROW_WIDTH])
+def test_every_curve_is_named_where_it_ends_also_beyond_the_axis(width) -> None:
+    curves = {f"b{number}": [(0, 0.1), (1, 0.9 + 0.0001 * number)] for number in range(8)}
+    said = texts(figures.score_curves(curves, "test", width=width))
+    assert {text.split()[0] for text in said if text.startswith("b")} == set(curves)
+
+
+def test_names_of_points_do_not_lie_over_each_other(runs: dict[str, list[Run]]) -> None:
+    """Methods that send the same at every budget have all their points at one x."""
+    svg = comparison_figures.cost_against_score(compare(runs), runs)
+    placed = [
+        (float(node.get("x", "nan")), float(node.get("y", "nan")), "".join(node.itertext()))
+        for node in ElementTree.fromstring(svg).iter(f"{SVG}text")
+        if re.fullmatch(r"b\d", "".join(node.itertext()))
+    ]
+    assert len(placed) == 16
+    for one, other in combinations(placed, 2):
+        assert abs(one[0] - other[0]) > 6 or abs(one[1] - other[1]) > 6, (one, other)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from fedguild.errors import CheckpointError
-from fedguild.report.html import write_comparison, write_report
+from fedguild.report.html import run_figures, write_comparison, write_report
 from fedguild.report.run_folder import load_run
 from fedguild.report.tables import run_table
 from fedguild.server.run_log import EvaluationRecord, RunLog
@@ -65,7 +65,8 @@ def test_the_page_of_a_run(run_folder: Path) -> None:
     assert_self_contained(page)
     table = run_table(load_run(run_folder))
     assert f"After 6 rounds, flame scores {table.mean:.3f}" in page
-    assert page.count("<svg") == 7
+    assert page.count("<svg") == 7 + page.count('<div class="on-phone"><svg')
+    assert page.count('<div class="on-phone"><svg') == 3
     for heading in (
         "Scores by budget",
         "Scores by client",
@@ -91,7 +92,7 @@ def test_the_page_of_a_run_in_which_every_client_has_a_model_of_its_own(personal
     assert "Load, over the rounds. A line for each of 16; the thick one is their mean." in page
     assert "Relevance, after round 6: a row for each of 16, a column for each of 8." in page
     assert "4 more" not in page
-    assert page.count("<svg") == 9
+    assert page.count("<svg") == 9 + page.count('<div class="on-phone"><svg')
 
 
 def test_figures_beyond_the_first_are_folded_away(personal_folder: Path, tmp_path: Path) -> None:
@@ -123,7 +124,8 @@ def test_the_page_of_a_comparison(folders: dict[str, list[Path]], tmp_path: Path
     assert "3 seeds (0, 1, 2)" in page
     assert "Within a column every method runs with the same active experts" in page
     assert "Read with care" not in page
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 4 + 3
+    assert page.count('<div class="on-phone"><svg') == 3
 
 
 def test_a_comparison_with_an_unequal_set_of_seeds_says_so(folders: dict[str, list[Path]], tmp_path: Path) -> None:
@@ -171,3 +173,34 @@ def test_a_run_that_scores_clients_only(run_folder: Path, tmp_path: Path) -> Non
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
         write_report(tmp_path)
+
+
+def test_the_figures_of_a_page_follow_its_colours(run_folder: Path) -> None:
+    page = write_report(run_folder).read_text()
+    drawn = "".join(re.findall(r"<svg\b.*?</svg>", page, flags=re.DOTALL))
+    assert not re.search(r"(?:fill|stroke): ?#", drawn)
+    used = set(re.findall(r"var\((--[\w-]+)\)", drawn))
+    assert {"--ink", "--muted"} < used
+    style = page.split("<style>")[1].split("</style>")[0]
+    light, dark = style.rsplit("@media screen and (prefers-color-scheme: dark)", 1)
+    for name in used:
+        assert f"{name}: #" in light
+    for name in (name for name in used if name.startswith("--c-")):
+        assert f"{name}: #" in dark
+
+
+def test_the_figures_beside_a_page_have_colours_of_their_own(run_folder: Path) -> None:
+    for svg in run_figures(load_run(run_folder)).values():
+        assert svg.startswith("<svg")
+        assert svg.count("<svg") == 1
+        assert "var(" not in svg
+
+
+def test_the_values_of_figures_are_tables_too(run_folder: Path) -> None:
+    run = load_run(run_folder)
+    page = write_report(run_folder).read_text()
+    assert "Test score by round" in page
+    for number, score in run.curve("budget", "b4"):
+        assert re.search(rf'<th scope="row">{number}</th>\s*(?:<td>[\d.]+</td>\s*){{3}}<td>{score:.3f}</td>', page)
+    counts = [re.findall(r'<th scope="row">b1 · 0</th>(.*?)</tr>', page, flags=re.DOTALL)]
+    assert any(re.findall(r"<td>(\d+)</td>", row) == list(map(str, run.partition.counts[0])) for row in counts[0])

@@ -18,7 +18,7 @@ from fedguild.config import Config, TableCell, load_config
 from fedguild.config.loading import Given
 from fedguild.config.table import ONLY_COLUMN
 from fedguild.errors import ConfigError, DivergedError, FedGuildError
-from fedguild.files import write_text
+from fedguild.files import write_json, write_text
 from fedguild.progress import Progress, Silent
 from fedguild.results import divergence
 
@@ -74,7 +74,7 @@ class Cell:
         Raises:
             ConfigError: the folder holds a run with other settings.
         """
-        from fedguild.report.html import REPORT_FILE
+        from fedguild.report.index import REPORT_FILE
         from fedguild.results import CHECKPOINTS, STOPPED, has_begun
         from fedguild.server import checkpoint
 
@@ -175,6 +175,23 @@ def plan_table(
         ]
         comparisons.append(Column("" if columns == [ONLY_COLUMN] else column, folder, tuple(runs)))
     return comparisons
+
+
+def write_plan(columns: Sequence[Column], folder: Path) -> None:
+    """Writes which runs a comparison consists of, so that a page can show those that have not begun."""
+    from fedguild.report.index import PLAN_FILE
+
+    cells = [
+        {
+            "row": cell.config.name,
+            "column": column.title,
+            "seed": cell.config.seed,
+            "folder": cell.folder.relative_to(folder).as_posix(),
+        }
+        for column in columns
+        for cell in column.cells
+    ]
+    write_json(folder / PLAN_FILE, {"cells": cells})
 
 
 def require_fit(config: Config) -> Config:

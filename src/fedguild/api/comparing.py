@@ -6,7 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fedguild.api.cells import Cell, Column, ProgressOf, Tell, complete, plan_cells, plan_table, say_nothing, silent
+from fedguild.api.cells import (
+    Cell,
+    Column,
+    ProgressOf,
+    Tell,
+    complete,
+    plan_cells,
+    plan_table,
+    say_nothing,
+    silent,
+    write_plan,
+)
 from fedguild.api.inputs import Inputs, gather
 from fedguild.config import ShippedTable, table_cells, tables
 from fedguild.errors import ConfigError, nearest
@@ -84,7 +95,7 @@ def compare(
         table = _table(configs)
         content = table.load()
         cells = table_cells(table.name, content, list(rows or ()), list(columns or ()))
-        folder = Path(output) if output else Path("runs") / table.name.replace("/", "-")
+        folder = Path(output) if output else default_folder(configs)
         groups = plan_table(cells, overrides, tuple(seeds or content.seeds), folder, given)
         chosen = _row_reference(reference or content.reference, groups, asked=reference is not None)
         name, scores = table.name, content.scores
@@ -94,7 +105,7 @@ def compare(
                 "Rows and columns choose from a table, but none is given.",
                 f"Tables: {', '.join(table.name for table in tables())}.",
             )
-        folder = Path(output) if output else Path("runs/compare")
+        folder = Path(output) if output else default_folder(configs)
         planned = plan_cells(configs, overrides, checked_seeds(seeds or SEEDS), folder, given)
         groups = [Column("", folder, tuple(planned))]
         chosen = _reference_name(reference, planned)
@@ -104,12 +115,19 @@ def compare(
         from fedguild.api.ray_cells import complete_on_ray
 
         require_no_functions(given, callbacks, "on Ray")
+        write_plan(groups, folder)
         complete_on_ray(every, address, cores, tell)
     else:
         if jobs > 1:
             require_no_functions(given, callbacks, "with more than one job")
+        write_plan(groups, folder)
         complete(every, jobs, tell=tell, progress=progress, callbacks=callbacks)
     return _compared(groups, chosen, name, scores, folder)
+
+
+def default_folder(configs: str | Sequence[Given]) -> Path:
+    """Returns the folder of a comparison's runs where none is given: `runs/TABLE` of a table, else `runs/compare`."""
+    return Path("runs") / configs.replace("/", "-") if isinstance(configs, str) else Path("runs/compare")
 
 
 def is_table(name: object) -> bool:

@@ -28,6 +28,7 @@ from fedguild.cli import (
     resume,
     run,
     sweep,
+    watch,
 )
 from fedguild.cli.example_command import ExampleCommand
 from fedguild.cli.output import explain
@@ -109,6 +110,7 @@ for module in (
     export,
     push,
     report,
+    watch,
     methods,
     presets,
     doctor,

@@ -12,6 +12,7 @@ import fedguild
 from fedguild.cli.options import JsonOption
 from fedguild.cli.output import note, show, show_json
 from fedguild.cli.progress import TerminalProgress
+from fedguild.cli.watch import WatchOption, watching
 from fedguild.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def command(
         typer.Option("--address", help="The Ray cluster, for example auto; by default Ray is started on this machine."),
     ] = None,
     cores: Annotated[int, typer.Option("--cores", min=1, help="With ray: CPU cores of each run.")] = 1,
+    watch: WatchOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run several configs over several seeds and print a paper's table.
@@ -88,26 +90,29 @@ def command(
     context.obj.resume_with = "the same command again"
     overrides = [text for text in configs if "=" in text]
     names = [text for text in configs if "=" not in text]
-    from fedguild.api.comparing import is_table
+    from fedguild.api.comparing import default_folder, is_table
 
     table = next((name for name in names if is_table(name)), None)
     if table is not None and len(names) > 1:
         raise ConfigError(f"{table} is a table: give it alone, followed only by settings for every cell.")
-    comparison = fedguild.compare(
-        table or names,
-        *overrides,
-        seeds=parsed_seeds(seeds),
-        reference=reference,
-        rows=_parts(rows),
-        columns=_parts(columns),
-        output=output,
-        jobs=jobs,
-        engine=engine.value,
-        address=address,
-        cores=cores,
-        progress=lambda title: TerminalProgress(title=title),
-        tell=note,
-    )
+    chosen = parsed_seeds(seeds)
+    folder = output or default_folder(table or names)
+    with watching(folder, on=watch):
+        comparison = fedguild.compare(
+            table or names,
+            *overrides,
+            seeds=chosen,
+            reference=reference,
+            rows=_parts(rows),
+            columns=_parts(columns),
+            output=folder,
+            jobs=jobs,
+            engine=engine.value,
+            address=address,
+            cores=cores,
+            progress=lambda title: TerminalProgress(title=title),
+            tell=note,
+        )
     _show(comparison, as_json)
 
 

@@ -12,6 +12,8 @@ from rich.table import Table
 from fedguild.cli.example_command import ExampleCommand
 from fedguild.cli.options import JsonOption, OverridesArgument
 from fedguild.cli.output import note, show, show_json
+from fedguild.cli.watch import WatchOption, watching
+from fedguild.errors import ConfigError
 
 app = typer.Typer(
     name="federation",
@@ -92,6 +94,7 @@ def client(folder: SiteFolder) -> None:
     cls=ExampleCommand,
     epilog=_examples(
         "fedguild federation run guild/server",
+        "fedguild federation run guild/server --watch",
         "fedguild federation run guild/server --detach",
         "fedguild federation run guild/server --round 4",
     ),
@@ -105,12 +108,18 @@ def run(
     round: Annotated[
         int | None, typer.Option("--round", min=0, help="Go back to this round, whose checkpoint is still there.")
     ] = None,
+    watch: WatchOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Start the federation's run, or resume it from its last complete round; Ctrl-C stops it."""
     from fedguild.federation.operations import run_federation
 
-    outcome = run_federation(folder, note, fresh=fresh, detach=detach, round=round)
+    if watch and detach:
+        raise ConfigError(
+            "--watch ends with the command, which --detach ends at once.", f"Use `fedguild watch {folder}` beside it."
+        )
+    with watching(folder, on=watch):
+        outcome = run_federation(folder, note, fresh=fresh, detach=detach, round=round)
     if as_json:
         show_json(outcome)
     elif outcome["status"] != "stopped":

@@ -1,16 +1,24 @@
-"""`fedguild report`: rewrite the HTML page of a run."""
+"""`fedguild report`: rewrite the HTML page of a run, or write an index of a folder's runs."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
-from fedguild.cli.options import RunFolderArgument
-
-EXAMPLES = ("fedguild report runs/flame-tiny-tasks",)
+EXAMPLES = ("fedguild report runs/flame-tiny-tasks", "fedguild report runs")
 
 
-def command(folder: RunFolderArgument) -> None:
-    """Write the HTML page of a run, and print its path."""
-    from fedguild.report.html import write_report
+def command(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER", help="A run's folder, or one with runs below it.", show_default=False),
+    ],
+) -> None:
+    """Write the HTML page of a run, or an index of all runs below a folder with filters, and print its path."""
+    from fedguild.report.html import write_index, write_report
+    from fedguild.report.index import find_runs, is_run
 
-    typer.echo(write_report(folder))
+    several = not is_run(folder) and bool(find_runs(folder))
+    typer.echo(write_index(folder) if several else write_report(folder))

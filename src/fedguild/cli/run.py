@@ -11,11 +11,13 @@ import fedguild
 from fedguild.cli.options import ConfigArgument, JsonOption, OverridesArgument
 from fedguild.cli.progress import TerminalProgress
 from fedguild.cli.results import show_run
+from fedguild.cli.watch import WatchOption, watching
 from fedguild.config import load_config
 
 EXAMPLES = (
     "fedguild run flame/tiny-tasks",
     "fedguild run flame/tiny-tasks seed=1 training.steps=50 --output runs/longer",
+    "fedguild run flame/tiny-tasks federation.rounds=20 --watch",
     "fedguild run fedit/tiny-ag_news data.train=train.csv data.test=test.csv",
 )
 
@@ -28,12 +30,13 @@ def command(
         Path | None,
         typer.Option("--output", "-o", help="Folder of the run; by default runs/NAME, the name being the config's."),
     ] = None,
+    watch: WatchOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a config: train, evaluate every budget, write the report."""
     settings = load_config(config, overrides or ())
     folder = output or settings.run_folder
     context.obj.resume_with = f"fedguild resume {folder}"
-    with TerminalProgress() as progress:
+    with watching(folder, on=watch), TerminalProgress() as progress:
         result = fedguild.run(settings, output=folder, progress=progress)
     show_run(result.folder, as_json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from fedguild.activity import Note, unnoted
 from fedguild.client.cohort import LocalWork
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merge_ledger import MergeLedger
@@ -45,6 +46,7 @@ class LocalEngine:
             loss).
         ledger: The changes to the backbone that were received; by default in a folder beside `memory`.
         private: Returns a client's DP-SGD in a round; None to train without.
+        note: Takes the clients of each cohort before it is trained.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class LocalEngine:
         on_step: OnStep | None = None,
         ledger: MergeLedger | None = None,
         private: Private | None = None,
+        note: Note = unnoted,
     ) -> None:
+        self.note = note
         self.backbone = backbone
         self.examples = examples
         self.settings = settings
@@ -102,6 +106,7 @@ class LocalEngine:
                         continue
                     with cohorts.fitting():
                         work = [self._work(task) for task, _ in cohort]
+                        self.note("training", clients=[task.client.index for task, _ in cohort])
                         trained = self.trainer.train(
                             method,
                             [plan for _, plan in cohort],

@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
+from fedguild.activity import Note, unnoted
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merge_ledger import DIGEST, MergeLedger
 from fedguild.config.training import TrainingSettings
@@ -66,6 +67,7 @@ class RayEngine:
         gpu_fraction: Part of a GPU and of its memory that an actor gets.
         cpus_per_actor: CPU cores of an actor, and its threads.
         on_step: Called after each cohort with (cohorts done, cohorts in all, its clients' mean loss).
+        note: Takes the clients of each cohort as it goes to an actor.
         ledger: The changes to the backbone that were received; by default in a folder beside `memory`.
         private: Returns a client's DP-SGD in a round; None to train without.
 
@@ -88,6 +90,7 @@ class RayEngine:
         gpu_fraction: float = 1.0,
         cpus_per_actor: int = 1,
         on_step: OnStep | None = None,
+        note: Note = unnoted,
         ledger: MergeLedger | None = None,
         private: Private | None = None,
     ) -> None:
@@ -97,6 +100,7 @@ class RayEngine:
         self.cohort_size = cohort_size
         self.seed = seed
         self.on_step = on_step
+        self.note = note
         self._started_ray = connect(address, 0 if actors == "auto" else actors * cpus_per_actor)
         device, gpus = place(str(backbone["device"]), ray.cluster_resources().get("GPU", 0.0))
         count = actors_on(gpus, gpu_fraction) if actors == "auto" else actors
@@ -165,7 +169,7 @@ class RayEngine:
             return
         cohorts = [cohort for members in plan_groups(planned) for cohort in self._cohorts(method, members)]
         scheduler = _Scheduler(
-            method, cohorts, merges, self.memory, self._actors, self._new_actor, deadline, self.private
+            method, cohorts, merges, self.memory, self._actors, self._new_actor, deadline, self.private, self.note
         )
         for position, cohort in enumerate(cohorts):
             trained = scheduler.result(position)
@@ -234,8 +238,9 @@ class _Scheduler:
         new_actor: Callable[[], Any],
         deadline_seconds: float | None,
         private: Private | None = None,
+        note: Note = unnoted,
     ) -> None:
-        self.private = private
+        self.private, self.note = private, note
         self.method, self.cohorts, self.memory = method, cohorts, memory
         self.actors, self.new_actor, self.deadline = actors, new_actor, deadline_seconds
         self.started = time.monotonic()
@@ -285,6 +290,7 @@ class _Scheduler:
         while self.waiting and self.idle and not self._is_over():
             seat, position = self.idle.popleft(), self.waiting.popleft()
             tasks = [task for task, _ in self.cohorts[position]]
+            self.note("training", clients=[task.client.index for task in tasks])
             downloads = [self._put(task.download) for task in tasks]
             memories = [encode(self.memory.load(task.client.name, task.round)) for task in tasks]
             keep_trained = self.memory.trained is not None

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 import fedguild
 from fedguild import experiment as runs
+from fedguild.activity import ActivityLog
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config, load_config
@@ -25,6 +26,7 @@ from fedguild.errors import CheckpointError, ConfigError, FedGuildError, QuorumE
 from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.weights import beyond_weights
 from fedguild.federation.audit import AuditLog
+from fedguild.federation.contacts import NotedTransport
 from fedguild.federation.members import Members
 from fedguild.federation.revocation import Revocations
 from fedguild.federation.stopping import stop_if_requested, withdraw_request
@@ -277,6 +279,7 @@ def prepare_remote(
     _require_no_scores(config, settings)
     state = output.parent
     audit = AuditLog(state)
+    transport = NotedTransport(transport, ActivityLog(output).append)
     given = method_of(config)
     load_metrics(config.evaluation.metrics)
     method, tiers = fit_method(given, config, model_of(config))

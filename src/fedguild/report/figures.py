@@ -21,10 +21,12 @@ from fedguild.report.style import (
     MUTED,
     RULE,
     gridlines,
+    key_at,
     ordered_colours,
     spread_apart,
     styled,
     to_svg,
+    trend_limits,
 )
 
 Curve = Sequence[tuple[int, float]]
@@ -33,43 +35,52 @@ _MOST_ROWS_NAMED = 40
 _CHARACTERS_IN_A_LINE = 110
 
 
-def score_curves(curves: Mapping[str, Curve], split: str, key: str = "curves") -> str:
+def score_curves(curves: Mapping[str, Curve], split: str, key: str = "curves", width: float = FULL_WIDTH) -> str:
     """Returns the scores over the rounds, one line per budget, each named where it ends.
+
+    The axis begins below the lowest score, not at zero, so that a trend is seen.
 
     Args:
         curves: Label of a budget's line -> (round, score), in the order of the tables.
         split: What the scores were measured on.
         key: Prefix of the ids in the SVG.
+        width: In inches.
     """
+    key = key_at(key, width)
     with styled(key):
-        figure = Figure(figsize=(FULL_WIDTH, 3.1), layout="constrained")
+        figure = Figure(figsize=(width, 3.1), layout="constrained")
         axes = figure.subplots()
         colours = ordered_colours(len(curves))
-        highest = max(score for curve in curves.values() for _, score in curve)
-        top = min(1.0, highest * 1.08) or 1.0
-        ends = spread_apart([curve[-1][1] for curve in curves.values()], gap=0.07 * top)
+        low, high = trend_limits((score for curve in curves.values() for _, score in curve), (0.0, 1.0))
+        ends = spread_apart([curve[-1][1] for curve in curves.values()], gap=0.07 * (high - low))
         for (name, curve), colour, end in zip(curves.items(), colours, ends, strict=True):
             axes.plot(*zip(*curve, strict=True), color=colour, linewidth=1.8, marker="o", markersize=3.5)
-            text = f"{name}  {units.score(curve[-1][1])}"
-            axes.annotate(text, (curve[-1][0], end), (8, 0), textcoords="offset points", va="center", color=colour)
-        axes.set(xlabel="round", ylabel=f"{split} score", ylim=(0, top))
+            short = name if width == FULL_WIDTH else name.partition(" (")[0]
+            text = f"{short}  {units.score(curve[-1][1])}"
+            place = (curve[-1][0], end)
+            axes.annotate(
+                *(text, place, (8, 0)), textcoords="offset points", va="center", color=colour, annotation_clip=False
+            )
+        axes.set(xlabel="round", ylabel=f"{split} score", ylim=(min(low, *ends), max(high, *ends)))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.margins(x=0.02)
         gridlines(axes)
         return to_svg(figure, key, f"Line chart: {split} score over the rounds for {', '.join(curves)}.")
 
 
-def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str) -> str:
+def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str, width: float = FULL_WIDTH) -> str:
     """Returns a row per client with a mark for each of its models' scores, joined by a line.
 
     Args:
         scores: Label of a model's marks -> client -> score, or None where there is none.
         split: What the scores were measured on.
+        width: In inches.
     """
+    key = key_at("clients", width)
     clients = list(dict.fromkeys(client for model in scores.values() for client in model))
     marks = zip(scores.items(), (75, 34, 11), (MUTED, METHOD_COLOURS[0], METHOD_COLOURS[1]), strict=False)
-    with styled("clients"):
-        figure = Figure(figsize=(FULL_WIDTH, 0.9 + min(0.24 * len(clients), 8.0)), layout="constrained")
+    with styled(key):
+        figure = Figure(figsize=(width, 0.9 + min(0.24 * len(clients), 8.0)), layout="constrained")
         axes = figure.subplots()
         for place, client in enumerate(clients):
             known = [value for model in scores.values() if (value := model.get(client)) is not None]
@@ -85,8 +96,9 @@ def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str) ->
         axes.set_yticks(range(0, len(clients), step), clients[::step])
         axes.set(xlabel=f"{split} score, own data", ylabel="client", ylim=(len(clients) - 0.4, -0.6))
         gridlines(axes, "x")
-        figure.legend(loc="outside upper left", ncols=3, frameon=False, handletextpad=0.2)
-        return to_svg(figure, "clients", f"Dot chart: {split} score of {len(clients)} clients: {', '.join(scores)}.")
+        names_across = 3 if width == FULL_WIDTH else 2
+        figure.legend(loc="outside upper left", ncols=names_across, frameon=False, handletextpad=0.2)
+        return to_svg(figure, key, f"Dot chart: {split} score of {len(clients)} clients: {', '.join(scores)}.")
 
 
 def expert_heat_map(frequency: NDArray[np.float64], clients: Sequence[str], layer: int | None = None) -> str:
@@ -177,25 +189,30 @@ def partition_bubbles(labels: Sequence[str], counts: NDArray[np.int64], clients:
         return to_svg(figure, "partition", f"Bubble chart: examples of {columns} labels on {rows} clients.")
 
 
+def cost_panels(costs: Mapping[str, Cost]) -> list[tuple[str, str, list[float]]]:
+    """Returns the title, the unit and the values, budget by budget, of each kind of cost; what is not known is 0."""
+    return [
+        ("Training", "FLOP", [cost.training_flops or 0.0 for cost in costs.values()]),
+        ("Upload", "B", [cost.upload_bytes for cost in costs.values()]),
+        ("Download", "B", [cost.download_bytes for cost in costs.values()]),
+        ("Peak memory", "B", [cost.peak_memory_bytes or 0.0 for cost in costs.values()]),
+        ("Time", "s", [cost.seconds or 0.0 for cost in costs.values()]),
+    ]
+
+
 def cost_bars(costs: Mapping[str, Cost]) -> str:
     """Returns the costs of a client of each budget over a run, a panel per kind of cost.
 
     Args:
         costs: Budget name -> mean cost of its clients, in the order of the tables.
     """
-    panels = [
-        ("Training", [cost.training_flops or 0.0 for cost in costs.values()], "FLOP"),
-        ("Upload", [cost.upload_bytes for cost in costs.values()], "B"),
-        ("Download", [cost.download_bytes for cost in costs.values()], "B"),
-        ("Peak memory", [cost.peak_memory_bytes or 0.0 for cost in costs.values()], "B"),
-        ("Time", [cost.seconds or 0.0 for cost in costs.values()], "s"),
-    ]
+    panels = cost_panels(costs)
     with styled("costs"):
         figure = Figure(figsize=(FULL_WIDTH, 0.5 + 0.24 * len(costs)), layout="constrained")
-        for axes, (title, values, unit) in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
+        for axes, (title, unit, values) in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
             axes.barh(range(len(costs)), values, height=0.62, color=ordered_colours(len(costs)))
             for place, value in enumerate(values):
-                text = _amount(value, unit)
+                text = amount(value, unit)
                 axes.annotate(text, (value, place), (4, 0), textcoords="offset points", va="center", size=8, color=INK)
             axes.set_title(title)
             axes.set(xticks=[], xlim=(0, max(*values, 1.0) * 1.9), ylim=(len(costs) - 0.45, -0.55))
@@ -205,7 +222,8 @@ def cost_bars(costs: Mapping[str, Cost]) -> str:
         return to_svg(figure, "costs", f"Bar charts: training FLOPs, bytes, memory and time of {', '.join(costs)}.")
 
 
-def _amount(value: float, unit: str) -> str:
+def amount(value: float, unit: str) -> str:
+    """Returns a cost with its unit; `–` for 0, which stands for what is not known."""
     if not value:
         return units.MISSING
     return units.duration(value) if unit == "s" else units.si(value, unit)

@@ -1,10 +1,12 @@
-"""One self-contained HTML page for a run, and one for a comparison: no network, no script."""
+"""One self-contained HTML page for a run, one for a comparison, one for a folder of runs: no network, no script."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import yaml
@@ -12,21 +14,26 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedguild import __version__
+from fedguild.errors import CheckpointError
 from fedguild.files import write_text
 from fedguild.report import comparison_figures, figures, units
 from fedguild.report.comparison import ComparisonTable, compare
-from fedguild.report.costs import budget_costs, client_totals, phase_seconds
+from fedguild.report.costs import Cost, budget_costs, client_totals, phase_seconds
 from fedguild.report.grid import Grid
+from fedguild.report.index import REPORT_FILE, RunSummary, find_runs, summarise
 from fedguild.report.observation_figures import MOST_NAMED, observation_figure
 from fedguild.report.observations import Series, observation_grid, observed
 from fedguild.report.run_folder import Run, load_run
 from fedguild.report.stability import stability_grids
+from fedguild.report.standing import STATUS
+from fedguild.report.style import FULL_WIDTH, following, wide_and_narrow
 from fedguild.report.summary import budget_title, comparison_summary, run_summary
 from fedguild.report.sweep import SweepTable
 from fedguild.report.tables import RunTable, privacy_grid, routing_grid, run_table, task_grid, training_grid
+from fedguild.report.values import counts_values, curves_values, series_values
 
-REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
+INDEX_FILE = "index.html"
 _MOST_OBSERVATIONS_SHOWN = 4
 """Number of a method's figures that are shown; the others are collapsed."""
 
@@ -38,7 +45,7 @@ def write_report(run_folder: Path) -> Path:
         CheckpointError: the folder is not that of a run, or damaged, or has no score yet.
         FedGuildError: the page cannot be written.
     """
-    return _write(run_folder / REPORT_FILE, "run.html.j2", _run_page(load_run(run_folder)))
+    return _write(run_folder / REPORT_FILE, "run.html.j2", _run_page(load_run(run_folder), _both))
 
 
 def write_comparison(
@@ -90,9 +97,27 @@ def _seed_facts(seeds: Sequence[int]) -> list[str]:
     return [f"{units.count_of(len(seeds), 'seed')} ({', '.join(map(str, seeds))})"]
 
 
+def write_index(folder: Path) -> Path:
+    """Writes `index.html` into a folder of runs, a line for each with a link to its report, and returns its path.
+
+    The page filters by method, data, model and status without a script.
+
+    Raises:
+        CheckpointError: there is no run below the folder.
+        FedGuildError: the page cannot be written.
+    """
+    found = [summarise(each) for each in find_runs(folder)]
+    if not found:
+        raise CheckpointError(
+            f"There is no run in {folder}, nor below it.",
+            "Give the folder that `fedguild run` wrote, or one with such folders in it, for example runs.",
+        )
+    return _write(folder / INDEX_FILE, "index.html.j2", _index_page(folder, found))
+
+
 def run_figures(run: Run) -> dict[str, str]:
     """Returns the figures of a run's page as `<svg>` elements, by name."""
-    page = _run_page(run)
+    page = _run_page(run, _once)
     personal, experts = page["personal"] or {}, page["experts"] or {}
     drawn = {
         "scores": page["curves"],
@@ -114,7 +139,7 @@ def run_figures(run: Run) -> dict[str, str]:
 
 def run_fragment(run: Run) -> str:
     """Returns a run's facts, tables and scores over the rounds as HTML to place inside a page."""
-    page = _run_page(run)
+    page = _run_page(run, _once)
     personal = page["personal"] or {}
     grids = [page["grid"], personal.get("grid")]
     return _fragment(page, grids, [page["curves"] or personal.get("curves")])
@@ -140,7 +165,7 @@ def _fragment(page: Mapping[str, Any], grids: Sequence[Grid | None], drawn: Sequ
     return _environment().get_template("fragment.html.j2").render(**page, **shown)
 
 
-def _run_page(run: Run) -> dict[str, Any]:
+def _run_page(run: Run, shown: Shown) -> dict[str, Any]:
     table, totals = run_table(run), client_totals(run)
     curves = {budget_title(row.budget): run.curve("budget", row.budget.name) for row in table.rows}
     costs = budget_costs(run)
@@ -152,17 +177,20 @@ def _run_page(run: Run) -> dict[str, Any]:
         "facts": _facts(run),
         "summary": run_summary(table),
         "grid": table.grid() if table.rows else None,
-        "curves": _figure(figures.score_curves(curves, run.split)) if curves else None,
+        "curves": shown(lambda width: figures.score_curves(curves, run.split, width=width)) if curves else None,
+        "curve_values": curves_values(curves, f"{run.split.capitalize()} score by round"),
         "tasks": task_grid(run),
         "privacy": privacy_grid(run),
         "guarantee": run.guarantee,
-        "personal": _personal(run, table),
+        "personal": _personal(run, table, shown),
         "observations": seen[:_MOST_OBSERVATIONS_SHOWN],
         "more_observations": seen[_MOST_OBSERVATIONS_SHOWN:],
         "experts": _expert_figures(run),
         "routing": routing_grid(routing) if routing else None,
         "partition": _partition_figure(run),
+        "partition_values": _partition_values(run),
         "costs": _figure(figures.cost_bars(costs)) if costs else None,
+        "cost_bars": _cost_bars(costs),
         "clients": training_grid(totals) if totals else None,
         "phases": [(name, units.duration(spent), spent / sum(phases.values())) for name, spent in phases.items()],
         "rejections": run.rejections(),
@@ -184,13 +212,15 @@ def _comparison_page(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) 
         + [f"{units.count_of(len(table.seeds), 'seed')} ({', '.join(map(str, table.seeds))})"],
         "summary": comparison_summary(table),
         "scores": table.score_grid(),
-        "bars": _figure(comparison_figures.score_bars(table)),
-        "scatter": _figure(comparison_figures.cost_against_score(table, runs)),
-        "rounds": _figure(comparison_figures.curves_by_column(table, runs)),
+        "bars": _both(lambda width: comparison_figures.score_bars(table, width)),
+        "scatter": _both(lambda width: comparison_figures.cost_against_score(table, runs, width)),
+        "rounds": _both(lambda width: comparison_figures.curves_by_column(table, runs, width)),
         "observations": observation_grid(runs),
         "stability": stability_grids(runs),
         "costs": table.cost_grid(),
         "partition": _partition_figure(first),
+        "partition_values": _partition_values(first),
+        "round_values": _round_values(table, runs),
         "partition_seed": first.seed,
         "equal_inference": table.equal_inference and bool(table.budgets),
         "with_budgets": bool(table.budgets),
@@ -199,6 +229,44 @@ def _comparison_page(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) 
         "rejections": rejections,
         "configs": [(label, _yaml(members[0].config)) for label, members in runs.items()],
         "environment": list(_flat(first.environment)),
+    }
+
+
+def _index_page(folder: Path, found: Sequence[RunSummary]) -> dict[str, Any]:
+    of: dict[str, Callable[[RunSummary], str]] = {
+        "method": lambda run: run.method,
+        "data": lambda run: run.data,
+        "model": lambda run: run.model,
+        "status": lambda run: STATUS[run.word],
+    }
+    choices = {key: sorted({value(run) for run in found} - {""}) for key, value in of.items()}
+    places = {key: {choice: place for place, choice in enumerate(known)} for key, known in choices.items()}
+    rows = [
+        {
+            "name": run.name,
+            "place": run.folder.relative_to(folder).as_posix(),
+            "link": quote((run.folder / REPORT_FILE).relative_to(folder).as_posix()) if run.has_report else "",
+            "places": [(key, places[key].get(value(run), "")) for key, value in of.items()],
+            "word": STATUS[run.word],
+            "cells": [
+                *(units.score(run.score), units.score(run.before), f"{run.round}/{run.rounds or '?'}"),
+                *(run.method, run.data, run.model),
+                units.count(run.clients) if run.clients else units.MISSING,
+                units.MISSING if run.seed is None else str(run.seed),
+                units.duration(run.seconds),
+            ],
+            "reason": run.reason,
+        }
+        for run in found
+    ]
+    headings = ("Run", "Status", "Score", "Before", "Rounds", "Method", "Data", "Model", "Clients", "Seed", "Time")
+    return {
+        "title": folder.resolve().name,
+        "count": units.count_of(len(found), "run"),
+        "words": sorted(Counter(STATUS[run.word] for run in found).items()),
+        "filters": [{"key": key, "title": key.capitalize(), "choices": known} for key, known in choices.items()],
+        "headings": headings,
+        "rows": rows,
     }
 
 
@@ -231,11 +299,18 @@ def _expert_figures(run: Run) -> dict[str, Any] | None:
     return {
         "round": routing.round,
         "mean": _figure(figures.expert_heat_map(frequency, names)),
+        "values": counts_values(
+            frequency.mean(axis=1),
+            names,
+            list(map(str, range(routing.experts))),
+            "Tokens routed to each expert",
+            digits=3,
+        ),
         "layers": _figure(figures.expert_heat_maps_by_layer(frequency)) if routing.layers > 1 else None,
     }
 
 
-def _personal(run: Run, table: RunTable) -> dict[str, Any] | None:
+def _personal(run: Run, table: RunTable, shown: Shown) -> dict[str, Any] | None:
     """Returns the clients' scores on their own data: a table, the means over the rounds, a mark per model."""
     if not table.clients:
         return None
@@ -255,8 +330,9 @@ def _personal(run: Run, table: RunTable) -> dict[str, Any] | None:
     known = {name: curve for name, curve in curves.items() if curve}
     return {
         "grid": table.client_grid(),
-        "curves": _figure(figures.score_curves(known, run.split, "personal")) if known else None,
-        "dots": _figure(figures.client_dots(drawn, run.split)) if drawn else None,
+        "curves": shown(lambda width: figures.score_curves(known, run.split, "personal", width)) if known else None,
+        "curve_values": curves_values(known, f"{run.split.capitalize()} score by round, mean over the clients"),
+        "dots": shown(lambda width: figures.client_dots(drawn, run.split, width)) if drawn else None,
         "both": len(known) > 1,
     }
 
@@ -275,15 +351,49 @@ def _observation(series: Series, place: int) -> dict[str, Any]:
         many = len(series.lines()) > MOST_NAMED
         caption = f"{series.title}{of}, over the rounds."
         caption += f" A line for each of {len(series.lines())}; the thick one is their mean." if many else ""
-    return {"caption": caption, "svg": _figure(observation_figure(series, f"observed-{place}"))}
+    drawn = _figure(observation_figure(series, f"observed-{place}"))
+    return {"caption": caption, "svg": drawn, "values": series_values(series)}
+
+
+def _cost_bars(costs: Mapping[str, Cost]) -> list[tuple[str, list[tuple[str, str, float]]]]:
+    """Returns the title of each kind of cost, and (budget, printed value, share of the largest), for a narrow page."""
+    panels = figures.cost_panels(costs) if costs else []
+    return [
+        (
+            title,
+            [
+                (name, figures.amount(value, unit), value / (max(values) or 1.0))
+                for name, value in zip(costs, values, strict=True)
+            ],
+        )
+        for title, unit, values in panels
+    ]
 
 
 def _partition_figure(run: Run) -> Markup | None:
     if run.guarantee or run.partition is None or not run.partition.counts or not run.partition.labels:
         return None
+    return _figure(figures.partition_bubbles(run.partition.labels, np.asarray(run.partition.counts), _holders(run)))
+
+
+def _partition_values(run: Run) -> Grid | None:
+    if run.guarantee or run.partition is None or not run.partition.counts or not run.partition.labels:
+        return None
+    counts = np.asarray(run.partition.counts)
+    return counts_values(counts, _holders(run), run.partition.labels, "Examples of each label on each client")
+
+
+def _holders(run: Run) -> list[str]:
+    """Returns the names of the clients that share the data."""
     budgets = {record.client: record.budget for record in run.clients}
-    names = [_client_name(client, budgets) for client in range(len(run.partition.counts))]
-    return _figure(figures.partition_bubbles(run.partition.labels, np.asarray(run.partition.counts), names))
+    return [_client_name(client, budgets) for client in range(len(run.partition.counts) if run.partition else 0)]
+
+
+def _round_values(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> Grid | None:
+    """Returns round × method and column, mean over the seeds."""
+    means = comparison_figures.mean_curves(table, runs)
+    curves = {f"{label}, {column}": curve for (label, column), curve in means.items()}
+    return curves_values(curves, f"{table.split.capitalize()} score by round, mean over the seeds")
 
 
 def _client_name(client: int, budgets: Mapping[int, str]) -> str:
@@ -312,6 +422,20 @@ def _figure(svg: str) -> Markup:
     return Markup(svg)
 
 
+Shown = Callable[[Callable[[float], str]], Markup]
+"""Places a figure that can be drawn at any width in inches."""
+
+
+def _both(draw: Callable[[float], str]) -> Markup:
+    """Marks one of our figures, drawn for both widths of a page, as safe to place in the page."""
+    return _figure(wide_and_narrow(draw))
+
+
+def _once(draw: Callable[[float], str]) -> Markup:
+    """Marks one of our figures, drawn for a desk's page alone, alike."""
+    return _figure(draw(FULL_WIDTH))
+
+
 def _environment() -> Environment:
     return Environment(
         loader=PackageLoader("fedguild.report"),
@@ -323,5 +447,6 @@ def _environment() -> Environment:
 
 
 def _write(path: Path, template: str, page: Mapping[str, Any]) -> Path:
-    write_text(path, _environment().get_template(template).render(version=__version__, **page))
+    text = _environment().get_template(template).render(version=__version__, **page)
+    write_text(path, following(text))
     return path

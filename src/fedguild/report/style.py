@@ -7,10 +7,12 @@ and can be selected and searched.
 
 from __future__ import annotations
 
+import colorsys
 import html
 import io
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Literal
@@ -22,6 +24,8 @@ from matplotlib.figure import Figure
 
 FULL_WIDTH = 9.0
 """Inches; at 96 pixels each the width of the page's text block."""
+NARROW_WIDTH = 3.7
+"""Inches; the width of a telephone's page, 390 pixels less its margins."""
 INK = "#1d2733"
 MUTED = "#5c6773"
 RULE = "#d5dbe1"
@@ -52,6 +56,65 @@ _SETTINGS: dict[Any, Any] = {
     "hatch.linewidth": 0.6,
 }
 _PAGE_FONT = "'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
+
+
+def trend_limits(values: Iterable[float], bounds: tuple[float, float] = (-math.inf, math.inf)) -> tuple[float, float]:
+    """Returns the limits of an axis that shows how values differ: a little beyond the smallest and the largest.
+
+    Bars are measured from zero instead, since their length is what is read.
+
+    Args:
+        values: What is drawn; what is not finite does not count.
+        bounds: The limits of what a value can be.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return (0.0, 1.0)
+    low, high = min(finite), max(finite)
+    room = 0.07 * (high - low) or 0.05 * abs(high) or 0.05
+    return max(bounds[0], low - room), min(bounds[1], high + room)
+
+
+def wide_and_narrow(draw: Callable[[float], str]) -> str:
+    """Returns a figure drawn for a desk's page and for a telephone's, of which the page shows the one that fits.
+
+    Args:
+        draw: Returns the figure at a width in inches, under ids that depend on it (`key_at`).
+    """
+    wide, narrow = draw(FULL_WIDTH), draw(NARROW_WIDTH)
+    return f'<div class="on-desk">{wide}</div><div class="on-phone">{narrow}</div>'
+
+
+def key_at(key: str, width: float) -> str:
+    """Returns the prefix of the ids of a figure at a width."""
+    return key if width == FULL_WIDTH else f"{key}-narrow"
+
+
+_PAGE_COLOURS = {INK: "--ink", MUTED: "--muted", RULE: "--rule", "#ffffff": "--paper", "#000000": "--ink"}
+
+
+def following(page: str) -> str:
+    """Returns a page whose figures have the colours of the page: on a dark one, those that stand out there."""
+    drawn = re.sub(r"<svg\b.*?</svg>", lambda svg: _DRAWN_IN.sub(_from_page, svg[0]), page, flags=re.DOTALL)
+    known = sorted(set(re.findall(r"var\(--c-([0-9a-f]{6})\)", drawn)))
+    light, dark = (" ".join(f"--c-{colour}: {of(colour)};" for colour in known) for of in ("#{}".format, _on_dark))
+    rules = f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+    return drawn.replace("</style>", f"{rules if known else ''}</style>", 1)
+
+
+_DRAWN_IN = re.compile(r"((?:fill|stroke): ?)(#[0-9a-fA-F]{6})\b")
+
+
+def _from_page(found: re.Match[str]) -> str:
+    colour = found[2].lower()
+    return f"{found[1]}var({_PAGE_COLOURS.get(colour, f'--c-{colour[1:]}')})"
+
+
+def _on_dark(colour: str) -> str:
+    """Returns a colour that stands out on a dark page as this one does on a light page."""
+    hue, lightness, saturation = colorsys.rgb_to_hls(*(int(colour[place : place + 2], 16) / 255 for place in (0, 2, 4)))
+    lighter = min(max(1 - 0.8 * lightness, 0.58), 0.86)
+    return to_hex(colorsys.hls_to_rgb(hue, lighter, saturation))
 
 
 @contextmanager

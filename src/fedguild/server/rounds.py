@@ -14,6 +14,7 @@ from typing import Literal, cast
 
 from torch import Tensor
 
+from fedguild.activity import Note, unnoted
 from fedguild.client.budget import ClientInfo
 from fedguild.config.federation import FederationSettings
 from fedguild.errors import CheckpointError, DivergedError, NotFiniteError, UploadError
@@ -129,6 +130,7 @@ def run_round(
     private_mean: PrivateMean | None = None,
     again: Again | None = None,
     diagnose: bool = False,
+    note: Note = unnoted,
 ) -> Outcome:
     """Runs one round.
 
@@ -153,6 +155,7 @@ def run_round(
         private_mean: Central differential privacy, which takes the guard's place.
         again: Decides before each further attempt who is asked once more; None for everybody whose upload is missing.
         diagnose: Whether to look at what averaging does to the uploads; a round's uploads are then all held.
+        note: Takes what happens in the round, for whoever watches.
 
     Raises:
         DivergedError: every upload has NaN or infinity; the earlier state is unchanged.
@@ -172,7 +175,7 @@ def run_round(
     largest = None if guard is None else guard.largest_value
     accepted = frozenset(accepted_before)
     zeroes = private_mean is not None
-    intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, accepted, largest, again, zeroes)
+    intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, accepted, largest, again, zeroes, note)
     diagnosis = Diagnosis(own, model) if diagnose else None
     with (
         outcome.clock.phase("aggregate"),
@@ -224,7 +227,9 @@ class _Intake:
         largest_value: float | None = None,
         again: Again | None = None,
         zeroes_broken: bool = False,
+        note: Note = unnoted,
     ) -> None:
+        self.note = note
         self.largest_value, self.again, self.zeroes_broken = largest_value, again, zeroes_broken
         self.method, self.model, self.engine, self.rules = method, model, engine, rules
         self.outcome, self.wanted, self.accepted_before = outcome, wanted, accepted_before
@@ -250,6 +255,8 @@ class _Intake:
             if attempt:
                 self.retried.update(task.client.index for task in tasks)
             terms = Terms(self.rules.deadline_seconds, enough=missing if missing < len(tasks) else None)
+            asked = [task.client.index for task in tasks]
+            self.note("asked", round=self.outcome.round, attempt=attempt, clients=asked)
             arriving = self.engine.train(self.method, self.model, tasks, terms)
             while True:
                 with self.outcome.clock.phase("train"):
@@ -258,8 +265,10 @@ class _Intake:
                     break
                 with self.outcome.clock.phase("validate"):
                     upload = self._sorted_in(delivery)
+                self._tell_of(delivery)
                 if upload is not None:
                     yield upload
+        self.note("phase", phase="aggregate")
         yield from self._late_uploads()
 
     def with_downloads(self, uploads: Iterable[Upload]) -> Iterator[tuple[Upload, Payload]]:
@@ -275,6 +284,7 @@ class _Intake:
         if upload.round == self.outcome.round:
             self.accepted.discard(index)
             self.outcome.rejected[index] = reason
+            self.note("withdrawn", client=index, reason=reason)
         strays = self.outcome.strays
         for position, stray in enumerate(strays):
             if (stray.round, stray.client, stray.dropped) == (upload.round, index, ""):
@@ -329,6 +339,13 @@ class _Intake:
             return None
         self.accepted.add(index)
         return Upload(outcome.round, delivery.task.client, delivery.upload)
+
+    def _tell_of(self, delivery: Delivery) -> None:
+        """Notes what became of a delivery of this round."""
+        index, outcome = delivery.task.client.index, self.outcome
+        if delivery.task.round == outcome.round and index in self.tasks:
+            reason, needed = outcome.rejected.get(index, ""), index not in self.unneeded
+            self.note("delivered", client=index, reason=reason, needed=needed)
 
     def _set_aside(self, delivery: Delivery) -> None:
         """Keeps an upload of the round before if the rules allow it; drops all others."""

@@ -1,0 +1,53 @@
+"""The contacts of a federation's server with its clients, as events for whoever watches the run."""
+
+from __future__ import annotations
+
+from fedguild.activity import Note
+from fedguild.engines.flower.message import Message
+from fedguild.engines.flower.transport import Node, NoReply, Transport
+from fedguild.wire.schema import printable
+
+
+class NotedTransport:
+    """A `Transport` that notes who is connected, what was sent, and who answered.
+
+    Clients are named as the operator registered their keys, never as they name themselves.
+
+    Args:
+        transport: Carries the messages.
+        note: Takes the events.
+    """
+
+    def __init__(self, transport: Transport, note: Note) -> None:
+        self._transport, self._note = transport, note
+        self._names: dict[int, str] = {}
+        self._online: list[str] | None = None
+        self._sent: dict[str, tuple[str, str]] = {}
+
+    def nodes(self) -> list[Node]:
+        """Returns the connected nodes; notes them where they are others than before."""
+        nodes = self._transport.nodes()
+        self._names.update({node.id: node.name for node in nodes if node.name})
+        online = sorted(node.name for node in nodes if node.name)
+        if online != self._online:
+            self._online = online
+            self._note("online", clients=online)
+        return nodes
+
+    def send(self, node: int, message: Message, *, ttl_seconds: float) -> str:
+        """Sends a message; returns the id to poll for its reply with."""
+        identifier = self._transport.send(node, message, ttl_seconds=ttl_seconds)
+        asked = f"client-{message.client:03d}" if message.client >= 0 else ""
+        name = self._names.get(node, asked)
+        self._sent[identifier] = name, message.kind
+        self._note("sent", client=name, kind=message.kind, round=message.round)
+        return identifier
+
+    def poll(self, message_id: str) -> Message | NoReply | None:
+        """Returns the reply to a message, once; notes it."""
+        reply = self._transport.poll(message_id)
+        if reply is not None:
+            name, kind = self._sent.pop(message_id, ("", ""))
+            failure = reply.reason if isinstance(reply, NoReply) else reply.failure
+            self._note("answered", client=name, kind=kind, failure=printable(failure))
+        return reply

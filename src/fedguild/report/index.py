@@ -1,0 +1,230 @@
+"""The runs of a folder, a line for each: what the index page and the live page show of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pydantic_core import from_json
+
+from fedguild.activity import ActivityLog
+from fedguild.locking import HOLDER
+from fedguild.report.standing import CONFIG, Word, read_yaml, standing
+from fedguild.server.run_log import RunLog
+from fedguild.tail import Tail
+
+REPORT_FILE = "report.html"
+PLAN_FILE = "cells.json"
+"""The file in which a comparison says which runs it consists of, before it begins them."""
+DEPTH = 4
+"""Levels of folders below the given one in which runs are looked for."""
+_MEANS = ("mean", "mtal", "trained", "received")
+_KINDS = (b'{"kind":"round"', b'{"kind":"evaluation"')
+_LAST_BYTES = 1 << 16
+_ENDINGS = ("ended", "stopped", "interrupted", "failed")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run in a line.
+
+    Attributes:
+        folder: Its folder.
+        name: Its name.
+        method: Its method.
+        model: Its backbone.
+        data: Its corpus.
+        clients: How many clients it has.
+        seed: Its seed.
+        rounds: The rounds that its config asks for; 0 if that is not known.
+        round: The last complete round.
+        word: How it stands.
+        reason: Why; may be empty.
+        score: The last score: the mean over the budgets, or over the clients; None before the first.
+        before: The same before training.
+        seconds: Wall time of its complete rounds.
+        has_report: Whether its report was written.
+    """
+
+    folder: Path
+    name: str
+    method: str = ""
+    model: str = ""
+    data: str = ""
+    clients: int = 0
+    seed: int | None = None
+    rounds: int = 0
+    round: int = 0
+    word: Word = "waiting"
+    reason: str = ""
+    score: float | None = None
+    before: float | None = None
+    seconds: float = 0.0
+    has_report: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as JSON values, without the folder."""
+        return {key: value for key, value in asdict(self).items() if key != "folder"}
+
+
+class SummaryReader:
+    """The summary of a run that may be going on; reads only what is new.
+
+    Args:
+        folder: The run's folder; it need not exist yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stamp: tuple[Any, ...] | None = None
+        self._known: RunSummary | None = None
+        self._records = Tail(folder / RunLog.FILE)
+        self._scores: dict[tuple[str, str, str], dict[int, float]] = {}
+        self._rounds: dict[int, float] = {}
+
+    def read(self) -> RunSummary:
+        """Returns the summary; that of before where no file has changed."""
+        stamp = tuple(_stamp(self.folder / name) for name in (CONFIG, RunLog.FILE, ActivityLog.FILE, REPORT_FILE))
+        busy = (self.folder / HOLDER).exists()
+        if stamp != self._stamp or busy or self._known is None or self._known.word == "running":
+            self._stamp, self._known = stamp, self._read(busy)
+        return self._known
+
+    def _read(self, busy: bool) -> RunSummary:
+        while True:
+            lines, began = self._records.read()
+            if began:
+                self._scores, self._rounds = {}, {}
+            for line in lines:
+                self._take(line)
+            if not lines:
+                break
+        if not busy:
+            self._records.close()
+        config = read_yaml(self.folder / CONFIG)
+        rounds, last = _number(config, "federation", "rounds"), max(self._rounds, default=0)
+        how = standing(self.folder, last_ending(self.folder), last, rounds)
+        score, before = self._headline()
+        return RunSummary(
+            folder=self.folder,
+            name=str(config.get("name") or self.folder.name),
+            method=_text(config, "method", "name"),
+            model=_text(config, "model", "path"),
+            data=_text(config, "data", "corpus"),
+            clients=_number(config, "federation", "clients"),
+            seed=config.get("seed"),
+            rounds=rounds,
+            round=last,
+            word=how.word,
+            reason=how.reason,
+            score=score,
+            before=before,
+            seconds=sum(self._rounds.values()),
+            has_report=(self.folder / REPORT_FILE).is_file(),
+        )
+
+    def _take(self, line: bytes) -> None:
+        if not line.startswith(_KINDS):
+            return
+        try:
+            record = from_json(line)
+            if record["kind"] == "round":
+                self._rounds[record["round"]] = float(record["seconds"])
+            elif record["scope"] in ("summary", "budget") and isinstance(record["score"], (int, float)):
+                key = record["scope"], record["name"], record["split"]
+                self._scores.setdefault(key, {})[record["round"]] = record["score"]
+        except (ValueError, KeyError, TypeError):
+            return  # a damaged line; `fedguild report` says which
+
+    def _headline(self) -> tuple[float | None, float | None]:
+        """Returns the last score and that before training, of the first mean that was recorded."""
+        for split in ("test", "validation"):
+            for name in _MEANS:
+                scores = self._scores.get(("summary", name, split))
+                if scores:
+                    return scores[max(scores)], scores.get(0)
+            budgets = [
+                by_round for (scope, _, of), by_round in self._scores.items() if (scope, of) == ("budget", split)
+            ]
+            if budgets:
+                last = max(max(by_round) for by_round in budgets)
+                return _mean_of(budgets, last), _mean_of(budgets, 0)
+        return None, None
+
+
+def summarise(folder: Path) -> RunSummary:
+    """Returns the summary of a run's folder."""
+    return SummaryReader(folder).read()
+
+
+def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
+    """Returns the folders of runs below a folder, in the order of their names; the folder itself is none of them."""
+    return list(_runs_below(folder, depth))
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run, or of one that is just beginning."""
+    return any((folder / name).is_file() for name in (CONFIG, ActivityLog.FILE, HOLDER))
+
+
+def read_plan(folder: Path) -> list[Mapping[str, Any]]:
+    """Returns the planned cells of a comparison's folder; none if it has no plan."""
+    try:
+        cells = json.loads((folder / PLAN_FILE).read_text("utf-8"))["cells"]
+        known = [cell for cell in cells if {"row", "column", "seed", "folder"} <= set(cell)]
+        return [cell for cell in known if not Path(cell["folder"]).is_absolute() and ".." not in cell["folder"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def last_ending(folder: Path) -> tuple[str, str] | None:
+    """Returns how a run last ended, with the reason; None if it has not, or does not say."""
+    try:
+        with open(folder / ActivityLog.FILE, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+            last = file.read().rstrip(b"\n").rpartition(b"\n")[2]
+        event = from_json(last)
+        return (event["event"], str(event.get("reason", ""))) if event["event"] in _ENDINGS else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
+    try:
+        inside = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    except OSError:
+        return
+    for each in inside:
+        if is_run(each):
+            yield each
+        elif depth > 1:
+            yield from _runs_below(each, depth - 1)
+
+
+def _mean_of(budgets: Sequence[Mapping[int, float]], number: int) -> float | None:
+    """Returns the mean over the budgets after a round, as logs of earlier versions do not hold it; None without."""
+    scores = [by_round[number] for by_round in budgets if number in by_round]
+    return fmean(scores) if scores else None
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _number(config: Mapping[str, Any], section: str, key: str) -> int:
+    value = (config.get(section) or {}).get(key, 0)
+    return value if isinstance(value, int) else 0
+
+
+def _text(config: Mapping[str, Any], section: str, key: str) -> str:
+    inside = config.get(section)
+    return str(inside.get(key) or "") if isinstance(inside, Mapping) else str(inside or "")

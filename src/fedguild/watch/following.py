@@ -1,0 +1,109 @@
+"""Following a folder: what it is, and a thread that reads its files as they grow."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+from fedguild.config.site import SERVER_FILE, load_server
+from fedguild.report.index import PLAN_FILE, find_runs, is_run
+from fedguild.report.standing import Standing
+from fedguild.watch.board import Board
+from fedguild.watch.federation_view import AUDIT, RUN, FederationView
+from fedguild.watch.grid_view import GridView
+from fedguild.watch.run_view import RunView
+
+POLL_SECONDS = 0.2
+LOOK_SECONDS = 1.0
+"""A folder in which there is nothing yet is looked at again after this time."""
+
+
+class View(Protocol):
+    """The parts of a page, read from a folder."""
+
+    def refresh(self) -> bool:
+        """Reads what is new; returns whether there is more to read already."""
+        ...
+
+    def close(self) -> None:
+        """Closes the files."""
+        ...
+
+
+def view_of(folder: Path, board: Board) -> View | None:
+    """Returns the view of a folder: a federation, a run, or a folder of runs; None while it is none of them.
+
+    Raises:
+        ConfigError: it is a federation's server folder with a wrong server.yaml.
+    """
+    if (folder / SERVER_FILE).is_file():
+        return FederationView(folder / load_server(folder).state, board)
+    if folder.name == RUN and (folder.parent / AUDIT).is_file():
+        return FederationView(folder.parent, board)
+    if is_run(folder):
+        return RunView(folder, board)
+    if (folder / PLAN_FILE).is_file() or find_runs(folder):
+        return GridView(folder, board)
+    return None
+
+
+class Follower:
+    """Keeps a board in step with a folder, in a thread of its own.
+
+    Args:
+        folder: The folder; it need not exist yet.
+        poll_seconds: How often its files are looked at.
+    """
+
+    def __init__(self, folder: Path, poll_seconds: float = POLL_SECONDS) -> None:
+        self.folder, self.board = folder, Board()
+        self.view: View | None = None
+        self.used = time.monotonic()
+        self._poll_seconds = poll_seconds
+        self._stop = threading.Event()
+        self._reading = threading.Lock()
+        self._looked = -LOOK_SECONDS
+        self._thread = threading.Thread(target=self._follow, name=f"follow {folder}", daemon=True)
+
+    def start(self) -> None:
+        """Begins to follow; returns once the folder was looked at."""
+        self.refresh()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops following, for good."""
+        self._stop.set()
+        self.board.close()
+
+    def refresh(self) -> bool:
+        """Reads what is new; returns whether there is more to read already."""
+        with self._reading:
+            before = self.board.version
+            if self.view is None:
+                self._look()
+            more = self.view.refresh() if self.view is not None else False
+        if self.board.version != before:
+            self.board.tell()
+        return more
+
+    def _look(self) -> None:
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        self.view = view_of(self.folder, self.board)
+        if self.view is not None:
+            self.board.clear()
+            return
+        awaited = f"Nothing in {self.folder} yet; the page follows it as soon as there is a run."
+        how = Standing("waiting", awaited)
+        self.board.put("page", "facts", {"kind": "waiting", "folder": str(self.folder), "name": self.folder.name})
+        self.board.put("page", "standing", {"word": how.word, "reason": how.reason, "holder": ""})
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            if not self.refresh():
+                self._stop.wait(self._poll_seconds)
+        if self.view is not None:
+            self.view.close()
