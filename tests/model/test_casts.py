@@ -27,7 +27,10 @@ def test_a_tensor_is_cast_once_until_it_changes():
 
 
 def test_two_passes_of_a_step_cast_once_and_the_next_step_anew(monkeypatch):
-    """Each of three projections' two factors in each of two layers; the losses follow the updates."""
+    """Each of three projections' two factors in each of two layers, and the scale of each layer once for all.
+
+    The losses follow the updates.
+    """
     made = []
     original = Casts.of
 
@@ -52,7 +55,7 @@ def test_two_passes_of_a_step_cast_once_and_the_next_step_anew(monkeypatch):
                 losses[-1].backward()
             optimizer.step([0.05])
             counts.append(sum(made))
-    assert counts == [12, 12]
+    assert counts == [12 + 2, 12]
     assert losses[0] == losses[1]
     assert losses[2] == losses[3]
     assert losses[2] < losses[1]

@@ -13,7 +13,7 @@ Segments, row_block = segmented.Segments, segmented.row_block
 segmented_outer, segmented_rows = segmented.segmented_outer, segmented.segmented_rows
 
 SIZES = {
-    "ragged": (3, 0, 17, 1, 40, 0),
+    "ragged": (3, 0, 17, 1, 20, 0),
     "one row each": (1, 1, 1),
     "one group": (5,),
     "the last is empty": (0, 33, 0),
@@ -71,7 +71,7 @@ def test_rows_times_their_groups_matrix(sizes, dtype):
 def test_two_projections_at_once(dtype):
     """From common rows side by side, each from its own rows, and their sum."""
     sizes = SIZES["ragged"]
-    n, groups, inner, outer = sum(sizes), len(sizes), 17, 40
+    n, groups, inner, outer = sum(sizes), len(sizes), 17, 18
     shared, both = normal(n, inner, seed=1, dtype=dtype), normal(n, 2 * inner, seed=2, dtype=dtype)
     first, second = (normal(groups, inner, outer, seed=seed, dtype=dtype) for seed in (3, 4))
     segments = Segments.of(ends_of(sizes), n, dtype)

@@ -67,6 +67,29 @@ def test_nothing_is_counted_unless_asked(olmoe_backbone):
     assert not statistics.tokens.any()
 
 
+def test_a_count_that_was_left_ends_without_ending_another(olmoe_backbone):
+    """As when the garbage collector closes a training that failed, in the middle of the next."""
+    plan = AdapterPlan((Lora(2, 1.0, ("experts",)),))
+
+    def training():
+        with SlotModel(olmoe_backbone, [plan]) as model, model.collect_routing() as statistics:
+            yield statistics
+
+    def failed():
+        with SlotModel(olmoe_backbone, [plan]) as model:
+            count = model.collect_routing()
+            count.__enter__()
+            return count
+
+    left = failed()
+    running = training()
+    statistics = next(running)
+    left.__exit__(None, None, None)
+    assert olmoe_backbone.runtime.statistics is statistics
+    running.close()
+    assert olmoe_backbone.runtime.statistics is None
+
+
 def test_frequencies_by_token_and_by_step():
     statistics = RoutingStatistics.empty(1, 2, 3, torch.device("cpu"))
     for counts, tokens in (([[4, 1, 0], [0, 0, 0]], [5, 0]), ([[3, 0, 0], [2, 2, 0]], [3, 2])):

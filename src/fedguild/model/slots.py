@@ -263,7 +263,9 @@ class SlotModel:
         try:
             yield statistics
         finally:
-            self.backbone.runtime.statistics = None
+            # A training that failed may be left, and this run by the garbage collector, while another one counts.
+            if self.backbone.runtime.statistics is statistics:
+                self.backbone.runtime.statistics = None
 
     def _pass(
         self,
