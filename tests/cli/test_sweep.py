@@ -16,6 +16,7 @@ from fedguild.config import Config, load_config
 from fedguild.errors import ConfigError, DivergedError
 from fedguild.payload import Payload
 from fedguild.progress import Progress
+from fedguild.report.index import PLAN_FILE
 from fedguild.report.run_folder import load_run
 from fedguild.report.sweep import SweepTable, tabulate
 from fedguild.server import checkpoint
@@ -69,6 +70,8 @@ def test_every_combination_and_seed_is_a_run_scored_on_validation_examples(invok
     assert "Report: grid/sweep.html" in result.stderr
     page = Path("grid/sweep.html").read_text()
     assert all(text in page for text in ("method.rank", "3e-3", "★", 'aria-label="Heat map: mean'))
+    planned = json.loads(Path("grid", PLAN_FILE).read_text())["cells"]  # what `fedguild watch grid` shows from the start
+    assert [f"grid/{cell['folder']}" for cell in planned] == [str(folder) for _, folder in ranked.calls]
 
 
 def test_the_same_command_continues_and_one_with_more_values_adds(invoke: Invoke, ranked: Ranked) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fedguild.api.cells import Cell, ProgressOf, Tell, complete, require_fit, say_nothing, silent
+from fedguild.api.cells import Cell, Column, ProgressOf, Tell, complete, require_fit, say_nothing, silent, write_plan
 from fedguild.api.comparing import SEEDS, checked_seeds, require_no_functions
 from fedguild.api.inputs import Inputs, gather
 from fedguild.config.explaining import Layer
@@ -88,10 +88,12 @@ def sweep(
         from fedguild.api.ray_cells import complete_on_ray
 
         require_no_functions(given, callbacks, "on Ray")
+        write_plan([Column("", folder, tuple(every))], folder)
         complete_on_ray(every, address, cores, tell, may_diverge=True)
     else:
         if jobs > 1:
             require_no_functions(given, callbacks, "with more than one job")
+        write_plan([Column("", folder, tuple(every))], folder)
         complete(every, jobs, tell=tell, progress=progress, callbacks=callbacks, may_diverge=True)
     return _tabulated(folder, swept, cells)
 
