@@ -12,8 +12,10 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.costs.flops import cost
+from fedguild.costs.memory import evaluation_batch_tokens
 from fedguild.data import Example
 from fedguild.data.corpora import corpus_spec
+from fedguild.engines.cohorts import MEMORY_SHARE, free_bytes
 from fedguild.errors import ConfigError
 from fedguild.evaluation.likelihood import Candidates, candidate_losses
 from fedguild.evaluation.metrics import METRICS, load_metrics
@@ -34,6 +36,8 @@ MODELS_AT_ONCE = 8
 """Number of models that share a forward pass if the cohort size is `auto`."""
 UNTRAINED_TEXTS = 16
 """Number of training texts by which the backbone's own loss is estimated."""
+CPU_BATCH_TOKENS, LEAST_BATCH_TOKENS = 8192, 64
+"""Tokens of a batch that `evaluation.batch_tokens: auto` takes on a CPU, where more make nothing faster; the fewest."""
 
 
 def evaluate_state(experiment: Experiment, state: Payload, number: int, split: Split | None = None) -> list[Record]:
@@ -147,7 +151,7 @@ def _scored_at_once(
                 backbone.tokenizer,
                 max_tokens=config.data.max_tokens,
                 max_new_tokens=settings.max_new_tokens,
-                batch_tokens=settings.batch_tokens,
+                batch_tokens=_batch_tokens(experiment, model),
                 scoring=_scoring(experiment),
             )
     flops = [cost(backbone.info, plan).table_flops(1, adapters=False) for plan in plans]
@@ -171,6 +175,19 @@ def untrained_loss(experiment: Experiment) -> float:
         (losses,) = candidate_losses(model, [rows], config.evaluation.batch_tokens, pad_id(backbone.tokenizer))
     tokens = sum(len(row.responses[0]) for row in rows)
     return sum(loss for (loss,) in losses) / max(1, tokens)
+
+
+def _batch_tokens(experiment: Experiment, model: SlotModel) -> int:
+    """Returns the tokens of a batch: the config's, or as many as fit a GPU's memory beside the loaded slots."""
+    wanted, backbone = experiment.config.evaluation.batch_tokens, experiment.backbone
+    if wanted != "auto":
+        return wanted
+    if backbone.device.type == "cpu":
+        return CPU_BATCH_TOKENS
+    casts = sum(tensor.stored.numel() for tensor in model.loaded.values()) * backbone.dtype.itemsize
+    free = int(MEMORY_SHARE * max(0, free_bytes(backbone.device) - casts))
+    largest = max(model.plans, key=lambda plan: plan.active_experts or backbone.info.top_k)
+    return max(LEAST_BATCH_TOKENS, evaluation_batch_tokens(backbone.info, largest, dtype=backbone.dtype, free=free))
 
 
 def _identity(merged: Mapping[str, Tensor]) -> list[tuple[str, int]]:

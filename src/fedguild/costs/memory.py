@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from fedguild.costs.flops import active_experts, cost, expert_parameters
-from fedguild.model.info import ModelInfo
+from fedguild.model.info import LinearInfo, ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes
 
 TRAINABLE_BYTES = 4  # adapters, their gradients and moments are fp32
@@ -93,6 +94,64 @@ def weight_bytes(model: ModelInfo, dtype: torch.dtype, *, four_bit: bool = False
     packed = sum(linears) + sum(experts)
     unpacked = model.parameters - packed + max([*linears, *experts], default=0)
     return math.ceil(NF4_BYTES * packed) + dtype.itemsize * unpacked
+
+
+def evaluation_bytes(model: ModelInfo, plan: AdapterPlan, *, dtype: torch.dtype) -> int:
+    """Returns an estimate of the bytes that a token of an evaluation's batch holds while it is generated from.
+
+    Those are the keys and values of all layers, and what one layer holds at a time.
+
+    Args:
+        model: The backbone.
+        plan: The plan of the slot with the most active experts.
+        dtype: Dtype of the backbone's products.
+    """
+    return dtype.itemsize * (cached_values(model) + 2 * sum(_layer_widths(model, plan)))
+
+
+def evaluation_batch_tokens(model: ModelInfo, plan: AdapterPlan, *, dtype: torch.dtype, free: int) -> int:
+    """Returns the tokens of an evaluation's batch that fit some free bytes of memory.
+
+    No tensor of a pass gets more than 2^31 values, which kernels count in 32 bits.
+    """
+    widest = max(_layer_widths(model, plan))
+    return max(1, min(free // evaluation_bytes(model, plan, dtype=dtype), (2**31 - 1) // widest))
+
+
+def cached_values(model: ModelInfo) -> int:
+    """Returns the keys and values that generation keeps for each token, over all layers.
+
+    With latent attention (DeepSeek), transformers keeps the keys and values of all heads. A projection of queries, keys
+    and values in one counts as if there were as many keys and values as it has inputs, an upper bound.
+    """
+    layers: dict[str, dict[str, LinearInfo]] = {}
+    for linear in model.linears:
+        if linear.group == "attention":
+            name, _, leaf = linear.name.rpartition(".")
+            layers.setdefault(name, {})[leaf] = linear
+    return sum(map(_cached_values, layers.values()))
+
+
+def _cached_values(attention: Mapping[str, LinearInfo]) -> int:
+    for key, value in (("k_proj", "v_proj"), ("k", "v")):
+        if key in attention and value in attention:
+            return attention[key].outputs + attention[value].outputs
+    query = attention.get("q_b_proj") or attention.get("q_proj")
+    if "kv_b_proj" in attention and "o_proj" in attention and query is not None:
+        return query.outputs + attention["o_proj"].inputs
+    return 2 * max(linear.inputs for linear in attention.values())
+
+
+def _layer_widths(model: ModelInfo, plan: AdapterPlan) -> tuple[int, ...]:
+    """Returns the values per token of one layer's largest tensors, of which a pass holds about two of each kind.
+
+    They are the active experts' inputs or outputs, what lies between them, a linear layer's output, and the residual.
+    """
+    experts = max((active_experts(moe, plan) for moe in model.moe), default=0)
+    hidden = max((moe.hidden for moe in model.moe), default=0)
+    inner = max((moe.width * (len(moe.projections) - 1) for moe in model.moe), default=0)
+    linear = max((linear.outputs for linear in model.linears), default=0)
+    return experts * hidden, experts * inner, linear, 2 * model.hidden
 
 
 def _kept_activations(model: ModelInfo, plan: AdapterPlan) -> int:

@@ -60,3 +60,17 @@ def generate_texts(
         for item in batch:
             texts[item.slot][item.index] = tokenizer.decode(next(continuations), skip_special_tokens=True).strip()
     return texts
+
+
+def decode_steps(prompt_tokens: Sequence[int], max_new_tokens: int, batch_tokens: int) -> int:
+    """Returns the forward passes that generation takes for prompts of these lengths, if no text ends early.
+
+    A batch takes one for each new token: the first over the prompts, the others over one token of each text.
+
+    Args:
+        prompt_tokens: Length of each prompt, of all slots together.
+        max_new_tokens: As in `generate_texts`.
+        batch_tokens: As in `generate_texts`.
+    """
+    items = [Item(0, index, length + max_new_tokens) for index, length in enumerate(prompt_tokens)]
+    return max_new_tokens * len(token_batches(items, batch_tokens))
