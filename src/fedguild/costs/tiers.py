@@ -47,11 +47,6 @@ class Workload:
     four_bit: bool = False
     wire_dtype: torch.dtype = torch.float32
 
-    @property
-    def moments(self) -> int:
-        """Moments that the optimizer keeps of each trainable."""
-        return int(self.training.momentum > 0) if self.training.optimizer == "sgd" else 2
-
 
 @dataclass(frozen=True)
 class Direction:
@@ -163,7 +158,7 @@ def _memory(model: ModelInfo, plan: AdapterPlan, workload: Workload, checkpointi
         plan,
         workload.tokens,
         dtype=workload.dtype,
-        moments=workload.moments,
+        moments=workload.training.moments,
         checkpointing=checkpointing,
         four_bit=four_bit,
     )

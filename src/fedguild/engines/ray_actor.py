@@ -19,7 +19,7 @@ from fedguild.client.cohort import LocalWork
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.client_report import ClientReport
-from fedguild.engines.cohorts import FittingCohorts, Trained, Trainer, free_bytes
+from fedguild.engines.cohorts import FittingCohorts, Trained, Trainer, free_bytes, further_plan
 from fedguild.errors import FedGuildError
 from fedguild.methods import build_method
 from fedguild.model.backbone import load_backbone
@@ -103,8 +103,9 @@ class CohortActor:
         request = CohortJob.from_plain(job)
         method = build_method(request.method, request.options)
         plans = [method.plan(self.trainer.backbone.info, client.budget) for client in request.clients]
-        longest = max(int(self.examples[f"{client.index}/lengths"].max()) for client in request.clients)
-        return self.trainer.cohort_size(plans, longest, self._free_bytes())
+        lengths = [self.examples[f"{client.index}/lengths"].tolist() for client in request.clients]
+        beside = further_plan(method, self.trainer.backbone.info, request.clients, request.round)
+        return self.trainer.cohort_size(plans, lengths, self._free_bytes(), beside)
 
     def train(self, job: Plain, *payloads: bytes) -> tuple[Plain, list[bytes]]:
         """Trains a cohort, in parts where the memory does not hold it at once.

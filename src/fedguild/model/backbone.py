@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_accelerate_available
 
 from fedguild.data.batches import Seq2Seq
 from fedguild.errors import ConfigError, ModelError
@@ -170,7 +171,7 @@ def load_backbone(
     kind = pick_dtype(dtype, where)
     if where.type == "cpu":
         keep_freed_pages()
-    four_bit = four_bit_options(kind, where) if load_in_4bit else {}
+    placement = four_bit_options(kind, where) if load_in_4bit else straight_to(where)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = read_config(path, **options)
     tokenizer = load_tokenizer(path, **options)
@@ -184,15 +185,21 @@ def load_backbone(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             **options,
-            **four_bit,
+            **placement,
         )
     LoadingReport(
         report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"], list(model.state_dict())
     ).require_agreement(path)
-    placed: Any = model
-    if not load_in_4bit:
-        placed = placed.to(where)
+    placed: Any = model if placement else model.to(where)
     return make_backbone(placed, tokenizer, name=path, gradient_checkpointing=gradient_checkpointing, packing=packing)
+
+
+def straight_to(device: torch.device) -> dict[str, Any]:
+    """Returns the argument with which `from_pretrained` puts every weight where it belongs as it is read.
+
+    It is empty for a CPU, and without the package accelerate: the whole model then passes through the host's memory.
+    """
+    return {"device_map": {"": device}} if device.type != "cpu" and is_accelerate_available() else {}
 
 
 def inspect_model(path: str = EMBEDDED, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelInfo:

@@ -162,6 +162,13 @@ class Method(ABC):
             ConfigError: the budget or an option asks for something that the model does not have.
         """
 
+    def further_plan(self, model: ModelInfo, budget: Budget, round_index: int) -> AdapterPlan | None:
+        """Returns the plan of slots that a client holds beside its own in a round, so that memory suffices for both.
+
+        By default None: no training of the round has slots of its own (`Cohort.afresh`).
+        """
+        return None
+
     @abstractmethod
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Returns the state before the first round; the part `adapter` holds the tensors sent and aggregated."""
