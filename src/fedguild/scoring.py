@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import groupby, islice, zip_longest
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
@@ -144,7 +143,7 @@ def _scored_at_once(
     with SlotModel(backbone, plans) as model:
         for slot, ((_, _, deployment), _) in enumerate(members):
             model.load(slot, deployment.tensors)
-        with torch.inference_mode():
+        with backbone.without_gradients():
             scores = score(
                 model,
                 [examples for _, examples in members],

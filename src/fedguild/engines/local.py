@@ -142,6 +142,4 @@ class LocalEngine:
         plans, free = [plan for _, plan in members], free_bytes(self.backbone.device)
         lengths = [[len(row.input_ids) for row in self.examples[task.client.index]] for task, _ in members]
         beside = further_plan(method, self.backbone.info, [task.client for task, _ in members], first.round)
-        return self.trainer.cohort_size(
-            [plan for _, plan in members], lengths, free_bytes(self.backbone.device), beside
-        )
+        return self.trainer.cohort_size(plans, lengths, free, beside)

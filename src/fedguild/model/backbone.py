@@ -30,7 +30,9 @@ from fedguild.model.moe.view import MoeLayer
 from fedguild.model.packaged import EMBEDDED, PACKAGED
 from fedguild.model.packed_rows import allow_packing
 from fedguild.model.pretrained import auto_class, load_tokenizer, loading, read_config, source_of
+from fedguild.model.ranks import Ranks
 from fedguild.model.runtime import Runtime
+from fedguild.model.sharding import shard
 from fedguild.model.weight_changes import merged
 from fedguild.model.weight_files import LoadingReport, check_weights
 
@@ -53,6 +55,7 @@ class Backbone:
         dtype: The dtype of its products.
         packs: Whether a pass may pack rows without their padding (`packed_rows`).
         is_merged: Whether its weights currently include merged changes; see `merged`.
+        ranks: The processes that hold it between them; None if this one holds it whole.
     """
 
     model: Any
@@ -64,6 +67,7 @@ class Backbone:
     dtype: torch.dtype
     packs: bool = False
     is_merged: bool = False
+    ranks: Ranks | None = None
     _ends_with_head: bool | None = None
 
     def fingerprint(self) -> str:
@@ -123,6 +127,12 @@ class Backbone:
             self.is_merged = False
 
     @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Runs passes inside the block without gradients; FSDP keeps what it gathers, so not as inference tensors."""
+        with torch.inference_mode() if self.ranks is None else torch.no_grad():
+            yield
+
+    @contextmanager
     def caching(self) -> Iterator[None]:
         """Enables the cache of past tokens inside the block; a layer with checkpointing would drop it."""
         checkpointed = [layer for layer in _checkpointed_layers(self.model) if layer.training]
@@ -146,6 +156,7 @@ def load_backbone(
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
     packing: bool = True,
+    ranks: Ranks | None = None,
 ) -> Backbone:
     """Loads a backbone from a hub id, a folder, or by the name of a checkpoint in this package (`embedded`, `english`).
 
@@ -162,16 +173,21 @@ def load_backbone(
         trust_remote_code: Whether the hub's own model code may run.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
         packing: Whether to pack rows without their padding, where the model's attention allows it.
+        ranks: The processes that are to hold the backbone between them, each on its own device; all of them call this.
 
     Raises:
         ModelError: the model cannot be found or loaded, or its experts are not supported.
-        ConfigError: the device or dtype is not available.
+        ConfigError: the device or dtype is not available, or a sharded backbone is to be in 4 bit.
     """
-    where = pick_device(device)
+    where = pick_device(device) if ranks is None else ranks.device
+    if ranks is not None and load_in_4bit:
+        raise ConfigError("Weights in 4 bit cannot be sharded.", "Set model.load_in_4bit=false.")
     kind = pick_dtype(dtype, where)
     if where.type == "cpu":
         keep_freed_pages()
-    placement = four_bit_options(kind, where) if load_in_4bit else straight_to(where)
+    placement: dict[str, Any] = {}
+    if ranks is None:
+        placement = four_bit_options(kind, where) if load_in_4bit else straight_to(where)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = read_config(path, **options)
     tokenizer = load_tokenizer(path, **options)
@@ -190,8 +206,9 @@ def load_backbone(
     LoadingReport(
         report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"], list(model.state_dict())
     ).require_agreement(path)
-    placed: Any = model if placement else model.to(where)
-    return make_backbone(placed, tokenizer, name=path, gradient_checkpointing=gradient_checkpointing, packing=packing)
+    placed: Any = model if placement or ranks is not None else model.to(where)
+    options = {"gradient_checkpointing": gradient_checkpointing, "packing": packing, "ranks": ranks}
+    return make_backbone(placed, tokenizer, name=path, **options)
 
 
 def straight_to(device: torch.device) -> dict[str, Any]:
@@ -228,7 +245,13 @@ def inspect_model(path: str = EMBEDDED, *, revision: str | None = None, trust_re
 
 
 def make_backbone(
-    model: Any, tokenizer: Any, *, name: str, gradient_checkpointing: bool = False, packing: bool = True
+    model: Any,
+    tokenizer: Any,
+    *,
+    name: str,
+    gradient_checkpointing: bool = False,
+    packing: bool = True,
+    ranks: Ranks | None = None,
 ) -> Backbone:
     """Freezes a loaded model and attaches the view of its experts.
 
@@ -239,6 +262,7 @@ def make_backbone(
         name: The model's name in records and messages.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
         packing: Whether to pack rows without their padding, where the model's attention allows it.
+        ranks: The processes that are to hold the model between them; all of them call this with the same weights.
 
     Raises:
         ModelError: its experts are not supported, or it cannot recompute activations.
@@ -261,7 +285,11 @@ def make_backbone(
     if getattr(model, "is_loaded_in_4bit", False):
         quantise_experts(layer.experts for layer in layers)
     packs = allow_packing(model) and packing and all(layer.capacity is None for layer in layers)
-    return Backbone(model, tokenizer, info, layers, runtime, parameter.device, model.dtype, packs)
+    dtype = model.dtype
+    if ranks is not None:
+        shard(model, list(_checkpointed_layers(model)), ranks)
+    device = next(model.parameters()).device if ranks is None else ranks.device
+    return Backbone(model, tokenizer, info, layers, runtime, device, dtype, packs, ranks=ranks)
 
 
 def _checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:

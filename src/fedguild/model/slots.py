@@ -262,6 +262,7 @@ class SlotModel:
                     do_sample=False,
                     pad_token_id=tokenizer.pad_token_id,
                     eos_token_id=tokenizer.eos_token_id,
+                    synced_gpus=False,  # the ranks of a sharded backbone agree in each pass by themselves
                     **({} if self.seq2seq is None else {"decoder_start_token_id": self.seq2seq.start}),
                 )
         finally:
