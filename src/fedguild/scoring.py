@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby, islice, zip_longest
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
@@ -18,9 +21,9 @@ from fedguild.engines.cohorts import MEMORY_SHARE, free_bytes
 from fedguild.errors import ConfigError
 from fedguild.evaluation.likelihood import Candidates, candidate_losses
 from fedguild.evaluation.metrics import METRICS, load_metrics
-from fedguild.evaluation.tasks import Scoring, pad_id
+from fedguild.evaluation.tasks import EvaluatedModel, Scoring, pad_id
 from fedguild.evaluation.tasks import evaluate as score
-from fedguild.model.plan import AdapterPlan
+from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.recording import Where, evaluation_record, summary_record
@@ -127,7 +130,8 @@ def _scored(
     records: list[EvaluationRecord] = []
     for _, group in groupby(zip(models, examples, strict=True), key=lambda pair: _identity(pair[0][2].merged)):
         members = list(group)
-        with experiment.backbone.merged(members[0][0][2].merged):
+        here = experiment.scorer is None
+        with experiment.backbone.merged(members[0][0][2].merged) if here else nullcontext():
             for start in range(0, len(members), width):
                 records += _scored_at_once(experiment, members[start : start + width], where)
     return records
@@ -140,19 +144,16 @@ def _scored_at_once(
     config, backbone = experiment.config, experiment.backbone
     settings = config.evaluation
     plans = [evaluated_plan(experiment, budget, deployment) for (_, budget, deployment), _ in members]
-    with SlotModel(backbone, plans) as model:
-        for slot, ((_, _, deployment), _) in enumerate(members):
-            model.load(slot, deployment.tensors)
-        with backbone.without_gradients():
-            scores = score(
-                model,
-                [examples for _, examples in members],
-                backbone.tokenizer,
-                max_tokens=config.data.max_tokens,
-                max_new_tokens=settings.max_new_tokens,
-                batch_tokens=_batch_tokens(experiment, model),
-                scoring=_scoring(experiment),
-            )
+    with _loaded(experiment, plans, [deployment for (_, _, deployment), _ in members]) as (model, batch_tokens):
+        scores = score(
+            model,
+            [examples for _, examples in members],
+            backbone.tokenizer,
+            max_tokens=config.data.max_tokens,
+            max_new_tokens=settings.max_new_tokens,
+            batch_tokens=batch_tokens,
+            scoring=_scoring(experiment),
+        )
     flops = [cost(backbone.info, plan).table_flops(1, adapters=False) for plan in plans]
     return [
         evaluation_record(name, where, result, plan, per_token, perplexity=settings.perplexity)
@@ -162,7 +163,6 @@ def _scored_at_once(
 
 def untrained_loss(experiment: Experiment) -> float:
     """Returns the backbone's loss on some of the clients' training texts, in nats per response token."""
-    config, backbone = experiment.config, experiment.backbone
     turns = zip_longest(*experiment.encoded.values())
     texts = islice((text for turn in turns for text in turn if text is not None), UNTRAINED_TEXTS)
     rows = [
@@ -170,23 +170,49 @@ def untrained_loss(experiment: Experiment) -> float:
         for text in texts
         if text.prompt_length
     ]
-    with SlotModel(backbone, [AdapterPlan(())]) as model, torch.inference_mode():
-        (losses,) = candidate_losses(model, [rows], config.evaluation.batch_tokens, pad_id(backbone.tokenizer))
+    nothing = AdapterPlan(())
+    with _loaded(experiment, [nothing], [Deployment(nothing, {})]) as (model, batch_tokens):
+        (losses,) = candidate_losses(model, [rows], batch_tokens, pad_id(experiment.backbone.tokenizer))
     tokens = sum(len(row.responses[0]) for row in rows)
     return sum(loss for (loss,) in losses) / max(1, tokens)
 
 
-def _batch_tokens(experiment: Experiment, model: SlotModel) -> int:
+@contextmanager
+def _loaded(
+    experiment: Experiment, plans: Sequence[AdapterPlan], deployments: Sequence[Deployment]
+) -> Iterator[tuple[EvaluatedModel, int]]:
+    """Loads models for the duration of the block, here or in the engine's processes.
+
+    Yields:
+        The models, and the tokens of a batch.
+    """
+    backbone, scorer = experiment.backbone, experiment.scorer
+    tensors = [deployment.tensors for deployment in deployments]
+    if scorer is not None:
+        with scorer.slots(plans, tensors, deployments[0].merged, backbone.info) as workers:
+            yield workers, _batch_tokens(experiment, plans, scorer.device, scorer.free_bytes)
+        return
+    with SlotModel(backbone, plans) as model:
+        for slot, own in enumerate(tensors):
+            model.load(slot, own)
+        with backbone.without_gradients():
+            yield model, _batch_tokens(experiment, plans, backbone.device, lambda: free_bytes(backbone.device))
+
+
+def _batch_tokens(
+    experiment: Experiment, plans: Sequence[AdapterPlan], device: torch.device, free: Callable[[], int]
+) -> int:
     """Returns the tokens of a batch: the config's, or as many as fit a GPU's memory beside the loaded slots."""
     wanted, backbone = experiment.config.evaluation.batch_tokens, experiment.backbone
     if wanted != "auto":
         return wanted
-    if backbone.device.type == "cpu":
+    if device.type == "cpu":
         return CPU_BATCH_TOKENS
-    casts = sum(tensor.stored.numel() for tensor in model.loaded.values()) * backbone.dtype.itemsize
-    free = int(MEMORY_SHARE * max(0, free_bytes(backbone.device) - casts))
-    largest = max(model.plans, key=lambda plan: plan.active_experts or backbone.info.top_k)
-    return max(LEAST_BATCH_TOKENS, evaluation_batch_tokens(backbone.info, largest, dtype=backbone.dtype, free=free))
+    dtype, model = backbone.dtype, backbone.info
+    casts = dtype.itemsize * sum(math.prod(shape) for plan in plans for shape in adapter_shapes(model, plan).values())
+    room = int(MEMORY_SHARE * max(0, free() - casts))
+    largest = max(plans, key=lambda plan: plan.active_experts or model.top_k)
+    return max(LEAST_BATCH_TOKENS, evaluation_batch_tokens(model, largest, dtype=dtype, free=room))
 
 
 def _identity(merged: Mapping[str, Tensor]) -> list[tuple[str, int]]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 from uuid import uuid4
+
+import torch
+from torch import Tensor
 
 from fedguild.activity import ActivityLog
 from fedguild.client.budget import Budget, ClientInfo
@@ -36,12 +40,21 @@ from fedguild.engines.cohorts import OnStep
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError
 from fedguild.evaluation.metrics import Metric, load_metrics
+from fedguild.evaluation.tasks import EvaluatedModel
 from fedguild.files import write_text
 from fedguild.guarantee import Privacy, check_privacy, privacy_of, rules_of
 from fedguild.methods import build_method
-from fedguild.model.backbone import Backbone, describe_config, inspect_model, is_at_hand, load_backbone, pick_device
+from fedguild.model.backbone import (
+    Backbone,
+    describe_config,
+    inspect_model,
+    is_at_hand,
+    later_backbone,
+    load_backbone,
+    pick_device,
+)
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import adapter_shapes
+from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.secure.fixed_point import MOST_CLIENTS
@@ -113,12 +126,35 @@ class Remote(Protocol):
         ...
 
 
+class Scorer(Protocol):
+    """An engine that scores models in its own processes, which hold the backbone instead of this one."""
+
+    @property
+    def device(self) -> torch.device:
+        """The kind of device that they compute on."""
+        ...
+
+    def slots(
+        self,
+        plans: Sequence[AdapterPlan],
+        tensors: Sequence[Mapping[str, Tensor]],
+        merged: Mapping[str, Tensor],
+        model: ModelInfo,
+    ) -> AbstractContextManager[EvaluatedModel]:
+        """Loads models for the duration of a block, on a backbone with the given changes."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Returns the free bytes of the fullest device."""
+        ...
+
+
 @dataclass
 class Experiment:
     """The objects of a run.
 
-    `remote` is None if the clients are simulated, by the engine that the config names. `metrics` are those that were
-    given in Python, by the names that the config has.
+    `scorer` is None if this process scores models itself. `remote` is None if the clients are simulated, by the engine
+    that the config names. `metrics` are those that were given in Python, by the names that the config has.
     """
 
     config: Config
@@ -132,6 +168,7 @@ class Experiment:
     progress: Progress
     remote: Remote | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    scorer: Scorer | None = None
 
     @cached_property
     def privacy(self) -> Privacy | None:
@@ -386,7 +423,8 @@ def prepare(
     progress = progress or Silent()
     given, own_metrics = method_of(config), dict(metrics or {})
     load_metrics(name for name in config.evaluation.metrics if name not in own_metrics)
-    method, tiers = fit_method(given, config, model_of(config))
+    model = model_of(config)
+    method, tiers = fit_method(given, config, model)
     tell_fitted(given, method, progress.message)
     progress.stage("Reading the data")
     if data is not None:
@@ -394,8 +432,11 @@ def prepare(
     prepared = prepare_data(config, output, data)
     for sentence in dropped_sentences(dropped_of(prepared, config)):
         progress.message(sentence)
-    progress.stage(f"Loading the model {config.model.path}")
-    backbone = load_model(config)
+    if config.federation.engine.name == "ray":  # its actors hold the backbone
+        backbone = cast(Backbone, later_backbone(model, partial(load_model, config), **config.model.model_dump()))
+    else:
+        progress.stage(f"Loading the model {config.model.path}")
+        backbone = load_model(config)
     rules, sizes = rules_of(config), [len(client.train) for client in prepared.clients]
     clients = [
         ClientInfo(index, tiers[tier.name], rules.said_examples(sizes[index]) if rules else sizes[index])
@@ -421,7 +462,8 @@ def model_of(config: Config) -> ModelInfo:
         ConfigError: this machine does not have the device.
     """
     model = config.model
-    pick_device(model.device)
+    if config.federation.engine.name != "ray":
+        pick_device(model.device)
     return inspect_model(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
 
 
@@ -514,7 +556,12 @@ def _ray_engine(experiment: Experiment) -> Engine:
         ) from error
     config = experiment.config
     settings = config.federation.engine.ray
-    return RayEngine(
+    if settings.gpus_per_actor > 1 and config.model.load_in_4bit:
+        raise ConfigError(
+            "federation.engine.ray.gpus_per_actor is above 1, but weights in 4 bit cannot be sharded.",
+            "Set model.load_in_4bit=false, or gpus_per_actor=1.",
+        )
+    engine = RayEngine(
         config.model.model_dump(),
         experiment.encoded,
         config.local_training,
@@ -525,10 +572,14 @@ def _ray_engine(experiment: Experiment) -> Engine:
         actors=settings.actors,
         gpu_fraction=settings.gpu_fraction,
         cpus_per_actor=settings.cpus_per_actor,
+        gpus_per_actor=settings.gpus_per_actor,
+        timeout_seconds=settings.timeout_seconds,
         on_step=_on_step(experiment),
         private=None if experiment.privacy is None else experiment.privacy.dp_sgd(),
         note=ActivityLog(experiment.folder).append,
     )
+    experiment.scorer = engine
+    return engine
 
 
 def _flower_engine(experiment: Experiment) -> Engine:

@@ -191,9 +191,12 @@ class FittingCohorts(Generic[Member]):
         members: The members to train.
         size: Members of the first cohort.
         device: The device that they are trained on.
+        splits: Whether a cohort that does not fit may be trained again in parts; not where other processes share its
+            passes.
     """
 
-    def __init__(self, members: Sequence[Member], size: int, device: torch.device) -> None:
+    def __init__(self, members: Sequence[Member], size: int, device: torch.device, *, splits: bool = True) -> None:
+        self._splits = splits
         self._left = list(members)
         self._cohort: list[Member] = []
         self._size = size
@@ -209,11 +212,16 @@ class FittingCohorts(Generic[Member]):
         """Puts the cohort back, to be halved, if memory runs out inside the block.
 
         Raises:
-            FedGuildError: the device's memory is too small for one member.
+            FedGuildError: the device's memory is too small for one member, or for the cohort if it may not be split.
         """
         try:
             yield
         except torch.OutOfMemoryError as error:
+            if not self._splits:
+                raise FedGuildError(
+                    f"The memory of {self._device} is too small to train {len(self._cohort)} client(s) at once.",
+                    "Lower federation.cohort_size, training.batch_size or data.max_tokens.",
+                ) from error
             if len(self._cohort) == 1:
                 raise FedGuildError(
                     f"The memory of {self._device} is too small to train one client.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -211,6 +211,45 @@ def load_backbone(
     return make_backbone(placed, tokenizer, name=path, **options)
 
 
+class LaterBackbone:
+    """A backbone without weights, for a process that leaves them to others: its description and its tokenizer.
+
+    Whatever else is asked of it loads the backbone.
+    """
+
+    def __init__(
+        self, info: ModelInfo, tokenizer: Any, device: torch.device, dtype: torch.dtype, load: Callable[[], Backbone]
+    ) -> None:
+        self.info, self.tokenizer, self.device, self.dtype = info, tokenizer, device, dtype
+        self._load = load
+        self._whole: Backbone | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self._whole is None:
+            self._whole = self._load()
+        return getattr(self._whole, name)
+
+
+def later_backbone(
+    info: ModelInfo,
+    load: Callable[[], Backbone],
+    *,
+    path: str,
+    revision: str | None,
+    dtype: str,
+    device: str,
+    trust_remote_code: bool,
+    **_: Any,
+) -> LaterBackbone:
+    """Returns a backbone that `load` loads when its weights are needed; the other arguments are those of loading it."""
+    tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code)
+    _require_padding(tokenizer)
+    where = torch.device(device.partition(":")[0]) if device != "auto" else pick_device(device)
+    return LaterBackbone(info, tokenizer, where, pick_dtype(dtype, where), load)
+
+
 def straight_to(device: torch.device) -> dict[str, Any]:
     """Returns the argument with which `from_pretrained` puts every weight where it belongs as it is read.
 
@@ -273,8 +312,7 @@ def make_backbone(
     speed_up_frozen_linears(model)
     if gradient_checkpointing:
         _checkpoint_layers(model, name)
-    if tokenizer is not None and tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    _require_padding(tokenizer)
     runtime = Runtime()
     layers = moe_layers(model, family, runtime) if family else []
     if family and layers:
@@ -290,6 +328,12 @@ def make_backbone(
         shard(model, list(_checkpointed_layers(model)), ranks)
     device = next(model.parameters()).device if ranks is None else ranks.device
     return Backbone(model, tokenizer, info, layers, runtime, device, dtype, packs, ranks=ranks)
+
+
+def _require_padding(tokenizer: Any) -> None:
+    """Gives a tokenizer a token to pad with, if it has none."""
+    if tokenizer is not None and tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
 
 
 def _checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
