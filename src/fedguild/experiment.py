@@ -243,8 +243,7 @@ def _begin(experiment: Experiment) -> Payload:
     state = experiment.method.enroll(state, experiment.backbone.info, experiment.clients)
     _write_facts(experiment)
     RunLog(experiment.folder).append(*evaluate_state(experiment, state, 0))
-    _save(experiment, 0, state)
-    return state
+    return _save(experiment, 0, state)
 
 
 def _callbacks(config: Config, given: Iterable[Callback]) -> list[Callback]:
@@ -340,7 +339,7 @@ def _rounds(
         log.append(*records)
         delivery.recorded(number, records)
         started = time.perf_counter()
-        _save(experiment, number, state, accepted)
+        state = _save(experiment, number, state, accepted)
         saving_seconds = time.perf_counter() - started
         last = number
         delivery.saved(number)
@@ -476,9 +475,10 @@ def _tell(progress: Progress, outcome: Outcome) -> None:
         progress.message(f"Round {outcome.round}: client {client} did wrong, which the others made good: {fault}")
 
 
-def _save(experiment: Experiment, number: int, state: Payload, accepted: Collection[int] = ()) -> None:
+def _save(experiment: Experiment, number: int, state: Payload, accepted: Collection[int] = ()) -> Payload:
+    """Writes a round's checkpoint; returns the state, its history mapped from the files."""
     folder = experiment.folder / CHECKPOINTS
-    checkpoint.save(
+    saved = checkpoint.save(
         folder,
         number,
         state,
@@ -487,6 +487,7 @@ def _save(experiment: Experiment, number: int, state: Payload, accepted: Collect
         keep=experiment.config.federation.keep_checkpoints,
     )
     experiment.memory.forget(checkpoint.rounds(folder)[0])
+    return saved
 
 
 def _write_facts(experiment: Experiment) -> None:

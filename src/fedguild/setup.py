@@ -38,6 +38,7 @@ from fedguild.data.sampling import sample
 from fedguild.engines.coded import CodedEngine
 from fedguild.engines.cohorts import OnStep
 from fedguild.engines.local import LocalEngine
+from fedguild.engines.torchrun import TorchrunEngine, torchrun_ranks
 from fedguild.errors import ConfigError
 from fedguild.evaluation.metrics import Metric, load_metrics
 from fedguild.evaluation.tasks import EvaluatedModel
@@ -309,7 +310,24 @@ def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method
             "Set evaluation.diagnosis=false, or diagnose a run without federation.secure and privacy.unit.",
         )
     check_privacy(method, config, equal_shapes=equal_shapes)
+    _require_device(method, config)
     return method, budgets
+
+
+def _require_device(method: Method, config: Config) -> None:
+    """Raises ConfigError if the config wants of Apple's GPUs (`mps`) what torch does not support on them."""
+    if config.model.device != "mps":
+        return
+    lacking = {
+        f"method.name={method.name}": method.needs_float64 and f"it {method.needs_float64} in fp64",
+        "privacy.unit=example": config.privacy.unit == "example" and "it clips gradients in fp64",
+        "model.load_in_4bit": config.model.load_in_4bit and "bitsandbytes needs CUDA",
+        "federation.engine.name=ray": config.federation.engine.name == "ray" and "Ray assigns CUDA's GPUs",
+        "torchrun": torchrun_ranks() > 1 and "its processes communicate by NCCL or on CPUs",
+    }
+    for setting, reason in lacking.items():
+        if reason:
+            raise ConfigError(f"model.device=mps does not go with {setting}: {reason}.", "Set model.device=cpu.")
 
 
 def _require_mean(method: Method, robust: str, *, equal_shapes: bool) -> None:
@@ -432,7 +450,7 @@ def prepare(
     prepared = prepare_data(config, output, data)
     for sentence in dropped_sentences(dropped_of(prepared, config)):
         progress.message(sentence)
-    if config.federation.engine.name == "ray":  # its actors hold the backbone
+    if config.federation.engine.name == "ray" or torchrun_ranks() > 1:  # the engine holds the backbone
         backbone = cast(Backbone, later_backbone(model, partial(load_model, config), **config.model.model_dump()))
     else:
         progress.stage(f"Loading the model {config.model.path}")
@@ -527,6 +545,8 @@ def secure_of(experiment: Experiment) -> SecureAggregation | None:
 
 def _local_engine(experiment: Experiment) -> Engine:
     config = experiment.config
+    if torchrun_ranks() > 1:
+        return _torchrun_engine(experiment)
     return LocalEngine(
         experiment.backbone,
         experiment.encoded,
@@ -540,6 +560,28 @@ def _local_engine(experiment: Experiment) -> Engine:
     )
 
 
+def _torchrun_engine(experiment: Experiment) -> Engine:
+    config = experiment.config
+    if config.model.load_in_4bit:
+        raise ConfigError(
+            "torchrun started several processes, but weights in 4 bit cannot be sharded.",
+            "Set model.load_in_4bit=false, or start one process.",
+        )
+    engine = TorchrunEngine(
+        config.model.model_dump(),
+        experiment.encoded,
+        config.local_training,
+        experiment.memory,
+        cohort_size=config.federation.cohort_size,
+        seed=config.seed,
+        timeout_seconds=config.federation.engine.timeout_seconds,
+        on_step=_on_step(experiment),
+        private=None if experiment.privacy is None else experiment.privacy.dp_sgd(),
+    )
+    experiment.scorer = engine
+    return engine
+
+
 def _on_step(experiment: Experiment) -> OnStep:
     """Returns what reports an optimizer step, without the loss where it is withheld for privacy."""
     step = experiment.progress.step
@@ -547,6 +589,11 @@ def _on_step(experiment: Experiment) -> OnStep:
 
 
 def _ray_engine(experiment: Experiment) -> Engine:
+    if torchrun_ranks() > 1:
+        raise ConfigError(
+            "federation.engine.name is ray, but torchrun started several processes.",
+            "Start one process: federation.engine.ray.gpus_per_actor shards the backbone.",
+        )
     try:
         from fedguild.engines.ray import RayEngine
     except ModuleNotFoundError as error:
@@ -573,7 +620,7 @@ def _ray_engine(experiment: Experiment) -> Engine:
         gpu_fraction=settings.gpu_fraction,
         cpus_per_actor=settings.cpus_per_actor,
         gpus_per_actor=settings.gpus_per_actor,
-        timeout_seconds=settings.timeout_seconds,
+        timeout_seconds=config.federation.engine.timeout_seconds,
         on_step=_on_step(experiment),
         private=None if experiment.privacy is None else experiment.privacy.dp_sgd(),
         note=ActivityLog(experiment.folder).append,

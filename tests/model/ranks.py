@@ -5,18 +5,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from fedguild import experiment
+from fedguild.cli.following import follows_torchrun
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.training import train
+from fedguild.config import Config
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import FedGuildError
@@ -26,6 +31,7 @@ from fedguild.model.sharding import own_part
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from tests.backbones import PAD, lora_plan, random_adapter, random_rows, tiny_model
+from tests.experiment.runs import small_config
 
 TARGETS = ("attention", "router", "experts")
 STEPS = {"train": (3, 1), "shorter": (1, 2)}
@@ -146,6 +152,24 @@ def hanging(rank: int, size: int, port: int) -> dict[str, str]:
     return said
 
 
+def run(rank: int, size: int, port: int, folder: Path) -> None:
+    """Runs a federation as torchrun would start it: rank 0 the rounds, the others what it asks for."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if follows_torchrun("cpu"):
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
+        patch.setattr("fedguild.setup.load_model", lambda config: pytest.fail("rank 0 loaded a whole backbone"))
+        experiment.run(federation(folder), folder / "together")
+
+
+def federation(folder: Path) -> Config:
+    """Returns a run of a method that changes the backbone and scores personal models, in cohorts of one client."""
+    method = "method={name: flora, targets: [attention, router, experts]}"
+    settings = ("federation.rounds=2", "federation.cohort_size=1", "evaluation.max_examples=3")
+    return small_config(folder / "model", *settings, method, "evaluation.clients=true")
+
+
 if __name__ == "__main__":
     own, size, port = map(int, sys.argv[1:4])
     folder = Path(sys.argv[4])
@@ -153,5 +177,6 @@ if __name__ == "__main__":
     together = Ranks.join(own, size, torch.device("cpu"), "127.0.0.1", port, 60.0)
     results: dict[str, Any] = {family: scenarios(family, own, together) for family in FAMILIES}
     together.close()
+    run(own, size, port + 3, folder)
     results["hanging"] = hanging(own, size, port)
     torch.save(results, folder / f"rank-{own}.pt")

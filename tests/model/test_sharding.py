@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from fedguild import experiment
 from fedguild.errors import ConfigError, FedGuildError
 from fedguild.model.backbone import load_backbone, make_backbone
 from fedguild.model.ranks import Direction, Event, Ranks
 from tests.backbones import tiny_model
-from tests.model.ranks import FAMILIES, SHORT_SECONDS, scenarios
+from tests.experiment.runs import assert_same, ended, save_model
+from tests.model.ranks import FAMILIES, SHORT_SECONDS, federation, scenarios
 
 pytestmark = pytest.mark.processes
 SIZE = 2
@@ -40,7 +42,8 @@ def free_ports(count: int) -> int:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks computed."""
-    folder, port = tmp_path_factory.mktemp("ranks"), free_ports(3)
+    folder, port = tmp_path_factory.mktemp("ranks"), free_ports(5)
+    save_model(folder / "model")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.model.ranks"]
     ranks = [
@@ -54,12 +57,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for rank in range(SIZE)
     ]
     try:
-        said = [rank.communicate(timeout=300)[1] for rank in ranks]
+        said = [rank.communicate(timeout=300 if index == 0 else 30)[1] for index, rank in enumerate(ranks)]
     finally:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(text[-3000:] for text in said)
-    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(SIZE)]
+    return [{**torch.load(folder / f"rank-{rank}.pt"), "folder": folder} for rank in range(SIZE)]
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +103,14 @@ def test_a_rank_without_work_runs_empty_passes(found, family):
     counts = [found[rank][family]["empty passes"] for rank in range(SIZE)]
     assert counts[0] >= 2 * 1 + 2
     assert counts[1] >= 2 * 2 + 3
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_run_under_torchrun_ends_as_in_one_process(found, tmp_path):
+    """Four clients in cohorts of one on two ranks, changes to the backbone, and every client's own model scored."""
+    folder = found[0]["folder"]
+    experiment.run(federation(folder), tmp_path / "alone")
+    assert_same(ended(folder / "together"), ended(tmp_path / "alone"))
 
 
 @pytest.mark.parametrize("place", ["before", "within"])

@@ -113,8 +113,8 @@ class ModelSettings(Section):
     )
     device: str = Field(
         default="auto",
-        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="auto, cpu, cuda or cuda:N; auto: a GPU if there is one.",
+        pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$",
+        description="auto, cpu, cuda, cuda:N or mps (Apple); auto: a CUDA GPU if there is one, else the CPU.",
     )
     load_in_4bit: bool = Field(default=False, description="Load the backbone in 4 bits; needs a GPU and bitsandbytes.")
     attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="Attention implementation.")

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedguild.activity import Note, unnoted
 from fedguild.client.memory import ClientMemory
-from fedguild.client.merge_ledger import DIGEST, MergeLedger
+from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import (
@@ -42,7 +42,7 @@ from fedguild.engines.cohorts import (
     split_by_need,
     taken_before,
 )
-from fedguild.engines.ray_actor import CohortActor, CohortJob, Plain, decode_result, pack_examples
+from fedguild.engines.ray_actor import CohortActor, Plain, decode_result, idle_job, job_of, merge_digest, pack_examples
 from fedguild.engines.ray_cluster import actors_on, connect, place, require_room
 from fedguild.engines.worker_slots import WorkerSlots, opened, raised
 from fedguild.errors import CheckpointError, FedGuildError
@@ -213,7 +213,7 @@ class RayEngine:
     def _cohorts(self, method: Method, members: Sequence[Planned]) -> list[list[Planned]]:
         """Splits clients that can train together into cohorts, enough of them that every actor gets one."""
         if self.cohort_size == "auto":
-            size = min(self._largest_cohort(_job(method, members)), -(-len(members) // len(self._actors)))
+            size = min(self._largest_cohort(job_of(method, members)), -(-len(members) // len(self._actors)))
         else:
             size = self.cohort_size
         return [list(members[start : start + size]) for start in range(0, len(members), size)]
@@ -403,7 +403,7 @@ class _Scheduler:
             seat = self.idle.popleft()
             actors = self.teams[seat].actors
             positions: list[int | None] = [self.waiting.popleft() for _ in actors[: len(self.waiting)]]
-            digest = _merge_digest(self.cohorts[positions[0] or 0])
+            digest = merge_digest(self.cohorts[positions[0] or 0])
             positions += [None] * (len(actors) - len(positions))
             for actor, position in zip(actors, positions, strict=True):
                 summary, payloads = self._start(actor, position, digest)
@@ -414,14 +414,13 @@ class _Scheduler:
         """Gives a process a cohort, or lets it take part in the passes of the others."""
         train = actor.train.options(num_returns=2)
         if position is None:
-            idle = CohortJob(self.method.name, self.method.settings.model_dump(mode="json"), 0, (), digest)
-            return tuple(train.remote(idle.to_plain(), self.merges))  # type: ignore[return-value]
+            return tuple(train.remote(idle_job(self.method, digest), self.merges))  # type: ignore[return-value]
         tasks = [task for task, _ in self.cohorts[position]]
         self.note("training", clients=[task.client.index for task in tasks])
         downloads = [self._put(task.download) for task in tasks]
         memories = [encode(self.memory.load(task.client.name, task.round)) for task in tasks]
         keep_trained = self.memory.trained is not None
-        job = _job(self.method, self.cohorts[position], keep_trained=keep_trained, private=self.private)
+        job = job_of(self.method, self.cohorts[position], keep_trained=keep_trained, private=self.private)
         return tuple(train.remote(job, *downloads, *memories, self.merges))  # type: ignore[return-value]
 
     def _is_over(self) -> bool:
@@ -468,23 +467,6 @@ class _Scheduler:
         if content not in self.downloads:
             self.downloads[content] = ray.put(encode(download))
         return self.downloads[content]
-
-
-def _job(
-    method: Method, members: Sequence[Planned], *, keep_trained: bool = False, private: Private | None = None
-) -> Plain:
-    """Returns a cohort's job as plain values; the method is identified by its name and options alone."""
-    first, *_ = tasks = [task for task, _ in members]
-    options = method.settings.model_dump(mode="json")
-    digest = _merge_digest(members)
-    clients = tuple(task.client for task in tasks)
-    noisy = () if private is None else tuple(private(client, first.round).to_plain() for client in clients)
-    return CohortJob(method.name, options, first.round, clients, digest, keep_trained, noisy).to_plain()
-
-
-def _merge_digest(members: Sequence[Planned]) -> str:
-    """Returns the digest of the changes that the backbone must hold for these clients."""
-    return str(members[0][0].download.scalars.get(DIGEST, ""))
 
 
 def _content(download: Payload) -> Any:

@@ -20,10 +20,11 @@ import torch
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalWork
+from fedguild.client.merge_ledger import DIGEST
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, SlotBatch
 from fedguild.engines.client_report import ClientReport
-from fedguild.engines.cohorts import FittingCohorts, Trained, Trainer, free_bytes, further_plan
+from fedguild.engines.cohorts import FittingCohorts, Planned, Private, Trained, Trainer, free_bytes, further_plan
 from fedguild.engines.plain_plans import plan_from_plain
 from fedguild.errors import FedGuildError
 from fedguild.methods import build_method
@@ -32,6 +33,7 @@ from fedguild.model.ranks import Ranks
 from fedguild.model.slots import SlotModel
 from fedguild.packing import pack, unpack
 from fedguild.privacy.dp_sgd import DpSgd
+from fedguild.server.method import Method
 from fedguild.wire.codec import decode, encode
 
 Plain = dict[str, Any]
@@ -71,6 +73,28 @@ class CohortJob:
         """Returns the job that `to_plain` wrote."""
         clients = [ClientInfo(one["index"], Budget(**one["budget"]), one["examples"]) for one in plain["clients"]]
         return cls(**{**plain, "clients": tuple(clients), "private": tuple(plain["private"])})
+
+
+def job_of(
+    method: Method, members: Sequence[Planned], *, keep_trained: bool = False, private: Private | None = None
+) -> Plain:
+    """Returns a cohort's job as plain values; the method is identified by its name and options alone."""
+    first, *_ = tasks = [task for task, _ in members]
+    clients = tuple(task.client for task in tasks)
+    noisy = () if private is None else tuple(private(client, first.round).to_plain() for client in clients)
+    options = method.settings.model_dump(mode="json")
+    job = CohortJob(method.name, options, first.round, clients, merge_digest(members), keep_trained, noisy)
+    return job.to_plain()
+
+
+def idle_job(method: Method, digest: str) -> Plain:
+    """Returns the job of a process that only takes part in the passes of the others, on the same backbone."""
+    return CohortJob(method.name, method.settings.model_dump(mode="json"), 0, (), digest).to_plain()
+
+
+def merge_digest(members: Sequence[Planned]) -> str:
+    """Returns the digest of the changes that the backbone must hold for these clients."""
+    return str(members[0][0].download.scalars.get(DIGEST, ""))
 
 
 class CohortActor:

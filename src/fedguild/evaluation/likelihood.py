@@ -136,7 +136,7 @@ def _losses(
     with torch.no_grad():
         for found in each(model, "token_losses", batches()):
             items_of_batch, group = waiting.popleft()
-            sums = iter(np.bincount(group.numpy(), weights=found.double().cpu().numpy()).tolist())
+            sums = iter(np.bincount(group.numpy(), weights=found.cpu().double().numpy()).tolist())
             for item in items_of_batch:
                 losses[item.slot][item.index] = [next(sums) for _ in rows[item.slot][item.index].responses]
     return losses

@@ -483,9 +483,13 @@ def pick_device(device: str) -> torch.device:
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"model.device: unknown device '{device}'.", "Known: auto, cpu, cuda, cuda:N.") from error
+        raise ConfigError(
+            f"model.device: unknown device '{device}'.", "Known: auto, cpu, cuda, cuda:N, mps."
+        ) from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("model.device: cuda is requested, but torch finds no GPU.", "Set model.device=cpu or auto.")
+    if chosen.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("model.device: mps is requested, but torch finds no Apple GPU.", "Set model.device=cpu.")
     return chosen
 
 
