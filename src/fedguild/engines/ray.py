@@ -144,7 +144,9 @@ class RayEngine:
             FedGuildError: an actor did not start, or not within `START_SECONDS`.
         """
         try:
-            raised(ray.get([one for team in self._teams for one in team.meeting], timeout=START_SECONDS))
+            for team in self._teams:  # if rank 0 cannot read the weights, the others wait for it
+                raised(ray.get(team.meeting[:1], timeout=START_SECONDS))
+                raised(ray.get(team.meeting, timeout=START_SECONDS))
             actors: list[Plain] = ray.get([actor.describe.remote() for actor in self._actors], timeout=START_SECONDS)
         except GetTimeoutError as error:
             raise FedGuildError(

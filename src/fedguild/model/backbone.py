@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -193,19 +193,22 @@ def load_backbone(
     tokenizer = load_tokenizer(path, **options)
     if config.is_encoder_decoder and attention == "sdpa":
         attention = "eager"
-    with loading(path):
-        model, report = auto_class(config).from_pretrained(
-            source_of(path),
-            dtype=kind,
-            attn_implementation=attention,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **options,
-            **placement,
-        )
-    LoadingReport(
-        report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"], list(model.state_dict())
-    ).require_agreement(path)
+    if ranks is not None and ranks.rank > 0:  # rank 0 reads the weights for all
+        model = _without_weights(config, trust_remote_code, dtype=kind, attn_implementation=attention)
+    else:
+        with loading(path):
+            model, report = auto_class(config).from_pretrained(
+                source_of(path),
+                dtype=kind,
+                attn_implementation=attention,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options,
+                **placement,
+            )
+        LoadingReport(
+            report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"], list(model.state_dict())
+        ).require_agreement(path)
     placed: Any = model if placement or ranks is not None else model.to(where)
     options = {"gradient_checkpointing": gradient_checkpointing, "packing": packing, "ranks": ranks}
     return make_backbone(placed, tokenizer, name=path, **options)
@@ -301,15 +304,15 @@ def make_backbone(
         name: The model's name in records and messages.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
         packing: Whether to pack rows without their padding, where the model's attention allows it.
-        ranks: The processes that are to hold the model between them; all of them call this with the same weights.
+        ranks: The processes that are to hold the model between them; all of them call this, rank 0 with the weights.
 
     Raises:
         ModelError: its experts are not supported, or it cannot recompute activations.
     """
     model.requires_grad_(False)
     model.eval()
-    family = _prepared(model)
-    speed_up_frozen_linears(model)
+    with next(model.parameters()).device if ranks is not None else nullcontext():
+        family = _prepared(model)
     if gradient_checkpointing:
         _checkpoint_layers(model, name)
     _require_padding(tokenizer)
@@ -326,6 +329,7 @@ def make_backbone(
     dtype = model.dtype
     if ranks is not None:
         shard(model, list(_checkpointed_layers(model)), ranks)
+    speed_up_frozen_linears(model)
     device = next(model.parameters()).device if ranks is None else ranks.device
     return Backbone(model, tokenizer, info, layers, runtime, device, dtype, packs, ranks=ranks)
 
@@ -449,9 +453,9 @@ def _prepared(model: Any) -> Family | None:
     return None
 
 
-def _without_weights(config: PreTrainedConfig, trust_remote_code: bool) -> Any:
+def _without_weights(config: PreTrainedConfig, trust_remote_code: bool, **options: Any) -> Any:
     with torch.device("meta"):
-        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
 def _seq2seq(config: Any) -> Seq2Seq | None:

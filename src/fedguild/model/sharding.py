@@ -7,11 +7,12 @@ backward. Adapters are no parameters of the model, so that every rank has its ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
@@ -22,8 +23,8 @@ from fedguild.model.ranks import Direction, Event, Ranks
 def shard(model: Any, layers: Sequence[nn.Module], ranks: Ranks) -> None:
     """Shards a frozen model's layers over the ranks and moves it to this rank's device, layer by layer.
 
-    Every rank calls it with the same weights. From then on a forward pass of the model, and a backward pass through it,
-    is one of all ranks; see `Ranks`.
+    Every rank calls it; the weights are those of rank 0, and those of the others may be on `meta`. From then on a
+    forward pass of the model, and a backward pass through it, is one of all ranks; see `Ranks`.
 
     Args:
         model: A model of transformers.
@@ -59,17 +60,39 @@ class ShardedPasses:
             owner.register_forward_pre_hook(partial(self._before_forward, stack), prepend=True)
             sharded: list[Any] = []
             for layer in layers:
+                self._place(layer)
                 layer.register_forward_hook(partial(self._before_backward, stack))  # ahead of FSDP's own
                 sharded.append(fully_shard(layer, mesh=mesh, reshard_after_forward=True))
             self._gathered.append(sharded)
             for before, each in zip([sharded[0], *sharded], sharded, strict=False):
                 each.set_modules_to_backward_prefetch([before])  # explicit: the default depends on earlier passes
+        self._place(model, skipped=lambda tensor: isinstance(tensor, DTensor))
         whole = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
         fully_shard(model, mesh=mesh, ignored_params=whole, reshard_after_forward=True)
-        model.to(ranks.device)
         fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined] # else a stack that runs first is the root
         model.get_input_embeddings().register_forward_hook(_with_gradient)
         ranks.empty = self._empty
+
+    def _place(self, module: nn.Module, skipped: Callable[[Tensor], bool] = lambda _: False) -> None:
+        """Puts a module's weights and buffers on this rank's device, with rank 0's values; tied ones stay tied."""
+        placed: dict[int, tuple[Tensor, Tensor]] = {}
+        for owner in module.modules():
+            for store in (owner._parameters, owner._buffers):
+                for name, tensor in store.items():
+                    if tensor is None or skipped(tensor):
+                        continue
+                    if id(tensor) not in placed:
+                        placed[id(tensor)] = tensor, self._received(tensor)
+                    store[name] = placed[id(tensor)][1]  # type: ignore[assignment]
+
+    def _received(self, tensor: Tensor) -> Tensor:
+        """Returns a weight or buffer on this rank's device, with rank 0's values."""
+        device = self._ranks.device
+        value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+        value = value.contiguous()
+        if value.numel():
+            dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)  # bytes: not every backend knows every dtype
+        return nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value
 
     def _before_forward(self, stack: int, *_: Any) -> None:
         self._ranks.take(Event(Direction.FORWARD, stack))
