@@ -57,6 +57,6 @@ def _restored(value: Any) -> Any:
         raise FedGuildError(
             f"This process does not know {value[CLASS]}.", "Install the same packages on every machine."
         ) from error
-    if not is_dataclass(kind):
+    if not isinstance(kind, type) or not is_dataclass(kind):
         raise FedGuildError(f"{value[CLASS]} is no part of an adapter.")
     return kind(**{name: _restored(one) for name, one in value.items() if name != CLASS})

@@ -272,7 +272,7 @@ class RayEngine:
 
     def free_bytes(self) -> int:
         """Returns the bytes that the process with the fullest device may still use."""
-        return min(self.call("free_bytes", [()] * self.count))
+        return int(min(self.call("free_bytes", [()] * self.count)))
 
     def _new_team(self) -> _Team:
         if self._team_size == 1:
@@ -416,14 +416,14 @@ class _Scheduler:
         """Gives a process a cohort, or lets it take part in the passes of the others."""
         train = actor.train.options(num_returns=2)
         if position is None:
-            return tuple(train.remote(idle_job(self.method, digest), self.merges))  # type: ignore[return-value]
+            return tuple(train.remote(idle_job(self.method, digest), self.merges))
         tasks = [task for task, _ in self.cohorts[position]]
         self.note("training", clients=[task.client.index for task in tasks])
         downloads = [self._put(task.download) for task in tasks]
         memories = [encode(self.memory.load(task.client.name, task.round)) for task in tasks]
         keep_trained = self.memory.trained is not None
         job = job_of(self.method, self.cohorts[position], keep_trained=keep_trained, private=self.private)
-        return tuple(train.remote(job, *downloads, *memories, self.merges))  # type: ignore[return-value]
+        return tuple(train.remote(job, *downloads, *memories, self.merges))
 
     def _is_over(self) -> bool:
         return self.deadline is not None and time.monotonic() - self.started > self.deadline

@@ -125,7 +125,7 @@ class RankWorkers:
             self.actor = None
             return None
         if name == BEGIN:
-            self.actor = CohortActor(*arguments, place=(self.ranks.rank, self.count, self.ranks.timeout_seconds))
+            self.actor = CohortActor(*arguments, (self.ranks.rank, self.count, self.ranks.timeout_seconds))
             try:
                 self.actor.join(self.ranks)
             except FedGuildError as error:
@@ -203,7 +203,7 @@ class TorchrunEngine:
 
     def free_bytes(self) -> int:
         """Returns the bytes that the rank with the fullest device may still use."""
-        return min(self.workers.call("free_bytes", [()] * self.workers.count))
+        return int(min(self.workers.call("free_bytes", [()] * self.workers.count)))
 
     def close(self) -> None:
         """Ends the other ranks, unless one of them has failed: torchrun then ends them."""
@@ -259,11 +259,12 @@ class TorchrunEngine:
 
     def _cohorts(self, method: Method, members: Sequence[Planned]) -> list[list[Planned]]:
         """Splits clients that can train together into cohorts, enough of them that every rank gets one."""
-        size = self.cohort_size
-        if size == "auto":
+        if self.cohort_size == "auto":
             job = job_of(method, members)
-            fitting = min(self.workers.call("cohort_size", [(job,)] * self.workers.count))
+            fitting = int(min(self.workers.call("cohort_size", [(job,)] * self.workers.count)))
             size = max(1, min(fitting, -(-len(members) // self.workers.count)))
+        else:
+            size = self.cohort_size
         return [list(members[start : start + size]) for start in range(0, len(members), size)]
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from fedguild.errors import ConfigError, FedGuildError
 
@@ -65,7 +66,7 @@ class Ranks:
     rank: int
     size: int
     device: torch.device
-    store: dist.Store
+    store: Store
     timeout_seconds: float = TIMEOUT_SECONDS
     empty: Callable[[Event], None] | None = None
     empty_passes: int = 0
@@ -96,11 +97,11 @@ class Ranks:
         """
         timeout = timedelta(seconds=timeout_seconds)
         try:
-            store = dist.TCPStore(address, port, size, rank == 0, timeout=timeout)
+            store = TCPStore(address, port, size, rank == 0, timeout=timeout)
             backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
             dist.init_process_group(
                 backend,
-                store=dist.PrefixStore("group", store),
+                store=PrefixStore("group", store),
                 rank=rank,
                 world_size=size,
                 timeout=timeout,
