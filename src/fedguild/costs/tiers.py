@@ -47,6 +47,11 @@ class Workload:
     four_bit: bool = False
     wire_dtype: torch.dtype = torch.float32
 
+    @property
+    def moments(self) -> int:
+        """Moments that the optimizer keeps of each trainable."""
+        return self.training.moments
+
 
 @dataclass(frozen=True)
 class Direction:
@@ -158,7 +163,7 @@ def _memory(model: ModelInfo, plan: AdapterPlan, workload: Workload, checkpointi
         plan,
         workload.tokens,
         dtype=workload.dtype,
-        moments=workload.training.moments,
+        moments=workload.moments,
         checkpointing=checkpointing,
         four_bit=four_bit,
     )

@@ -321,8 +321,7 @@ def make_backbone(
     if family and layers:
         family.attach(model, layers)
     info = describe(model, name, layers)
-    parameter = next(model.parameters())
-    fuse(model, parameter.device, model.dtype)
+    fuse(model, next(model.parameters()).device if ranks is None else ranks.device, model.dtype)
     if getattr(model, "is_loaded_in_4bit", False):
         quantise_experts(layer.experts for layer in layers)
     packs = allow_packing(model) and packing and all(layer.capacity is None for layer in layers)
