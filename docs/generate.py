@@ -13,10 +13,14 @@ from pathlib import Path
 
 from fedguild.cli.profile_tables import server_markdown
 from fedguild.cli.recorded import claims_markdown, read_choices, read_records, table_page
+from fedguild.client.budget import Budget
 from fedguild.config import tables
 from fedguild.config.reference import as_markdown, settings_of
 from fedguild.config.schema import Config
-from fedguild.methods import METHODS
+from fedguild.costs.several_gpus import gpus_markdown
+from fedguild.methods import METHODS, build_method
+from fedguild.model.backbone import describe_config
+from fedguild.model.info import ModelInfo
 
 ROOT = Path(__file__).parents[1]
 METHOD_PAGES = ROOT / "docs" / "methods"
@@ -138,6 +142,24 @@ def _decisions(page: Path) -> str:
     return "\n".join(["| number | decision | date |", "| --- | --- | --- |", *rows, ""])
 
 
+def _several_gpus(page: Path) -> str:
+    """Returns the fewest GPUs for models that one does not hold, or hardly."""
+    models = [describe_config(name) for name in ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3")]
+    trained = (("attention",), ("attention", "experts"))
+    plans = [
+        (
+            " and ".join(targets),
+            [build_method("fedit", {"rank": 8, "targets": targets}).plan(model, _budget(model)) for model in models],
+        )
+        for targets in trained
+    ]
+    return gpus_markdown(models, plans, 1024, (24, 48, 80, 141))
+
+
+def _budget(model: ModelInfo) -> Budget:
+    return Budget("all", model.top_k, 8)
+
+
 PARTS: dict[str, Callable[[Path], str]] = {
     "options": _options,
     "settings": _settings,
@@ -147,6 +169,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "index": _index,
     "private-methods": _private,
     "decisions": _decisions,
+    "several-gpus": _several_gpus,
 }
 
 

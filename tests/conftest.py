@@ -27,6 +27,7 @@ TOGETHER = {
     "tests/experiment/test_disk.py": "disk",
     "tests/experiment/test_resume.py": "resume",
     "tests/export/test_run.py": "exports",
+    "tests/model/test_sharding.py": "ranks",
 }
 """File of tests -> what they share: processes of which a machine bears one at a time, or a fixture that takes long."""
 

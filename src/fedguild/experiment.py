@@ -30,6 +30,7 @@ from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
 from fedguild.server.byte_budget import ByteBudget
 from fedguild.server.checkpoint import Checkpoint
+from fedguild.server.engine import Engine
 from fedguild.server.merge_history import merges
 from fedguild.server.optimizer import without_momentum
 from fedguild.server.rounds import Again, Outcome, frequencies, require_learning, run_round
@@ -107,7 +108,8 @@ def run(
             (output / left).unlink(missing_ok=True)
         with noted(output, progress, CONFIG) as told, _divergence_noted(output):
             experiment = (preparation or prepare)(config, output, told)
-            return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
+            with closing(make_engine(experiment)) as engine:
+                return _rounds(experiment, engine, _begin(experiment), first=1, callbacks=every)
 
 
 def resume(
@@ -143,7 +145,8 @@ def resume(
             if saved is None:
                 (output / RunLog.FILE).unlink(missing_ok=True)
                 experiment = (preparation or prepare)(config, output, told)
-                return _rounds(experiment, _begin(experiment), first=1, callbacks=every)
+                with closing(make_engine(experiment)) as engine:
+                    return _rounds(experiment, engine, _begin(experiment), first=1, callbacks=every)
             RunLog(output).truncate_after(saved.round, saved.extra.get(LOG_SEAL))
             if round is not None:
                 checkpoint.remove_after(output / CHECKPOINTS, round)
@@ -153,7 +156,8 @@ def resume(
                 MergeLedger.beside(experiment.memory).refill(merges(saved.state))
             (output / STOPPED).unlink(missing_ok=True)
             again = not was_stopped and round is None and saved.round > 0
-            return _rounds(experiment, saved.state, saved.round + 1, accepted, every, saved_again=again)
+            with closing(make_engine(experiment)) as engine:
+                return _rounds(experiment, engine, saved.state, saved.round + 1, accepted, every, saved_again=again)
 
 
 @contextmanager
@@ -239,8 +243,7 @@ def _begin(experiment: Experiment) -> Payload:
     state = experiment.method.enroll(state, experiment.backbone.info, experiment.clients)
     _write_facts(experiment)
     RunLog(experiment.folder).append(*evaluate_state(experiment, state, 0))
-    _save(experiment, 0, state)
-    return state
+    return _save(experiment, 0, state)
 
 
 def _callbacks(config: Config, given: Iterable[Callback]) -> list[Callback]:
@@ -255,6 +258,7 @@ def _tracking(config: Config, progress: Progress | None) -> Tracking:
 
 def _rounds(
     experiment: Experiment,
+    engine: Engine,
     state: Payload,
     first: int,
     accepted: Collection[int] = (),
@@ -278,68 +282,67 @@ def _rounds(
     judged = config.training.loss_limit == "auto" and experiment.remote is None and privacy is None
     untrained = untrained_loss(experiment) if judged else None
     bytes_left = None if rules.byte_limit is None else ByteBudget.after(rules.byte_limit, log.read())
-    with closing(make_engine(experiment)) as engine:
-        for number in range(first, total + 1):
-            if delivery.reason:
-                break
-            if experiment.remote is not None:
-                experiment.clients = experiment.remote.current()
-            clients = _charged(experiment, number) if privacy is not None else experiment.clients
-            if not clients:
-                _all_stopped(experiment, state, last, accepted)
-                break
-            if bytes_left is not None and (refusal := _bytes_refusal(experiment, bytes_left, state, clients, number)):
-                _score_last(experiment, state, last, accepted)
-                delivery.stop(refusal)
-                break
-            experiment.progress.round_started(number, total)
-            delivery.round_started(number)
-            started = time.perf_counter()
-            outcome = run_round(
-                number,
-                experiment.method,
-                state,
-                model,
-                clients,
-                engine,
-                rules,
-                accepted,
-                seed=config.seed,
-                guard=guard,
-                secure=secure,
-                private_mean=private_mean,
-                diagnose=config.evaluation.diagnosis,
-                again=_again(privacy, bytes_left),
-                note=note,
-            )
-            state, accepted = outcome.state, outcome.accepted
-            _tell(experiment.progress, outcome)
-            require_learning(outcome, config.training.loss_limit, model.vocabulary, untrained)
-            if experiment.remote is not None:
-                experiment.remote.note(outcome)
-            records: list[Record] = [*client_records(outcome, model, privacy.rules if privacy else None)]
-            if privacy is not None:
-                spent = privacy.accounts.record(number, experiment.clients)
-                records.append(spent)
-                _tell_spent(experiment.progress, spent)
-            if bytes_left is not None:
-                records.append(bytes_left.record(number, outcome.moved_bytes))
-            records += routing_record(number, frequencies(outcome.deliveries), outcome.tokens())
-            observed = [*experiment.method.observe(state, model), *outcome.observations]
-            records += observation_records(number, observed)
-            with outcome.clock.phase("evaluate"):
-                if number % config.evaluation.every == 0 or number == total:
-                    note("phase", phase="evaluate")
-                    records += evaluate_state(experiment, state, number)
-            outcome.phase_seconds["checkpoint"] = saving_seconds
-            records.append(_round_record(outcome, time.perf_counter() - started + saving_seconds))
-            log.append(*records)
-            delivery.recorded(number, records)
-            started = time.perf_counter()
-            _save(experiment, number, state, accepted)
-            saving_seconds = time.perf_counter() - started
-            last = number
-            delivery.saved(number)
+    for number in range(first, total + 1):
+        if delivery.reason:
+            break
+        if experiment.remote is not None:
+            experiment.clients = experiment.remote.current()
+        clients = _charged(experiment, number) if privacy is not None else experiment.clients
+        if not clients:
+            _all_stopped(experiment, state, last, accepted)
+            break
+        if bytes_left is not None and (refusal := _bytes_refusal(experiment, bytes_left, state, clients, number)):
+            _score_last(experiment, state, last, accepted)
+            delivery.stop(refusal)
+            break
+        experiment.progress.round_started(number, total)
+        delivery.round_started(number)
+        started = time.perf_counter()
+        outcome = run_round(
+            number,
+            experiment.method,
+            state,
+            model,
+            clients,
+            engine,
+            rules,
+            accepted,
+            seed=config.seed,
+            guard=guard,
+            secure=secure,
+            private_mean=private_mean,
+            diagnose=config.evaluation.diagnosis,
+            again=_again(privacy, bytes_left),
+            note=note,
+        )
+        state, accepted = outcome.state, outcome.accepted
+        _tell(experiment.progress, outcome)
+        require_learning(outcome, config.training.loss_limit, model.vocabulary, untrained)
+        if experiment.remote is not None:
+            experiment.remote.note(outcome)
+        records: list[Record] = [*client_records(outcome, model, privacy.rules if privacy else None)]
+        if privacy is not None:
+            spent = privacy.accounts.record(number, experiment.clients)
+            records.append(spent)
+            _tell_spent(experiment.progress, spent)
+        if bytes_left is not None:
+            records.append(bytes_left.record(number, outcome.moved_bytes))
+        records += routing_record(number, frequencies(outcome.deliveries), outcome.tokens())
+        observed = [*experiment.method.observe(state, model), *outcome.observations]
+        records += observation_records(number, observed)
+        with outcome.clock.phase("evaluate"):
+            if number % config.evaluation.every == 0 or number == total:
+                note("phase", phase="evaluate")
+                records += evaluate_state(experiment, state, number)
+        outcome.phase_seconds["checkpoint"] = saving_seconds
+        records.append(_round_record(outcome, time.perf_counter() - started + saving_seconds))
+        log.append(*records)
+        delivery.recorded(number, records)
+        started = time.perf_counter()
+        state = _save(experiment, number, state, accepted)
+        saving_seconds = time.perf_counter() - started
+        last = number
+        delivery.saved(number)
     return _ended(experiment, last, delivery)
 
 
@@ -472,9 +475,10 @@ def _tell(progress: Progress, outcome: Outcome) -> None:
         progress.message(f"Round {outcome.round}: client {client} did wrong, which the others made good: {fault}")
 
 
-def _save(experiment: Experiment, number: int, state: Payload, accepted: Collection[int] = ()) -> None:
+def _save(experiment: Experiment, number: int, state: Payload, accepted: Collection[int] = ()) -> Payload:
+    """Writes a round's checkpoint; returns the state, its history mapped from the files."""
     folder = experiment.folder / CHECKPOINTS
-    checkpoint.save(
+    saved = checkpoint.save(
         folder,
         number,
         state,
@@ -483,6 +487,7 @@ def _save(experiment: Experiment, number: int, state: Payload, accepted: Collect
         keep=experiment.config.federation.keep_checkpoints,
     )
     experiment.memory.forget(checkpoint.rounds(folder)[0])
+    return saved
 
 
 def _write_facts(experiment: Experiment) -> None:

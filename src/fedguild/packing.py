@@ -95,6 +95,32 @@ def unpack(data: bytes) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
     return {name: tensors[name] for name in sorted(tensors)}, scalars
 
 
+def views(data: Any) -> dict[str, Tensor]:
+    """Returns the tensors of a buffer of bytes that `pack` wrote, as views of it: nothing is copied.
+
+    Raises:
+        FedGuildError: as `unpack`.
+    """
+    _checked_header(data)
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    header = from_json(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
+    header.pop("__metadata__", None)
+    dtypes = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+    found: dict[str, Tensor] = {}
+    for name, entry in sorted(header.items()):
+        dtype, shape = dtypes[entry["dtype"]], entry["shape"]
+        start = _LENGTH_BYTES + length + entry["data_offsets"][0]
+        count = prod(shape)
+        try:
+            flat = (
+                torch.frombuffer(data, dtype=dtype, count=count, offset=start) if count else torch.empty(0, dtype=dtype)
+            )
+        except ValueError as error:
+            raise FedGuildError(f"the values of {name!r:.80} are cut off") from error
+        found[name] = flat.reshape(shape)
+    return found
+
+
 def tensor_bytes(tensor: Tensor) -> int:
     """Returns the bytes of a tensor's values, the header not counted."""
     return tensor.numel() * tensor.element_size()

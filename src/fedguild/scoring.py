@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby, islice, zip_longest
 from typing import Literal
@@ -12,14 +14,16 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.costs.flops import cost
+from fedguild.costs.memory import evaluation_batch_tokens
 from fedguild.data import Example
 from fedguild.data.corpora import corpus_spec
+from fedguild.engines.cohorts import MEMORY_SHARE, free_bytes
 from fedguild.errors import ConfigError
 from fedguild.evaluation.likelihood import Candidates, candidate_losses
 from fedguild.evaluation.metrics import METRICS, load_metrics
-from fedguild.evaluation.tasks import Scoring, pad_id
+from fedguild.evaluation.tasks import EvaluatedModel, Scoring, pad_id
 from fedguild.evaluation.tasks import evaluate as score
-from fedguild.model.plan import AdapterPlan
+from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.recording import Where, evaluation_record, summary_record
@@ -34,6 +38,8 @@ MODELS_AT_ONCE = 8
 """Number of models that share a forward pass if the cohort size is `auto`."""
 UNTRAINED_TEXTS = 16
 """Number of training texts by which the backbone's own loss is estimated."""
+CPU_BATCH_TOKENS, LEAST_BATCH_TOKENS = 8192, 64
+"""Tokens of a batch that `evaluation.batch_tokens: auto` takes on a CPU, where more make nothing faster; the fewest."""
 
 
 def evaluate_state(experiment: Experiment, state: Payload, number: int, split: Split | None = None) -> list[Record]:
@@ -124,7 +130,8 @@ def _scored(
     records: list[EvaluationRecord] = []
     for _, group in groupby(zip(models, examples, strict=True), key=lambda pair: _identity(pair[0][2].merged)):
         members = list(group)
-        with experiment.backbone.merged(members[0][0][2].merged):
+        here = experiment.scorer is None
+        with experiment.backbone.merged(members[0][0][2].merged) if here else nullcontext():
             for start in range(0, len(members), width):
                 records += _scored_at_once(experiment, members[start : start + width], where)
     return records
@@ -137,19 +144,16 @@ def _scored_at_once(
     config, backbone = experiment.config, experiment.backbone
     settings = config.evaluation
     plans = [evaluated_plan(experiment, budget, deployment) for (_, budget, deployment), _ in members]
-    with SlotModel(backbone, plans) as model:
-        for slot, ((_, _, deployment), _) in enumerate(members):
-            model.load(slot, deployment.tensors)
-        with torch.inference_mode():
-            scores = score(
-                model,
-                [examples for _, examples in members],
-                backbone.tokenizer,
-                max_tokens=config.data.max_tokens,
-                max_new_tokens=settings.max_new_tokens,
-                batch_tokens=settings.batch_tokens,
-                scoring=_scoring(experiment),
-            )
+    with _loaded(experiment, plans, [deployment for (_, _, deployment), _ in members]) as (model, batch_tokens):
+        scores = score(
+            model,
+            [examples for _, examples in members],
+            backbone.tokenizer,
+            max_tokens=config.data.max_tokens,
+            max_new_tokens=settings.max_new_tokens,
+            batch_tokens=batch_tokens,
+            scoring=_scoring(experiment),
+        )
     flops = [cost(backbone.info, plan).table_flops(1, adapters=False) for plan in plans]
     return [
         evaluation_record(name, where, result, plan, per_token, perplexity=settings.perplexity)
@@ -159,7 +163,6 @@ def _scored_at_once(
 
 def untrained_loss(experiment: Experiment) -> float:
     """Returns the backbone's loss on some of the clients' training texts, in nats per response token."""
-    config, backbone = experiment.config, experiment.backbone
     turns = zip_longest(*experiment.encoded.values())
     texts = islice((text for turn in turns for text in turn if text is not None), UNTRAINED_TEXTS)
     rows = [
@@ -167,10 +170,49 @@ def untrained_loss(experiment: Experiment) -> float:
         for text in texts
         if text.prompt_length
     ]
-    with SlotModel(backbone, [AdapterPlan(())]) as model, torch.inference_mode():
-        (losses,) = candidate_losses(model, [rows], config.evaluation.batch_tokens, pad_id(backbone.tokenizer))
+    nothing = AdapterPlan(())
+    with _loaded(experiment, [nothing], [Deployment(nothing, {})]) as (model, batch_tokens):
+        (losses,) = candidate_losses(model, [rows], batch_tokens, pad_id(experiment.backbone.tokenizer))
     tokens = sum(len(row.responses[0]) for row in rows)
     return sum(loss for (loss,) in losses) / max(1, tokens)
+
+
+@contextmanager
+def _loaded(
+    experiment: Experiment, plans: Sequence[AdapterPlan], deployments: Sequence[Deployment]
+) -> Iterator[tuple[EvaluatedModel, int]]:
+    """Loads models for the duration of the block, here or in the engine's processes.
+
+    Yields:
+        The models, and the tokens of a batch.
+    """
+    backbone, scorer = experiment.backbone, experiment.scorer
+    tensors = [deployment.tensors for deployment in deployments]
+    if scorer is not None:
+        with scorer.slots(plans, tensors, deployments[0].merged, backbone.info) as workers:
+            yield workers, _batch_tokens(experiment, plans, scorer.device, scorer.free_bytes)
+        return
+    with SlotModel(backbone, plans) as model:
+        for slot, own in enumerate(tensors):
+            model.load(slot, own)
+        with backbone.without_gradients():
+            yield model, _batch_tokens(experiment, plans, backbone.device, lambda: free_bytes(backbone.device))
+
+
+def _batch_tokens(
+    experiment: Experiment, plans: Sequence[AdapterPlan], device: torch.device, free: Callable[[], int]
+) -> int:
+    """Returns the tokens of a batch: the config's, or as many as fit a GPU's memory beside the loaded slots."""
+    wanted, backbone = experiment.config.evaluation.batch_tokens, experiment.backbone
+    if wanted != "auto":
+        return wanted
+    if device.type == "cpu":
+        return CPU_BATCH_TOKENS
+    dtype, model = backbone.dtype, backbone.info
+    casts = dtype.itemsize * sum(math.prod(shape) for plan in plans for shape in adapter_shapes(model, plan).values())
+    room = int(MEMORY_SHARE * max(0, free() - casts))
+    largest = max(plans, key=lambda plan: plan.active_experts or model.top_k)
+    return max(LEAST_BATCH_TOKENS, evaluation_batch_tokens(model, largest, dtype=dtype, free=room))
 
 
 def _identity(merged: Mapping[str, Tensor]) -> list[tuple[str, int]]:

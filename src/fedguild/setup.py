@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 from uuid import uuid4
+
+import torch
+from torch import Tensor
 
 from fedguild.activity import ActivityLog
 from fedguild.client.budget import Budget, ClientInfo
@@ -34,14 +38,24 @@ from fedguild.data.sampling import sample
 from fedguild.engines.coded import CodedEngine
 from fedguild.engines.cohorts import OnStep
 from fedguild.engines.local import LocalEngine
+from fedguild.engines.torchrun import TorchrunEngine, torchrun_ranks
 from fedguild.errors import ConfigError
 from fedguild.evaluation.metrics import Metric, load_metrics
+from fedguild.evaluation.tasks import EvaluatedModel
 from fedguild.files import write_text
 from fedguild.guarantee import Privacy, check_privacy, privacy_of, rules_of
 from fedguild.methods import build_method
-from fedguild.model.backbone import Backbone, describe_config, inspect_model, is_at_hand, load_backbone, pick_device
+from fedguild.model.backbone import (
+    Backbone,
+    describe_config,
+    inspect_model,
+    is_at_hand,
+    later_backbone,
+    load_backbone,
+    pick_device,
+)
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import adapter_shapes
+from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.secure.fixed_point import MOST_CLIENTS
@@ -113,12 +127,35 @@ class Remote(Protocol):
         ...
 
 
+class Scorer(Protocol):
+    """An engine that scores models in its own processes, which hold the backbone instead of this one."""
+
+    @property
+    def device(self) -> torch.device:
+        """The kind of device that they compute on."""
+        ...
+
+    def slots(
+        self,
+        plans: Sequence[AdapterPlan],
+        tensors: Sequence[Mapping[str, Tensor]],
+        merged: Mapping[str, Tensor],
+        model: ModelInfo,
+    ) -> AbstractContextManager[EvaluatedModel]:
+        """Loads models for the duration of a block, on a backbone with the given changes."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Returns the free bytes of the fullest device."""
+        ...
+
+
 @dataclass
 class Experiment:
     """The objects of a run.
 
-    `remote` is None if the clients are simulated, by the engine that the config names. `metrics` are those that were
-    given in Python, by the names that the config has.
+    `scorer` is None if this process scores models itself. `remote` is None if the clients are simulated, by the engine
+    that the config names. `metrics` are those that were given in Python, by the names that the config has.
     """
 
     config: Config
@@ -132,6 +169,7 @@ class Experiment:
     progress: Progress
     remote: Remote | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    scorer: Scorer | None = None
 
     @cached_property
     def privacy(self) -> Privacy | None:
@@ -272,7 +310,24 @@ def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method
             "Set evaluation.diagnosis=false, or diagnose a run without federation.secure and privacy.unit.",
         )
     check_privacy(method, config, equal_shapes=equal_shapes)
+    _require_device(method, config)
     return method, budgets
+
+
+def _require_device(method: Method, config: Config) -> None:
+    """Raises ConfigError if the config wants of Apple's GPUs (`mps`) what torch does not support on them."""
+    if config.model.device != "mps":
+        return
+    lacking = {
+        f"method.name={method.name}": method.needs_float64 and f"it {method.needs_float64} in fp64",
+        "privacy.unit=example": config.privacy.unit == "example" and "it clips gradients in fp64",
+        "model.load_in_4bit": config.model.load_in_4bit and "bitsandbytes needs CUDA",
+        "federation.engine.name=ray": config.federation.engine.name == "ray" and "Ray assigns CUDA's GPUs",
+        "torchrun": torchrun_ranks() > 1 and "its processes communicate by NCCL or on CPUs",
+    }
+    for setting, reason in lacking.items():
+        if reason:
+            raise ConfigError(f"model.device=mps does not go with {setting}: {reason}.", "Set model.device=cpu.")
 
 
 def _require_mean(method: Method, robust: str, *, equal_shapes: bool) -> None:
@@ -386,7 +441,8 @@ def prepare(
     progress = progress or Silent()
     given, own_metrics = method_of(config), dict(metrics or {})
     load_metrics(name for name in config.evaluation.metrics if name not in own_metrics)
-    method, tiers = fit_method(given, config, model_of(config))
+    model = model_of(config)
+    method, tiers = fit_method(given, config, model)
     tell_fitted(given, method, progress.message)
     progress.stage("Reading the data")
     if data is not None:
@@ -394,8 +450,11 @@ def prepare(
     prepared = prepare_data(config, output, data)
     for sentence in dropped_sentences(dropped_of(prepared, config)):
         progress.message(sentence)
-    progress.stage(f"Loading the model {config.model.path}")
-    backbone = load_model(config)
+    if config.federation.engine.name == "ray" or torchrun_ranks() > 1:  # the engine holds the backbone
+        backbone = cast(Backbone, later_backbone(model, partial(load_model, config), **config.model.model_dump()))
+    else:
+        progress.stage(f"Loading the model {config.model.path}")
+        backbone = load_model(config)
     rules, sizes = rules_of(config), [len(client.train) for client in prepared.clients]
     clients = [
         ClientInfo(index, tiers[tier.name], rules.said_examples(sizes[index]) if rules else sizes[index])
@@ -421,7 +480,8 @@ def model_of(config: Config) -> ModelInfo:
         ConfigError: this machine does not have the device.
     """
     model = config.model
-    pick_device(model.device)
+    if config.federation.engine.name != "ray":
+        pick_device(model.device)
     return inspect_model(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
 
 
@@ -485,6 +545,8 @@ def secure_of(experiment: Experiment) -> SecureAggregation | None:
 
 def _local_engine(experiment: Experiment) -> Engine:
     config = experiment.config
+    if torchrun_ranks() > 1:
+        return _torchrun_engine(experiment)
     return LocalEngine(
         experiment.backbone,
         experiment.encoded,
@@ -498,6 +560,28 @@ def _local_engine(experiment: Experiment) -> Engine:
     )
 
 
+def _torchrun_engine(experiment: Experiment) -> Engine:
+    config = experiment.config
+    if config.model.load_in_4bit:
+        raise ConfigError(
+            "torchrun started several processes, but weights in 4 bit cannot be sharded.",
+            "Set model.load_in_4bit=false, or start one process.",
+        )
+    engine = TorchrunEngine(
+        config.model.model_dump(),
+        experiment.encoded,
+        config.local_training,
+        experiment.memory,
+        cohort_size=config.federation.cohort_size,
+        seed=config.seed,
+        timeout_seconds=config.federation.engine.timeout_seconds,
+        on_step=_on_step(experiment),
+        private=None if experiment.privacy is None else experiment.privacy.dp_sgd(),
+    )
+    experiment.scorer = engine
+    return engine
+
+
 def _on_step(experiment: Experiment) -> OnStep:
     """Returns what reports an optimizer step, without the loss where it is withheld for privacy."""
     step = experiment.progress.step
@@ -505,6 +589,11 @@ def _on_step(experiment: Experiment) -> OnStep:
 
 
 def _ray_engine(experiment: Experiment) -> Engine:
+    if torchrun_ranks() > 1:
+        raise ConfigError(
+            "federation.engine.name is ray, but torchrun started several processes.",
+            "Start one process: federation.engine.ray.gpus_per_actor shards the backbone.",
+        )
     try:
         from fedguild.engines.ray import RayEngine
     except ModuleNotFoundError as error:
@@ -514,7 +603,12 @@ def _ray_engine(experiment: Experiment) -> Engine:
         ) from error
     config = experiment.config
     settings = config.federation.engine.ray
-    return RayEngine(
+    if settings.gpus_per_actor > 1 and config.model.load_in_4bit:
+        raise ConfigError(
+            "federation.engine.ray.gpus_per_actor is above 1, but weights in 4 bit cannot be sharded.",
+            "Set model.load_in_4bit=false, or gpus_per_actor=1.",
+        )
+    engine = RayEngine(
         config.model.model_dump(),
         experiment.encoded,
         config.local_training,
@@ -525,10 +619,14 @@ def _ray_engine(experiment: Experiment) -> Engine:
         actors=settings.actors,
         gpu_fraction=settings.gpu_fraction,
         cpus_per_actor=settings.cpus_per_actor,
+        gpus_per_actor=settings.gpus_per_actor,
+        timeout_seconds=config.federation.engine.timeout_seconds,
         on_step=_on_step(experiment),
         private=None if experiment.privacy is None else experiment.privacy.dp_sgd(),
         note=ActivityLog(experiment.folder).append,
     )
+    experiment.scorer = engine
+    return engine
 
 
 def _flower_engine(experiment: Experiment) -> Engine:

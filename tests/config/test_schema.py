@@ -61,7 +61,7 @@ def test_one_plain_line_per_setting(override: str, told: str) -> None:
 
 def test_a_pattern_is_explained_in_words() -> None:
     (line,) = lines_for("model.device=tpu")
-    assert "model.device: does not have the accepted form (auto, cpu, cuda or cuda:N" in line
+    assert "model.device: does not have the accepted form (auto, cpu, cuda, cuda:N or mps" in line
     assert line.endswith("got 'tpu'")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -220,6 +221,8 @@ def test_a_client_that_diverged_harms_nobody_and_keeps_what_it_had(olmoe_backbon
 class ByBudget:
     """A method that adapts the routers of large clients and the attention of all others."""
 
+    def further_plan(self, *_: Any) -> None: ...
+
     def plan(self, model: Any, budget: Any) -> AdapterPlan:
         return AdapterPlan((Lora(2, 1.0, ("router",) if budget == LARGE else ("attention",)),))
 
@@ -277,9 +280,29 @@ def test_auto_plans_for_the_largest_client_and_the_longest_batch(olmoe_backbone,
     monkeypatch.setattr(local, "free_bytes", lambda device: 12345)
     engine = engine_of(olmoe_backbone, flame, tmp_path, "auto")
     list(engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone)))
-    longest = max(len(row.input_ids) for rows in engine.examples.values() for row in rows)
+    lengths = [sorted(len(row.input_ids) for row in rows) for rows in engine.examples.values()]
+    size = engine.settings.batch_size
+    tokens = min(size * max(map(max, lengths)), math.ceil(1.1 * max(sum(own[-size:]) for own in lengths)))
     largest = flame.plan(olmoe_backbone.info, LARGE)
-    assert asked == [(olmoe_backbone, largest, engine.settings.batch_size * longest, 5, 12345)]
+    assert asked == [(olmoe_backbone, largest, tokens, 5, 12345, engine.settings, None)]
+
+
+@pytest.mark.parametrize(("packs", "tokens"), [(False, 2 * 40), (True, math.ceil(1.1 * 45))])
+def test_auto_counts_the_padding_that_is_computed(packs, tokens):
+    assert cohorts.most_tokens([[40, 3, 5], [9, 9, 9]], 2, packs=packs) == tokens
+    assert cohorts.most_tokens([[40, 40], [9]], 2, packs=packs) == 80
+
+
+def test_auto_counts_the_first_round_of_fed_sb(olmoe_backbone, flame, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(cohorts, "auto_cohort_size", lambda *arguments: asked.append(arguments[-1]) or 1)
+    engine = engine_of(olmoe_backbone, flame, tmp_path, "auto")
+    method = build_method("fed-sb", {"rank": 2, "start": "sketch"})
+    for round_index in (1, 2):
+        tasks = [Task(round_index, who, Payload()) for who in CLIENTS]
+        members = [(task, method.plan(olmoe_backbone.info, task.client.budget)) for task in tasks]
+        assert engine._size(method, members) == 1
+    assert [plan and plan.rank for plan in asked] == [4 + 2 * 4 + 1, None]
 
 
 def test_free_bytes_of_a_cpu():

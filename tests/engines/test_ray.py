@@ -232,8 +232,9 @@ def test_cohorts_of_several_and_auto_give_every_actor_some(prepared, monkeypatch
     assert steps[-1][0] == steps[-1][1] == len(steps)
 
 
-def test_a_run_by_its_config_ends_as_on_the_local_engine(models, tmp_path):
+def test_a_run_by_its_config_ends_as_on_the_local_engine(models, tmp_path, monkeypatch):
     experiment.run(case_config("flame", models), tmp_path / "local")
+    monkeypatch.setattr("fedguild.setup.load_model", lambda config: pytest.fail("the driver loaded the model"))
     experiment.run(case_config("flame", models, engine_setting(1)), tmp_path / "ray")
     assert_same(ended(tmp_path / "ray"), ended(tmp_path / "local"))
 
@@ -271,3 +272,12 @@ def test_an_address_without_a_cluster_is_told_with_what_to_do(monkeypatch: pytes
     monkeypatch.setattr(ray, "init", fail)
     with pytest.raises(ConfigError, match=r"no Ray cluster at '10\.0\.0\.1:6379'[\s\S]*RAY_AUTH_MODE=token"):
         connect("10.0.0.1:6379", cores=1)
+
+
+@pytest.mark.long
+def test_processes_that_share_a_backbone_end_as_the_local_engine(models, tmp_path):
+    """Two processes hold half the layers each, train cohorts of their own, three in all, and score."""
+    experiment.run(case_config("flame", models), tmp_path / "local")
+    sharded = "federation.engine={name: ray, timeout_seconds: 60, ray: {actors: 1, gpus_per_actor: 2}}"
+    experiment.run(case_config("flame", models, sharded), tmp_path / "ray")
+    assert_same(ended(tmp_path / "ray"), ended(tmp_path / "local"))

@@ -53,6 +53,22 @@ def test_the_dtype_is_the_users(saved, dtype, expected):
     assert {parameter.dtype for parameter in backbone.model.parameters()} == {expected}
 
 
+def test_weights_are_read_straight_to_their_device(saved, monkeypatch):
+    """On `meta` no weight passes through the host, and the model as a whole is never moved."""
+    monkeypatch.setattr(torch.nn.Module, "to", lambda *_: pytest.fail("the model was moved"))
+    backbone = load_backbone(str(saved), device="meta")
+    assert {parameter.device.type for parameter in backbone.model.parameters()} == {"meta"}
+    assert backbone.device == torch.device("meta")
+
+
+def test_without_accelerate_a_model_passes_through_the_host(saved, monkeypatch):
+    moved = []
+    monkeypatch.setattr("fedguild.model.backbone.is_accelerate_available", lambda: False)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: moved.append(device) or model)
+    load_backbone(str(saved), device="meta")
+    assert moved == [torch.device("meta")]
+
+
 def test_a_config_alone_describes_the_same_model(saved):
     assert describe_config(str(saved)) == load_backbone(str(saved), device="cpu").info
 

@@ -16,6 +16,7 @@ from fedguild.model.packaged import PACKAGED
 
 PARAMETERS = {
     "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_404_352,
     "llama-2-7b": 6_738_415_616,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,

@@ -1,5 +1,7 @@
 import errno
+import itertools
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,3 +177,62 @@ def test_what_a_killed_process_left_is_ignored_and_removed(tmp_path):
     assert checkpoint.latest(tmp_path) == 1
     save(tmp_path, 2)
     assert not leftover.exists()
+
+
+def history_of(rounds: int) -> Payload:
+    tensors = {
+        f"merge/{version}/m.lora_{side}": torch.full((64, 64), float(version))
+        for version in range(1, rounds + 1)
+        for side in "AB"
+    }
+    return Payload({**tensors, "adapter/x": torch.ones(3)}, {"merge_version": rounds})
+
+
+def test_a_history_is_written_once_and_no_checkpoint_grows_with_it(tmp_path):
+    sizes, written, state = [], [], Payload({}, {})
+    for number in range(1, 6):
+        whole = history_of(number)
+        state = Payload({**whole.tensors, **state.tensors, "adapter/x": torch.full((3,), float(number))}, whole.scalars)
+        state = checkpoint.save(tmp_path, number, state, fingerprint="run", keep=2)
+        sizes.append((tmp_path / f"round-{number:05d}.checkpoint").stat().st_size)
+        written.append({path.name: path.stat().st_mtime_ns for path in (tmp_path / "history").iterdir()})
+    assert max(sizes) - min(sizes) < 1000 < 2 * 64 * 64 * 4
+    assert [len(files) for files in written] == [1, 2, 3, 4, 5]
+    for earlier, later in itertools.pairwise(written):
+        assert earlier.items() <= later.items(), "no version is written again"
+    for loaded in (state, checkpoint.load(tmp_path, 5, fingerprint="run").state):
+        assert loaded.scalars == {"merge_version": 5}
+        assert loaded.tensors.keys() == history_of(5).tensors.keys()
+        for name, tensor in history_of(5).tensors.items():
+            expected = torch.full((3,), 5.0) if name == "adapter/x" else tensor
+            assert torch.equal(loaded.tensors[name], expected)
+    assert checkpoint.load(tmp_path, 4, fingerprint="run").state.tensors.keys() == history_of(4).tensors.keys()
+
+
+def test_a_running_state_holds_no_copy_of_its_history(tmp_path):
+    whole = history_of(3)
+    mapped = checkpoint.save(tmp_path, 1, whole, fingerprint="run")
+    regions = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/history/" in line]
+    spans = [tuple(int(end, 16) for end in region[0].split("-")) for region in regions]
+    for name, tensor in mapped.tensors.items():
+        inside = any(start <= tensor.data_ptr() < stop for start, stop in spans)
+        assert inside == name.startswith("merge/"), name
+
+
+@pytest.mark.parametrize("how", ["damaged", "missing"])
+def test_a_history_that_is_damaged_or_missing_is_said_so_and_the_round_before_is_used(tmp_path, how):
+    first = checkpoint.save(tmp_path, 1, history_of(1), fingerprint="run")
+    known = {path.name for path in (tmp_path / "history").iterdir()}
+    checkpoint.save(tmp_path, 2, Payload({**history_of(2).tensors, **first.tensors}, {}), fingerprint="run")
+    (new,) = [path for path in (tmp_path / "history").iterdir() if path.name not in known]
+    if how == "damaged":
+        new.write_bytes(new.read_bytes()[:-1] + b"x")
+    else:
+        new.unlink()
+    with pytest.raises(CheckpointError, match="a part of the run's history"):
+        checkpoint.load(tmp_path, 2, fingerprint="run")
+    told: list[str] = []
+    newest = checkpoint.load_newest(tmp_path, fingerprint="run", tell=told.append)
+    assert newest is not None
+    assert newest.round == 1
+    assert len(told) == 1

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import fedguild
+from fedguild.cli.following import follows_torchrun
 from fedguild.cli.options import JsonOption, RunFolderArgument
 from fedguild.cli.progress import TerminalProgress
 from fedguild.cli.results import show_run
@@ -24,6 +25,8 @@ def command(
     context: typer.Context, folder: RunFolderArgument, round: RoundOption = None, as_json: JsonOption = False
 ) -> None:
     """Continue a run from its last complete round, with the results of an uninterrupted run."""
+    if follows_torchrun():
+        return
     context.obj.resume_with = f"fedguild resume {folder}"
     with TerminalProgress() as progress:
         result = fedguild.resume(folder, progress=progress, round=round)

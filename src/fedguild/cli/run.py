@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import fedguild
+from fedguild.cli.following import follows_torchrun
 from fedguild.cli.options import ConfigArgument, JsonOption, OverridesArgument
 from fedguild.cli.progress import TerminalProgress
 from fedguild.cli.results import show_run
@@ -35,6 +36,8 @@ def command(
 ) -> None:
     """Run a config: train, evaluate every budget, write the report."""
     settings = load_config(config, overrides or ())
+    if follows_torchrun(settings.model.device):
+        return
     folder = output or settings.run_folder
     context.obj.resume_with = f"fedguild resume {folder}"
     with watching(folder, on=watch), TerminalProgress() as progress:

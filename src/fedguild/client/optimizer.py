@@ -58,7 +58,9 @@ class SlotOptimizer:
         if not graded:
             return torch.zeros(self.slots, dtype=torch.float64)
         squares = [_squares(_grad(trainable), trainable.axis) for trainable in graded]
-        norms = torch.stack(squares).double().sum(dim=0).sqrt()
+        all_squares = torch.stack(squares)
+        exact = all_squares.float() if all_squares.device.type == "mps" else all_squares.double()  # which has no fp64
+        norms = exact.sum(dim=0).sqrt()
         factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
         if factor.device.type != "cpu" or bool((factor < 1).any()):
             for trainable in graded:

@@ -45,6 +45,18 @@ class RaySettings(Section):
         description="Fraction of a GPU and of its memory that an actor gets; ignored if there is no GPU.",
     )
     cpus_per_actor: int = Field(default=1, ge=1, description="CPU cores and threads of each actor.")
+    gpus_per_actor: int = Field(
+        default=1,
+        ge=1,
+        description="GPUs of an actor, over which the backbone's layers are sharded; each trains clients of its own. "
+        "Without GPUs: its processes on CPUs.",
+    )
+
+    @model_validator(mode="after")
+    def _shard_whole_gpus(self) -> Self:
+        if self.gpus_per_actor > 1 and self.gpu_fraction < 1:
+            raise ValueError("with gpus_per_actor above 1, gpu_fraction must be 1")
+        return self
 
 
 class EngineSettings(Section):
@@ -52,8 +64,13 @@ class EngineSettings(Section):
 
     name: Literal["local", "ray", "flower"] = Field(
         default="local",
-        description="local: one cohort after the other in this process; ray: cohorts spread over the GPUs and machines "
-        "that Ray sees; flower: real clients over the network.",
+        description="local: one cohort after the other in this process, or in those that torchrun started; ray: "
+        "cohorts spread over the GPUs and machines that Ray sees; flower: real clients over the network.",
+    )
+    timeout_seconds: float = Field(
+        default=1800.0,
+        gt=0,
+        description="How long the processes of a sharded backbone wait for one of them before the run stops.",
     )
     ray: RaySettings = Field(default_factory=RaySettings, description="The `ray` engine.")
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, field_validator, model_serializer, model_validator
@@ -113,8 +113,8 @@ class ModelSettings(Section):
     )
     device: str = Field(
         default="auto",
-        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="auto, cpu, cuda or cuda:N; auto: a GPU if there is one.",
+        pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$",
+        description="auto, cpu, cuda, cuda:N or mps (Apple); auto: a CUDA GPU if there is one, else the CPU.",
     )
     load_in_4bit: bool = Field(default=False, description="Load the backbone in 4 bits; needs a GPU and bitsandbytes.")
     attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="Attention implementation.")
@@ -179,7 +179,11 @@ class EvaluationSettings(Section):
         default=None, ge=1, description="Maximum number of examples scored per evaluation; null: all."
     )
     max_new_tokens: int = Field(default=128, ge=1, description="Maximum length of a generated response, in tokens.")
-    batch_tokens: int = Field(default=8192, ge=64, description="Tokens in one forward pass of the evaluation.")
+    batch_tokens: Literal["auto"] | Annotated[int, Field(ge=64)] = Field(
+        default="auto",
+        description="Tokens in one forward pass of the evaluation, and in a batch of generated texts; auto: as many as "
+        "a GPU's free memory holds, 8192 on a CPU.",
+    )
     perplexity: bool = Field(default=False, description="Also record the perplexity of the reference responses.")
     diagnosis: bool = Field(
         default=False,

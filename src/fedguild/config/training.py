@@ -98,3 +98,8 @@ class TrainingSettings(Section):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and less than 1, got {list(self.betas)}")
         return self
+
+    @property
+    def moments(self) -> int:
+        """Moments that the optimizer keeps of each trainable."""
+        return int(self.momentum > 0) if self.optimizer == "sgd" else 2

@@ -50,7 +50,7 @@ class Workload:
     @property
     def moments(self) -> int:
         """Moments that the optimizer keeps of each trainable."""
-        return int(self.training.momentum > 0) if self.training.optimizer == "sgd" else 2
+        return self.training.moments
 
 
 @dataclass(frozen=True)

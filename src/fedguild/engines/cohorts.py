@@ -5,6 +5,7 @@ Nothing here depends on where tasks come from or where uploads go.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,12 +20,13 @@ from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merge_ledger import VERSION, merge_version
 from fedguild.config.training import TrainingSettings
-from fedguild.costs.memory import memory
+from fedguild.costs.memory import largest_cohort
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.peak_memory import peak_bytes, reset_peak
 from fedguild.errors import FedGuildError
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
+from fedguild.model.packed_rows import PADDING_LIMIT
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
@@ -141,16 +143,41 @@ class Trainer:
             )
         ]
 
-    def cohort_size(self, plans: Sequence[AdapterPlan], longest: int, free: int) -> int:
+    def cohort_size(
+        self,
+        plans: Sequence[AdapterPlan],
+        lengths: Sequence[Sequence[int]],
+        free: int,
+        beside: AdapterPlan | None = None,
+    ) -> int:
         """Returns how many of these clients to train at once.
 
         Args:
             plans: What they train.
-            longest: Tokens of their longest example.
+            lengths: The tokens of each of their examples, by client.
             free: Free bytes of the device's memory.
+            beside: The plan of further slots, as `Method.further_plan` returns it.
         """
         largest = max(plans, key=lambda plan: (plan.rank, plan.active_experts or self.backbone.info.top_k))
-        return auto_cohort_size(self.backbone, largest, self.settings.batch_size * longest, len(plans), free)
+        packs = self.backbone.packs and all(part.packs for part in largest.parts)
+        tokens = most_tokens(lengths, self.settings.batch_size, packs=packs)
+        return auto_cohort_size(self.backbone, largest, tokens, len(plans), free, self.settings, beside)
+
+
+def most_tokens(lengths: Sequence[Sequence[int]], batch_size: int, *, packs: bool) -> int:
+    """Returns the most tokens of any client's share of a forward pass, with the padding that is computed.
+
+    Args:
+        lengths: The tokens of each example, by client.
+        batch_size: Rows of a client in a pass.
+        packs: Whether rows are packed where there is more than a little padding.
+    """
+    longest = max(max(own) for own in lengths)
+    padded = batch_size * longest
+    if not packs:
+        return padded
+    real = max(sum(sorted(own)[-batch_size:]) for own in lengths)
+    return min(padded, math.ceil(PADDING_LIMIT * real))
 
 
 class FittingCohorts(Generic[Member]):
@@ -164,9 +191,12 @@ class FittingCohorts(Generic[Member]):
         members: The members to train.
         size: Members of the first cohort.
         device: The device that they are trained on.
+        splits: Whether a cohort that does not fit may be trained again in parts; not where other processes share its
+            passes.
     """
 
-    def __init__(self, members: Sequence[Member], size: int, device: torch.device) -> None:
+    def __init__(self, members: Sequence[Member], size: int, device: torch.device, *, splits: bool = True) -> None:
+        self._splits = splits
         self._left = list(members)
         self._cohort: list[Member] = []
         self._size = size
@@ -182,11 +212,16 @@ class FittingCohorts(Generic[Member]):
         """Puts the cohort back, to be halved, if memory runs out inside the block.
 
         Raises:
-            FedGuildError: the device's memory is too small for one member.
+            FedGuildError: the device's memory is too small for one member, or for the cohort if it may not be split.
         """
         try:
             yield
         except torch.OutOfMemoryError as error:
+            if not self._splits:
+                raise FedGuildError(
+                    f"The memory of {self._device} is too small to train {len(self._cohort)} client(s) at once.",
+                    "Lower federation.cohort_size, training.batch_size or data.max_tokens.",
+                ) from error
             if len(self._cohort) == 1:
                 raise FedGuildError(
                     f"The memory of {self._device} is too small to train one client.",
@@ -199,6 +234,14 @@ class FittingCohorts(Generic[Member]):
 def plan_groups(planned: Sequence[Planned]) -> list[list[Planned]]:
     """Returns groups of consecutive tasks that can train in one cohort."""
     return [list(group) for _, group in groupby(planned, key=lambda pair: pair[1].cohort_key)]
+
+
+def further_plan(
+    method: Method, model: ModelInfo, clients: Sequence[ClientInfo], round_index: int
+) -> AdapterPlan | None:
+    """Returns the largest plan of further slots that clients hold in a round; see `Method.further_plan`."""
+    plans = [method.further_plan(model, budget, round_index) for budget in {client.budget for client in clients}]
+    return max((plan for plan in plans if plan is not None), key=lambda plan: plan.rank, default=None)
 
 
 def split_by_need(
@@ -231,25 +274,37 @@ def delivery(task: Task, plan: AdapterPlan, trained: Trained) -> Delivery:
     return Delivery(task, trained.upload, plan, report.training, report.frequency, report.peak_memory_bytes)
 
 
-def auto_cohort_size(backbone: Backbone, plan: AdapterPlan, tokens: int, clients: int, free: int) -> int:
+def auto_cohort_size(
+    backbone: Backbone,
+    plan: AdapterPlan,
+    tokens: int,
+    clients: int,
+    free: int,
+    settings: TrainingSettings | None = None,
+    beside: AdapterPlan | None = None,
+) -> int:
     """Returns how many clients to train at once: as many as fit `MEMORY_SHARE` of the free bytes.
 
     Args:
         backbone: The loaded backbone, whose weights are not counted again.
         plan: The largest plan of the clients.
-        tokens: Tokens of one client's forward pass, padding included.
+        tokens: Tokens of one client's share of a forward pass, with the padding that is computed.
         clients: Number of clients.
         free: Free bytes of the device's memory.
+        settings: How clients train; None for Adam.
+        beside: The plan of further slots, as `Method.further_plan` returns it.
     """
-    need = memory(
+    return largest_cohort(
         backbone.info,
         plan,
         tokens,
+        clients,
+        int(MEMORY_SHARE * free),
         dtype=backbone.dtype,
+        moments=2 if settings is None else settings.moments,
         checkpointing=any(getattr(module, "gradient_checkpointing", False) for module in backbone.model.modules()),
+        beside=beside,
     )
-    per_client = need.total_bytes - need.weights_bytes
-    return max(1, min(clients, int(MEMORY_SHARE * free / per_client)))
 
 
 def free_bytes(device: torch.device) -> int:

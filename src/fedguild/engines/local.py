@@ -21,6 +21,7 @@ from fedguild.engines.cohorts import (
     Trainer,
     delivery,
     free_bytes,
+    further_plan,
     plan_groups,
     split_by_need,
     taken_before,
@@ -98,7 +99,7 @@ class LocalEngine:
             planned, merges = [], {}
         with self.backbone.merged(merges):
             for members in plan_groups(planned):
-                cohorts = FittingCohorts(members, self._size(members), self.backbone.device)
+                cohorts = FittingCohorts(members, self._size(method, members), self.backbone.device)
                 for cohort in cohorts:
                     deadline = terms.deadline_seconds
                     if deadline is not None and time.monotonic() - started > deadline:
@@ -134,8 +135,11 @@ class LocalEngine:
         kept = self.memory.load(task.client.name, task.round)
         return LocalWork(task.client, self.examples[task.client.index], task.download, kept)
 
-    def _size(self, members: Sequence[Planned]) -> int:
+    def _size(self, method: Method, members: Sequence[Planned]) -> int:
         if self.cohort_size != "auto":
             return self.cohort_size
-        longest = max(len(row.input_ids) for task, _ in members for row in self.examples[task.client.index])
-        return self.trainer.cohort_size([plan for _, plan in members], longest, free_bytes(self.backbone.device))
+        (first, _), *_ = members
+        plans, free = [plan for _, plan in members], free_bytes(self.backbone.device)
+        lengths = [[len(row.input_ids) for row in self.examples[task.client.index]] for task, _ in members]
+        beside = further_plan(method, self.backbone.info, [task.client for task, _ in members], first.round)
+        return self.trainer.cohort_size(plans, lengths, free, beside)

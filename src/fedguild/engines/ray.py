@@ -1,8 +1,12 @@
 """The `ray` engine: cohorts spread over actors, one process and one backbone each, wherever Ray has room.
 
 Payloads go through Ray's object store as safetensors bytes. The clients' memory stays with the driver (the process
-that runs the rounds), which also aggregates and evaluates. An actor that dies is replaced and its cohort trained again;
-a cohort's result depends on its inputs alone, so the round is unaffected.
+that runs the rounds), which also aggregates; the actors train and score, and the driver holds no backbone. An actor
+that dies is replaced and its cohort trained again; a cohort's result depends on its inputs alone, so the round is
+unaffected.
+
+An actor may be a team of processes that hold one backbone between them (`gpus_per_actor`), each with cohorts of its
+own. If one of them dies, the whole team is replaced.
 """
 
 from __future__ import annotations
@@ -10,16 +14,21 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch import Tensor
 
 from fedguild.activity import Note, unnoted
 from fedguild.client.memory import ClientMemory
-from fedguild.client.merge_ledger import DIGEST, MergeLedger
+from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import (
@@ -33,10 +42,13 @@ from fedguild.engines.cohorts import (
     split_by_need,
     taken_before,
 )
-from fedguild.engines.ray_actor import CohortActor, CohortJob, Plain, decode_result, pack_examples
+from fedguild.engines.ray_actor import CohortActor, Plain, decode_result, idle_job, job_of, merge_digest, pack_examples
 from fedguild.engines.ray_cluster import actors_on, connect, place, require_room
+from fedguild.engines.worker_slots import WorkerSlots, opened, raised
 from fedguild.errors import CheckpointError, FedGuildError
 from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
+from fedguild.model.ranks import TIMEOUT_SECONDS
 from fedguild.payload import Payload
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 from fedguild.server.method import Method
@@ -65,7 +77,9 @@ class RayEngine:
             else to start one on this machine.
         actors: Number of actors; `auto` as many as the GPUs hold, or one.
         gpu_fraction: Part of a GPU and of its memory that an actor gets.
-        cpus_per_actor: CPU cores of an actor, and its threads.
+        cpus_per_actor: CPU cores of an actor's process, and its threads.
+        gpus_per_actor: Processes of an actor, each on a GPU if there is one, over which the backbone is sharded.
+        timeout_seconds: Time that the processes of an actor wait for each other.
         on_step: Called after each cohort with (cohorts done, cohorts in all, its clients' mean loss).
         note: Takes the clients of each cohort as it goes to an actor.
         ledger: The changes to the backbone that were received; by default in a folder beside `memory`.
@@ -89,6 +103,8 @@ class RayEngine:
         actors: CohortSize = "auto",
         gpu_fraction: float = 1.0,
         cpus_per_actor: int = 1,
+        gpus_per_actor: int = 1,
+        timeout_seconds: float = TIMEOUT_SECONDS,
         on_step: OnStep | None = None,
         note: Note = unnoted,
         ledger: MergeLedger | None = None,
@@ -101,17 +117,25 @@ class RayEngine:
         self.seed = seed
         self.on_step = on_step
         self.note = note
-        self._started_ray = connect(address, 0 if actors == "auto" else actors * cpus_per_actor)
+        size = self._team_size = gpus_per_actor
+        self._timeout_seconds = timeout_seconds
+        self._started_ray = connect(address, (1 if actors == "auto" else actors) * cpus_per_actor * size)
         device, gpus = place(str(backbone["device"]), ray.cluster_resources().get("GPU", 0.0))
-        count = actors_on(gpus, gpu_fraction) if actors == "auto" else actors
-        require_room(count, cpus_per_actor, gpu_fraction if gpus else 0.0)
+        self.device = torch.device(device)
+        count = max(1, actors_on(gpus, gpu_fraction) // size) if actors == "auto" else actors
+        require_room(count * size, cpus_per_actor, gpu_fraction if gpus else 0.0)
         self._actor_resources = {"num_cpus": cpus_per_actor, "num_gpus": gpu_fraction if gpus else 0}
         packed = ray.put(pack_examples(examples))
         path = Path(str(backbone["path"]))
         placed = {**backbone, "device": device, "path": str(path.resolve() if path.exists() else path)}
         self._actor_arguments = (placed, settings.model_dump(), seed, cpus_per_actor, gpu_fraction, packed)
-        self._actors = [self._new_actor() for _ in range(count)]
+        self._teams = [self._new_team() for _ in range(count)]
         self.describe()
+
+    @property
+    def _actors(self) -> list[Any]:
+        """The processes of all actors."""
+        return [actor for team in self._teams for actor in team.actors]
 
     def describe(self) -> list[Plain]:
         """Returns every actor's process, how often it loaded the backbone, its threads and its device.
@@ -120,6 +144,9 @@ class RayEngine:
             FedGuildError: an actor did not start, or not within `START_SECONDS`.
         """
         try:
+            for team in self._teams:  # if rank 0 cannot read the weights, the others wait for it
+                raised(ray.get(team.meeting[:1], timeout=START_SECONDS))
+                raised(ray.get(team.meeting, timeout=START_SECONDS))
             actors: list[Plain] = ray.get([actor.describe.remote() for actor in self._actors], timeout=START_SECONDS)
         except GetTimeoutError as error:
             raise FedGuildError(
@@ -153,9 +180,9 @@ class RayEngine:
 
     def close(self) -> None:
         """Ends the actors, and Ray where this engine started it."""
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors = []
+        for team in self._teams:
+            team.end()
+        self._teams = []
         if self._started_ray:
             ray.shutdown()
 
@@ -169,7 +196,7 @@ class RayEngine:
             return
         cohorts = [cohort for members in plan_groups(planned) for cohort in self._cohorts(method, members)]
         scheduler = _Scheduler(
-            method, cohorts, merges, self.memory, self._actors, self._new_actor, deadline, self.private, self.note
+            method, cohorts, merges, self.memory, self._teams, self._new_team, deadline, self.private, self.note
         )
         for position, cohort in enumerate(cohorts):
             trained = scheduler.result(position)
@@ -188,22 +215,108 @@ class RayEngine:
     def _cohorts(self, method: Method, members: Sequence[Planned]) -> list[list[Planned]]:
         """Splits clients that can train together into cohorts, enough of them that every actor gets one."""
         if self.cohort_size == "auto":
-            size = min(self._largest_cohort(_job(method, members)), -(-len(members) // len(self._actors)))
+            size = min(self._largest_cohort(job_of(method, members)), -(-len(members) // len(self._actors)))
         else:
             size = self.cohort_size
         return [list(members[start : start + size]) for start in range(0, len(members), size)]
 
     def _largest_cohort(self, job: Plain) -> int:
         """Returns how many of a job's clients an actor holds at once, according to the first that is alive."""
-        for position, actor in enumerate(self._actors):
+        for position, team in enumerate(self._teams):
             try:
-                return int(ray.get(actor.cohort_size.remote(job)))
+                return int(ray.get(team.actors[0].cohort_size.remote(job)))
             except LOST:
-                self._actors[position] = self._new_actor()
+                team.end()
+                self._teams[position] = self._new_team()
         return 1
 
-    def _new_actor(self) -> Any:
-        return ray.remote(CohortActor).options(max_restarts=0, **self._actor_resources).remote(*self._actor_arguments)
+    @property
+    def count(self) -> int:
+        """Number of processes that score; see `fedguild.engines.worker_slots.Workers`."""
+        return len(self._actors)
+
+    def call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Calls a method of every process at the same time, each with its own arguments.
+
+        Raises:
+            FedGuildError: a process died.
+        """
+        calls = [getattr(actor, name).remote(*own) for actor, own in zip(self._actors, arguments, strict=True)]
+        try:
+            results: list[Any] = ray.get(calls)
+        except LOST as error:
+            raise FedGuildError(
+                f"An actor of the ray engine died while it scored: {str(error).strip().splitlines()[0]}",
+                "`fedguild resume` continues from the last complete round.",
+            ) from error
+        return results
+
+    def slots(
+        self,
+        plans: Sequence[AdapterPlan],
+        tensors: Sequence[Mapping[str, Tensor]],
+        merged: Mapping[str, Tensor],
+        model: ModelInfo,
+    ) -> AbstractContextManager[WorkerSlots]:
+        """Loads models into all processes for the duration of a block, to be scored there.
+
+        Actors that died since the last round are replaced before.
+        """
+        for position, team in enumerate(self._teams):
+            try:
+                ray.get([actor.describe.remote() for actor in team.actors])
+            except LOST:
+                team.end()
+                self._teams[position] = self._new_team()
+        return opened(self, plans, tensors, merged, model.seq2seq)
+
+    def free_bytes(self) -> int:
+        """Returns the bytes that the process with the fullest device may still use."""
+        return int(min(self.call("free_bytes", [()] * self.count)))
+
+    def _new_team(self) -> _Team:
+        if self._team_size == 1:
+            return _Team([self._new_actor()])
+        bundle = zip(("CPU", "GPU"), self._actor_resources.values(), strict=True)
+        group = placement_group([{name: amount for name, amount in bundle if amount}] * self._team_size)
+        actors = [
+            self._new_actor(
+                (rank, self._team_size, self._timeout_seconds),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+            )
+            for rank in range(self._team_size)
+        ]
+        places = ray.get([actor.address.remote() for actor in actors], timeout=START_SECONDS)
+        address, port = places[0]
+        if len({own for own, _ in places}) == 1:
+            address = "127.0.0.1"
+        return _Team(actors, [actor.meet.remote(address, port) for actor in actors], group)
+
+    def _new_actor(self, place: tuple[int, int, float] | None = None, **options: Any) -> Any:
+        kind = ray.remote(CohortActor).options(max_restarts=0, **self._actor_resources, **options)
+        return kind.remote(*self._actor_arguments, place)
+
+
+@dataclass
+class _Team:
+    """An actor: one process, or several that hold a backbone between them.
+
+    Attributes:
+        actors: The processes.
+        meeting: The results of their meeting.
+        group: The resources that Ray keeps for them.
+    """
+
+    actors: list[Any]
+    meeting: list[Any] = field(default_factory=list)
+    group: Any = None
+
+    def end(self) -> None:
+        """Ends its processes."""
+        for actor in self.actors:
+            ray.kill(actor)
+        if self.group is not None:
+            remove_placement_group(self.group)
 
 
 @dataclass
@@ -222,8 +335,8 @@ class _Scheduler:
         cohorts: All of them, in client order.
         merges: The changes that the backbone must hold.
         memory: What the clients keep between rounds.
-        actors: The engine's actors; a dead one is replaced in place.
-        new_actor: Creates an actor.
+        teams: The engine's actors; a dead one is replaced in place.
+        new_team: Creates an actor.
         deadline_seconds: No cohort starts later than this after the scheduler's creation; None for no deadline.
         private: Returns a client's DP-SGD in a round; None to train without.
     """
@@ -234,20 +347,21 @@ class _Scheduler:
         cohorts: Sequence[Sequence[Planned]],
         merges: Mapping[str, Any],
         memory: ClientMemory,
-        actors: list[Any],
-        new_actor: Callable[[], Any],
+        teams: list[_Team],
+        new_team: Callable[[], _Team],
         deadline_seconds: float | None,
         private: Private | None = None,
         note: Note = unnoted,
     ) -> None:
         self.private, self.note = private, note
         self.method, self.cohorts, self.memory = method, cohorts, memory
-        self.actors, self.new_actor, self.deadline = actors, new_actor, deadline_seconds
+        self.teams, self.new_team, self.deadline = teams, new_team, deadline_seconds
         self.started = time.monotonic()
         self.merges = ray.put(encode(Payload(merges)))
         self.waiting = deque(range(len(cohorts)))
-        self.idle = deque(range(len(actors)))
-        self.running: dict[Any, tuple[int, int, Any]] = {}
+        self.idle = deque(range(len(teams)))
+        self.busy: Counter[int] = Counter()
+        self.running: dict[Any, tuple[int, int | None, Any]] = {}
         self.finished: dict[int, _Finished] = {}
         self.deaths: Counter[int] = Counter()
         self.receivers = Counter(_content(task.download) for cohort in cohorts for task, _ in cohort)
@@ -286,18 +400,30 @@ class _Scheduler:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Gives waiting cohorts to idle actors, unless the deadline has passed."""
+        """Gives waiting cohorts to idle actors, one to each of its processes, unless the deadline has passed."""
         while self.waiting and self.idle and not self._is_over():
-            seat, position = self.idle.popleft(), self.waiting.popleft()
-            tasks = [task for task, _ in self.cohorts[position]]
-            self.note("training", clients=[task.client.index for task in tasks])
-            downloads = [self._put(task.download) for task in tasks]
-            memories = [encode(self.memory.load(task.client.name, task.round)) for task in tasks]
-            keep_trained = self.memory.trained is not None
-            job = _job(self.method, self.cohorts[position], keep_trained=keep_trained, private=self.private)
-            train = self.actors[seat].train.options(num_returns=2)
-            summary, payloads = train.remote(job, *downloads, *memories, self.merges)
-            self.running[summary] = seat, position, payloads
+            seat = self.idle.popleft()
+            actors = self.teams[seat].actors
+            positions: list[int | None] = [self.waiting.popleft() for _ in actors[: len(self.waiting)]]
+            digest = merge_digest(self.cohorts[positions[0] or 0])
+            positions += [None] * (len(actors) - len(positions))
+            for actor, position in zip(actors, positions, strict=True):
+                summary, payloads = self._start(actor, position, digest)
+                self.running[summary] = seat, position, payloads
+            self.busy[seat] = len(actors)
+
+    def _start(self, actor: Any, position: int | None, digest: str) -> tuple[Any, Any]:
+        """Gives a process a cohort, or lets it take part in the passes of the others."""
+        train = actor.train.options(num_returns=2)
+        if position is None:
+            return tuple(train.remote(idle_job(self.method, digest), self.merges))
+        tasks = [task for task, _ in self.cohorts[position]]
+        self.note("training", clients=[task.client.index for task in tasks])
+        downloads = [self._put(task.download) for task in tasks]
+        memories = [encode(self.memory.load(task.client.name, task.round)) for task in tasks]
+        keep_trained = self.memory.trained is not None
+        job = job_of(self.method, self.cohorts[position], keep_trained=keep_trained, private=self.private)
+        return tuple(train.remote(job, *downloads, *memories, self.merges))
 
     def _is_over(self) -> bool:
         return self.deadline is not None and time.monotonic() - self.started > self.deadline
@@ -307,12 +433,27 @@ class _Scheduler:
         done = ray.wait(list(self.running), timeout=timeout_seconds)[0] if self.running else []
         for reference in done:
             seat, position, payloads = self.running.pop(reference)
+            self.busy[seat] -= 1
             try:
-                self.finished[position] = _Finished(ray.get(reference), payloads)
+                finished = _Finished(ray.get(reference), payloads)
+                if position is not None:
+                    self.finished[position] = finished
             except LOST:
+                if position is not None:
+                    self._requeue(position)
+                self._replace(seat)
+            if not self.busy[seat]:
+                self.idle.append(seat)
+
+    def _replace(self, seat: int) -> None:
+        """Replaces an actor one of whose processes died; the cohorts of the others are trained again as well."""
+        self.teams[seat].end()
+        for reference in [other for other, (own, _, _) in self.running.items() if own == seat]:
+            _, position, _ = self.running.pop(reference)
+            self.busy[seat] -= 1
+            if position is not None:
                 self._requeue(position)
-                self.actors[seat] = self.new_actor()
-            self.idle.append(seat)
+        self.teams[seat] = self.new_team()
 
     def _requeue(self, position: int) -> None:
         """Puts a cohort whose actor or result is lost at the head of the queue, unless it used up its tries."""
@@ -328,18 +469,6 @@ class _Scheduler:
         if content not in self.downloads:
             self.downloads[content] = ray.put(encode(download))
         return self.downloads[content]
-
-
-def _job(
-    method: Method, members: Sequence[Planned], *, keep_trained: bool = False, private: Private | None = None
-) -> Plain:
-    """Returns a cohort's job as plain values; the method is identified by its name and options alone."""
-    first, *_ = tasks = [task for task, _ in members]
-    options = method.settings.model_dump(mode="json")
-    digest = str(first.download.scalars.get(DIGEST, ""))
-    clients = tuple(task.client for task in tasks)
-    noisy = () if private is None else tuple(private(client, first.round).to_plain() for client in clients)
-    return CohortJob(method.name, options, first.round, clients, digest, keep_trained, noisy).to_plain()
 
 
 def _content(download: Payload) -> Any:

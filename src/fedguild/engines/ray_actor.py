@@ -1,14 +1,18 @@
-"""Training in an actor of the `ray` engine, and the bytes that go to it and come back.
+"""Training and scoring in an actor of the `ray` engine, and the bytes that go to it and come back.
+
+With a backbone that is sharded, an actor is one of several that each train clients of their own; it then takes part in
+the passes of the others until all have finished.
 
 Nothing here imports Ray. An actor is built from plain values and receives its work as plain values and payloads'
-bytes; a method is rebuilt from its name and options. None of our classes is pickled.
+bytes; a method is rebuilt from its name and options, a plan from its fields. None of our classes is pickled.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,19 +20,26 @@ import torch
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalWork
+from fedguild.client.merge_ledger import DIGEST
 from fedguild.config.training import TrainingSettings
-from fedguild.data.batches import Encoded
+from fedguild.data.batches import Encoded, SlotBatch
 from fedguild.engines.client_report import ClientReport
-from fedguild.engines.cohorts import FittingCohorts, Trained, Trainer, free_bytes
+from fedguild.engines.cohorts import FittingCohorts, Planned, Private, Trained, Trainer, free_bytes, further_plan
+from fedguild.engines.plain_plans import plan_from_plain
 from fedguild.errors import FedGuildError
 from fedguild.methods import build_method
-from fedguild.model.backbone import load_backbone
+from fedguild.model.backbone import Backbone, load_backbone, pick_device
+from fedguild.model.ranks import Ranks
+from fedguild.model.slots import SlotModel
 from fedguild.packing import pack, unpack
 from fedguild.privacy.dp_sgd import DpSgd
+from fedguild.server.method import Method
 from fedguild.wire.codec import decode, encode
 
 Plain = dict[str, Any]
 """Numbers, strings, and lists and dicts of them."""
+GATHERED_LAYERS = 2
+"""Layers of a sharded backbone that are whole at a time: the one that runs and the one that is fetched."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +75,32 @@ class CohortJob:
         return cls(**{**plain, "clients": tuple(clients), "private": tuple(plain["private"])})
 
 
+def job_of(
+    method: Method, members: Sequence[Planned], *, keep_trained: bool = False, private: Private | None = None
+) -> Plain:
+    """Returns a cohort's job as plain values; the method is identified by its name and options alone."""
+    first, *_ = tasks = [task for task, _ in members]
+    clients = tuple(task.client for task in tasks)
+    noisy = () if private is None else tuple(private(client, first.round).to_plain() for client in clients)
+    options = method.settings.model_dump(mode="json")
+    job = CohortJob(method.name, options, first.round, clients, merge_digest(members), keep_trained, noisy)
+    return job.to_plain()
+
+
+def idle_job(method: Method, digest: str) -> Plain:
+    """Returns the job of a process that only takes part in the passes of the others, on the same backbone."""
+    return CohortJob(method.name, method.settings.model_dump(mode="json"), 0, (), digest).to_plain()
+
+
+def merge_digest(members: Sequence[Planned]) -> str:
+    """Returns the digest of the changes that the backbone must hold for these clients."""
+    return str(members[0][0].download.scalars.get(DIGEST, ""))
+
+
 class CohortActor:
-    """A backbone, and the training of cohorts on it.
+    """A backbone, and the training of cohorts and the scoring of models on it.
+
+    With a place among several ranks the backbone is loaded in `meet`.
 
     Args:
         backbone: The arguments of `load_backbone`.
@@ -74,20 +109,62 @@ class CohortActor:
         threads: CPU threads to compute with.
         gpu_fraction: Part of the GPU's memory that this actor may use.
         examples: All clients' training examples, as `pack_examples` wrote them.
+        place: Its rank, the number of ranks, and the seconds that they wait for each other; None to hold a whole
+            backbone.
     """
 
     def __init__(
-        self, backbone: Plain, settings: Plain, seed: int, threads: int, gpu_fraction: float, examples: bytes
+        self,
+        backbone: Plain,
+        settings: Plain,
+        seed: int,
+        threads: int,
+        gpu_fraction: float,
+        examples: bytes,
+        place: tuple[int, int, float] | None = None,
     ) -> None:
         torch.set_num_threads(threads)
         self.gpu_fraction = gpu_fraction
         if torch.cuda.is_available() and gpu_fraction < 1:
             torch.cuda.set_per_process_memory_fraction(gpu_fraction)
         self.loads = 0
-        self.trainer = Trainer(self._load(backbone), TrainingSettings(**settings), seed)
+        self.place = place
+        self.ranks: Ranks | None = None
+        self._backbone, self._settings, self._seed = backbone, TrainingSettings(**settings), seed
         self.examples, _ = unpack(examples)
         self._merged = ExitStack()
         self._merged_digest = ""
+        self._slots: SlotModel | None = None
+        if place is None:
+            self.trainer = self._trainer()
+
+    def address(self) -> tuple[str, int]:
+        """Returns this machine's address and a free port, at which ranks can meet."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return _own_address(), int(free.getsockname()[1])
+
+    def meet(self, address: str, port: int) -> Plain | None:
+        """Meets the other ranks and loads the backbone with them; returns an error as `error` and `hint`, or None."""
+        assert self.place is not None
+        rank, size, seconds = self.place
+        device = pick_device(str(self._backbone["device"]))
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        try:
+            self.ranks = Ranks.join(rank, size, device, address, port, seconds)
+            self.join(self.ranks)
+        except FedGuildError as error:
+            return {"error": error.message, "hint": error.hint}
+        return None
+
+    def join(self, ranks: Ranks) -> None:
+        """Loads the backbone together with the other ranks."""
+        self.ranks = ranks
+        self.trainer = self._trainer()
+
+    def _trainer(self) -> Trainer:
+        return Trainer(self._load(self._backbone), self._settings, self._seed)
 
     def describe(self) -> Plain:
         """Returns the actor's process, how often it loaded the backbone, its threads and its device."""
@@ -103,14 +180,15 @@ class CohortActor:
         request = CohortJob.from_plain(job)
         method = build_method(request.method, request.options)
         plans = [method.plan(self.trainer.backbone.info, client.budget) for client in request.clients]
-        longest = max(int(self.examples[f"{client.index}/lengths"].max()) for client in request.clients)
-        return self.trainer.cohort_size(plans, longest, self._free_bytes())
+        lengths = [self.examples[f"{client.index}/lengths"].tolist() for client in request.clients]
+        beside = further_plan(method, self.trainer.backbone.info, request.clients, request.round)
+        return self.trainer.cohort_size(plans, lengths, self._free_bytes(), beside)
 
     def train(self, job: Plain, *payloads: bytes) -> tuple[Plain, list[bytes]]:
         """Trains a cohort, in parts where the memory does not hold it at once.
 
         Args:
-            job: A `CohortJob` as plain values.
+            job: A `CohortJob` as plain values; without clients to take part in the passes of other ranks only.
             payloads: Each client's download, then each client's memory, then the changes to the backbone.
 
         Returns:
@@ -124,26 +202,86 @@ class CohortActor:
             LocalWork(client, unpack_rows(self.examples, client.index), decode(download), decode(memory))
             for client, download, memory in zip(clients, downloads, memories, strict=True)
         ]
-        cohorts = FittingCohorts(members, len(members), self.trainer.backbone.device)
+        cohorts = FittingCohorts(members, max(1, len(members)), self.trainer.backbone.device, splits=self.ranks is None)
         trainer = self.trainer
         if request.private:
             by_client = dict(zip(clients, map(DpSgd.from_plain, request.private), strict=True))
             trainer = replace(trainer, private=lambda client, _: by_client[client])
         trained: list[Trained] = []
         try:
-            self._merge(request.merge_digest, payloads[-1])
-            for cohort in cohorts:
-                plans = [method.plan(self.trainer.backbone.info, work.client.budget) for work in cohort]
-                with cohorts.fitting():
-                    trained += trainer.train(method, plans, cohort, request.round, keep_trained=request.keep_trained)
+            with self._together():
+                self._merge(request.merge_digest, payloads[-1])
+                for cohort in cohorts:
+                    plans = [method.plan(self.trainer.backbone.info, work.client.budget) for work in cohort]
+                    with cohorts.fitting():
+                        trained += trainer.train(
+                            method, plans, cohort, request.round, keep_trained=request.keep_trained
+                        )
         except FedGuildError as error:
             return {"error": error.message, "hint": error.hint}, []
         reports = [result.report.to_json() for result in trained]
         return {"reports": reports}, [payload for result in trained for payload in encode_payloads(result)]
 
+    def open_slots(self, plans: Sequence[Plain], merge_digest: str, *payloads: bytes) -> None:
+        """Loads models to be scored, until `close_slots`.
+
+        Args:
+            plans: Each model's plan, as `plain_plan` wrote it.
+            merge_digest: Names the changes to the backbone; empty for none.
+            payloads: Each model's tensors, then the changes to the backbone.
+        """
+        self.close_slots()
+        self._merge(merge_digest, payloads[-1])
+        self._slots = SlotModel(self.trainer.backbone, [plan_from_plain(plan) for plan in plans])
+        for slot, payload in enumerate(payloads[:-1]):
+            self._slots.load(slot, decode(payload).tensors)
+
+    def close_slots(self) -> None:
+        """Detaches the models that `open_slots` loaded; does nothing if there are none."""
+        if self._slots is not None:
+            self._slots.close()
+            self._slots = None
+
+    def free_bytes(self) -> int:
+        """Returns the bytes of its device's memory that it may still use."""
+        return self._free_bytes()
+
+    def compute(self, name: str, *inputs: tuple[Any, ...]) -> list[Any] | Plain:
+        """Returns the results of the loaded models' method of this name for several inputs.
+
+        Args:
+            name: `token_losses`, whose input is a batch as `plain_batch` wrote it, or `generate`.
+            inputs: The arguments of each call; none to take part in the passes of other ranks only.
+
+        Returns:
+            The results, or an error as `error` and `hint`.
+        """
+        assert self._slots is not None
+        results: list[Any] = []
+        try:
+            with self._together(), self.trainer.backbone.without_gradients():
+                for arguments in inputs:
+                    if name == "token_losses":
+                        results.append(self._slots.token_losses(SlotBatch(**arguments[0])).cpu().numpy())
+                    else:
+                        results.append(self._slots.generate(*arguments))
+        except FedGuildError as error:
+            return {"error": error.message, "hint": error.hint}
+        return results
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """With a sharded backbone, takes part in the passes of the other ranks after this one's own."""
+        if self.ranks is None:
+            yield
+            return
+        with self.ranks.naming_who_hangs():
+            yield
+            self.ranks.wait_for_others()
+
     def _load(self, options: Plain) -> Any:
         self.loads += 1
-        return load_backbone(**options)
+        return load_backbone(**options, ranks=self.ranks)
 
     def _merge(self, digest: str, merges: bytes) -> None:
         """Merges the changes that the cohort trains on into the backbone, unless it holds them already."""
@@ -159,7 +297,30 @@ class CohortActor:
         if device.type != "cuda":
             return free
         share = int(self.gpu_fraction * torch.cuda.get_device_properties(device).total_memory)
-        return min(free, share - torch.cuda.memory_allocated(device))
+        gathered = 0 if self.ranks is None else GATHERED_LAYERS * largest_layer_bytes(self.trainer.backbone)
+        return max(0, min(free, share - torch.cuda.memory_allocated(device)) - gathered)
+
+
+def largest_layer_bytes(backbone: Backbone) -> int:
+    """Returns the bytes of the weights of a model's largest layer, of all its ranks together."""
+    layers: dict[str, int] = {}
+    for name, weight in backbone.model.named_parameters():
+        parts = name.split(".")
+        at = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+        if at is not None:
+            layer = ".".join(parts[: at + 1])
+            layers[layer] = layers.get(layer, 0) + weight.numel() * weight.element_size()
+    return max(layers.values(), default=0)
+
+
+def _own_address() -> str:
+    """Returns the address at which other machines reach this one; 127.0.0.1 if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # sends nothing
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
 
 
 def encode_payloads(result: Trained) -> tuple[bytes, bytes, bytes]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +29,16 @@ def token_batches(items: Sequence[Item], batch_tokens: int) -> list[list[Item]]:
             batches.append([])
         batches[-1].append(item)
     return [sorted(batch, key=lambda item: (item.slot, item.index)) for batch in batches]
+
+
+def each(model: Any, name: str, inputs: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+    """Yields the results of a model's method for many inputs, in order.
+
+    A model whose method `each` takes them computes several at a time, in other processes.
+    """
+    several = getattr(model, "each", None)
+    if several is not None:
+        yield from several(name, inputs)
+        return
+    for arguments in inputs:
+        yield getattr(model, name)(*arguments)

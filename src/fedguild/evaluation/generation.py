@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from fedguild.data.batches import encode_prompt
 from fedguild.data.example import Example
 from fedguild.errors import ConfigError
-from fedguild.evaluation.batching import Item, token_batches
+from fedguild.evaluation.batching import Item, each, token_batches
 
 
 class GenerativeModel(Protocol):
@@ -50,13 +50,36 @@ def generate_texts(
         for index, prompt in enumerate(slot_prompts)
     ]
     texts = [[""] * len(slot_prompts) for slot_prompts in prompts]
-    for batch in token_batches(items, batch_tokens):
-        chosen: list[list[list[int]]] = [[] for _ in prompts]
+    batches = token_batches(items, batch_tokens)
+    with torch.no_grad():
+        found = each(model, "generate", _chosen(batches, prompts, max_new_tokens))
+        for batch, generated in zip(batches, found, strict=True):
+            continuations = iter([tokens for slot_tokens in generated for tokens in slot_tokens])
+            for item in batch:
+                texts[item.slot][item.index] = tokenizer.decode(next(continuations), skip_special_tokens=True).strip()
+    return texts
+
+
+def _chosen(
+    batches: Sequence[Sequence[Item]], prompts: Sequence[Sequence[Sequence[int]]], max_new_tokens: int
+) -> Iterator[tuple[list[list[Sequence[int]]], int]]:
+    """Yields the arguments of `GenerativeModel.generate` of every batch."""
+    for batch in batches:
+        chosen: list[list[Sequence[int]]] = [[] for _ in prompts]
         for item in batch:
             chosen[item.slot].append(prompts[item.slot][item.index])
-        with torch.no_grad():
-            generated = model.generate(chosen, max_new_tokens)
-        continuations = iter([tokens for slot_tokens in generated for tokens in slot_tokens])
-        for item in batch:
-            texts[item.slot][item.index] = tokenizer.decode(next(continuations), skip_special_tokens=True).strip()
-    return texts
+        yield chosen, max_new_tokens
+
+
+def decode_steps(prompt_tokens: Sequence[int], max_new_tokens: int, batch_tokens: int) -> int:
+    """Returns the forward passes that generation takes for prompts of these lengths, if no text ends early.
+
+    A batch takes one for each new token: the first over the prompts, the others over one token of each text.
+
+    Args:
+        prompt_tokens: Length of each prompt, of all slots together.
+        max_new_tokens: As in `generate_texts`.
+        batch_tokens: As in `generate_texts`.
+    """
+    items = [Item(0, index, length + max_new_tokens) for index, length in enumerate(prompt_tokens)]
+    return max_new_tokens * len(token_batches(items, batch_tokens))

@@ -10,7 +10,8 @@ there a row holds one candidate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from torch import Tensor
 from fedguild.data.batches import Encoded, Seq2Seq, SlotBatch, collate, encode
 from fedguild.data.example import Example
 from fedguild.errors import DataError
-from fedguild.evaluation.batching import Item, token_batches
+from fedguild.evaluation.batching import Item, each, token_batches
 
 
 class LikelihoodModel(Protocol):
@@ -118,19 +119,26 @@ def _losses(
         Item(slot, index, row.tokens) for slot, slot_rows in enumerate(rows) for index, row in enumerate(slot_rows)
     ]
     losses: list[list[list[float]]] = [[[] for _ in slot_rows] for slot_rows in rows]
-    for items_of_batch in token_batches(items, batch_tokens):
-        chosen: list[list[Candidates]] = [[] for _ in rows]
-        for item in items_of_batch:
-            chosen[item.slot].append(rows[item.slot][item.index])
-        if model.seq2seq is None:
-            batch = collate_candidates(chosen, pad_id)
-        else:
-            batch = collate_singles(chosen, pad_id, model.seq2seq)
-        with torch.no_grad():
-            nll = model.token_losses(batch).double().cpu().numpy()
-        sums = iter(np.bincount(batch.group.numpy(), weights=nll).tolist())
-        for item in items_of_batch:
-            losses[item.slot][item.index] = [next(sums) for _ in rows[item.slot][item.index].responses]
+    waiting: deque[tuple[list[Item], Tensor]] = deque()
+
+    def batches() -> Iterator[tuple[SlotBatch]]:
+        for items_of_batch in token_batches(items, batch_tokens):
+            chosen: list[list[Candidates]] = [[] for _ in rows]
+            for item in items_of_batch:
+                chosen[item.slot].append(rows[item.slot][item.index])
+            if model.seq2seq is None:
+                batch = collate_candidates(chosen, pad_id)
+            else:
+                batch = collate_singles(chosen, pad_id, model.seq2seq)
+            waiting.append((items_of_batch, batch.group))
+            yield (batch,)
+
+    with torch.no_grad():
+        for found in each(model, "token_losses", batches()):
+            items_of_batch, group = waiting.popleft()
+            sums = iter(np.bincount(group.numpy(), weights=found.cpu().double().numpy()).tolist())
+            for item in items_of_batch:
+                losses[item.slot][item.index] = [next(sums) for _ in rows[item.slot][item.index].responses]
     return losses
 
 

@@ -215,7 +215,7 @@ def mean_losses(cohort: Cohort, examples: Sequence[Sequence[Encoded]]) -> list[f
     counts = torch.zeros(len(examples), dtype=torch.float64)
     for start in range(0, max(map(len, examples)), size):
         batch = collate([rows[start : start + size] for rows in examples], cohort.pad_id, cohort.model.seq2seq)
-        losses = cohort.model.token_losses(batch).double().cpu()
+        losses = cohort.model.token_losses(batch).cpu().double()
         sums.index_add_(0, batch.group, losses)
         counts.index_add_(0, batch.group, torch.ones_like(losses))
     means: list[float] = (sums / counts.clamp(min=1)).tolist()

@@ -84,6 +84,10 @@ class RoLoRA(Method):
         lora = Lora(settings.rank, settings.scale, settings.targets, settings.dropout)
         return AdapterPlan((lora,), active_experts_of(model, budget))
 
+    def further_plan(self, model: ModelInfo, budget: Budget, round_index: int) -> AdapterPlan:
+        """Returns the plan of the slots that train, one factor of which is frozen."""
+        return self.plan(model, budget).with_lora(frozen=(DOWN if round_index % 2 else UP,))
+
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
         plans = [self.plan(model, budget) for budget in budgets]

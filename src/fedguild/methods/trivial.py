@@ -74,6 +74,10 @@ class Trivial(Method):
         settings = self.settings
         return AdapterPlan((Lora(budget.rank, settings.scale_of(budget), settings.targets, settings.dropout),))
 
+    def further_plan(self, model: ModelInfo, budget: Budget, round_index: int) -> AdapterPlan:
+        """Returns the plan of the slots that train, for one budget at a time."""
+        return self.plan(model, budget)
+
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
         tensors: dict[str, Tensor] = {}

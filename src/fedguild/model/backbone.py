@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_accelerate_available
 
 from fedguild.data.batches import Seq2Seq
 from fedguild.errors import ConfigError, ModelError
@@ -29,7 +30,9 @@ from fedguild.model.moe.view import MoeLayer
 from fedguild.model.packaged import EMBEDDED, PACKAGED
 from fedguild.model.packed_rows import allow_packing
 from fedguild.model.pretrained import auto_class, load_tokenizer, loading, read_config, source_of
+from fedguild.model.ranks import Ranks
 from fedguild.model.runtime import Runtime
+from fedguild.model.sharding import shard
 from fedguild.model.weight_changes import merged
 from fedguild.model.weight_files import LoadingReport, check_weights
 
@@ -52,6 +55,7 @@ class Backbone:
         dtype: The dtype of its products.
         packs: Whether a pass may pack rows without their padding (`packed_rows`).
         is_merged: Whether its weights currently include merged changes; see `merged`.
+        ranks: The processes that hold it between them; None if this one holds it whole.
     """
 
     model: Any
@@ -63,6 +67,7 @@ class Backbone:
     dtype: torch.dtype
     packs: bool = False
     is_merged: bool = False
+    ranks: Ranks | None = None
     _ends_with_head: bool | None = None
 
     def fingerprint(self) -> str:
@@ -122,6 +127,12 @@ class Backbone:
             self.is_merged = False
 
     @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Runs passes inside the block without gradients; FSDP keeps what it gathers, so not as inference tensors."""
+        with torch.inference_mode() if self.ranks is None else torch.no_grad():
+            yield
+
+    @contextmanager
     def caching(self) -> Iterator[None]:
         """Enables the cache of past tokens inside the block; a layer with checkpointing would drop it."""
         checkpointed = [layer for layer in _checkpointed_layers(self.model) if layer.training]
@@ -145,6 +156,7 @@ def load_backbone(
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
     packing: bool = True,
+    ranks: Ranks | None = None,
 ) -> Backbone:
     """Loads a backbone from a hub id, a folder, or by the name of a checkpoint in this package (`embedded`, `english`).
 
@@ -161,38 +173,92 @@ def load_backbone(
         trust_remote_code: Whether the hub's own model code may run.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
         packing: Whether to pack rows without their padding, where the model's attention allows it.
+        ranks: The processes that are to hold the backbone between them, each on its own device; all of them call this.
 
     Raises:
         ModelError: the model cannot be found or loaded, or its experts are not supported.
-        ConfigError: the device or dtype is not available.
+        ConfigError: the device or dtype is not available, or a sharded backbone is to be in 4 bit.
     """
-    where = pick_device(device)
+    where = pick_device(device) if ranks is None else ranks.device
+    if ranks is not None and load_in_4bit:
+        raise ConfigError("Weights in 4 bit cannot be sharded.", "Set model.load_in_4bit=false.")
     kind = pick_dtype(dtype, where)
     if where.type == "cpu":
         keep_freed_pages()
-    four_bit = four_bit_options(kind, where) if load_in_4bit else {}
+    placement: dict[str, Any] = {}
+    if ranks is None:
+        placement = four_bit_options(kind, where) if load_in_4bit else straight_to(where)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = read_config(path, **options)
     tokenizer = load_tokenizer(path, **options)
     if config.is_encoder_decoder and attention == "sdpa":
         attention = "eager"
-    with loading(path):
-        model, report = auto_class(config).from_pretrained(
-            source_of(path),
-            dtype=kind,
-            attn_implementation=attention,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **options,
-            **four_bit,
-        )
-    LoadingReport(
-        report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"], list(model.state_dict())
-    ).require_agreement(path)
-    placed: Any = model
-    if not load_in_4bit:
-        placed = placed.to(where)
-    return make_backbone(placed, tokenizer, name=path, gradient_checkpointing=gradient_checkpointing, packing=packing)
+    if ranks is not None and ranks.rank > 0:  # rank 0 reads the weights for all
+        model = _without_weights(config, trust_remote_code, dtype=kind, attn_implementation=attention)
+    else:
+        with loading(path):
+            model, report = auto_class(config).from_pretrained(
+                source_of(path),
+                dtype=kind,
+                attn_implementation=attention,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options,
+                **placement,
+            )
+        LoadingReport(
+            report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"], list(model.state_dict())
+        ).require_agreement(path)
+    placed: Any = model if placement or ranks is not None else model.to(where)
+    options = {"gradient_checkpointing": gradient_checkpointing, "packing": packing, "ranks": ranks}
+    return make_backbone(placed, tokenizer, name=path, **options)
+
+
+class LaterBackbone:
+    """A backbone without weights, for a process that leaves them to others: its description and its tokenizer.
+
+    Whatever else is asked of it loads the backbone.
+    """
+
+    def __init__(
+        self, info: ModelInfo, tokenizer: Any, device: torch.device, dtype: torch.dtype, load: Callable[[], Backbone]
+    ) -> None:
+        self.info, self.tokenizer, self.device, self.dtype = info, tokenizer, device, dtype
+        self._load = load
+        self._whole: Backbone | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self._whole is None:
+            self._whole = self._load()
+        return getattr(self._whole, name)
+
+
+def later_backbone(
+    info: ModelInfo,
+    load: Callable[[], Backbone],
+    *,
+    path: str,
+    revision: str | None,
+    dtype: str,
+    device: str,
+    trust_remote_code: bool,
+    **_: Any,
+) -> LaterBackbone:
+    """Returns a backbone that `load` loads when its weights are needed; the other arguments are those of loading it."""
+    tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code)
+    _require_padding(tokenizer)
+    where = torch.device(device.partition(":")[0]) if device != "auto" else pick_device(device)
+    return LaterBackbone(info, tokenizer, where, pick_dtype(dtype, where), load)
+
+
+def straight_to(device: torch.device) -> dict[str, Any]:
+    """Returns the argument with which `from_pretrained` puts every weight where it belongs as it is read.
+
+    It is empty for a CPU, and without the package accelerate: the whole model then passes through the host's memory.
+    """
+    return {"device_map": {"": device}} if device.type != "cpu" and is_accelerate_available() else {}
 
 
 def inspect_model(path: str = EMBEDDED, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelInfo:
@@ -221,7 +287,13 @@ def inspect_model(path: str = EMBEDDED, *, revision: str | None = None, trust_re
 
 
 def make_backbone(
-    model: Any, tokenizer: Any, *, name: str, gradient_checkpointing: bool = False, packing: bool = True
+    model: Any,
+    tokenizer: Any,
+    *,
+    name: str,
+    gradient_checkpointing: bool = False,
+    packing: bool = True,
+    ranks: Ranks | None = None,
 ) -> Backbone:
     """Freezes a loaded model and attaches the view of its experts.
 
@@ -232,29 +304,39 @@ def make_backbone(
         name: The model's name in records and messages.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
         packing: Whether to pack rows without their padding, where the model's attention allows it.
+        ranks: The processes that are to hold the model between them; all of them call this, rank 0 with the weights.
 
     Raises:
         ModelError: its experts are not supported, or it cannot recompute activations.
     """
     model.requires_grad_(False)
     model.eval()
-    family = _prepared(model)
-    speed_up_frozen_linears(model)
+    with next(model.parameters()).device if ranks is not None else nullcontext():
+        family = _prepared(model)
     if gradient_checkpointing:
         _checkpoint_layers(model, name)
-    if tokenizer is not None and tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    _require_padding(tokenizer)
     runtime = Runtime()
     layers = moe_layers(model, family, runtime) if family else []
     if family and layers:
         family.attach(model, layers)
     info = describe(model, name, layers)
-    parameter = next(model.parameters())
-    fuse(model, parameter.device, model.dtype)
+    fuse(model, next(model.parameters()).device if ranks is None else ranks.device, model.dtype)
     if getattr(model, "is_loaded_in_4bit", False):
         quantise_experts(layer.experts for layer in layers)
     packs = allow_packing(model) and packing and all(layer.capacity is None for layer in layers)
-    return Backbone(model, tokenizer, info, layers, runtime, parameter.device, model.dtype, packs)
+    dtype = model.dtype
+    if ranks is not None:
+        shard(model, list(_checkpointed_layers(model)), ranks)
+    speed_up_frozen_linears(model)
+    device = next(model.parameters()).device if ranks is None else ranks.device
+    return Backbone(model, tokenizer, info, layers, runtime, device, dtype, packs, ranks=ranks)
+
+
+def _require_padding(tokenizer: Any) -> None:
+    """Gives a tokenizer a token to pad with, if it has none."""
+    if tokenizer is not None and tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
 
 
 def _checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
@@ -370,9 +452,9 @@ def _prepared(model: Any) -> Family | None:
     return None
 
 
-def _without_weights(config: PreTrainedConfig, trust_remote_code: bool) -> Any:
+def _without_weights(config: PreTrainedConfig, trust_remote_code: bool, **options: Any) -> Any:
     with torch.device("meta"):
-        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
 def _seq2seq(config: Any) -> Seq2Seq | None:
@@ -404,9 +486,13 @@ def pick_device(device: str) -> torch.device:
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"model.device: unknown device '{device}'.", "Known: auto, cpu, cuda, cuda:N.") from error
+        raise ConfigError(
+            f"model.device: unknown device '{device}'.", "Known: auto, cpu, cuda, cuda:N, mps."
+        ) from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("model.device: cuda is requested, but torch finds no GPU.", "Set model.device=cpu or auto.")
+    if chosen.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("model.device: mps is requested, but torch finds no Apple GPU.", "Set model.device=cpu.")
     return chosen
 
 

@@ -220,10 +220,24 @@ class SlotModel:
         Args:
             prompts: `prompts[slot][row]`, token ids.
             max_new_tokens: Longest continuation, in tokens.
+
+        Prompts that do not fit the device's memory at once are continued in two halves.
         """
         rows = [row for slot_rows in prompts for row in slot_rows]
         if not rows:
             return [[] for _ in prompts]
+        try:
+            return self._generate(rows, prompts, max_new_tokens)
+        except torch.OutOfMemoryError:
+            if len(rows) == 1:
+                raise
+        torch.cuda.empty_cache()
+        first, second = (self.generate(half, max_new_tokens) for half in _halves(prompts))
+        return [[*one, *other] for one, other in zip(first, second, strict=True)]
+
+    def _generate(
+        self, rows: Sequence[Sequence[int]], prompts: Sequence[Sequence[Sequence[int]]], max_new_tokens: int
+    ) -> list[list[list[int]]]:
         tokenizer = self.backbone.tokenizer
         if self.seq2seq is None:
             ids, mask = (side.flip(1) for side in padded([row[::-1] for row in rows], tokenizer.pad_token_id))
@@ -232,10 +246,12 @@ class SlotModel:
             ids, mask = padded(closed, tokenizer.pad_token_id, not_width=1)
         nothing = torch.zeros(0, dtype=torch.int64)
         batch = SlotBatch(ids, mask, tuple(len(slot_rows) for slot_rows in prompts), nothing, nothing, nothing)
-        batch = self.widen(batch).to(self.device)
+        batch = self.widen(batch)
+        real_tokens = _real_tokens(batch)
+        batch = batch.to(self.device)
         before = batch.input_ids.shape[1] if self.seq2seq is None else 1
         runtime = self.backbone.runtime
-        runtime.current = self._pass(batch.rows_per_slot, batch.mask)
+        runtime.current = self._pass(batch.rows_per_slot, batch.mask, real_tokens=real_tokens)
         runtime.counting = True
         try:
             with self.backbone.caching():
@@ -246,6 +262,7 @@ class SlotModel:
                     do_sample=False,
                     pad_token_id=tokenizer.pad_token_id,
                     eos_token_id=tokenizer.eos_token_id,
+                    synced_gpus=False,  # the ranks of a sharded backbone agree in each pass by themselves
                     **({} if self.seq2seq is None else {"decoder_start_token_id": self.seq2seq.start}),
                 )
         finally:
@@ -343,6 +360,20 @@ def _real_tokens(batch: SlotBatch) -> tuple[int, ...] | None:
         return None
     of_rows = batch.mask.sum(dim=1).split(batch.rows_per_slot)
     return tuple(int(tokens.sum()) for tokens in of_rows)
+
+
+def _halves(prompts: Sequence[Sequence[Sequence[int]]]) -> list[list[list[Sequence[int]]]]:
+    """Returns the first and the second half of all slots' prompts, each by slot."""
+    middle = sum(map(len, prompts)) // 2
+    cuts = [min(max(middle - before, 0), len(rows)) for before, rows in zip(_before(prompts), prompts, strict=True)]
+    return [
+        [list(rows[:cut]) for rows, cut in zip(prompts, cuts, strict=True)],
+        [list(rows[cut:]) for rows, cut in zip(prompts, cuts, strict=True)],
+    ]
+
+
+def _before(prompts: Sequence[Sequence[Sequence[int]]]) -> list[int]:
+    return [sum(map(len, prompts[:slot])) for slot in range(len(prompts))]
 
 
 def _until(row: list[int], end: int | None) -> list[int]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedguild.errors import ModelError
 from fedguild.model.info import ModelInfo
+from fedguild.model.sharding import own_part
 
 Factors = tuple[Tensor, Tensor]
 """A [.., R, in] and B [.., out, R] of the change B A."""
@@ -122,11 +123,20 @@ def merged(model: nn.Module, info: ModelInfo, merges: Mapping[str, Tensor]) -> I
     originals: dict[str, Tensor] = {}
     try:
         for name, modules in places.items():
-            weight = model.get_parameter(name)
-            changed = with_changes(weight, modules, found)
-            originals[name] = weight.detach().to("cpu", copy=True)
-            weight.data.copy_(changed)
+            weight, rows = own_part(model.get_parameter(name).detach())
+            changed = with_changes(
+                weight, modules, {module: _of_rows(found.get(module, ()), rows) for module in modules}
+            )
+            originals[name] = weight.to("cpu", copy=True)
+            weight.copy_(changed)
         yield
     finally:
         for name, original in originals.items():
-            model.get_parameter(name).data.copy_(original)
+            own_part(model.get_parameter(name).detach())[0].copy_(original)
+
+
+def _of_rows(factors: Sequence[Factors], rows: slice) -> list[Factors]:
+    """Returns the factors of a part of a weight's first axis: some experts, or some outputs."""
+    if rows == slice(None):
+        return list(factors)
+    return [(down[rows] if down.dim() > 2 else down, up[rows]) for down, up in factors]

@@ -2,11 +2,17 @@
 
 A checkpoint is written atomically, names the run that it belongs to and detects damage. A process that is killed at any
 moment resumes from the newest checkpoint.
+
+What a state never changes once it is there, the versions of its merge history, is in files of their own beside the
+checkpoints, each written once and named by the SHA-256 of its content. A checkpoint refers to them, and a running state
+maps them into memory instead of holding copies, so that neither grows by a version in every round.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import mmap
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,14 +21,22 @@ from typing import Any
 
 from torch import Tensor
 
+from fedguild.client.merge_ledger import MERGE
 from fedguild.errors import CheckpointError, FedGuildError
-from fedguild.packing import Scalar, pack, unpack
+from fedguild.files import replacing
+from fedguild.packing import Scalar, pack, unpack, views
 from fedguild.payload import Payload
 from fedguild.sealed import read_sealed, remove_leftovers, write_sealed
 
 _SUFFIX = ".checkpoint"
-FORMAT = 2
-"""Version of the checkpoint layout; 0.1.0 wrote version 1, without this number and with other tensor names."""
+FORMAT, WITH_HISTORY = 2, 3
+"""Versions of the checkpoint layout, without and with a history in files of its own; 0.1.0 wrote version 1, without
+this number and with other tensor names."""
+HISTORY = "history"
+"""Folder of the history's files, beside the checkpoints."""
+_VERSION = re.compile(rf"{MERGE}/\d+/")
+_FILE = "_history_file"
+"""Attribute of a mapped tensor: its file."""
 _FILE_NAME = re.compile(r"round-(\d+)" + re.escape(_SUFFIX))
 
 
@@ -49,7 +63,7 @@ def save(
     fingerprint: str,
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
-) -> None:
+) -> Payload:
     """Writes the checkpoint of a complete round and removes all but the last `keep`.
 
     Checkpoints of later rounds, left by a run that was resumed from an earlier one, are removed too.
@@ -62,24 +76,30 @@ def save(
         extra: Any further data needed to resume, as JSON values.
         keep: Number of checkpoints to keep, at least 1.
 
+    Returns:
+        The state, its history mapped from the files.
+
     Raises:
         FedGuildError: the file cannot be written; the earlier checkpoints are kept.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, but is {keep}.")
     remove_leftovers(folder)
+    own, mapped, history = _with_history(folder / HISTORY, state.tensors)
     scalars: dict[str, Scalar] = {
-        "format": FORMAT,
+        "format": WITH_HISTORY if history else FORMAT,
         "round": round,
         "fingerprint": fingerprint,
         "state": json.dumps(dict(state.scalars)),
         "extra": json.dumps(dict(extra or {})),
+        **({"history": json.dumps(history)} if history else {}),
     }
-    write_sealed(_path(folder, round), pack(state.tensors, scalars))
+    write_sealed(_path(folder, round), pack(own, scalars))
     kept = [known for known in rounds(folder) if known <= round][-keep:]
     for known in rounds(folder):
         if known not in kept:
             _path(folder, known).unlink()
+    return Payload({name: mapped.get(name, tensor) for name, tensor in state.tensors.items()}, state.scalars)
 
 
 def rounds(folder: Path) -> list[int]:
@@ -145,7 +165,7 @@ def remove_after(folder: Path, round: int) -> None:
 
 
 def _checked(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any], fingerprint: str) -> Checkpoint:
-    if header["format"] != FORMAT:
+    if header["format"] not in (FORMAT, WITH_HISTORY):
         raise CheckpointError(
             f"{path} has format {header['format']}, but this version of FedGuild reads format {FORMAT}.",
             "FedGuild 0.1.0 wrote it: install fedguild==0.1.0 to resume or export this run, or start it again."
@@ -168,11 +188,65 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         header: dict[str, Any] = {"round": scalars["round"], "fingerprint": scalars["fingerprint"]}
         header["format"] = scalars.get("format", 1)
         header |= {key: json.loads(str(scalars[key])) for key in ("state", "extra")}
+        for prefix, digest in json.loads(str(scalars.get("history", "{}"))).items():
+            tensors |= _mapped(path.parent / HISTORY / digest, prefix, verified=True)
+        tensors = dict(sorted(tensors.items()))
     except FedGuildError as error:
         raise CheckpointError(f"{path} is not a checkpoint: {error.message}.") from error
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: it lacks a readable {error}.") from error
     return tensors, header
+
+
+def _with_history(
+    folder: Path, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
+    """Writes the history's versions that are not in the folder yet.
+
+    Returns:
+        The tensors outside of the history, those of the history as they are mapped, and prefix -> file of each version.
+    """
+    own: dict[str, Tensor] = {}
+    versions: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        version = _VERSION.match(name)
+        if version is None:
+            own[name] = tensor
+        else:
+            versions.setdefault(version[0], {})[name.removeprefix(version[0])] = tensor
+    mapped: dict[str, Tensor] = {}
+    files: dict[str, str] = {}
+    for prefix, parts in versions.items():
+        known = {getattr(tensor, _FILE, None) for tensor in parts.values()}
+        path = next(iter(known)) if len(known) == 1 else None
+        if path is None or path.parent != folder or not path.is_file():
+            content = pack(parts, {})
+            path = folder / hashlib.sha256(content).hexdigest()
+            if not path.is_file():
+                with replacing(path) as temporary:
+                    temporary.write_bytes(content)
+            mapped |= _mapped(path, prefix)
+        files[prefix] = path.name
+    return own, mapped, files
+
+
+def _mapped(path: Path, prefix: str, *, verified: bool = False) -> dict[str, Tensor]:
+    """Returns the tensors of a file as a part of the process's memory that the system can drop and read again.
+
+    Raises:
+        CheckpointError: the file is missing or, if it is to be verified, damaged.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"Cannot read {path}, a part of the run's history: {error}.") from error
+    if verified and hashlib.sha256(content).hexdigest() != path.name:
+        raise CheckpointError(f"{path}, a part of the run's history, is damaged: its checksum does not match.")
+    tensors = {f"{prefix}{name}": tensor for name, tensor in views(content).items()}
+    for tensor in tensors.values():
+        setattr(tensor, _FILE, path)
+    return tensors
 
 
 def _way_back(folder: Path, damaged: int) -> str:

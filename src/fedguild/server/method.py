@@ -127,6 +127,8 @@ class Method(ABC):
         is_stepped: Whether the server may step from the old adapter towards the aggregated one, with momentum
             (`federation.server_step`); None: if `is_mean`. True also where each expert or rank has weights of its own,
             if the names and shapes of the state's adapter stay; False where the method has a server's step of its own.
+        needs_float64: What it computes in fp64 on the clients' device, a clause without a subject's name; empty for
+            nothing. Apple's GPUs have no fp64.
         settings: The options of this instance.
     """
 
@@ -139,6 +141,7 @@ class Method(ABC):
     not_linear: ClassVar[str] = ""
     data_free_scalars: ClassVar[frozenset[str]] = frozenset()
     is_stepped: ClassVar[bool | None] = None
+    needs_float64: ClassVar[str] = ""
     settings: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -161,6 +164,13 @@ class Method(ABC):
         Raises:
             ConfigError: the budget or an option asks for something that the model does not have.
         """
+
+    def further_plan(self, model: ModelInfo, budget: Budget, round_index: int) -> AdapterPlan | None:
+        """Returns the plan of slots that a client holds beside its own in a round, so that memory suffices for both.
+
+        By default None: no training of the round has slots of its own (`Cohort.afresh`).
+        """
+        return None
 
     @abstractmethod
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:

@@ -53,7 +53,7 @@ from fedguild.errors import ConfigError
 from fedguild.methods.fed_sb.basis import BASIS, HOLDERS, LOST, Holders, basis_of
 from fedguild.methods.fed_sb.gradient import GRADIENT, full_weight_plan, mean_upload, whole_gradients
 from fedguild.methods.fed_sb.singular_vectors import leading, random_orthonormal
-from fedguild.methods.fed_sb.sketch import gradient_sketches, rebuilt, sketch_shapes
+from fedguild.methods.fed_sb.sketch import gradient_sketches, rebuilt, sketch_plan, sketch_shapes
 from fedguild.model.adapters.lora import DOWN, MIDDLE, UP, Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
@@ -128,6 +128,14 @@ class FedSB(Method):
         lora = Lora(self.settings.rank, 1.0, self.settings.targets, middle=True, frozen=(DOWN, UP))
         require_narrower(model, lora)
         return AdapterPlan((lora,), active_experts_of(model, budget))
+
+    def further_plan(self, model: ModelInfo, budget: Budget, round_index: int) -> AdapterPlan | None:
+        """Returns the plan whose gradients the first round sends, whole or as sketches."""
+        kind = self.start_on(model)
+        if round_index > 1 or kind == "random":
+            return None
+        plan = self.plan(model, budget)
+        return full_weight_plan(plan) if kind == "dense" else sketch_plan(plan, self.sketch_rank)
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Returns a state without A and B, or with random ones if they are not derived from a gradient."""

@@ -47,9 +47,10 @@ def validate(cohort: Cohort, examples: Sequence[Sequence[Encoded]]) -> list[Vali
             losses = cross_entropy(logits, targets, reduction="none")
             right = logits.argmax(dim=-1) == targets
             for total, values in zip(sums, (losses, right, torch.ones_like(losses)), strict=True):
-                total.index_add_(0, batch.group, values.double().cpu())
+                total.index_add_(0, batch.group, values.cpu().double())
     loss, accuracy = sums[:2] / sums[2].clamp(min=1)
-    shares = (routing.counts.double() / routing.counts.sum(dim=-1, keepdim=True).clamp(min=1)).float().cpu()
+    counts = routing.counts.cpu()
+    shares = (counts.double() / counts.sum(dim=-1, keepdim=True).clamp(min=1)).float()
     layers = model.backbone.info.moe
     return [
         Validation(

@@ -85,6 +85,7 @@ class Flex(Method):
 
     Settings = FlexSettings
     settings: FlexSettings
+    needs_float64 = "compares the experts' outputs"
     needs_experts = True
     costs = RUNNING_MEAN
     is_mean = True

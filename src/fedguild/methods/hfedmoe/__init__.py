@@ -92,6 +92,7 @@ class HFedMoe(Method):
 
     Settings = HFedMoeSettings
     settings: HFedMoeSettings
+    needs_float64 = "measures the experts' importance"
     needs_experts = True
     costs = ServerCosts(
         "O(n), whatever C is: a running mean",

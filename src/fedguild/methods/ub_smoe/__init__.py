@@ -171,6 +171,7 @@ class UbSmoe(Method):
 
     Settings = UbSmoeSettings
     settings: UbSmoeSettings
+    needs_float64 = "measures its pseudo-gradient"
     needs_experts = True
     costs = ServerCosts(
         "O(n): a running mean, and the pseudo-gradient (as large as the experts' LoRA)",

@@ -148,12 +148,12 @@ class LoraHooks:
         return tuple(self._host.running(f"{module}.{kind}") for kind in self._kinds)
 
     def _term(self, module: str) -> Callable[[Tensor], Tensor]:
-        down, up, *middle = self._factors(module)
+        factors = ReadyFactors(self._scale, *self._factors(module))
 
         def term(hidden: Tensor) -> Tensor:
             current = self._host.backbone.runtime.current
             assert current is not None
-            return slot_product(hidden, down, up, self._scale, current.rows_per_slot, *middle)
+            return through_factors(hidden, factors.of(hidden.dtype), current.rows_per_slot)
 
         return term
 
@@ -178,6 +178,38 @@ def in_place(output: Tensor, hidden: Tensor) -> bool:
     return output.device.type != "cpu" and output.is_contiguous() and output.dtype is hidden.dtype
 
 
+class ReadyFactors:
+    """The factors of one layer as its products take them: A scaled, all in the dtype of the products.
+
+    Where no gradient is wanted they are made once and kept until one is written to, so that an evaluation casts them
+    once and not in every pass, of which generation has one for each token.
+
+    Args:
+        scale: [S] LoRA's scale.
+        down: A, [S, r, in].
+        up: B, [S, out, r].
+        middle: R, [S, r, r]; None if there is none.
+    """
+
+    def __init__(self, scale: Tensor, down: Tensor, up: Tensor, middle: Tensor | None = None) -> None:
+        self._scale = scale
+        self._stored = tuple(factor for factor in (down, middle, up) if factor is not None)
+        self._kept: tuple[object, list[Tensor]] | None = None
+
+    def of(self, dtype: torch.dtype) -> list[Tensor]:
+        """Returns s A, R if there is one, and B, each [S, ..]."""
+        if torch.is_grad_enabled() or any(factor.is_inference() for factor in self._stored):
+            return self._made(dtype)
+        state = dtype, *(factor._version for factor in self._stored)
+        if self._kept is None or self._kept[0] != state:
+            self._kept = state, self._made(dtype)
+        return self._kept[1]
+
+    def _made(self, dtype: torch.dtype) -> list[Tensor]:
+        down, *others = self._stored
+        return [factor.to(dtype) for factor in (down * self._scale[:, None, None], *others)]
+
+
 def slot_product(
     hidden: Tensor, down: Tensor, up: Tensor, scale: Tensor, rows: tuple[int, ...], middle: Tensor | None = None
 ) -> Tensor:
@@ -191,10 +223,19 @@ def slot_product(
         rows: Rows of each slot (in any unit that `hidden`'s leading size is a multiple of).
         middle: R, [S, r, r]; None if there is none.
     """
+    return through_factors(hidden, ReadyFactors(scale, down, up, middle).of(hidden.dtype), rows)
+
+
+def through_factors(hidden: Tensor, factors: Sequence[Tensor], rows: tuple[int, ...]) -> Tensor:
+    """Returns s · B A x of every row, or s · B R A x, with the factors of the row's slot.
+
+    Args:
+        hidden: [..., in], slot-major: the rows of slot 0 first.
+        factors: s A [S, r, in], R [S, r, r] if there is one, and B [S, out, r], in the dtype of the rows.
+        rows: Rows of each slot (in any unit that `hidden`'s leading size is a multiple of).
+    """
     shape = hidden.shape
     flat = hidden.reshape(-1, shape[-1])
-    scaled = down * scale[:, None, None]
-    factors = [factor.to(flat.dtype) for factor in (scaled, middle, up) if factor is not None]
     if len(rows) == 1:
         out = _through(flat, [factor[0] for factor in factors])
     elif len(set(rows)) == 1:
@@ -207,7 +248,7 @@ def slot_product(
         unit = flat.shape[0] // sum(rows)
         parts = flat.split([count * unit for count in rows])
         out = torch.cat([_through(part, own) for part, *own in zip(parts, *factors, strict=True)])
-    return out.reshape(*shape[:-1], up.shape[1])
+    return out.reshape(*shape[:-1], factors[-1].shape[1])
 
 
 def _through(rows: Tensor, factors: Sequence[Tensor]) -> Tensor:

@@ -89,9 +89,11 @@ class AdapterPart:
 
     Attributes:
         folds_into_weights: Whether the part's trainables can be merged into the backbone's own weights.
+        packs: Whether rows may be packed without padding beside the part; one that does not sets `needs_rows` too.
     """
 
     folds_into_weights: ClassVar[bool] = False
+    packs: ClassVar[bool] = True
 
     @property
     def cohort_key(self) -> object:

@@ -44,6 +44,8 @@ class SoftPrompt(AdapterPart):
             without a download. Empty if the prompt is loaded anyway; it is zero until then.
     """
 
+    packs = False
+
     tokens: int
     text: str = ""
 
@@ -81,6 +83,8 @@ class EncodedPrompt(AdapterPart):
         width: w, the MLP's inner width.
         hidden: d, the model's hidden size.
     """
+
+    packs = False
 
     tokens: int
     width: int

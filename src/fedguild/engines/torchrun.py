@@ -1,0 +1,280 @@
+"""The `local` engine in several processes that `torchrun` started, which hold one backbone between them.
+
+Rank 0 runs the rounds and has the folder. It tells the others what to call on their actors
+(`fedguild.engines.ray_actor`), which do what those of a sharded Ray actor do; it calls its own as well.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedguild.client.memory import ClientMemory
+from fedguild.client.merge_ledger import MergeLedger
+from fedguild.config.training import TrainingSettings
+from fedguild.data.batches import Encoded
+from fedguild.engines.cohorts import (
+    CohortSize,
+    OnStep,
+    Planned,
+    Private,
+    Trained,
+    delivery,
+    plan_groups,
+    split_by_need,
+    taken_before,
+)
+from fedguild.engines.ray_actor import CohortActor, Plain, decode_result, idle_job, job_of, merge_digest, pack_examples
+from fedguild.engines.worker_slots import WorkerSlots, opened, raised
+from fedguild.errors import CheckpointError, FedGuildError
+from fedguild.model.backbone import pick_device
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan
+from fedguild.model.ranks import TIMEOUT_SECONDS, Ranks
+from fedguild.payload import Payload
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
+from fedguild.server.method import Method
+from fedguild.wire.codec import encode
+
+BEGIN, END = "begin", "end"
+"""What rank 0 tells the others beside the methods of an actor: to build one, and to stop."""
+
+
+def torchrun_ranks() -> int:
+    """Returns the number of processes that torchrun started; 1 if it started none."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def follow(device: str = "auto") -> None:
+    """Serves rank 0 until its run ends; for all other ranks.
+
+    Args:
+        device: The kind of device to compute on, as `model.device`.
+
+    Raises:
+        FedGuildError: a rank did not come in time.
+    """
+    ranks = _meet(device, TIMEOUT_SECONDS)
+    workers = RankWorkers(ranks)
+    try:
+        while workers.answer():
+            pass
+    finally:
+        ranks.close()
+
+
+class RankWorkers:
+    """The actors of all ranks, called by rank 0; see `fedguild.engines.worker_slots.Workers`.
+
+    Args:
+        ranks: This process's place.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.actor: CohortActor | None = None
+        self.has_failed = False
+
+    @property
+    def count(self) -> int:
+        """Their number."""
+        return self.ranks.size
+
+    def call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Calls a method of every rank's actor, each with its own arguments; returns the results in order.
+
+        Raises:
+            FedGuildError: a rank did not come in time, or failed.
+        """
+        try:
+            with self.ranks.naming_who_hangs():
+                results = self._exchange([(name, own) for own in arguments])
+        except BaseException:
+            self.has_failed = True
+            raise
+        assert results is not None
+        if any(isinstance(result, dict) and "error" in result for result in results):
+            self.has_failed = True  # the others may be in the middle of a pass
+        return results
+
+    def answer(self) -> bool:
+        """Does what rank 0 asks for next; returns whether there is more to come."""
+        with self.ranks.naming_who_hangs():
+            self._exchange(None)
+        return self.actor is not None
+
+    def _exchange(self, commands: list[tuple[str, tuple[Any, ...]]] | None) -> list[Any] | None:
+        """Gives every rank its command, runs this one's, and returns all results on rank 0."""
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, commands, src=0)
+        name, arguments = own[0]
+        result = self._run(name, arguments)
+        results: list[Any] | None = [None] * self.count if commands is not None else None
+        dist.gather_object(result, results, dst=0)
+        return results
+
+    def _run(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        if name == END:
+            self.actor = None
+            return None
+        if name == BEGIN:
+            self.actor = CohortActor(*arguments, (self.ranks.rank, self.count, self.ranks.timeout_seconds))
+            try:
+                self.actor.join(self.ranks)
+            except FedGuildError as error:
+                return {"error": error.message, "hint": error.hint}
+            return None
+        return getattr(self.actor, name)(*arguments)
+
+
+class TorchrunEngine:
+    """Trains cohorts on the ranks, one on each at a time.
+
+    Args:
+        backbone: The arguments of `load_backbone`.
+        examples: Client index -> its training examples, encoded.
+        settings: How clients train.
+        memory: What clients keep between rounds; stays with rank 0.
+        cohort_size: Clients in one forward and backward pass; `auto` as many as a rank's memory holds, and no more than
+            gives every rank its share.
+        seed: The run's seed.
+        timeout_seconds: Time that the ranks wait for each other.
+        on_step: Called after each cohort with (cohorts done, cohorts in all, its clients' mean loss).
+        private: Returns a client's DP-SGD in a round; None to train without.
+
+    Raises:
+        FedGuildError: the ranks did not meet, or the backbone cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        backbone: Plain,
+        examples: Mapping[int, Sequence[Encoded]],
+        settings: TrainingSettings,
+        memory: ClientMemory,
+        *,
+        cohort_size: CohortSize = "auto",
+        seed: int,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        on_step: OnStep | None = None,
+        private: Private | None = None,
+    ) -> None:
+        self.memory, self.ledger = memory, MergeLedger.beside(memory)
+        self.cohort_size, self.seed, self.on_step, self.private = cohort_size, seed, on_step, private
+        self.workers = RankWorkers(_meet(str(backbone["device"]), timeout_seconds))
+        self.device = self.workers.ranks.device
+        arguments = (backbone, settings.model_dump(), seed, torch.get_num_threads(), 1.0, pack_examples(examples))
+        raised(self.workers.call(BEGIN, [arguments] * self.workers.count))
+
+    def train(
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+    ) -> Iterator[Delivery]:
+        """Yields every task's delivery, in client order, after saving each client's memory.
+
+        The deadline is checked before each cohort of every rank; those that have started are finished. With
+        `terms.enough`, that many clients train, drawn at random as in a single process.
+
+        Raises:
+            FedGuildError: a rank did not come in time, its device's memory is too small, or a client's memory cannot be
+                written.
+        """
+        planned, left_out = split_by_need(method, model, tasks, terms, self.seed)
+        for delivered in self._deliveries(method, planned, terms.deadline_seconds):
+            yield from taken_before(left_out, delivered.task.client.index)
+            yield delivered
+        yield from taken_before(left_out)
+
+    def slots(
+        self,
+        plans: Sequence[AdapterPlan],
+        tensors: Sequence[Mapping[str, Tensor]],
+        merged: Mapping[str, Tensor],
+        model: ModelInfo,
+    ) -> AbstractContextManager[WorkerSlots]:
+        """Loads models into all ranks for the duration of a block, to be scored there."""
+        return opened(self.workers, plans, tensors, merged, model.seq2seq)
+
+    def free_bytes(self) -> int:
+        """Returns the bytes that the rank with the fullest device may still use."""
+        return int(min(self.workers.call("free_bytes", [()] * self.workers.count)))
+
+    def close(self) -> None:
+        """Ends the other ranks, unless one of them has failed: torchrun then ends them."""
+        if not self.workers.has_failed:
+            self.workers.call(END, [()] * self.workers.count)
+            self.workers.ranks.close()
+
+    def _deliveries(self, method: Method, planned: Sequence[Planned], deadline: float | None) -> Iterator[Delivery]:
+        if not planned:
+            return
+        try:
+            merges = encode(Payload(self.ledger.receive(*(task.download for task, _ in planned))))
+        except CheckpointError as error:
+            yield from (Delivery(task, None, plan, failure=error.message) for task, plan in planned)
+            return
+        started, done = time.monotonic(), 0
+        cohorts = [cohort for members in plan_groups(planned) for cohort in self._cohorts(method, members)]
+        for first in range(0, len(cohorts), self.workers.count):
+            volley = cohorts[first : first + self.workers.count]
+            if deadline is not None and time.monotonic() - started > deadline:
+                yield from (too_late(task, plan, deadline) for cohort in volley for task, plan in cohort)
+                continue
+            for cohort, results in zip(volley, self._trained(method, volley, merges), strict=True):
+                done += 1
+                for (task, _), result in zip(cohort, results, strict=True):
+                    result.remember(self.memory, task.client.name, task.round)
+                if self.on_step is not None:
+                    losses = [result.report.training.loss for result in results]
+                    self.on_step(done, len(cohorts), sum(losses) / len(losses))
+                yield from (delivery(task, plan, result) for (task, plan), result in zip(cohort, results, strict=True))
+
+    def _trained(self, method: Method, volley: Sequence[Sequence[Planned]], merges: bytes) -> list[list[Trained]]:
+        """Trains a cohort on each rank, of as many as there are."""
+        arguments: list[tuple[Any, ...]] = []
+        for cohort in volley:
+            tasks = [task for task, _ in cohort]
+            downloads = [encode(task.download) for task in tasks]
+            memories = [encode(self.memory.load(task.client.name, task.round)) for task in tasks]
+            keep_trained = self.memory.trained is not None
+            job = job_of(method, cohort, keep_trained=keep_trained, private=self.private)
+            arguments.append((job, *downloads, *memories, merges))
+        nothing = (idle_job(method, merge_digest(volley[0])), merges)
+        arguments += [nothing] * (self.workers.count - len(volley))
+        found = self.workers.call("train", arguments)[: len(volley)]
+        raised([summary for summary, _ in found])
+        return [
+            [
+                decode_result(report, *payloads[3 * slot : 3 * slot + 3])
+                for slot, report in enumerate(summary["reports"])
+            ]
+            for summary, payloads in found
+        ]
+
+    def _cohorts(self, method: Method, members: Sequence[Planned]) -> list[list[Planned]]:
+        """Splits clients that can train together into cohorts, enough of them that every rank gets one."""
+        if self.cohort_size == "auto":
+            job = job_of(method, members)
+            fitting = int(min(self.workers.call("cohort_size", [(job,)] * self.workers.count)))
+            size = max(1, min(fitting, -(-len(members) // self.workers.count)))
+        else:
+            size = self.cohort_size
+        return [list(members[start : start + size]) for start in range(0, len(members), size)]
+
+
+def _meet(device: str, timeout_seconds: float) -> Ranks:
+    """Meets the other ranks, each on the GPU of its number on its machine if there are GPUs."""
+    kind = pick_device(device)
+    if kind.type == "cuda":
+        kind = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(kind)
+    ranks = Ranks.from_environment(kind, timeout_seconds)
+    if ranks is None:
+        raise FedGuildError("This process was not started by torchrun.")
+    return ranks

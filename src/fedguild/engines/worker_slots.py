@@ -1,0 +1,124 @@
+"""Scoring of models in other processes, each of which holds the backbone or a part of it.
+
+The batches are those of an evaluation in this process, so that its results are the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from itertools import count, islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fedguild.data.batches import Seq2Seq, SlotBatch
+from fedguild.engines.plain_plans import plain_plan
+from fedguild.errors import FedGuildError
+from fedguild.model.plan import AdapterPlan
+from fedguild.payload import Payload
+from fedguild.wire.codec import encode
+
+_numbers = count(1)
+
+
+class Workers(Protocol):
+    """Processes with an actor each (`fedguild.engines.ray_actor.CohortActor`)."""
+
+    @property
+    def count(self) -> int:
+        """Their number."""
+        ...
+
+    def call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Calls a method of every actor at the same time, each with its own arguments; returns the results in order."""
+        ...
+
+
+class WorkerSlots:
+    """Several models, loaded in every worker; they score batches in turn. An `EvaluatedModel`.
+
+    Args:
+        workers: The processes.
+        slots: Number of models.
+        seq2seq: The input form of an encoder-decoder model; None for a causal model.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, workers: Workers, slots: int, seq2seq: Seq2Seq | None) -> None:
+        self.workers = workers
+        self.slots = slots
+        self.seq2seq = seq2seq
+
+    def token_losses(self, batch: SlotBatch) -> Tensor:
+        """Returns [P], the negative log-likelihood in nats of each of the batch's targets."""
+        (losses,) = self.each("token_losses", [(batch,)])
+        return losses  # type: ignore[no-any-return]
+
+    def generate(self, prompts: Sequence[Sequence[Sequence[int]]], max_new_tokens: int) -> list[list[list[int]]]:
+        """Returns the greedy continuation of `prompts[slot][row]`, without the prompt, cut at its end."""
+        (texts,) = self.each("generate", [(prompts, max_new_tokens)])
+        return texts  # type: ignore[no-any-return]
+
+    def each(self, name: str, inputs: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        """Yields the results of one of the methods above for many inputs, of which every worker computes some.
+
+        Raises:
+            FedGuildError: a worker failed.
+        """
+        waiting = iter(inputs)
+        while volley := list(islice(waiting, self.workers.count)):
+            plain = [tuple(map(_plain, arguments)) for arguments in volley]
+            given: list[tuple[Any, ...]] = [(name, arguments) for arguments in plain]
+            given += [(name,)] * (self.workers.count - len(volley))
+            for found in raised(self.workers.call("compute", given)):
+                for result in found:
+                    yield torch.from_numpy(result.copy()) if name == "token_losses" else result
+
+
+@contextmanager
+def opened(
+    workers: Workers,
+    plans: Sequence[AdapterPlan],
+    tensors: Sequence[Mapping[str, Tensor]],
+    merged: Mapping[str, Tensor],
+    seq2seq: Seq2Seq | None,
+) -> Iterator[WorkerSlots]:
+    """Loads models into all workers, for the duration of the block.
+
+    Args:
+        workers: The processes.
+        plans: Each model's plan.
+        tensors: Each model's tensors.
+        merged: The changes that their backbone holds.
+        seq2seq: The input form of an encoder-decoder model; None for a causal model.
+    """
+    digest = f"scored {next(_numbers)}" if merged else ""
+    payloads = [*(encode(Payload(own)) for own in tensors), encode(Payload(merged))]
+    arguments = ([plain_plan(plan) for plan in plans], digest, *payloads)
+    workers.call("open_slots", [arguments] * workers.count)
+    try:
+        yield WorkerSlots(workers, len(plans), seq2seq)
+    finally:
+        workers.call("close_slots", [()] * workers.count)
+
+
+def raised(results: Sequence[Any]) -> Sequence[Any]:
+    """Returns the workers' results.
+
+    Raises:
+        FedGuildError: one of them is an error.
+    """
+    for result in results:
+        if isinstance(result, dict) and "error" in result:
+            raise FedGuildError(result["error"], result["hint"])
+    return results
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, SlotBatch):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return value
