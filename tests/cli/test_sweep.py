@@ -70,7 +70,7 @@ def test_every_combination_and_seed_is_a_run_scored_on_validation_examples(invok
     assert "Report: grid/sweep.html" in result.stderr
     page = Path("grid/sweep.html").read_text()
     assert all(text in page for text in ("method.rank", "3e-3", "★", 'aria-label="Heat map: mean'))
-    planned = json.loads(Path("grid", PLAN_FILE).read_text())["cells"]  # what `fedguild watch grid` shows from the start
+    planned = json.loads(Path("grid", PLAN_FILE).read_text())["cells"]  # for `fedguild watch grid`
     assert [f"grid/{cell['folder']}" for cell in planned] == [str(folder) for _, folder in ranked.calls]
 
 

@@ -1,4 +1,4 @@
-"""Frozen layers sharded over the ranks of a backbone, with torch's FSDP2 (docs/decisions/0017).
+"""Frozen layers sharded over the ranks of a backbone, with torch's FSDP2 (docs/decisions/0018).
 
 Every rank holds its part of each layer's weights, split along the first axis (experts, or outputs), and the whole of
 the embeddings, the last norm and the head. A layer is gathered before it runs and released behind it, in forward and
