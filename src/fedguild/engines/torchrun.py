@@ -125,7 +125,9 @@ class RankWorkers:
             self.actor = None
             return None
         if name == BEGIN:
-            self.actor = CohortActor(*arguments, (self.ranks.rank, self.count, self.ranks.timeout_seconds))
+            place = (self.ranks.rank, self.count, self.ranks.timeout_seconds)
+            backbone, settings, seed, threads, gpu_fraction, examples = arguments
+            self.actor = CohortActor(backbone, settings, seed, threads, gpu_fraction, examples, place)
             try:
                 self.actor.join(self.ranks)
             except FedGuildError as error:
