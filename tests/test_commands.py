@@ -26,6 +26,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from fedguild.api.comparing import is_table
+from fedguild.api.sweeping import divide
 from fedguild.cli import app
 from fedguild.config import load_config, table_cells, tables
 from fedguild.errors import ConfigError
@@ -193,6 +194,9 @@ def check_words(words: Sequence[str], page: str) -> None:
         positional.append(given.get("name"))
     configs = [str(one) for one in positional if one and "=" not in str(one)]
     settings = [str(one) for one in (*positional, *_listed(given.get("overrides"))) if one and "=" in str(one)]
+    if name == "sweep":
+        fixed, swept = divide(settings)
+        settings = [*fixed, *(f"{key}={values[-1]}" for key, values in swept.items())]
     shown = (ROOT / page).read_text("utf-8")
     for config in configs:
         if config.endswith(".yaml"):
@@ -285,7 +289,8 @@ def test_commands_in_the_text_exist_with_their_options() -> None:
             words = [word for word in line.split()[1:] if word != "…"]
             while isinstance(command, click.Group) and words:
                 command = command.get_command(click.Context(command), words.pop(0))
-            known = {option for one in (command.params if command else ()) for option in one.opts} | {"--help"}
+            params = command.params if command else ()
+            known = {option for one in params for option in (*one.opts, *one.secondary_opts)} | {"--help"}
             asked = {word.partition("=")[0] for word in words if word.startswith("-")}
             if command is None or not asked <= known:
                 wrong.append(f"{page.relative_to(ROOT)}: {line}")
