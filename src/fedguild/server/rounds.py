@@ -23,7 +23,7 @@ from fedguild.payload import Payload
 from fedguild.server.clock import Clock
 from fedguild.server.diagnosis import Diagnosis
 from fedguild.server.engine import Delivery, Engine, Task, Terms
-from fedguild.server.guard import LARGEST_VALUE, Guard, largest_value, not_finite
+from fedguild.server.guard import LARGEST_TRAINED, LARGEST_VALUE, Guard, largest_value, not_finite
 from fedguild.server.method import Method, Observation, Upload
 from fedguild.server.optimizer import server_step, without_momentum
 from fedguild.server.private_mean import PrivateMean
@@ -197,7 +197,8 @@ def run_round(
         elif guard is None:
             aggregate = method.aggregate(own, uploads)
         else:
-            aggregate = guard.aggregate(method, own, intake.with_downloads(uploads), intake.withdraw)
+            bounded = {name for client in asked for name in method.bounds(model, client)}
+            aggregate = guard.aggregate(method, own, intake.with_downloads(uploads), intake.withdraw, bounded)
         outcome.state = server_step(state, aggregate, step=rules.server_step, momentum=rules.server_momentum)
     # record
     intake.close()
@@ -395,6 +396,7 @@ class _Intake:
                 norm_limit=self.rules.norm_limit,
                 expected_scalars=self.method.expected_scalars(task.download),
                 largest_value=self.largest_value,
+                bounds=self.method.bounds(self.model, task.client),
             )
         except UploadError as error:
             if isinstance(error, NotFiniteError):
@@ -455,10 +457,11 @@ def _require_finite(state: Payload, when: str) -> None:
 def _blame(download: Payload) -> str:
     """Returns what a rejection adds where the client was given values from which nobody could train."""
     largest = largest_value(download)
-    if largest <= LARGEST_VALUE:
+    if largest <= LARGEST_TRAINED:
         return ""
+    verb = "is not" if largest > LARGEST_VALUE else "may not be"
     return (
-        f" The client is not to blame: it was sent values up to {largest:.4g}, which an earlier round brought into the "
+        f" The client {verb} to blame: it was sent values up to {largest:.4g}, which an earlier round brought into the "
         "state; `resume --round` goes back before it."
     )
 
