@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,10 @@ import torch
 from fedguild.config import Config
 from fedguild.engines.flower.engine import read_payload
 from fedguild.methods import METHODS
-from fedguild.payload import Payload
 from fedguild.server.guard import not_finite
 from fedguild.testing import HostileClient, Message, drive
-from fedguild.wire.codec import encode
+from tests.experiment.runs import says
+from tests.trust.attacks import uploading
 from tests.trust.conftest import config_of
 
 HUGE, FAR = 1e30, 1e3
@@ -29,7 +28,7 @@ PARTS = {
     "fed-sb": 2,
     "fedalign-moe": 4,
     "fedamole": 4,
-    "fedmoe": 4,
+    "fedmoe": 3,
     "flame": 3,
     "hetlora": 2,
     "hfedmoe": 3,
@@ -40,10 +39,15 @@ SETTINGS = (
     f"federation.clients={HONEST + 2}",
     "federation.budgets=[{name: small, active_experts: 4, rank: 3}]",
     "federation.quorum=0.5",
+    "training.batch_size=1",
     "evaluation.clients=false",
     "evaluation.received=false",
     "evaluation.pooled=false",
 )
+
+
+CLAIMED = {"a3smoe": "routing", "flame": "routing", "hfedmoe": "usage", "ub-smoe": "utilisation"}
+"""Method -> the part of an upload with shares of tokens, or of weights, by expert."""
 
 
 class Poisoner:
@@ -63,11 +67,17 @@ class Poisoner:
         self.parts |= parts
         part = sorted(parts - set(self.filled.values()) or parts)[0]
         self.filled[request.round] = part
-        tensors = {
-            name: torch.full_like(value, self.value) if name.startswith(f"{part}/") else value
-            for name, value in payload.tensors.items()
+        return filling(part, self.value)(true)
+
+
+def filling(part: str, value: float) -> Callable[[Message], Message]:
+    """Returns the change of an upload that fills a part of it with one value."""
+    return uploading(
+        lambda tensors: {
+            name: torch.full_like(tensor, value) if name.startswith(f"{part}/") else tensor
+            for name, tensor in tensors.items()
         }
-        return replace(true, body=encode(Payload(tensors, payload.scalars)))
+    )
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
@@ -91,3 +101,17 @@ def test_no_part_of_an_upload_poisons_the_state(method: str, config: Config, tmp
         name: float(value.abs().max()) for name, value in driven.state.tensors.items() if value.is_floating_point()
     }
     assert max(largest.values()) < ORDINARY, largest
+
+
+@pytest.mark.parametrize(("method", "part"), CLAIMED.items())
+def test_no_client_claims_all_experts(method: str, part: str, config: Config, tmp_path: Path) -> None:
+    """Shares that are each within [0, 1], but more together than a client can have."""
+    claim = filling(part, 1.0)
+    hostile = HostileClient(2, lambda request, honest: claim(honest()) if request.kind == "train" else honest())
+    settings = (*SETTINGS, "federation.clients=3", "federation.rounds=1")
+    driven = drive(
+        config_of(config.model.path, f"{method}/tiny-tasks", *settings), tmp_path, [hostile], reads_data=True
+    )
+    assert driven.error is None
+    assert driven.accepted == {1: [0, 1]}
+    says(driven.rejected[1][2], f"the shares of '{part}/", "beyond")

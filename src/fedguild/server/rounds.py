@@ -7,7 +7,7 @@ or unexpected one is left out and recorded, and too few valid uploads are an err
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
@@ -113,6 +113,14 @@ class Outcome:
         """Returns client index -> training tokens."""
         return {delivery.task.client.index: delivery.report.tokens for delivery in self.deliveries}
 
+    def frequencies(self) -> dict[int, Tensor]:
+        """Returns client index -> [L, M] activation frequency, of the accepted clients that reported one."""
+        return {
+            delivery.task.client.index: delivery.frequency
+            for delivery in self.deliveries
+            if delivery.frequency is not None and delivery.task.client.index in self.accepted
+        }
+
 
 def run_round(
     round_index: int,
@@ -177,6 +185,12 @@ def run_round(
     zeroes = private_mean is not None
     intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, accepted, largest, again, zeroes, note)
     diagnosis = Diagnosis(own, model) if diagnose else None
+
+    def withdraw(upload: Upload, reason: str) -> None:
+        intake.withdraw(upload, reason)
+        if diagnosis is not None:
+            diagnosis.forget(upload)
+
     with (
         outcome.clock.phase("aggregate"),
         closing(intake.uploads()) as arriving,
@@ -190,7 +204,7 @@ def run_round(
                 method,
                 own,
                 intake.with_downloads(uploads),
-                intake.withdraw,
+                withdraw,
                 round_index=round_index,
                 wanted=wanted,
             )
@@ -198,13 +212,12 @@ def run_round(
             aggregate = method.aggregate(own, uploads)
         else:
             bounded = {name for client in asked for name in method.bounds(model, client)}
-            aggregate = guard.aggregate(method, own, intake.with_downloads(uploads), intake.withdraw, bounded)
+            aggregate = guard.aggregate(method, own, intake.with_downloads(uploads), withdraw, bounded)
         outcome.state = server_step(state, aggregate, step=rules.server_step, momentum=rules.server_momentum)
     # record
     intake.close()
     if diagnosis is not None:
-        seen = {one.task.client.index: one.frequency for one in outcome.deliveries if one.frequency is not None}
-        outcome.observations = diagnosis.observations(seen)
+        outcome.observations = diagnosis.observations(outcome.frequencies())
     reasons = {client.name: outcome.rejected[client.index] for client in asked if client.index in outcome.rejected}
     _require_finite_uploads(outcome, reasons)
     require_quorum(len(outcome.accepted), wanted, rules.quorum, reasons)
@@ -505,8 +518,3 @@ def require_learning(
         f"above the limit of {highest:.4g} (training.loss_limit); {others}.",
         DIVERGED_HINT,
     )
-
-
-def frequencies(deliveries: Sequence[Delivery]) -> Mapping[int, Tensor]:
-    """Returns client index -> [L, M] activation frequency, for the clients that reported one."""
-    return {d.task.client.index: d.frequency for d in deliveries if d.frequency is not None}
