@@ -142,8 +142,8 @@ def check_upload(
 
     Raises:
         NotFiniteError: a tensor has a value that is NaN or infinite.
-        UploadError: a name is missing or unknown, a shape or dtype is wrong, a scalar is not finite, or a value, a sum of
-            shares or the norm is beyond its limit. The message names client and tensor.
+        UploadError: a name is missing or unknown, a shape or dtype is wrong, a scalar is not finite, or a value, a sum
+            of shares or the norm is beyond its limit. The message names client and tensor.
     """
     _check_names(payload.tensors, expected, client)
     norms = {name: _checked_norm(name, tensor, expected[name], client) for name, tensor in payload.tensors.items()}
