@@ -39,7 +39,7 @@ from fedguild.payload import Payload
 from fedguild.recording import client_records, routing_record
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
-from fedguild.server.rounds import Outcome, frequencies, run_round
+from fedguild.server.rounds import Outcome, run_round
 from fedguild.server.run_log import RoundRecord, RunLog
 
 ASKED = 20
@@ -129,7 +129,7 @@ def remember_everybody(memory: ClientMemory, clients: Sequence[ClientInfo]) -> N
 
 
 def routing(outcome: Outcome) -> list[object]:
-    return routing_record(outcome.round, frequencies(outcome.deliveries), outcome.tokens())
+    return routing_record(outcome.round, outcome.frequencies(), outcome.tokens())
 
 
 def round_record(outcome: Outcome) -> RoundRecord:

@@ -33,7 +33,7 @@ from fedguild.server.checkpoint import Checkpoint
 from fedguild.server.engine import Engine
 from fedguild.server.merge_history import merges
 from fedguild.server.optimizer import without_momentum
-from fedguild.server.rounds import Again, Outcome, frequencies, require_learning, run_round
+from fedguild.server.rounds import Again, Outcome, require_learning, run_round
 from fedguild.server.run_log import (
     EvaluationRecord,
     PartitionRecord,
@@ -327,7 +327,7 @@ def _rounds(
             _tell_spent(experiment.progress, spent)
         if bytes_left is not None:
             records.append(bytes_left.record(number, outcome.moved_bytes))
-        records += routing_record(number, frequencies(outcome.deliveries), outcome.tokens())
+        records += routing_record(number, outcome.frequencies(), outcome.tokens())
         observed = [*experiment.method.observe(state, model), *outcome.observations]
         records += observation_records(number, observed)
         with outcome.clock.phase("evaluate"):

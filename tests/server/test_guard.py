@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,17 +179,34 @@ def test_clipped_changes_have_the_rounds_median_norm_at_most(tmp_path: Path) -> 
 
 
 def test_norms_are_of_the_change_by_part() -> None:
-    """Statistics, of which the download has nothing, may differ as much as the clients' data."""
+    """What the download lacks counts as a whole; statistics with a bound of their own may differ as the data do."""
     upload = Payload({"adapter/x": START + 3.0, "adapter/new": torch.full((4,), 2.0), "counts/f": torch.ones(9)})
-    assert change_norms(upload, STATE) == {"adapter": pytest.approx(math.sqrt(4 * 9 + 4 * 4))}
+    adapter = pytest.approx(math.sqrt(4 * 9 + 4 * 4))
+    assert change_norms(upload, STATE) == {"adapter": adapter, "counts": 3.0}
+    assert change_norms(upload, STATE, {"counts"}) == {"adapter": adapter}
+    assert change_norms(upload, STATE, {"counts", "adapter/new"}) == {"adapter": pytest.approx(6.0)}
     received = Payload({**STATE.tensors, "experts/w": torch.zeros(9)})
     trained = Payload({**upload.tensors, "experts/w": torch.ones(9)})
     assert change_norms(trained, received)["experts"] == pytest.approx(3.0)
+
+
+def test_a_part_that_the_download_lacks_is_compared_unless_it_has_a_bound(tmp_path: Path) -> None:
+    given = [
+        (replace(upload, payload=Payload({**upload.payload.tensors, "own/s": torch.tensor([size])})), download)
+        for (upload, download), size in zip(moved(*CHANGES), (1.0, 1.0, 2.0, 1.0, 50.0), strict=True)
+    ]
+    found, rejected = Rejected(), Rejected()
+    Guard(tmp_path).aggregate(method(), STATE, given, found)
+    assert list(found) == [4]
+    assert "the change of 'own' has the norm 50" in found[4]
+    Guard(tmp_path).aggregate(method(), STATE, given, rejected, {"own"})
+    assert not rejected
 
 
 def test_values_that_are_not_finite_are_named() -> None:
     assert not not_finite(Payload({"a": torch.ones(2), "n": torch.tensor([2**62])}, {"s": 1.0, "t": "x"}))
     assert not_finite(Payload({"a": torch.ones(2), "b": torch.tensor([1.0, math.nan])})) == "b"
     assert not_finite(Payload({}, {"s": math.inf})) == "s"
-    assert largest_value(Payload({"adapter/a": torch.tensor([-3.0, 2.0]), "other/b": torch.tensor([9.0])})) == 3.0
+    assert largest_value(Payload({"adapter/a": torch.tensor([-3.0, 2.0]), "other/b": torch.tensor([9.0])})) == 9.0
+    assert largest_value(Payload({"held/a": torch.tensor([2**40])})) == 0.0
     assert largest_value(Payload({"adapter/a": torch.tensor([math.nan])})) == math.inf

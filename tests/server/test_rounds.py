@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from fedguild.methods.fedit import FedIT
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.clock import Clock
+from fedguild.server.diagnosis import SHRINKAGE
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms
+from fedguild.server.guard import Guard
 from fedguild.server.method import Method
-from fedguild.server.rounds import Outcome, frequencies, run_round
+from fedguild.server.rounds import Outcome, run_round
 from fedguild.server.sampling import sample
 from fedguild.wire.codec import encode
 
@@ -89,9 +92,15 @@ def state(method: Method, model: ModelInfo) -> Payload:
 
 
 def play(
-    method: Method, state: Payload, model: ModelInfo, engine: Scripted, rules: FederationSettings = ASK_ALL
+    method: Method,
+    state: Payload,
+    model: ModelInfo,
+    engine: Scripted,
+    rules: FederationSettings = ASK_ALL,
+    clients: Sequence[ClientInfo] = CLIENTS,
+    **more: Any,
 ) -> Outcome:
-    return run_round(5, method, state, model, CLIENTS, engine, rules, seed=3)
+    return run_round(5, method, state, model, clients, engine, rules, seed=3, **more)
 
 
 def moved(outcome: Outcome, state: Payload) -> float:
@@ -109,7 +118,25 @@ def test_a_round_averages_what_every_client_sent(method, state, model):
     assert outcome.rejected == {}
     assert [delivery.task.client.index for delivery in outcome.deliveries] == [0, 1, 2, 3]
     assert outcome.tokens() == {0: 50, 1: 51, 2: 52, 3: 53}
-    assert frequencies(outcome.deliveries).keys() == {1, 2, 3}
+    assert outcome.frequencies().keys() == {1, 2, 3}
+
+
+def test_activations_of_a_rejected_upload_are_not_recorded(method, state, model):
+    outcome = play(method, state, model, Scripted({2: with_nan}))
+    assert outcome.accepted == [0, 1, 3]
+    assert outcome.frequencies().keys() == {1, 3}
+
+
+def test_an_upload_that_the_guard_leaves_out_is_not_diagnosed(method, state, model, tmp_path):
+    """The others' changes are alike in direction, 1, 2 and 3: (1 + 4 + 9) / 3 over 2^2."""
+    five = [*CLIENTS, ClientInfo(4, CLIENTS[0].budget, examples=10)]
+    engine = Scripted({3: lambda honest: plus(honest, 1e4), 4: nothing})
+    rules = FederationSettings(quorum=0.5)
+    far = play(method, state, model, engine, rules, five, guard=Guard(tmp_path), diagnose=True)
+    assert far.accepted == [0, 1, 2]
+    found = {one.name: one.values for one in far.observations}
+    assert found[SHRINKAGE].tolist() == pytest.approx([14 / 12] * len(found[SHRINKAGE]))
+    assert far.frequencies().keys() == {1, 2}
 
 
 def test_traffic_is_the_length_of_what_would_be_sent(method, state, model):

@@ -3,7 +3,7 @@ import torch
 
 from fedguild.errors import UploadError
 from fedguild.payload import Payload
-from fedguild.server.validation import Envelope, Omissible, check_envelope, check_upload
+from fedguild.server.validation import Bound, Envelope, Omissible, check_envelope, check_upload
 
 EXPECTED = {"adapter/a": (2, 3), "adapter/b": (4,), "adapter/scale": ()}
 
@@ -130,3 +130,45 @@ def test_an_envelope_that_answers_nothing_is_refused_with_a_reason(envelope: Env
 
 def test_without_a_limit_any_size_passes() -> None:
     check_envelope(Envelope("ab12", 5, 2, 10**15), run="ab12", asked=ASKED)
+
+
+@pytest.mark.parametrize("name", ["adapter/a", "own/b"])
+def test_the_limit_on_values_holds_for_every_part_and_for_scalars(name: str) -> None:
+    def check(value: float, scalar: float = 1.0) -> None:
+        payload = Payload({name: torch.tensor([0.0, -value])}, {"s": scalar, "count": 10**9})
+        check_upload(payload, {name: (2,)}, client="client-007", largest_value=1e6)
+
+    check(1e6)
+    with pytest.raises(UploadError, match=rf"'{name}' has a value of 1\.1e\+06, beyond 1e\+06"):
+        check(1.1e6)
+    with pytest.raises(UploadError, match=r"the scalar 's' is beyond 1e\+06"):
+        check(1.0, scalar=-1e7)
+
+
+BOUNDS = {"shares": Bound(total=2.0), "own": Bound(largest=5.0), "own/large": Bound(largest=1e9)}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "fault"),
+    [
+        ("shares/a", [1.0, 1.0, 0.0], ""),
+        ("shares/a", [1.0, 1.0, 1e-4], ""),
+        ("shares/a", [1.0, 1.0, 1e-3], "the shares of 'shares/a' sum to 2.001, beyond 2"),
+        ("shares/a", [3.0, -1.0, 0.0], "'shares/a' has a share of -1, which is negative"),
+        ("own/a", [-5.0, 0.0, 5.0], ""),
+        ("own/a", [0.0, 0.0, -5.1], "'own/a' has a value of 5.1, beyond 5"),
+        ("own/large", [0.0, 0.0, 1e8], ""),
+        ("other/a", [0.0, 0.0, 1e8], "'other/a' has a value of 1e+08, beyond 1e+06"),
+    ],
+)
+def test_a_bound_of_a_tensor_or_of_its_part_takes_the_limits_place(name: str, values: list[float], fault: str) -> None:
+    def check() -> None:
+        payload, expected = Payload({name: torch.tensor(values)}), {name: (3,)}
+        check_upload(payload, expected, client="client-007", largest_value=1e6, bounds=BOUNDS)
+
+    if not fault:
+        check()
+        return
+    with pytest.raises(UploadError) as caught:
+        check()
+    assert fault in caught.value.message

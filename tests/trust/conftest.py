@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedguild.config import Config, load_config
+from fedguild.methods import METHODS
 from tests.experiment.runs import load_models_once, save_model, small_settings
 
 SETTINGS = (
@@ -19,15 +20,11 @@ SETTINGS = (
 )
 
 
-WITHOUT_RANK = ("flora", "florist")
-"""Methods whose ranks are the budgets'."""
-
-
 def config_of(model: str, base: str, *overrides: str) -> Config:
     """Returns a config of a few seconds: a preset on a model, with the settings of these tests."""
     settings = small_settings(Path(model), *SETTINGS, *overrides)
-    no_rank = base.partition("/")[0] in WITHOUT_RANK
-    return load_config(base, [each for each in settings if not (no_rank and each.startswith("method.rank"))])
+    ranked = "rank" in METHODS.load(base.partition("/")[0]).Settings.model_fields
+    return load_config(base, [each for each in settings if ranked or not each.startswith("method.rank")])
 
 
 @pytest.fixture(autouse=True)

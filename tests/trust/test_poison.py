@@ -78,18 +78,32 @@ def test_a_robust_mean_is_refused_where_there_is_none(method: str, reason: str, 
     says(str(caught.value), "federation.robust is trimmed_mean", reason, "federation.norm_factor")
 
 
-def test_a_client_whose_download_was_poisoned_is_not_blamed(config: Config, tmp_path: Path) -> None:
-    """The state was poisoned before, by whatever means: what cannot be trained from is not the clients' fault."""
+@pytest.mark.parametrize(
+    ("method", "value", "verdict"),
+    [
+        ("fedit", 1e12, "The client is not to blame: it was sent values up to 1e+12"),
+        ("fedit", 3e5, "The client may not be to blame: it was sent values up to 3e+05"),
+        ("fedalign-moe", 1e12, "The client is not to blame: it was sent values up to 1e+12"),
+    ],
+)
+def test_a_client_whose_download_was_poisoned_is_not_blamed(
+    method: str, value: float, verdict: str, config: Config, tmp_path: Path
+) -> None:
+    """The state was poisoned before, by whatever means: what cannot be trained from is not the clients' fault.
+
+    Also with values that a bound on uploads lets pass, and in other parts than the adapter.
+    """
 
     def fail(request: Message, honest: Callable[[], Message]) -> Message:
         return filled(float("nan"))(honest()) if request.kind == "train" else honest()
 
+    config = config_of(config.model.path, f"{method}/tiny-tasks", "evaluation.pooled=false")
     begun = drive(config, tmp_path, reads_data=True)
-    poison_round_one(begun.folder, config, 1e12)
+    poison_round_one(begun.folder, config, value)
     nobody = [HostileClient(index, fail) for index in range(3)]
     driven = drive(config, tmp_path, nobody, reads_data=True)
     assert isinstance(driven.error, QuorumError)
-    says(str(driven.error), "The client is not to blame", "values up to 1e+12", "resume --round")
+    says(str(driven.error), verdict, "resume --round")
 
 
 def test_a_state_that_is_not_finite_is_not_trained_from(config: Config, tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ class SecureClients:
                 norm_limit=self.norm_limit,
                 expected_scalars=method.expected_scalars(task.download),
                 largest_value=LARGEST_VALUE,
+                bounds=method.bounds(model, client),
             )
         except UploadError as error:
             raise UploadError(UNFIT) from error

@@ -41,6 +41,7 @@ from fedguild.server.aggregation import WeightedMean, activation_weights, weight
 from fedguild.server.limits import require_within_top_k
 from fedguild.server.method import RUNNING_MEAN, Method, Upload, in_part
 from fedguild.server.settings import Alpha, LoraSettings
+from fedguild.server.validation import Bound
 
 
 class A3SmoeSettings(LoraSettings):
@@ -94,3 +95,7 @@ class A3Smoe(Method):
         """Returns the names and shapes of theta_c and f_c."""
         frequency = {layer.experts: (layer.num_experts,) for layer in model.moe}
         return {**super().expected_upload(model, client, download), **in_part(ROUTING, frequency)}
+
+    def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
+        """Returns that a layer's f_c sum to K_c at most."""
+        return {ROUTING: Bound(largest=1.0, total=client.budget.active_experts)}

@@ -56,6 +56,7 @@ from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, 
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Observation, Upload, in_part
 from fedguild.server.settings import LoraSettings, Targets
 from fedguild.server.uploads import weight_of
+from fedguild.server.validation import Bound
 
 Value = TypeVar("Value")
 RESCALER = "rescaler"
@@ -189,6 +190,11 @@ class Flame(Method):
         lora, scales = split(trainable_shapes(model, self.plan(model, client.budget)))
         frequency = {layer.experts: (layer.num_experts,) for layer in model.moe}
         return {**in_part(ADAPTER, lora), **in_part(RESCALER, scales), **in_part(ROUTING, frequency)}
+
+    def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
+        """Returns that a layer's a_i / S_i sum to k_i at most; where optimizer steps are counted, each is at most 1."""
+        by_token = self.settings.frequency == "token"
+        return {ROUTING: Bound(largest=1.0, total=client.budget.active_experts if by_token else None)}
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global LoRA with the budget's k and the mean s of its clients."""

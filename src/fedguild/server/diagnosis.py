@@ -37,7 +37,7 @@ class Diagnosis:
 
     def __init__(self, state: Payload, model: ModelInfo) -> None:
         self._before, self._model = state.part(ADAPTER), model
-        self._uploads: list[tuple[float, Mapping[str, Tensor]]] = []
+        self._seen: dict[tuple[int, int], tuple[float, Mapping[str, Tensor]]] = {}
 
     def watched(self, uploads: Iterable[Upload]) -> Iterator[Upload]:
         """Yields the uploads as they are, and keeps what it has seen of them."""
@@ -49,14 +49,23 @@ class Diagnosis:
                 if name in self._before and tensor.shape == self._before[name].shape
             }
             if alike and upload.client.examples > 0:
-                self._uploads.append((float(upload.client.examples), alike))
+                self._seen[upload.round, upload.client.index] = (float(upload.client.examples), alike)
             yield upload
+
+    def forget(self, upload: Upload) -> None:
+        """Leaves out an upload that is not aggregated after all."""
+        self._seen.pop((upload.round, upload.client.index), None)
+
+    @property
+    def _uploads(self) -> list[tuple[float, Mapping[str, Tensor]]]:
+        return list(self._seen.values())
 
     def observations(self, frequency: Mapping[int, Tensor] | None = None) -> list[Observation]:
         """Returns the figures of the round: of what the clients sent, and of the experts that they activated.
 
         Args:
-            frequency: Client -> [L, M] share of its tokens that activated each expert; None for a dense model.
+            frequency: Client whose upload was aggregated -> [L, M] share of its tokens that activated each expert; None
+                for a dense model.
         """
         found = []
         if len(self._uploads) > 1:

@@ -16,7 +16,7 @@ Definitions 1 and 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -39,7 +39,9 @@ NORM_FACTOR = 10.0
 FEWEST_COMPARED = 4
 """With fewer uploads a median says nothing about the others."""
 LARGEST_VALUE = 1e6
-"""Largest magnitude in the part `adapter` of a real client's upload; trained values are below 100."""
+"""Largest magnitude of a value in a real client's upload, where its method gives no other bound."""
+LARGEST_TRAINED = 100.0
+"""Trained values are below this; who was sent larger ones may fail through no fault of its own."""
 
 Reject = Callable[[Upload, str], None]
 """Records that an upload is not aggregated, and why."""
@@ -47,16 +49,17 @@ Reject = Callable[[Upload, str], None]
 
 @dataclass(frozen=True, eq=False)
 class _Spooled:
-    """A valid upload on disk; `norms` and `largest` are the L2 norm of its change by part, and the largest of them."""
+    """A valid upload on disk; `norms` are the L2 norms of its change by part."""
 
     upload: Upload
     download: Payload
     path: Path
     norms: Mapping[str, float]
 
-    @property
-    def largest(self) -> float:
-        return max(self.norms.values(), default=0.0)
+    def beyond(self, medians: Mapping[str, float]) -> float:
+        """Returns the largest of its norms as a multiple of the part's median."""
+        ratios = [self.norms.get(part, 0.0) / middle if middle else math.inf for part, middle in medians.items()]
+        return max(ratios, default=0.0)
 
 
 class Guard:
@@ -67,7 +70,7 @@ class Guard:
         norm_factor: The largest norm of a part's change, as a multiple of the round's median; None for no bound.
         robust: The estimate in place of the mean over the clients.
         trim: Share of the clients that `trimmed_mean` leaves out at either end of each value.
-        largest_value: The largest magnitude in an uploaded adapter; None for no bound.
+        largest_value: The largest magnitude in an upload; None for no bound.
     """
 
     def __init__(
@@ -86,7 +89,12 @@ class Guard:
         self.largest_value = largest_value
 
     def aggregate(
-        self, method: Method, state: Payload, uploads: Iterable[tuple[Upload, Payload]], reject: Reject
+        self,
+        method: Method,
+        state: Payload,
+        uploads: Iterable[tuple[Upload, Payload]],
+        reject: Reject,
+        bounded: Collection[str] = (),
     ) -> Payload:
         """Returns the next state, which is finite.
 
@@ -95,13 +103,14 @@ class Guard:
             state: The state before the round.
             uploads: The round's valid uploads, each with the download that it answers.
             reject: Records an upload that is left out.
+            bounded: Tensors and parts with a bound of their own (`Method.bounds`), whose norms are not compared.
 
         Raises:
             QuorumError: without any upload the aggregate is no better.
         """
         self._clear()
         try:
-            spooled = [self._spool(number, *pair) for number, pair in enumerate(uploads)]
+            spooled = [self._spool(number, *pair, bounded) for number, pair in enumerate(uploads)]
             spooled = self._within_bound(spooled, reject)
             while True:
                 aggregate, fault = self._attempt(method, state, spooled)
@@ -116,10 +125,11 @@ class Guard:
         finally:
             self._clear()
 
-    def _spool(self, number: int, upload: Upload, download: Payload) -> _Spooled:
+    def _spool(self, number: int, upload: Upload, download: Payload, bounded: Collection[str]) -> _Spooled:
         path = self.folder / f"{number:05d}-client-{upload.client.index:05d}.upload"
         write_bytes(path, pack(upload.payload.tensors, upload.payload.scalars))
-        return _Spooled(replace(upload, payload=Payload()), download, path, change_norms(upload.payload, download))
+        norms = change_norms(upload.payload, download, bounded)
+        return _Spooled(replace(upload, payload=Payload()), download, path, norms)
 
     def _within_bound(self, spooled: Sequence[_Spooled], reject: Reject) -> list[_Spooled]:
         """Returns the uploads whose changes are within the bound; rejects the others."""
@@ -152,9 +162,10 @@ class Guard:
         return (None, f"has NaN or infinity in '{broken}'") if broken else (aggregate, "")
 
     def _guilty(self, method: Method, state: Payload, spooled: Sequence[_Spooled]) -> list[_Spooled]:
-        """Returns the uploads that ruin the aggregate alone; if there are none, the one with the largest change."""
+        """Returns the uploads that ruin the aggregate alone; if there are none, the one furthest beyond a median."""
         alone = [entry for entry in spooled if self._attempt(method, state, [entry])[0] is None]
-        return alone or [max(spooled, key=lambda entry: entry.largest)]
+        medians = _medians(spooled, fewest=1)
+        return alone or [max(spooled, key=lambda entry: entry.beyond(medians))]
 
     def _read(self, spooled: Sequence[_Spooled]) -> Iterator[Upload]:
         """Yields the uploads in the order in which they came, one in memory at a time."""
@@ -191,22 +202,27 @@ class Guard:
             leftover.unlink()
 
 
-def change_norms(upload: Payload, download: Payload) -> dict[str, float]:
+def change_norms(upload: Payload, download: Payload, bounded: Collection[str] = ()) -> dict[str, float]:
     """Returns part -> L2 norm of the difference between an upload and the download that it answers, in fp64.
 
-    The parts are the adapter and those with tensors that the download has, too; the others hold statistics, for example
-    counts, which differ between honest clients as much as their data. In a part that counts, a tensor without a
-    counterpart of its name and shape in the download counts as a whole.
+    A tensor without a counterpart of its name and shape in the download counts as a whole.
+
+    Args:
+        upload: The upload.
+        download: What its client was sent.
+        bounded: Tensors and parts that are left out: statistics with a bound of their own, which differ between honest
+            clients as much as their data.
     """
     squares: dict[str, float] = {}
-    changed = {ADAPTER}
     for name, tensor in upload.tensors.items():
-        value, before, part = tensor.to(torch.float64), download.tensors.get(name), name.partition("/")[0]
+        part = name.partition("/")[0]
+        if name in bounded or part in bounded:
+            continue
+        value, before = tensor.to(torch.float64), download.tensors.get(name)
         if before is not None and before.shape == tensor.shape:
             value = value - before.to(torch.float64)
-            changed.add(part)
         squares[part] = squares.get(part, 0.0) + float(value.square().sum())
-    return {part: math.sqrt(square) for part, square in squares.items() if part in changed}
+    return {part: math.sqrt(square) for part, square in squares.items()}
 
 
 def robust_centre(values: Sequence[Tensor], robust: Literal["trimmed_mean", "median"], trim: float) -> Tensor:
@@ -242,9 +258,10 @@ def not_finite(payload: Payload) -> str:
     return broken[0] if broken else ""
 
 
-def largest_value(payload: Payload, part: str = ADAPTER) -> float:
-    """Returns the largest magnitude in one part of a payload; infinity for NaN."""
-    magnitudes = [float(value.abs().max()) for value in payload.part(part).values() if value.numel()]
+def largest_value(payload: Payload) -> float:
+    """Returns the largest magnitude in a payload's floating tensors; infinity for NaN."""
+    floating = [value for value in payload.tensors.values() if value.is_floating_point()]
+    magnitudes = [float(value.abs().max()) for value in floating if value.numel()]
     return max((math.inf if math.isnan(value) else value for value in magnitudes), default=0.0)
 
 

@@ -27,6 +27,7 @@ from fedguild.payload import ADAPTER, Payload, Scalar
 from fedguild.secure.form import Contribution, Form
 from fedguild.server.linear import SecureMeans
 from fedguild.server.settings import fitting_defaults
+from fedguild.server.validation import Bound
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,15 @@ class Method(ABC):
 
     def expected_scalars(self, download: Payload) -> Mapping[str, Scalar]:
         """Returns the scalars of an upload that answers this download, as the profile counts them; by default none."""
+        return {}
+
+    def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
+        """Returns limits of an upload's values, by the name of a tensor or of its part; by default none.
+
+        They are for statistics that a client computes about itself, for example the shares of its tokens that
+        activated each expert. Everything else that real clients upload is at most `guard.LARGEST_VALUE`, and its
+        norm is compared with the other clients'; a value that may honestly be larger has its own bound here.
+        """
         return {}
 
     def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:

@@ -23,7 +23,7 @@ from fedguild.payload import Payload
 from fedguild.server.clock import Clock
 from fedguild.server.diagnosis import Diagnosis
 from fedguild.server.engine import Delivery, Engine, Task, Terms
-from fedguild.server.guard import LARGEST_VALUE, Guard, largest_value, not_finite
+from fedguild.server.guard import LARGEST_TRAINED, LARGEST_VALUE, Guard, largest_value, not_finite
 from fedguild.server.method import Method, Observation, Upload
 from fedguild.server.optimizer import server_step, without_momentum
 from fedguild.server.private_mean import PrivateMean
@@ -113,6 +113,14 @@ class Outcome:
         """Returns client index -> training tokens."""
         return {delivery.task.client.index: delivery.report.tokens for delivery in self.deliveries}
 
+    def frequencies(self) -> dict[int, Tensor]:
+        """Returns client index -> [L, M] activation frequency, of the accepted clients that reported one."""
+        return {
+            delivery.task.client.index: delivery.frequency
+            for delivery in self.deliveries
+            if delivery.frequency is not None and delivery.task.client.index in self.accepted
+        }
+
 
 def run_round(
     round_index: int,
@@ -177,6 +185,12 @@ def run_round(
     zeroes = private_mean is not None
     intake = _Intake(method, model, engine, rules, outcome, tasks, wanted, accepted, largest, again, zeroes, note)
     diagnosis = Diagnosis(own, model) if diagnose else None
+
+    def withdraw(upload: Upload, reason: str) -> None:
+        intake.withdraw(upload, reason)
+        if diagnosis is not None:
+            diagnosis.forget(upload)
+
     with (
         outcome.clock.phase("aggregate"),
         closing(intake.uploads()) as arriving,
@@ -190,20 +204,20 @@ def run_round(
                 method,
                 own,
                 intake.with_downloads(uploads),
-                intake.withdraw,
+                withdraw,
                 round_index=round_index,
                 wanted=wanted,
             )
         elif guard is None:
             aggregate = method.aggregate(own, uploads)
         else:
-            aggregate = guard.aggregate(method, own, intake.with_downloads(uploads), intake.withdraw)
+            bounded = {name for client in asked for name in method.bounds(model, client)}
+            aggregate = guard.aggregate(method, own, intake.with_downloads(uploads), withdraw, bounded)
         outcome.state = server_step(state, aggregate, step=rules.server_step, momentum=rules.server_momentum)
     # record
     intake.close()
     if diagnosis is not None:
-        seen = {one.task.client.index: one.frequency for one in outcome.deliveries if one.frequency is not None}
-        outcome.observations = diagnosis.observations(seen)
+        outcome.observations = diagnosis.observations(outcome.frequencies())
     reasons = {client.name: outcome.rejected[client.index] for client in asked if client.index in outcome.rejected}
     _require_finite_uploads(outcome, reasons)
     require_quorum(len(outcome.accepted), wanted, rules.quorum, reasons)
@@ -395,6 +409,7 @@ class _Intake:
                 norm_limit=self.rules.norm_limit,
                 expected_scalars=self.method.expected_scalars(task.download),
                 largest_value=self.largest_value,
+                bounds=self.method.bounds(self.model, task.client),
             )
         except UploadError as error:
             if isinstance(error, NotFiniteError):
@@ -455,10 +470,11 @@ def _require_finite(state: Payload, when: str) -> None:
 def _blame(download: Payload) -> str:
     """Returns what a rejection adds where the client was given values from which nobody could train."""
     largest = largest_value(download)
-    if largest <= LARGEST_VALUE:
+    if largest <= LARGEST_TRAINED:
         return ""
+    verb = "is not" if largest > LARGEST_VALUE else "may not be"
     return (
-        f" The client is not to blame: it was sent values up to {largest:.4g}, which an earlier round brought into the "
+        f" The client {verb} to blame: it was sent values up to {largest:.4g}, which an earlier round brought into the "
         "state; `resume --round` goes back before it."
     )
 
@@ -502,8 +518,3 @@ def require_learning(
         f"above the limit of {highest:.4g} (training.loss_limit); {others}.",
         DIVERGED_HINT,
     )
-
-
-def frequencies(deliveries: Sequence[Delivery]) -> Mapping[int, Tensor]:
-    """Returns client index -> [L, M] activation frequency, for the clients that reported one."""
-    return {d.task.client.index: d.frequency for d in deliveries if d.frequency is not None}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedguild.errors import NotFiniteError, UploadError
-from fedguild.payload import ADAPTER, Payload, Scalar
+from fedguild.payload import Payload, Scalar
 from fedguild.wire.schema import printable
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -22,6 +22,8 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SPARE_BYTES = 2**20
 """Room for an upload's scalars and the frame of its header."""
 _LONGEST_NAME_BYTES = 1024
+_ROUNDING = 1e-4
+"""How far rounding may take shares beyond their sum, relative to it."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,22 @@ class Omissible(tuple[int, ...]):
     """The shape of a tensor that an upload may omit, for example that of an expert that was never activated."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Limits of values that a client computes about itself: no honest client's exceed them, whatever its data.
+
+    Values with a bound may differ between honest clients as much as their data do, so that their norms are not compared
+    (`fedguild.server.guard`).
+
+    Attributes:
+        largest: Largest magnitude; None for the limit that holds for everything else, too.
+        total: For shares: no value is negative, and the sum over the last axis is at most this; None for other values.
+    """
+
+    largest: float | None = None
+    total: float | None = None
 
 
 def check_envelope(
@@ -109,8 +127,9 @@ def check_upload(
     norm_limit: float | None = None,
     expected_scalars: Mapping[str, Scalar] | None = None,
     largest_value: float | None = None,
+    bounds: Mapping[str, Bound] | None = None,
 ) -> None:
-    """Raises unless an upload has the expected form and finite values; reads every value once.
+    """Raises unless an upload has the expected form and finite values within their bounds.
 
     Args:
         payload: The upload.
@@ -118,18 +137,21 @@ def check_upload(
         client: The client's name, for the message.
         norm_limit: Upper limit of the L2 norm over all its tensors together; None for no limit.
         expected_scalars: Scalars that it must have, of the same types; it may have more.
-        largest_value: Largest magnitude in its part `adapter`; None for no limit.
+        largest_value: Largest magnitude of any value, scalars included; None for no limit.
+        bounds: Limits of their own, by the name of a tensor or of its part (`Method.bounds`).
 
     Raises:
         NotFiniteError: a tensor has a value that is NaN or infinite.
-        UploadError: a name is missing or unknown, a shape or dtype is wrong, a scalar is not finite, or a value or the
-            norm is beyond its limit. The message names client and tensor.
+        UploadError: a name is missing or unknown, a shape or dtype is wrong, a scalar is not finite, or a value, a sum
+            of shares or the norm is beyond its limit. The message names client and tensor.
     """
     _check_names(payload.tensors, expected, client)
     norms = {name: _checked_norm(name, tensor, expected[name], client) for name, tensor in payload.tensors.items()}
     _check_scalars(payload.scalars, expected_scalars or {}, client)
+    for name, tensor in payload.tensors.items():
+        _check_values(name, tensor, bound_of(name, bounds or {}) or Bound(), largest_value, client)
     if largest_value is not None:
-        _check_magnitudes(payload, largest_value, client)
+        _check_scalar_magnitudes(payload.scalars, largest_value, client)
     norm = math.hypot(*norms.values())
     if norm_limit is not None and norm > norm_limit:
         largest = max(norms, key=norms.__getitem__)
@@ -170,11 +192,31 @@ def _checked_norm(name: str, tensor: Tensor, shape: tuple[int, ...], client: str
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
-def _check_magnitudes(payload: Payload, largest: float, client: str) -> None:
-    for name, tensor in payload.part(ADAPTER).items():
+def bound_of(name: str, bounds: Mapping[str, Bound]) -> Bound | None:
+    """Returns the bound of a tensor, or else of its part; None for neither."""
+    return bounds.get(name, bounds.get(name.partition("/")[0]))
+
+
+def _check_values(name: str, tensor: Tensor, bound: Bound, otherwise: float | None, client: str) -> None:
+    """Checks the magnitudes of a tensor, by its bound or the limit for all others, and the sums of shares."""
+    largest = otherwise if bound.largest is None else bound.largest
+    if largest is not None:
         found = float(tensor.abs().max()) if tensor.numel() else 0.0
         if found > largest:
-            raise UploadError(f"{client}: '{ADAPTER}/{name}' has a value of {found:.4g}, beyond {largest:g}.")
+            raise UploadError(f"{client}: '{name}' has a value of {found:.4g}, beyond {largest:g}.")
+    if bound.total is None or not tensor.numel():
+        return
+    if float(tensor.min()) < 0:
+        raise UploadError(f"{client}: '{name}' has a share of {float(tensor.min()):.4g}, which is negative.")
+    total = float(tensor.double().sum(dim=-1).max())
+    if total > bound.total * (1 + _ROUNDING):
+        raise UploadError(f"{client}: the shares of '{name}' sum to {total:.6g}, beyond {bound.total:g}.")
+
+
+def _check_scalar_magnitudes(scalars: Mapping[str, Scalar], largest: float, client: str) -> None:
+    for name, value in scalars.items():
+        if isinstance(value, float) and abs(value) > largest:
+            raise UploadError(f"{client}: the scalar '{name}' is beyond {largest:g}.")
 
 
 def _check_scalars(scalars: Mapping[str, Scalar], expected: Mapping[str, Scalar], client: str) -> None:

@@ -70,7 +70,7 @@ from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
 from fedguild.server.settings import Alpha, MethodSettings, Rank
-from fedguild.server.validation import Omissible
+from fedguild.server.validation import Bound, Omissible
 
 ROUTING, MARGIN, REGION, UPDATE = "routing", "margin", "region", "update"
 """The parts of an upload with p-bar, m, mu and dtheta; `routing` also of a client's memory."""
@@ -313,6 +313,10 @@ class FedAlignMoe(Method):
                 expected[f"{REGION}/{layer.experts}/{expert}"] = Omissible((layer.hidden,))
                 expected[f"{UPDATE}/{layer.experts}/{expert}"] = Omissible((size,))
         return expected
+
+    def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
+        """Returns that a layer's p-bar, and its m, sum to 1 at most: a token has one likeliest expert."""
+        return dict.fromkeys((ROUTING, MARGIN), Bound(total=1.0))
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global experts behind the published gate, or behind the mean gate if gates are uploaded."""

@@ -73,7 +73,7 @@ from fedguild.server.aggregation import WeightedMean
 from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
 from fedguild.server.settings import LoraSettings, Rank
-from fedguild.server.validation import check_upload
+from fedguild.server.validation import Bound, check_upload
 
 EXPERTS = "experts"
 """The part with tensors that have a row per expert, such as the routers' rows (rows.py), for the held experts."""
@@ -276,6 +276,10 @@ class FedMoe(Method):
             LOSS: (),
             ACCURACY: (),
         }
+
+    def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
+        """Returns that a layer's p sum to 1 at most, as does the accuracy; a loss has no bound of its own."""
+        return {ACTIVATION: Bound(total=1.0), ACCURACY: Bound(total=1.0), LOSS: Bound()}
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global model with all experts, which a client may not be able to hold."""

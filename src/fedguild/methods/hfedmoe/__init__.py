@@ -56,6 +56,7 @@ from fedguild.server.aggregation import Weight, WeightedMean
 from fedguild.server.limits import require_within_top_k
 from fedguild.server.method import Method, ServerCosts, Upload, in_part
 from fedguild.server.settings import LoraSettings, Rank, Targets
+from fedguild.server.validation import Bound
 
 USAGE = "usage"
 """The part of an upload with u_c: path of each layer's experts -> [M]."""
@@ -165,6 +166,10 @@ class HFedMoe(Method):
         preference = {layer.router: (layer.num_experts,) for layer in model.moe}
         adapter = super().expected_upload(model, client, download)
         return {**adapter, **in_part(USAGE, usage), **in_part(PREFERENCE, preference)}
+
+    def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
+        """Returns that a layer's u_c, and its p_c = u_c s_c with s_c <= 1, sum to 1 at most: alpha_c <= L (Eq. 20)."""
+        return dict.fromkeys((USAGE, PREFERENCE), Bound(total=1.0))
 
     def share(self, model: ModelInfo, budget: Budget) -> float:
         """Returns C_c as a share of all experts."""

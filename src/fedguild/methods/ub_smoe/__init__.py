@@ -97,6 +97,7 @@ from fedguild.server.limits import require_within_top_k
 from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one, values_of
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
 from fedguild.server.settings import Alpha, LoraSettings
+from fedguild.server.validation import Bound
 
 
 class UbSmoeSettings(LoraSettings):
@@ -404,6 +405,17 @@ class UbSmoe(Method):
             **in_part(UTILISATION, {layer.name: (layer.num_experts,) for layer in model.moe}),
             **in_part(COSINE, self.cosine_shapes(model)),
             **in_part(TRAINING, {STEP_SIZE: (), WITHOUT: (), IDLE: (len(model.moe),), RATIO: (len(model.moe),)}),
+        }
+
+    def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
+        """Returns the limits of a_c, of the figures of the training, and of the measured cosines."""
+        shares = {IDLE: Bound(largest=1.0), WITHOUT: Bound(largest=1.0), RATIO: Bound(), STEP_SIZE: Bound(largest=1e3)}
+        experts = sum(layer.num_experts for layer in model.moe)
+        return {
+            UTILISATION: Bound(largest=1.0, total=client.budget.active_experts),
+            **{f"{TRAINING}/{name}": bound for name, bound in shares.items()},
+            f"{COSINE}/values": Bound(largest=1.001),
+            f"{COSINE}/measured": Bound(largest=float(experts)),
         }
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
