@@ -225,6 +225,24 @@ class ServerSettings(Section):
         description="Most examples by which a client weighs, as a multiple of the clients' median, or of the smaller "
         "size where there are two; null: no such limit.",
     )
+    client_bytes: int | None = Field(
+        default=16 * 2**30,
+        ge=1,
+        description="Most bytes that one client's key may send in `client_seconds`; beyond, its requests are refused. "
+        "null: no limit.",
+    )
+    client_seconds: float = Field(default=600.0, gt=0, description="The time of `client_bytes`.")
+    connections_per_address: int | None = Field(
+        default=256,
+        ge=1,
+        description="Most connections at the same time from one address, beyond which new ones are closed; null: no "
+        "limit, as behind a proxy with limits of its own. From all addresses there are at most 1024.",
+    )
+    header_seconds: float = Field(
+        default=10.0,
+        gt=0,
+        description="How long a connection may take for its TLS handshake, and then for the header of a request.",
+    )
     deliver: bool = Field(
         default=True, description="Whether every client receives its own model, to keep, after the last round."
     )
