@@ -255,5 +255,6 @@ def _site(config: Config, client: int) -> SiteSettings:
             "server": "127.0.0.1:1",
             "model": config.model.model_dump(),
             "data": data,
+            "accept": {"min_scored": 1},
         }
     )

@@ -54,13 +54,24 @@ class AcceptSettings(Section):
         default=2, ge=1, description="Minimum number of this site's examples that a round trains on."
     )
     min_scored: int = Field(
-        default=1, ge=1, description="Minimum number of this site's held-out examples that a score is a mean over."
+        default=5, ge=1, description="Minimum number of this site's held-out examples that a score is a mean over."
     )
     requests_per_round: int | None = Field(
         default=3,
         ge=1,
         description="Maximum number of different requests of one kind in a round of a run; one that is repeated word "
         "for word, as after an interruption, counts once. null: no limit.",
+    )
+    requests_per_run: int | None = Field(
+        default=3000,
+        ge=1,
+        description="Maximum number of different requests of one kind in all rounds of a run; null: no limit.",
+    )
+    deliveries_per_run: int | None = Field(
+        default=5,
+        ge=1,
+        description="Maximum number of different models of a run that are written to this site's disk to take home; "
+        "null: no limit.",
     )
     leave: tuple[str, ...] = Field(
         default=("*",),
