@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from fedguild.config import Config
 from fedguild.errors import CheckpointError, StoppedError
+from fedguild.experiment import write_report
 from fedguild.federation.audit import AuditLog
+from fedguild.federation.processes import PRIVATE_UMASK
 from fedguild.federation.revocation import Revocations
 from fedguild.federation.stopping import request_stop, stop_is_requested
 from fedguild.locking import holder
@@ -105,17 +109,32 @@ def test_a_run_that_never_began_stands_in_the_audit_log_with_its_reason(config: 
     says(stopped["reason"], "still missing: client-002")
 
 
-def test_everything_of_a_run_belongs_to_its_user_alone(
+def open_to_others(folder: Path) -> dict[str, str]:
+    """Returns what others than the user can reach, with its permissions."""
+    modes = {path: path.stat().st_mode & 0o777 for path in folder.rglob("*") if not path.is_symlink()}
+    assert modes
+    return {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}
+
+
+def test_everything_of_a_run_belongs_to_its_user_alone(config: Config, tmp_path: Path) -> None:
+    drive(config, tmp_path / "server", reads_data=True)
+    assert not open_to_others(tmp_path / "server")
+
+
+def test_the_report_and_what_clients_take_home_belong_to_their_users_alone(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the report, and what clients take home."""
+    """In processes with the umask that `fedguild federation` gives them."""
     monkeypatch.setattr("fedguild.experiment.write_report", write_report)
-    driven = drive(config, tmp_path / "server", deliver=True)
+    before = os.umask(PRIVATE_UMASK)
+    try:
+        driven = drive(changed(config, "federation", rounds=1), tmp_path / "server", deliver=True)
+    finally:
+        os.umask(before)
     assert driven.error is None
-    modes = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "server").rglob("*") if not path.is_symlink()}
-    assert {"report.html", "audit.jsonl", "requests.json", "adapter_config.json"} <= {path.name for path in modes}
-    open_to_others = {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}
-    assert not open_to_others
+    names = {path.name for path in (tmp_path / "server").rglob("*")}
+    assert {"report.html", "audit.jsonl", "requests.json", "adapter_config.json"} <= names
+    assert not open_to_others(tmp_path / "server")
 
 
 def test_no_uploads_and_no_half_written_files_are_left(config: Config, tmp_path: Path) -> None:
