@@ -31,7 +31,7 @@ from typing import Any
 from fedguild.config import Config, load_config
 from fedguild.config.site import ServerSettings, SiteSettings
 from fedguild.engines.flower.message import Message
-from fedguild.engines.flower.transport import Node, NoReply
+from fedguild.engines.flower.transport import Node, NoReply, too_large
 from fedguild.errors import FedGuildError
 from fedguild.experiment import CHECKPOINTS
 from fedguild.federation.serving import RUN, serve
@@ -124,7 +124,7 @@ class LoopbackTransport:
 
     def __init__(self) -> None:
         self._nodes: dict[int, _LoopbackNode] = {}
-        self._replies: dict[str, Message | NoReply] = {}
+        self._replies: dict[str, Message | bytes] = {}
         self._sent = 0
 
     def add(self, name: str, handle: Callable[[Message], Message | bytes | None]) -> int:
@@ -151,15 +151,16 @@ class LoopbackTransport:
         self._nodes[node].inbox.append((str(self._sent), message.to_bytes()))
         return str(self._sent)
 
-    def poll(self, message_id: str) -> Message | NoReply | None:
+    def poll(self, message_id: str, limit_bytes: int | None = None) -> Message | NoReply | None:
         """Returns the reply to a message, once."""
         for node in self._nodes.values():
             if node.inbox:
                 id, request = node.inbox.popleft()
                 answer = node.handle(Message.from_bytes(request))
                 if answer is not None:
-                    self._replies[id] = _received(answer)
-        return self._replies.pop(message_id, None)
+                    self._replies[id] = answer
+        answer = self._replies.pop(message_id, None)
+        return None if answer is None else _received(answer, limit_bytes)
 
 
 class _Lines(Silent):
@@ -229,10 +230,13 @@ def _answering(hostile: HostileClient, trainer: TrainerService) -> Callable[[Mes
     return lambda request: hostile.answer(request, lambda: trainer.handle(request))
 
 
-def _received(answer: Message | bytes) -> Message | NoReply:
+def _received(answer: Message | bytes, limit_bytes: int | None) -> Message | NoReply:
     """Returns an answer as the server receives it."""
+    content = answer if isinstance(answer, bytes) else answer.to_bytes()
+    if limit_bytes is not None and len(content) > limit_bytes:
+        return too_large(limit_bytes)
     try:
-        return Message.from_bytes(answer if isinstance(answer, bytes) else answer.to_bytes())
+        return Message.from_bytes(content)
     except FedGuildError as error:
         return NoReply(error.message)
 
@@ -251,5 +255,6 @@ def _site(config: Config, client: int) -> SiteSettings:
             "server": "127.0.0.1:1",
             "model": config.model.model_dump(),
             "data": data,
+            "accept": {"min_scored": 1},
         }
     )

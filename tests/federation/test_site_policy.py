@@ -124,3 +124,27 @@ def test_a_damaged_log_of_requests_refuses_rather_than_counts_anew(tmp_path: Pat
     path.write_text("{")
     with pytest.raises(FedGuildError, match=r"requests\.json cannot be read"):
         RequestLog(path).refusal(request(), 3)
+
+
+def test_a_round_that_the_run_does_not_have() -> None:
+    assert [SitePolicy().round_refusal(round, 2) for round in (0, 1, 2)] == [""] * 3
+    assert SitePolicy().round_refusal(3, 2) == "round 3 is asked for, but the run has 2 round(s)"
+
+
+def test_the_requests_of_all_rounds_have_a_limit(tmp_path: Path) -> None:
+    policy = SitePolicy(requests_per_run=4, deliveries_per_run=2)
+    path = tmp_path / "requests.json"
+
+    def ask(kind: str, round: int, body: bytes = b"") -> str:
+        return RequestLog(path).refusal(request(kind, round, body), None, policy.most_in_run(kind))
+
+    assert [ask("score", round) for round in range(4)] == [""] * 4
+    assert ask("score", 4) == "the run has asked for 4 different requests to score, and accept.requests_per_run is 4"
+    assert ask("score", 3) == "", "what was answered is answered again"
+    assert [ask("train", round) for round in range(1, 5)] == [""] * 4
+    assert [ask("deliver", 2, body) for body in (b"a", b"b")] == ["", ""]
+    assert ask("deliver", 2, b"c").endswith("different requests to deliver, and accept.deliveries_per_run is 2")
+
+
+def test_scores_of_four_examples_are_refused_by_default() -> None:
+    assert SitePolicy(**dict(AcceptSettings())).score_refusal(4)

@@ -175,3 +175,20 @@ def test_a_score_of_fewer_examples_than_the_site_accepts(config: Config, tmp_pat
     request = replace(train_request(one), kind="score")
     request.metadata.update(scope="client", split="test")
     assert "a score is of 1 example(s), below accept.min_scored of 2" in trainer.handle(request).failure
+
+
+@pytest.mark.parametrize("kind", ["train", "score", "deliver"])
+def test_a_round_beyond_those_of_the_run_is_refused(kind: str, config: Config, tmp_path: Path) -> None:
+    """Each round is asked for anew, so that one example could be scored by any number of models."""
+    trainer = trainers_of(config, tmp_path)[1]
+    request = replace(train_request(config, config.federation.rounds + 1), kind=kind)
+    request.metadata.update(scope="client", split="test")
+    failure = trainer.handle(request).failure
+    assert failure == "refused by its site: round 3 is asked for, but the run has 2 round(s)"
+    assert not (trainer.work / "runs").exists()
+
+
+def test_a_run_cannot_be_given_more_rounds_than_it_began_with(config: Config, trainer: TrainerService) -> None:
+    assert not trainer.handle(train_request(config)).failure
+    more = config.model_copy(update={"federation": config.federation.model_copy(update={"rounds": 10**6})})
+    assert "the run began here with another config" in trainer.handle(train_request(more, 3)).failure

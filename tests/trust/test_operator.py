@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from fedguild.config import Config
 from fedguild.errors import CheckpointError, StoppedError
+from fedguild.experiment import write_report
 from fedguild.federation.audit import AuditLog
+from fedguild.federation.processes import PRIVATE_UMASK
 from fedguild.federation.revocation import Revocations
 from fedguild.federation.stopping import request_stop, stop_is_requested
 from fedguild.locking import holder
 from fedguild.testing import HostileClient, Message, drive
 from tests.experiment.runs import says
-from tests.trust.attacks import HELLO, TRAIN
+from tests.trust.attacks import HELLO, SCORE, TRAIN
 from tests.trust.test_attacks import attacking, changed
 
 
@@ -75,12 +79,23 @@ def test_the_audit_log_says_who_joined_and_what_became_of_every_upload(config: C
     assert driven.error is None
     entries = AuditLog(tmp_path / "state").read()
     events = [entry["event"] for entry in entries]
-    assert events == ["started", *["joined"] * 3, *["round"] * 2, *["delivered"] * 3, "ended"]
+    kinds = ["started", *["joined"] * 3, *["round"] * 2, *["delivered"] * 3, "ended"]
+    assert [event for event in events if event != "scored"] == kinds
     first, second = (entry for entry in entries if entry["event"] == "round")
     assert (first["asked"], first["accepted"], list(first["rejected"])) == ([0, 1, 2], [0, 1], ["2"])
     says(first["rejected"]["2"], reason)
     assert second["accepted"] == [0, 1, 2]
     assert all(entry["examples"] > 0 for entry in entries if entry["event"] == "joined")
+
+
+def test_the_audit_log_says_who_was_asked_for_scores_and_whose_were_refused(config: Config, tmp_path: Path) -> None:
+    hostile = attacking("score", lambda request: SCORE["above 1"] if request.round == 2 else None)
+    assert drive(config, tmp_path, [hostile]).error is None
+    before, after = (entry for entry in AuditLog(tmp_path / "state").read() if entry["event"] == "scored")
+    assert (before["round"], before["asked"], before["accepted"], before["rejected"]) == (0, [0, 1, 2], [0, 1, 2], {})
+    assert (after["round"], after["scope"], after["split"]) == (2, "client", "test")
+    assert (after["accepted"], list(after["rejected"])) == ([0, 1], ["2"])
+    says(after["rejected"]["2"], "its scores cannot be read")
 
 
 def test_a_run_that_never_began_stands_in_the_audit_log_with_its_reason(config: Config, tmp_path: Path) -> None:
@@ -94,12 +109,32 @@ def test_a_run_that_never_began_stands_in_the_audit_log_with_its_reason(config: 
     says(stopped["reason"], "still missing: client-002")
 
 
+def open_to_others(folder: Path) -> dict[str, str]:
+    """Returns what others than the user can reach, with its permissions."""
+    modes = {path: path.stat().st_mode & 0o777 for path in folder.rglob("*") if not path.is_symlink()}
+    assert modes
+    return {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}
+
+
 def test_everything_of_a_run_belongs_to_its_user_alone(config: Config, tmp_path: Path) -> None:
     drive(config, tmp_path / "server", reads_data=True)
-    modes = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "server").rglob("*") if not path.is_symlink()}
-    assert modes
-    open_to_others = {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}
-    assert not open_to_others
+    assert not open_to_others(tmp_path / "server")
+
+
+def test_the_report_and_what_clients_take_home_belong_to_their_users_alone(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In processes with the umask that `fedguild federation` gives them."""
+    monkeypatch.setattr("fedguild.experiment.write_report", write_report)
+    before = os.umask(PRIVATE_UMASK)
+    try:
+        driven = drive(changed(config, "federation", rounds=1), tmp_path / "server", deliver=True)
+    finally:
+        os.umask(before)
+    assert driven.error is None
+    names = {path.name for path in (tmp_path / "server").rglob("*")}
+    assert {"report.html", "audit.jsonl", "requests.json", "adapter_config.json"} <= names
+    assert not open_to_others(tmp_path / "server")
 
 
 def test_no_uploads_and_no_half_written_files_are_left(config: Config, tmp_path: Path) -> None:

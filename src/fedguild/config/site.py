@@ -54,13 +54,24 @@ class AcceptSettings(Section):
         default=2, ge=1, description="Minimum number of this site's examples that a round trains on."
     )
     min_scored: int = Field(
-        default=1, ge=1, description="Minimum number of this site's held-out examples that a score is a mean over."
+        default=5, ge=1, description="Minimum number of this site's held-out examples that a score is a mean over."
     )
     requests_per_round: int | None = Field(
         default=3,
         ge=1,
         description="Maximum number of different requests of one kind in a round of a run; one that is repeated word "
         "for word, as after an interruption, counts once. null: no limit.",
+    )
+    requests_per_run: int | None = Field(
+        default=3000,
+        ge=1,
+        description="Maximum number of different requests of one kind in all rounds of a run; null: no limit.",
+    )
+    deliveries_per_run: int | None = Field(
+        default=5,
+        ge=1,
+        description="Maximum number of different models of a run that are written to this site's disk to take home; "
+        "null: no limit.",
     )
     leave: tuple[str, ...] = Field(
         default=("*",),
@@ -224,6 +235,24 @@ class ServerSettings(Section):
         gt=0,
         description="Most examples by which a client weighs, as a multiple of the clients' median, or of the smaller "
         "size where there are two; null: no such limit.",
+    )
+    client_bytes: int | None = Field(
+        default=16 * 2**30,
+        ge=1,
+        description="Most bytes that one client's key may send in `client_seconds`; beyond, its requests are refused. "
+        "null: no limit.",
+    )
+    client_seconds: float = Field(default=600.0, gt=0, description="The time of `client_bytes`.")
+    connections_per_address: int | None = Field(
+        default=256,
+        ge=1,
+        description="Most connections at the same time from one address, beyond which new ones are closed; null: no "
+        "limit, as behind a proxy with limits of its own. From all addresses there are at most 1024.",
+    )
+    header_seconds: float = Field(
+        default=10.0,
+        gt=0,
+        description="How long a connection may take for its TLS handshake, and then for the header of a request.",
     )
     deliver: bool = Field(
         default=True, description="Whether every client receives its own model, to keep, after the last round."

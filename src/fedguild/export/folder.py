@@ -33,8 +33,9 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
+        mode = _mode_of_new_folders(temporary)
         yield temporary
-        temporary.chmod(0o755)
+        temporary.chmod(mode)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         raise FedGuildError(
@@ -44,3 +45,12 @@ def new_folder(path: Path) -> Iterator[Path]:
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _mode_of_new_folders(folder: Path) -> int:
+    """Returns the permissions that this process gives new folders; a temporary folder's are 0700 whatever they are."""
+    probe = folder / ".mode"
+    probe.mkdir()
+    mode = probe.stat().st_mode & 0o777
+    probe.rmdir()
+    return mode

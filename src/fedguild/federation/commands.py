@@ -86,6 +86,10 @@ def gateway(folder: Path, settings: ServerSettings) -> list[str]:
         *("--host", settings.host, "--port", str(settings.port)),
         *("--certificate", str(base / settings.certificate), "--key", str(base / settings.key)),
         *("--authority", str(base / settings.authority), "--server", f"https://{_server_address(settings)}"),
+        *_option("--client-bytes", settings.client_bytes),
+        *_option("--client-seconds", settings.client_seconds),
+        *_option("--connections-per-address", settings.connections_per_address),
+        *_option("--header-seconds", settings.header_seconds),
     ]
 
 
@@ -160,6 +164,10 @@ def write_connection(folder: Path, settings: ServerSettings) -> None:
 def write_app(folder: Path) -> None:
     """Writes the app of the server's runs as this version of FedGuild has it; the clients accept no other."""
     write_text(folder / "app" / "pyproject.toml", templates.APP)
+
+
+def _option(name: str, value: float | None) -> list[str]:
+    return [] if value is None else [name, str(value)]
 
 
 def _server_address(settings: ServerSettings) -> str:

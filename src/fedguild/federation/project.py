@@ -120,6 +120,7 @@ def _write_client(folder: Path, config: Config, index: int, address: str, own_da
             method=config.method.name,
             min_steps=config.training.steps or 1,
             min_batch=config.training.batch_size * config.training.accumulation,
+            min_scored=min(5, config.evaluation.max_examples or 5) if own_data else 1,
             min_clients=min(2, quorum_count(wanted, config.federation.quorum)),
             secure=_accepted(config),
         ),

@@ -135,6 +135,7 @@ class RemoteClients:
         """
         replies = self._ask("score", state, number, {"scope": scope, "split": split})
         records: list[EvaluationRecord] = []
+        refused: dict[str, str] = {}
         for client, reply in replies.items():
             failure = reply.failure
             try:
@@ -145,7 +146,12 @@ class RemoteClients:
             except (UploadError, ValidationError) as error:
                 failure = error.message if isinstance(error, UploadError) else "its scores cannot be read"
             if failure:
+                refused[str(client)] = failure
                 self.progress.message(f"Round {number}: client {client} has no scores: {failure}")
+        scored = [client for client in replies if str(client) not in refused]
+        self.audit.append(
+            "scored", round=number, scope=scope, split=split, asked=list(replies), accepted=scored, rejected=refused
+        )
         if not records:
             raise QuorumError(
                 f"No client scored its model in round {number}.",

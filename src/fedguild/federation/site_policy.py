@@ -65,6 +65,8 @@ class SitePolicy:
         min_examples: Minimum number of this site's examples that a round trains on.
         min_scored: Minimum number of this site's examples that a score is a mean over.
         requests_per_round: Maximum number of different requests of one kind in a round; None for no limit.
+        requests_per_run: Maximum number of different requests of one kind in all rounds of a run; None for no limit.
+        deliveries_per_run: The same of requests to take a model home.
         leave: Patterns of the names of tensors that may leave the site.
         min_clients: Minimum number of clients whose uploads the run aggregates.
         max_upload_bytes: Largest encoded upload; None for no limit.
@@ -84,8 +86,10 @@ class SitePolicy:
     max_steps: int | None = None
     min_batch: int = 1
     min_examples: int = 2
-    min_scored: int = 1
+    min_scored: int = 5
     requests_per_round: int | None = 3
+    requests_per_run: int | None = 3000
+    deliveries_per_run: int | None = 5
     leave: tuple[str, ...] = ("*",)
     min_clients: int = 2
     max_upload_bytes: int | None = None
@@ -103,6 +107,21 @@ class SitePolicy:
         if kind in self.requests:
             return ""
         return f"'{kind}' is not among accept.requests ({', '.join(self.requests) or 'none'})"
+
+    def round_refusal(self, round: int, rounds: int) -> str:
+        """Returns why a request of a round that its run does not have is refused; empty if it has it.
+
+        Args:
+            round: The round, 0 before the first.
+            rounds: The run's `federation.rounds`, to which it is bound.
+        """
+        return "" if 0 <= round <= rounds else f"round {round} is asked for, but the run has {rounds} round(s)"
+
+    def most_in_run(self, kind: str) -> tuple[str, int | None]:
+        """Returns the setting that limits the different requests of a kind in a run, and its value."""
+        if kind == "deliver":
+            return "deliveries_per_run", self.deliveries_per_run
+        return "requests_per_run", self.requests_per_run
 
     def run_refusal(self, terms: Terms) -> str:
         """Returns why a run is refused; empty if it is not."""
@@ -232,12 +251,13 @@ class RequestLog:
         self.path = path
         self._seen: dict[str, list[str]] | None = None
 
-    def refusal(self, message: Message, most: int | None) -> str:
+    def refusal(self, message: Message, most: int | None, in_run: tuple[str, int | None] = ("", None)) -> str:
         """Returns why a request is one too many; notes it, and returns an empty text, if it is not.
 
         Args:
             message: The request.
             most: Maximum number of different requests of its kind in its round; None for no limit.
+            in_run: The setting that limits those in the whole run, and its value; None for no limit.
 
         Raises:
             FedGuildError: the file cannot be read or written.
@@ -251,6 +271,13 @@ class RequestLog:
             return (
                 f"round {message.round} was asked for with {len(known)} different requests to {message.kind}, and "
                 f"accept.requests_per_round is {most}"
+            )
+        setting, most_in_run = in_run
+        counted = sum(len(digests) for each, digests in seen.items() if each.partition(" ")[0] == message.kind)
+        if most_in_run is not None and counted >= most_in_run:
+            return (
+                f"the run has asked for {counted} different requests to {message.kind}, and accept.{setting} is "
+                f"{most_in_run}"
             )
         seen[key] = [*known, digest]
         try:

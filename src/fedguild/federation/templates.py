@@ -52,6 +52,7 @@ accept:
   max_steps: 10000
   min_batch: {min_batch}
   min_examples: 2
+  min_scored: {min_scored}
   requests_per_round: 3
   leave: ["*"]
   min_clients: {min_clients}{secure}

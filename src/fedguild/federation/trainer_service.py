@@ -301,7 +301,8 @@ class TrainerService:
             raise UploadError(f"a message for client {message.client} reached client {self.site.client}")
         config = self._config(message)
         kind = "train" if message.kind == "secure" else message.kind  # how the upload of a training leaves
-        _require_none(self.policy.kind_refusal(kind) or self._run_refusal(config))
+        refusal = self.policy.kind_refusal(kind) or self.policy.round_refusal(message.round, config.federation.rounds)
+        _require_none(refusal or self._run_refusal(config))
         return config
 
     def _config(self, message: Message) -> Config:
@@ -318,8 +319,9 @@ class TrainerService:
         return config.model_copy(update={"model": self.site.model, "data": data, "output": None})
 
     def _count_refusal(self, message: Message, session: _Session) -> str:
-        """Returns why a request is one too many in its round; notes it if it is not."""
-        return session.requests.refusal(message, self.policy.requests_per_round)
+        """Returns why a request is one too many in its round or its run; notes it if it is not."""
+        in_run = self.policy.most_in_run(message.kind)
+        return session.requests.refusal(message, self.policy.requests_per_round, in_run)
 
     def _run_refusal(self, config: Config) -> str:
         """Returns why this site's policy refuses a run; empty if it does not."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from flwr.app import Message as FlowerMessage
 
 from fedguild import experiment
 from fedguild.config import Config
@@ -16,6 +17,7 @@ from fedguild.engines.flower.message import Message
 from fedguild.errors import ConfigError, QuorumError
 from fedguild.federation.trainer_service import TrainerService
 from fedguild.server.run_log import ClientRecord, RoundRecord, RunLog
+from fedguild.wire.schema import HEADER_BYTES
 from tests.engines.flower.faulty_replies import FAULTS, LIMIT_BYTES, poison, with_upload
 from tests.engines.flower.loopback import LoopbackGrid, LoopbackNode
 from tests.engines.flower.loopback_federation import QUICK, Lines, grid_of, serve_on, small_config, trainers_of
@@ -432,3 +434,97 @@ def test_a_client_that_comes_back_in_time_takes_part(config: Config, tmp_path: P
     change_replies(grid.nodes[100], (2,), lambda reply: setattr(last(grid), "online", True) or reply)
     serve_on(grid, config, tmp_path, reconnect_seconds=60)
     assert not any(record.rejected for record in rounds_of(tmp_path))
+
+
+def change_answers(node: LoopbackNode, kind: str, change: Change) -> None:
+    """Changes a node's answers to one kind of request."""
+    honest = node.handle
+
+    def handle(message: Message) -> Message | None:
+        reply = honest(message)
+        return change(reply) if message.kind == kind and reply is not None else reply
+
+    node.handle = handle
+
+
+def test_an_answer_that_is_too_large_for_its_kind_is_that_clients_failure(config: Config, tmp_path: Path) -> None:
+    grid, _ = federation(config, tmp_path)
+    for kind, size_bytes in (("score", HEADER_BYTES), ("deliver", 2**20), ("train", HEADER_BYTES + 2**26)):
+        change_answers(last(grid), kind, lambda reply, size=size_bytes: replace(reply, body=bytes(size)))
+    lines = Lines()
+    result = serve_on(grid, config, tmp_path, lines, reads_data=False, deliver=True)
+    assert set(result.own) == {"client-000", "client-001"}
+    for record in rounds_of(tmp_path):
+        says(record.rejected[0].reason, "its answer has more than", "which none of its kind can have")
+    assert lines.says("client 2 has no scores: its answer has more than 16777216 bytes")
+    assert lines.says("The model of client 2: its answer has more than 1048576 bytes")
+
+
+def test_a_description_that_is_too_large_does_not_let_a_node_in(config: Config, tmp_path: Path) -> None:
+    grid, _ = federation(config, tmp_path)
+    change_answers(last(grid), "hello", lambda reply: replace(reply, body=bytes(2**20)))
+    lines = Lines()
+    serve_on(grid, config, tmp_path, lines, grace_seconds=0.0)
+    assert lines.says("A node did not identify itself: its answer has more than 1048576 bytes")
+    assert all(record.rejected for record in rounds_of(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["hello", "train", "score", "deliver"])
+def test_a_node_that_is_gone_when_a_message_is_sent_stops_nothing(
+    kind: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower takes no message for a node whose key was revoked after the last look at who is there."""
+    grid, _ = federation(config, tmp_path)
+    push = grid.push_messages
+    kinds = {"hello": "query", "train": "train", "score": "evaluate", "deliver": "evaluate.deliver"}
+
+    def take(messages: Iterable[FlowerMessage]) -> list[str]:
+        (message,) = messages
+        gone = message.metadata.dst_node_id == 102 and message.metadata.message_type == kinds[kind]
+        return [] if gone else push([message])
+
+    monkeypatch.setattr(grid, "push_messages", take)
+    lines = Lines()
+    result = serve_on(grid, config, tmp_path, lines, reads_data=False, deliver=True, grace_seconds=0.0)
+    assert set(result.own) >= {"client-000", "client-001"}
+    reason = "Flower did not accept a message"
+    if kind == "train":
+        assert all(reason in record.rejected[0].reason for record in rounds_of(tmp_path))
+    else:
+        assert lines.says(reason)
+
+
+def test_a_probe_that_cannot_be_sent_stops_nothing(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid, _ = federation(config, tmp_path)
+    change_replies(last(grid), (1,), lambda reply: None)
+    push, refused = grid.push_messages, []
+
+    def take(messages: Iterable[FlowerMessage]) -> list[str]:
+        (message,) = messages
+        if message.metadata.message_type == "query" and message.metadata.group_id == "1":
+            refused.append(message.metadata.dst_node_id)
+            return []
+        return push([message])
+
+    monkeypatch.setattr(grid, "push_messages", take)
+    serve_on(grid, config, tmp_path, patience_seconds=60.0)
+    first, second = rounds_of(tmp_path)
+    assert set(refused) == {102}
+    says(first.rejected[0].reason, "did not answer within 6")
+    assert not second.rejected
+
+
+def test_a_client_that_gives_no_scores_is_waited_for_as_long_as_in_training(
+    config: Config, tmp_path: Path, clock: Clock
+) -> None:
+    grid, _ = federation(config, tmp_path)
+    for kind in ("score", "deliver"):
+        change_answers(last(grid), kind, lambda reply: None)
+    lines = Lines()
+    result = serve_on(grid, config, tmp_path, lines, reads_data=False, deliver=True, patience_seconds=60.0)
+    assert set(result.own) == {"client-000", "client-001"}
+    assert lines.says("client 2 has no scores: did not answer within 60 s, when most others had")
+    assert lines.says("The model of client 2: did not answer within 60 s, when most others had")
+    assert clock.now < 60.0 * 5, "score_seconds is an hour, for every evaluation and for the delivery"

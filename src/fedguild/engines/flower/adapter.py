@@ -6,18 +6,31 @@ would travel in one piece. Nothing here imports torch: the process that answers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
+import httpx
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
 from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.inflatable.inflatable_object import (
+    get_object_body,
+    get_object_children_ids_from_object_content,
+)
 
 from fedguild.engines.flower.message import Message
-from fedguild.engines.flower.transport import Node, NoReply
+from fedguild.engines.flower.transport import Node, NoReply, too_large
 from fedguild.errors import FedGuildError, UploadError
 from fedguild.wire.schema import printable
+
+if TYPE_CHECKING:
+    from flwr.superlink.grid.http_grid import HttpGrid
 
 HEADER, BODY = "header", "body"
 _BYTES = "fedguild.bytes"
@@ -28,6 +41,12 @@ _MESSAGE_TYPES = {
     "deliver": "evaluate.deliver",
     "secure": "train.secure",
 }
+
+_FRAME_BYTES, _FRAME_OBJECTS = 2**20, 64
+"""Room for what Flower puts around a header and a body: a few objects, and one for every 5 MiB of the body."""
+_SMALLEST_CHUNK_BYTES = 2**20
+_GRACE_SECONDS, _SLOWEST_BYTES_PER_SECOND = 300.0, 2**16
+"""An answer whose parts are not there yet is waited for that long, and longer as they come at this rate."""
 
 _NODE_GONE = 5
 _ERRORS = {
@@ -74,18 +93,135 @@ class GridTransport:
             raise FedGuildError(f"Flower did not accept a message of {len(message.body)} bytes for node {node}.")
         return accepted[0]
 
-    def poll(self, message_id: str) -> Message | NoReply | None:
-        """Returns the reply to a message, if it has arrived."""
-        for reply in self._grid.pull_messages([message_id]):
-            try:
+    def poll(self, message_id: str, limit_bytes: int | None = None) -> Message | NoReply | None:
+        """Returns the reply to a message, if it has arrived.
+
+        A reply is counted while its parts arrive, so that no more than the limit, and a few parts of at most 64 MiB, is
+        ever in memory.
+        """
+        try:
+            with _metered(self._grid, limit_bytes):
+                replies = list(self._grid.pull_messages([message_id]))
+            for reply in replies:
+                if reply.metadata.reply_to_message_id != message_id:
+                    continue
                 if reply.has_error():
                     return NoReply(_describe(reply.error.code, reply.error.reason or ""))
-                return from_records(reply.content)
-            except UploadError as error:
-                return NoReply(error.message)
-            except Exception as error:
-                return NoReply(f"its answer cannot be read: {type(error).__name__}: {printable(str(error), 200)}")
+                header, body = _parts(reply.content)
+                if limit_bytes is not None and len(header) + len(body) > limit_bytes:
+                    return too_large(limit_bytes)
+                return Message.from_header(header, body)
+        except _BeyondError:
+            return too_large(limit_bytes or 0)
+        except _TooSlowError as error:
+            return NoReply(str(error))
+        except UploadError as error:
+            return NoReply(error.message)
+        except httpx.HTTPError:
+            raise  # Flower's server does not answer, which is no client's fault
+        except Exception as error:
+            return NoReply(f"its answer cannot be read: {type(error).__name__}: {printable(str(error), 200)}")
         return None
+
+
+class _BeyondError(Exception):
+    """A reply is larger than its limit."""
+
+
+class _TooSlowError(Exception):
+    """The parts of a reply do not arrive."""
+
+
+class _Meter:
+    """Flower's client for one pull of a reply, which counts what it brings.
+
+    Flower's Grid asks for a reply's message and the tree of its objects, then for every object, then confirms, and puts
+    the reply together last; an object may go into it many times.
+
+    Args:
+        client: The client.
+        grid: The Grid that uses it.
+        limit_bytes: Most bytes of a reply's objects.
+    """
+
+    def __init__(self, client: Any, grid: HttpGrid, limit_bytes: int) -> None:
+        self._client, self._grid = client, grid
+        self._limit, self._pulled = limit_bytes + _FRAME_BYTES, 0
+        self._started, self._lock = time.monotonic(), threading.Lock()
+        self._sizes: dict[str, int] = {}
+        self._arrays: list[tuple[list[str], list[int]]] = []
+        self.messages: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def PullMessages(self, request: Any) -> Any:  # noqa: N802
+        """Counts the objects of the replies."""
+        response = self._client.PullMessages(request)
+        self.messages = [message.metadata.message_id for message in response.messages_list]
+        left, trees = _FRAME_OBJECTS + self._limit // _SMALLEST_CHUNK_BYTES, list(response.message_object_trees)
+        while trees:
+            left -= 1
+            if left < 0:
+                raise _BeyondError
+            trees.extend(trees.pop().children)
+        return response
+
+    def PullObject(self, request: Any) -> Any:  # noqa: N802
+        """Counts an object's bytes."""
+        if self._pulled > self._limit:
+            raise _BeyondError
+        response = self._client.PullObject(request)
+        content = response.object_content
+        with self._lock:
+            self._pulled += len(content)
+            if self._pulled > self._limit:
+                raise _BeyondError
+            self._sizes[request.object_id] = len(content)
+            if content.startswith(b"Array "):
+                places = json.loads(get_object_body(content, Array))["arraychunk_ids"]
+                self._arrays.append((get_object_children_ids_from_object_content(content), places))
+        waited = time.monotonic() - self._started
+        if not content and waited > _GRACE_SECONDS + self._pulled / _SLOWEST_BYTES_PER_SECOND:
+            raise _TooSlowError(f"its answer did not arrive as a whole within {waited:.0f} s")
+        return response
+
+    def ConfirmMessageReceived(self, request: Any) -> Any:  # noqa: N802
+        """Counts what a reply will have when it is put together; everything has been pulled now."""
+        whole = sum(self._sizes[children[place]] for children, places in self._arrays for place in places)
+        if whole > self._limit:
+            raise _BeyondError
+        return self._client.ConfirmMessageReceived(request)
+
+    def discard(self) -> None:
+        """Has Flower's server delete the replies."""
+        for message in self.messages:
+            run = self._grid.run.run_id
+            request = ConfirmMessageReceivedRequest(node=self._grid.node, run_id=run, message_object_id=message)
+            with suppress(httpx.HTTPError):
+                self._client.ConfirmMessageReceived(request)
+
+
+@contextmanager
+def _metered(grid: Grid, limit_bytes: int | None) -> Iterator[None]:
+    """Counts what a Grid over the network pulls, and has what it could not use deleted."""
+    from flwr.superlink.grid.http_grid import HttpGrid
+
+    if limit_bytes is None or not isinstance(grid, HttpGrid):
+        yield
+        return
+    client = grid._runtime_client
+    meter = _Meter(client, grid, limit_bytes)
+    grid._client = meter  # type: ignore[assignment]
+    try:
+        yield
+    except httpx.HTTPError:
+        raise
+    except Exception:
+        meter.discard()
+        raise
+    finally:
+        grid._client = client
 
 
 def make_server_app(main: Callable[[GridTransport, Mapping[str, Any]], None]) -> ServerApp:
@@ -130,12 +266,17 @@ def from_records(records: RecordDict) -> Message:
     Raises:
         UploadError: the records are not a message of FedGuild.
     """
+    return Message.from_header(*_parts(records))
+
+
+def _parts(records: RecordDict) -> tuple[str, bytes]:
+    """Returns the header and the body of a message."""
     try:
         header = records[HEADER][HEADER]
         body = records[BODY][BODY].data  # type: ignore[union-attr]
     except (KeyError, TypeError, AttributeError) as error:
         raise UploadError(f"A Flower message does not come from FedGuild: it lacks {error}.") from error
-    return Message.from_header(str(header), bytes(body))
+    return str(header), bytes(body)
 
 
 def _describe(code: int, reason: str) -> str:

@@ -10,13 +10,15 @@ from typing import Any
 from fedguild.engines.flower.ipc import will_pass
 from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import NoReply, Transport
-from fedguild.errors import QuorumError, UploadError
+from fedguild.errors import FedGuildError, QuorumError, UploadError
 from fedguild.wire.schema import HelloAnswer, printable, read_metadata
 
 HELLO_SECONDS = 600.0
 """Time limit for a node to identify itself: its trainer may have to load the model first."""
 LONGEST_PAUSE_SECONDS = 600.0
 """A node that does not identify itself is asked again after a second, then twice as long each time, up to this."""
+HELLO_BYTES = 2**20
+"""Largest description of itself that a node may send; an honest one has about 300 bytes."""
 POLL_SECONDS = 0.5
 STATUS_SECONDS = 15.0
 GRACE_SECONDS = 60.0
@@ -113,23 +115,29 @@ class ClientRegistry:
             _, ask_again = self._failed.get(node.id, (0, 0.0))
             waits = node.id in self._asked or time.monotonic() < ask_again
             if node.id not in registered and node.id not in self.refused and not waits:
-                self._asked[node.id] = self.transport.send(
-                    node.id, Message("hello", self.run, metadata=dict(self.run_metadata)), ttl_seconds=HELLO_SECONDS
-                )
+                request = Message("hello", self.run, metadata=dict(self.run_metadata))
+                try:
+                    self._asked[node.id] = self.transport.send(node.id, request, ttl_seconds=HELLO_SECONDS)
+                except FedGuildError as error:
+                    self._ask_later(node.id, error.message)
         key_names = {node.id: node.name for node in self.transport.nodes()} if self._asked else {}
         for id, message_id in list(self._asked.items()):
-            reply = self.transport.poll(message_id)
+            reply = self.transport.poll(message_id, HELLO_BYTES)
             if reply is None:
                 continue
             del self._asked[id]
             failure = reply.reason if isinstance(reply, NoReply) else reply.failure
             if isinstance(reply, NoReply) or will_pass(failure):
-                failures = self._failed.get(id, (0, 0.0))[0] + 1
-                pause = min(2.0 ** (failures - 1), LONGEST_PAUSE_SECONDS)
-                self._failed[id] = (failures, time.monotonic() + pause)
-                self.echo(f"A node did not identify itself: {printable(failure)}.")
+                self._ask_later(id, failure)
             else:
                 self._register(id, key_names.get(id, ""), reply)
+
+    def _ask_later(self, node: int, failure: str) -> None:
+        """Asks a node that did not identify itself again after a pause."""
+        failures = self._failed.get(node, (0, 0.0))[0] + 1
+        pause = min(2.0 ** min(failures - 1, 32), LONGEST_PAUSE_SECONDS)
+        self._failed[node] = (failures, time.monotonic() + pause)
+        self.echo(f"A node did not identify itself: {printable(failure).rstrip('.')}.")
 
     def is_revoked(self, client: int) -> bool:
         """Whether a client's key was revoked."""

@@ -7,14 +7,16 @@ task (its machine was restarted) and is not waited for.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedguild.engines.client_report import ClientReport
-from fedguild.engines.flower.client_registry import POLL_SECONDS, ClientRegistry
+from fedguild.engines.flower.client_registry import HELLO_BYTES, POLL_SECONDS, ClientRegistry
 from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import NoReply, Transport
 from fedguild.engines.flower.upload_store import UploadStore
@@ -24,9 +26,16 @@ from fedguild.payload import Payload
 from fedguild.secure.session import Session, Step
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late
 from fedguild.server.method import Method
-from fedguild.server.validation import Envelope, check_envelope, check_plausible_size, check_size, unusable
+from fedguild.server.validation import (
+    SPARE_BYTES,
+    Envelope,
+    check_envelope,
+    check_plausible_size,
+    check_size,
+    unusable,
+)
 from fedguild.wire.codec import Codec, decode, encode, expand, shrink
-from fedguild.wire.schema import MessageKind
+from fedguild.wire.schema import HEADER_BYTES, MessageKind
 
 if TYPE_CHECKING:
     from fedguild.secure.keys import PublicKey
@@ -36,6 +45,15 @@ SILENCE_SECONDS = 30.0
 TTL_SECONDS = 7 * 86400.0
 """Lifetime of a task and its reply in Flower."""
 NOT_CONNECTED = "it is not connected"
+LARGEST_ANSWER: Mapping[MessageKind, int] = {
+    "hello": HELLO_BYTES,
+    "score": HEADER_BYTES,
+    "deliver": HELLO_BYTES,
+}
+"""Largest answer in bytes of the kinds that carry no payload; that of a training depends on the method's upload."""
+_NAME_BYTES, _WIDEST_DTYPE_BYTES = 2048, 8
+_SHARES_BYTES = 2**16
+"""Room for what a client sends to each of the others in a step of a secure aggregation, about 500 bytes."""
 LATE_ROUNDS = 1
 """Replies to tasks of this many rounds back are still accepted."""
 
@@ -132,6 +150,8 @@ class FlowerEngine:
         self._succeeded: set[int] = set()
         self._late: list[tuple[Task, _Reply]] = []
         self._shapes_of: Callable[[Task], Mapping[str, tuple[int, ...]]] | None = None
+        self._limits: dict[str, int] = {}
+        self._secure_limits: dict[int, int] = {}
 
     def train(
         self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
@@ -144,6 +164,8 @@ class FlowerEngine:
         self._receive(round)
         yield from self._late_deliveries(method, model, round)
         self._probes, self._succeeded, self._unsent = {}, set(), {}
+        if self.secure:
+            self._allow_secure_answers(tasks)
         for task in tasks:
             self._send(task)
         deadline = None if terms.deadline_seconds is None else started + terms.deadline_seconds
@@ -181,7 +203,8 @@ class FlowerEngine:
     ) -> dict[int, Message]:
         """Sends every registered client a request outside of training; returns client index -> reply.
 
-        A client that is not connected, or does not reply in time, gets a reply with a failure.
+        A client that is not connected, or does not reply in time, gets a reply with a failure. Once most clients have
+        replied, the others are waited for as in training (`patience`).
 
         Args:
             kind: The kind of the request.
@@ -190,7 +213,7 @@ class FlowerEngine:
             wait_seconds: How long to wait for the replies.
             metadata: The request's metadata, beside the run's config.
         """
-        return self._ask(self.registry.clients, kind, round, body_of, wait_seconds, metadata)
+        return self._ask(self.registry.clients, kind, round, body_of, wait_seconds, metadata, self.patience)
 
     @property
     def registered(self) -> Mapping[int, PublicKey]:
@@ -227,8 +250,9 @@ class FlowerEngine:
         body_of: Callable[[int], bytes],
         wait_seconds: float,
         metadata: Mapping[str, Any],
+        patience: Patience | None = None,
     ) -> dict[int, Message]:
-        """Sends some clients a request; the arguments are those of `ask`."""
+        """Sends some clients a request; the arguments are those of `ask`, and how long to wait for the slowest."""
         replies: dict[int, Message] = {}
         pending: dict[str, Message] = {}
         for client in sorted(clients):
@@ -237,19 +261,29 @@ class FlowerEngine:
             if node is None:
                 replies[client] = request.reply(failure=NOT_CONNECTED)
             else:
-                message_id = self.transport.send(node, replace(request, body=body_of(client)), ttl_seconds=TTL_SECONDS)
-                pending[message_id] = request
-        deadline = time.monotonic() + wait_seconds
+                whole = replace(request, body=body_of(client))
+                try:
+                    pending[self.transport.send(node, whole, ttl_seconds=TTL_SECONDS)] = request
+                except FedGuildError as error:
+                    replies[client] = request.reply(failure=error.message)
+        started, asked, answered = time.monotonic(), len(pending), 0
+        deadline, late = started + wait_seconds, f"did not answer within {wait_seconds:g} s"
         while pending and time.monotonic() < deadline:
             self.registry.between_polls()
             for message_id, request in list(pending.items()):
-                reply = self.transport.poll(message_id)
+                reply = self.transport.poll(message_id, self._largest_answer(kind, round))
                 if reply is not None:
                     del pending[message_id]
                     replies[request.client] = _answer_to(request, reply)
+                    answered += not replies[request.client].failure
+            if patience is not None and answered >= patience.enough(asked):
+                ends, patience = patience.deadline(started, time.monotonic()), None
+                if ends < deadline:
+                    deadline = ends
+                    late = f"did not answer within {deadline - started:.0f} s, when most others had"
             time.sleep(self.poll_seconds if pending else 0)
         for request in pending.values():
-            replies[request.client] = request.reply(failure=f"did not answer within {wait_seconds:g} s")
+            replies[request.client] = request.reply(failure=late)
         return dict(sorted(replies.items()))
 
     def _send(self, task: Task) -> None:
@@ -268,9 +302,39 @@ class FlowerEngine:
         body = encode(shrink(task.download, self.codec))
         request = Message("train", self.registry.run, task.round, index, self.codec, "", self.run_metadata, body)
         try:
-            self._pending[self.transport.send(node, request, ttl_seconds=TTL_SECONDS)] = task
+            message_id = self.transport.send(node, request, ttl_seconds=TTL_SECONDS)
         except FedGuildError as error:
             self._replies[(task.round, index)] = _Reply(failure=error.message)
+            return
+        self._pending[message_id] = task
+        self._limits[message_id] = self._largest_upload(task)
+
+    def _largest_upload(self, task: Task) -> int:
+        """Returns the bytes that no honest answer to a task exceeds; in a secure run it has a header only."""
+        if self.secure or self._shapes_of is None:
+            return HEADER_BYTES
+        upload_bytes = SPARE_BYTES + _widest_bytes(self._shapes_of(task))
+        return HEADER_BYTES + (upload_bytes if self.limit_bytes is None else min(upload_bytes, self.limit_bytes))
+
+    def _largest_answer(self, kind: MessageKind, round: int) -> int:
+        """Returns the bytes that no honest answer of a kind exceeds."""
+        if kind == "secure":
+            return HEADER_BYTES + self._secure_limits.get(round, SPARE_BYTES)
+        return LARGEST_ANSWER.get(kind, HEADER_BYTES)
+
+    def _allow_secure_answers(self, tasks: Sequence[Task]) -> None:
+        """Notes how large an answer to a step of a secure aggregation may be: twice all that a round's clients hold.
+
+        A client may have to send masked zeros for what only others hold.
+        """
+        round, widest = tasks[0].round, dict[str, tuple[int, ...]]()
+        if self._shapes_of is not None:
+            for task in tasks:
+                for name, shape in self._shapes_of(task).items():
+                    if math.prod(shape) >= math.prod(widest.get(name, (0,))):
+                        widest[name] = shape
+        limit = SPARE_BYTES + 2 * _widest_bytes(widest) + _SHARES_BYTES * self.registry.client_count
+        self._secure_limits = {round: max(limit, self._secure_limits.get(round, 0))}
 
     def _postpone(self, task: Task) -> None:
         """Leaves a task unsent until `reconnect_seconds` have passed; then its client counts as absent."""
@@ -285,9 +349,11 @@ class FlowerEngine:
         """Sends postponed tasks and records the replies that have arrived."""
         for task, _ in list(self._unsent.values()):
             self._send(task)
-        restarted = [client for client, probe in self._probes.items() if self.transport.poll(probe) is not None]
+        restarted = [
+            client for client, probe in self._probes.items() if self.transport.poll(probe, HELLO_BYTES) is not None
+        ]
         for message_id, task in list(self._pending.items()):
-            reply = self.transport.poll(message_id)
+            reply = self.transport.poll(message_id, self._limits.get(message_id))
             if reply is not None:
                 del self._pending[message_id]
                 self._record(task, self._store(task, reply), round)
@@ -299,6 +365,7 @@ class FlowerEngine:
                 self._record(task, lost, round)
         for client in restarted:
             del self._probes[client]
+        self._limits = {message_id: limit for message_id, limit in self._limits.items() if message_id in self._pending}
 
     def _record(self, task: Task, reply: _Reply, round: int) -> None:
         """Keeps a reply for its delivery; one of an earlier round is late, and only its upload counts."""
@@ -354,7 +421,8 @@ class FlowerEngine:
             node = self.registry.node_of(client)
             if node is not None:
                 request = Message("hello", self.registry.run, task.round, client, metadata=self.run_metadata)
-                self._probes[client] = self.transport.send(node, request, ttl_seconds=TTL_SECONDS)
+                with suppress(FedGuildError):  # it has gone; whether it comes back is asked at the next probe
+                    self._probes[client] = self.transport.send(node, request, ttl_seconds=TTL_SECONDS)
 
     def _delivery(self, method: Method, model: ModelInfo, task: Task, terms: Terms, waited_seconds: float) -> Delivery:
         reply = self._replies.pop((task.round, task.client.index), None)
@@ -389,6 +457,11 @@ class FlowerEngine:
         except Exception as error:
             return Delivery(task, None, plan, failure=unusable(error))
         return Delivery(task, upload, plan, report.training, report.frequency, report.peak_memory_bytes)
+
+
+def _widest_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Returns the bytes of tensors of these shapes in the widest dtype, names and headers included."""
+    return sum(_NAME_BYTES + _WIDEST_DTYPE_BYTES * math.prod(shape) for shape in shapes.values())
 
 
 def _answer_to(request: Message, reply: Message | NoReply) -> Message:

@@ -32,6 +32,11 @@ class NoReply:
     reason: str
 
 
+def too_large(limit_bytes: int) -> NoReply:
+    """Returns what stands for a reply that is beyond its limit."""
+    return NoReply(f"its answer has more than {limit_bytes} bytes, which none of its kind can have")
+
+
 class Transport(Protocol):
     """Sends messages to nodes and receives their replies."""
 
@@ -46,9 +51,18 @@ class Transport(Protocol):
             node: Id of the receiver.
             message: What to send.
             ttl_seconds: How long the transport keeps the message and its reply.
+
+        Raises:
+            FedGuildError: the message cannot be sent to this node.
         """
         ...
 
-    def poll(self, message_id: str) -> Message | NoReply | None:
-        """Returns the reply to a message, once; None until it has arrived."""
+    def poll(self, message_id: str, limit_bytes: int | None = None) -> Message | NoReply | None:
+        """Returns the reply to a message, once; None until it has arrived.
+
+        Args:
+            message_id: The message's id.
+            limit_bytes: Largest reply, header and body, that is taken into memory; one that is larger is discarded, and
+                a NoReply says so. None for no limit.
+        """
         ...
