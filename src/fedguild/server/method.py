@@ -261,7 +261,7 @@ class Method(ABC):
     # The resulting models
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment | None:
-        """Returns the global model as a client of this budget runs it; None where every client has its own.
+        """Returns the global model as a client of this budget runs it; None if `has_global_model` is False.
 
         By default the state's adapter under the budget's plan.
         """
