@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fedguild.cli.profile_tables import server_markdown
-from fedguild.cli.recorded import claims_markdown, read_choices, read_records, table_page
 from fedguild.client.budget import Budget
 from fedguild.config import tables
 from fedguild.config.reference import as_markdown, settings_of
@@ -21,6 +20,7 @@ from fedguild.costs.several_gpus import gpus_markdown
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
 from fedguild.model.info import ModelInfo
+from fedguild.report.recorded import claims_markdown, read_choices, read_records, table_page
 
 ROOT = Path(__file__).parents[1]
 METHOD_PAGES = ROOT / "docs" / "methods"

@@ -21,9 +21,9 @@ from typing import Any
 import yaml
 
 from fedguild.api.cells import Cell, complete, plan_table
-from fedguild.cli.recorded import CellRecord, ChoiceRecord, choice_path, record_of, record_path
 from fedguild.config import load_config, table_cells, tables
-from fedguild.config.table import ONLY_COLUMN
+from fedguild.config.table import ONLY_COLUMN, TableCell, require_claimed_scores
+from fedguild.report.recorded import CellRecord, ChoiceRecord, choice_path, read_records, record_of, record_path
 from fedguild.report.run_folder import load_run
 
 ROOT = Path(__file__).parents[1]
@@ -89,12 +89,19 @@ class Plan:
     @cached_property
     def table(self) -> Any:
         """The table's content."""
-        return next(table for table in tables() if table.name == self.name).load()
+        content = next(table for table in tables() if table.name == self.name).load()
+        require_claimed_scores(self.name, content)
+        return content
 
     @property
     def overrides(self) -> tuple[str, ...]:
         """The settings of all cells."""
         return tuple(self.settings.get("settings", ()))
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds of every cell."""
+        return tuple(self.settings.get("seeds", self.table.seeds))
 
     def needs_data(self) -> bool:
         """Returns whether a setting names the data folder."""
@@ -105,15 +112,15 @@ class Plan:
     ) -> list[Planned]:
         """Returns the runs of some rows, columns and seeds, below a folder of `runs/`."""
         found = []
-        cells = table_cells(self.name, self.table, rows, columns)
+        cells = [self.cells_by_place[row, column] for column in columns for row in rows]
         # Where no data folder is given nothing runs, and the placeholder may stay.
         given = [override.replace(DATA, str(self.data or DATA)) for override in overrides]
         for comparison in plan_table(cells, given, seeds, RUNS / folder):
             column = comparison.title or ONLY_COLUMN
             for cell in comparison.cells:
-                layers = next(one.layers for one in cells if (one.row, one.column) == (cell.config.name, column))
-                written = load_config(cell.given, [*overrides, f"seed={cell.config.seed}"], between=layers)
-                found.append(Planned(self.name, column, tuple(overrides), written.fingerprint(), cell))
+                row, seed = cell.config.name, cell.config.seed
+                fingerprint = self.fingerprint(row, column, seed, overrides)
+                found.append(Planned(self.name, column, tuple(overrides), fingerprint, cell))
         return found
 
     def candidates(self, row: str) -> dict[str, Planned]:
@@ -123,7 +130,7 @@ class Plan:
             return {}
         tried = {}
         for value in map(str, choose["values"]):
-            overrides = (*self.overrides, "evaluation.split=validation", f"{choose['setting']}={value}")
+            overrides = self.candidate_overrides(value)
             folder = f"{self.name.replace('/', '-')}/choices/{value}"
             (tried[value],) = self.runs([row], [choose["column"]], overrides, [choose["seed"]], folder)
         return tried
@@ -131,11 +138,44 @@ class Plan:
     def choice(self, row: str) -> ChoiceRecord | None:
         """Returns what was chosen for a row, if by the runs that the plan names."""
         path = choice_path(RECORDS, self.name, row)
-        if not path.is_file():
+        if "choose" not in self.settings or not path.is_file():
             return None
-        choice = ChoiceRecord.model_validate_json(path.read_bytes())
-        expected = {value: one.fingerprint for value, one in self.candidates(row).items()}
+        choice, choose = ChoiceRecord.model_validate_json(path.read_bytes()), self.settings["choose"]
+        expected = {
+            value: self.fingerprint(row, choose["column"], choose["seed"], self.candidate_overrides(value))
+            for value in map(str, choose["values"])
+        }
         return choice if choice.fingerprints == expected else None
+
+    def row_overrides(self, row: str) -> tuple[str, ...] | None:
+        """Returns the settings of a row's cells; None where one is still to be chosen."""
+        if "choose" not in self.settings:
+            return self.overrides
+        choice = self.choice(row)
+        return None if choice is None else (*self.overrides, f"{choice.setting}={choice.chosen}")
+
+    def candidate_overrides(self, value: str) -> tuple[str, ...]:
+        """Returns the settings of a run that tries a value."""
+        return (*self.overrides, "evaluation.split=validation", f"{self.settings['choose']['setting']}={value}")
+
+    def fingerprint(self, row: str, column: str, seed: int, overrides: Sequence[str]) -> str:
+        """Returns the fingerprint of a cell's config, which is not held against its model."""
+        cell = self.cells_by_place[row, column]
+        return load_config(cell.preset, [*overrides, f"seed={seed}"], between=cell.layers).fingerprint()
+
+    @cached_property
+    def cells_by_place(self) -> dict[tuple[str, str], TableCell]:
+        """Row and column -> the table's cell."""
+        return {(cell.row, cell.column): cell for cell in table_cells(self.name, self.table)}
+
+    def is_current(self, record: CellRecord) -> bool:
+        """Returns whether a record of this table is that of a planned cell as it is configured now."""
+        if (record.row, record.column) not in self.cells_by_place or record.seed not in self.seeds:
+            return False
+        overrides = self.row_overrides(record.row)
+        if overrides is None:
+            return False
+        return record.fingerprint == self.fingerprint(record.row, record.column, record.seed, overrides)
 
     def chosen(self, row: str) -> Path:
         """Writes the record of what was chosen for a row, from its finished candidates."""
@@ -154,16 +194,11 @@ class Plan:
 
     def cells(self) -> list[Planned]:
         """Returns the cells to record, of all rows for which a setting has been chosen where one is to be."""
-        seeds, columns = self.settings.get("seeds", self.table.seeds), list(self.table.columns)
-        found = []
+        columns, found = list(self.table.columns), []
         for row in self.table.rows:
-            overrides = list(self.overrides)
-            if "choose" in self.settings:
-                choice = self.choice(row)
-                if choice is None:
-                    continue
-                overrides.append(f"{choice.setting}={choice.chosen}")
-            found += self.runs([row], columns, overrides, seeds, self.name.replace("/", "-"))
+            overrides = self.row_overrides(row)
+            if overrides is not None:
+                found += self.runs([row], columns, overrides, self.seeds, self.name.replace("/", "-"))
         return sorted(found, key=lambda one: (columns.index(one.column), one.cell.config.seed))
 
 
@@ -187,6 +222,12 @@ def planned(wanted: Sequence[str] = ()) -> list[Planned]:
         SystemExit: a wanted table is not in the plan.
     """
     return [cell for plan in plans(wanted) for cell in plan.cells()]
+
+
+def outdated() -> list[CellRecord]:
+    """Returns the records that are not those of a planned cell as it is configured now."""
+    known = {plan.name: plan for plan in plans()}
+    return [one for one in read_records(RECORDS) if one.table not in known or not known[one.table].is_current(one)]
 
 
 def run(plan: Plan, jobs: int) -> None:
@@ -215,8 +256,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for plan in wanted:
         if plan.data is None and plan.needs_data():
             if options.tables:
-                raise SystemExit(f"{plan.name} needs data sets: give their folder with --data DIR.")
-            print(f"{plan.name}: left out, as it needs --data DIR")
+                raise SystemExit(f"{plan.name} needs data sets: make tables TABLE={plan.name} DATA=DIR, their folder.")
+            print(f"{plan.name}: left out, as it needs data sets: make tables DATA=DIR")
         else:
             run(plan, options.jobs)
     return subprocess.run([sys.executable, str(ROOT / "docs" / "generate.py")], check=False).returncode

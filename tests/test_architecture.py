@@ -16,13 +16,14 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 STAGES = ("config", "data", "model", "client", "wire", "server", "evaluation", "costs", "report")
 BELOW = (
     *("errors", "plugins", "seeding", "heap", "files", "payload", "packing", "sealed", "chained", "locking", "secure"),
-    *("progress", "environment", "privacy", "hub", "activity", "tail"),
+    *("progress", "environment", "privacy", "hub", "activity", "tail", "student"),
 )
 """What every stage may use, and what uses no stage."""
 LAST = (
     "guarantee",
     "setup",
     "costs.from_config",
+    "report.recorded",
     "recording",
     "scoring",
     "results",

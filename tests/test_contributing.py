@@ -1,5 +1,6 @@
 """The method in CONTRIBUTING.md runs as it stands there."""
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -13,6 +14,9 @@ from fedguild import experiment, methods
 from fedguild.config import load_config
 from fedguild.payload import Payload, with_part
 from fedguild.server import checkpoint
+from fedguild.server.method import RUNNING_MEAN, Method
+from tests.experiment.runs import save_model
+from tests.methods import test_matrix, test_private_methods
 from tests.methods.federation import LARGE, client, upload
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text("utf-8")
@@ -52,6 +56,49 @@ def preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 def test_the_case_of_the_guide_is_one_line() -> None:
     assert re.fullmatch(r'    "fedavgm": Case\(\{.*\}\),\n', block("python", '"fedavgm": Case'))
+
+
+@pytest.fixture
+def case(preset: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Enters the guide's case in the matrix; returns its label."""
+    assert preset
+    names = {"Case": test_matrix.Case, "_EVERYTHING": ["attention", "router", "experts"]}
+    for label, entered in eval("{" + block("python", '"fedavgm": Case') + "}", names).items():
+        monkeypatch.setitem(test_matrix.CASES, label, entered)
+    assert "fedavgm" in test_matrix.cases()
+    return "fedavgm"
+
+
+PROOFS = [name for name in vars(test_matrix) if name.startswith("test_")]
+RUNS = "test_a_run_stopped_after_a_round_ends_like_one_that_was_not"
+
+
+@pytest.mark.parametrize("proof", [pytest.param(one, marks=pytest.mark.long if one == RUNS else ()) for one in PROOFS])
+def test_the_example_passes_every_proof_of_the_matrix(
+    proof: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = test_matrix.CASES[case].family
+    folders = {family: save_model(tmp_path / "model", family)}
+    given = {"label": case, "tmp_path": tmp_path, "folders": folders, "monkeypatch": monkeypatch}
+    function = getattr(test_matrix, proof)
+    function(**{name: given[name] for name in inspect.signature(function).parameters})
+
+
+def test_the_example_says_whether_it_can_be_private_and_then_runs_privately(case: str, tmp_path: Path) -> None:
+    for unit in test_private_methods.UNITS:
+        method = test_matrix.method_of(case)
+        assert method.privacy_refusal(unit) != Method.privacy_refusal(method, unit)
+        if not method.privacy_refusal(unit):
+            folder = tmp_path / unit
+            test_private_methods.test_a_method_that_says_it_can_trains_privately(unit, case, folder)
+
+
+def test_the_example_is_described_like_a_method_that_ships(case: str) -> None:
+    """What `test_registry` asks of each, but for its files, which the guide's steps 2 to 4 write."""
+    method = methods.METHODS.load(case)
+    assert method.title.lower().startswith(case)
+    assert [name for name, field in method.Settings.model_fields.items() if not field.description] == []
+    assert method.costs == RUNNING_MEAN
 
 
 def states(preset: str, folder: Path, *overrides: str) -> list[dict[str, Tensor]]:

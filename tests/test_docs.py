@@ -13,6 +13,8 @@ import yaml
 
 from fedguild.api.cells import Cell
 from fedguild.config import load_config, tables
+from fedguild.model.english import tasks as english
+from fedguild.report.recorded import CellRecord
 from tests.report.runs import FLAME_FINAL, write_run
 
 ROOT = Path(__file__).parents[1]
@@ -69,9 +71,69 @@ def test_the_plan_names_tables_that_ship(recording: ModuleType) -> None:
         assert all("=" in override for override in settings.get("settings", ()))
 
 
+def test_the_tables_of_the_english_model_are_on_data_where_pretraining_shows(recording: ModuleType) -> None:
+    """Of data that random weights learn as well, a table would compare methods on what no model has learnt."""
+    measured = english.read_records(recording.RECORDS / "english")
+    for plan in recording.plans():
+        configs = [cell.config() for cell in plan.cells_by_place.values()]
+        for corpus in {config.data.corpus for config in configs if config.model.path == "english"}:
+            gained = english.gain([record for record in measured if record.task == corpus], "accuracy")
+            assert gained is not None, f"{plan.name}: nobody measured what {corpus} gains from pre-training."
+            assert gained.is_certain, f"{plan.name}: on {corpus} random weights may do as well."
+            assert len(gained.seeds) > 2
+
+
+def test_data_without_a_certain_gain_would_be_refused(recording: ModuleType) -> None:
+    """SNLI, which docs/log.md dropped for that."""
+    measured = english.read_records(recording.RECORDS / "english")
+    assert not english.gain([record for record in measured if record.task == "snli"], "accuracy").is_certain
+
+
 def test_a_table_that_is_not_planned_is_named(recording: ModuleType) -> None:
     with pytest.raises(SystemExit, match="flame/table-2 is not in"):
         recording.planned(["flame/table-2"])
+
+
+def test_every_record_is_of_its_cells_present_config(recording: ModuleType) -> None:
+    """A record of other settings would be shown as if it were of these."""
+    stale = [str(record.path(recording.RECORDS).relative_to(recording.RECORDS)) for record in recording.outdated()]
+    assert not stale, (
+        f"{', '.join(stale[:5])} ({len(stale)} in all): of other settings than planned. Run `make tables`."
+    )
+
+
+def test_a_record_of_other_settings_is_found(
+    recording: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a planned cell's config it counts; of another config, seed, row or table it does not."""
+    records = tmp_path / "records"
+    records.mkdir()
+    settings = ["evaluation.every=4"]
+    (records / "plan.yaml").write_text(yaml.safe_dump({"flame/table-2-tiny": {"seeds": [0], "settings": settings}}))
+    monkeypatch.setattr(recording, "RECORDS", records)
+    (plan,) = recording.plans()
+    column = next(iter(plan.table.columns))
+    fingerprint = plan.fingerprint("flame", column, 0, settings)
+    of_cell = {"table": plan.name, "column": column, "row": "flame", "seed": 0, "fingerprint": fingerprint}
+    good = CellRecord(**of_cell, fedguild="0.3.0", round=4, split="test", scores={"mean": 0.5})
+    good.write(records)
+    assert recording.outdated() == []
+    for change in ({"fingerprint": "x"}, {"seed": 1}, {"row": "gone"}, {"table": "flame/table-3"}):
+        other = good.model_copy(update=change)
+        path = other.write(records)
+        assert recording.outdated() == [other], change
+        path.unlink()
+        good.write(records)
+
+
+def test_a_table_that_needs_data_says_how_to_give_it(
+    recording: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs = next(plan.name for plan in recording.plans() if plan.needs_data())
+    with pytest.raises(SystemExit, match=f"make tables TABLE={needs} DATA=DIR"):
+        recording.main([needs])
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    assert "$(if $(DATA),--data $(DATA)) $(if $(JOBS),--jobs $(JOBS))" in makefile
 
 
 def test_a_cell_is_recorded_once_and_again_when_its_settings_change(

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fedguild.activity import ActivityLog, noted
-from fedguild.callbacks import Callback, Delivery, make_callback
+from fedguild.callbacks import Callback, Delivery, check_scores, make_callback
 from fedguild.client.budget import ClientInfo
 from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config import Config, load_config
@@ -24,7 +24,7 @@ from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.recording import client_records, observation_records, routing_record
 from fedguild.results import CHECKPOINTS, DIVERGED, STOPPED, RunResult, has_begun, result_of, write_stopping_reason
-from fedguild.scoring import evaluate_state, untrained_loss
+from fedguild.scoring import evaluate_state, recorded_scores, untrained_loss
 from fedguild.sealed import remove_leftovers
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
@@ -57,6 +57,7 @@ from fedguild.setup import (
     method_record,
     prepare,
     prepare_data,
+    require_split,
     secure_of,
 )
 from fedguild.tracking.sending import Tracking
@@ -195,8 +196,9 @@ def evaluate(
 
     Raises:
         CheckpointError: there is no such run, or no checkpoint of that round.
-        ConfigError: the config names a metric that neither ships nor was given.
+        ConfigError: the config names a metric that neither ships nor was given, or the split has no example.
     """
+    require_split(_written_config(output), split)
     experiment, state, number = restore(output, round, metrics=metrics or {})
     records = evaluate_state(experiment, state, number, split)
     return result_of(experiment.folder, number, records, output)
@@ -226,7 +228,7 @@ def restore(
         raise CheckpointError(f"{output} has no complete round yet.", f"Continue with `fedguild resume {output}`.")
     saved = checkpoint.load(output / CHECKPOINTS, number, fingerprint=config.fingerprint())
     known = dict.fromkeys(config.evaluation.metrics, _no_metric) if metrics is None else metrics
-    return prepare(config, output, progress, metrics=known), saved.state, number
+    return prepare(config, output, progress, metrics=known, trains=False), saved.state, number
 
 
 def _no_metric(prediction: str, reference: str) -> float:
@@ -247,8 +249,14 @@ def _begin(experiment: Experiment) -> Payload:
 
 
 def _callbacks(config: Config, given: Iterable[Callback]) -> list[Callback]:
-    """Returns the callbacks that were given, and those that the config names."""
-    return [*given, *(make_callback(named.name, named.options) for named in config.callbacks)]
+    """Returns the callbacks that were given, and those that the config names.
+
+    Raises:
+        ConfigError: a callback is unknown, does not take its options, or needs a score that the run will not have.
+    """
+    every = [*given, *(make_callback(named.name, named.options) for named in config.callbacks)]
+    check_scores(every, recorded_scores(config, method_of(config)))
+    return every
 
 
 def _tracking(config: Config, progress: Progress | None) -> Tracking:

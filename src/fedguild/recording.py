@@ -20,6 +20,8 @@ from fedguild.server.method import Observation
 from fedguild.server.rounds import Outcome
 from fedguild.server.run_log import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
 
+DEVIATION = "deviation"
+"""The metric of a mean over clients: the sample standard deviation of their scores."""
 Where = tuple[Literal["budget", "client", "trained", "received", "pooled"], int, Literal["test", "validation"]]
 
 
@@ -110,7 +112,7 @@ def summary_record(
         name=name,
         split=records[0].split,
         score=fmean(record.score for record in counted) if counted else 0.0,
-        metrics={"deviation": stdev(record.score for record in counted)} if deviates else {},
+        metrics={DEVIATION: stdev(record.score for record in counted)} if deviates else {},
     )
 
 

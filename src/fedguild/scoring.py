@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
+from fedguild.config import Config
 from fedguild.costs.flops import cost
 from fedguild.costs.memory import evaluation_batch_tokens
 from fedguild.data import Example
@@ -26,8 +27,8 @@ from fedguild.evaluation.tasks import evaluate as score
 from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
-from fedguild.recording import Where, evaluation_record, summary_record
-from fedguild.server.method import Deployment
+from fedguild.recording import DEVIATION, Where, evaluation_record, summary_record
+from fedguild.server.method import Deployment, Method
 from fedguild.server.optimizer import without_momentum
 from fedguild.server.run_log import EvaluationRecord, Record
 from fedguild.setup import Experiment, OwnScope, Split
@@ -74,6 +75,24 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
         or {record.name: record.score for record in summary if isinstance(record, EvaluationRecord)}
     )
     return [*records, *summary]
+
+
+def recorded_scores(config: Config, method: Method) -> dict[str, set[str]]:
+    """Returns the scores of a run's budgets and means, as far as its config tells, and the metrics beside each.
+
+    A metric may still be absent where no example of the data has it. With real clients the server may lack examples for
+    a global model, and then has the clients' mean.
+    """
+    settings, real = config.evaluation, config.federation.engine.name == "flower"
+    measures = {"accuracy", corpus_spec(config.data.corpus).metric, *settings.metrics}
+    measures |= {"perplexity"} if settings.perplexity else set()
+    scores: dict[str, set[str]] = {}
+    if method.has_global_model:
+        scores |= {"mean": set(), **{tier.name: measures for tier in config.federation.budgets}}
+    if settings.clients or real or not (method.has_global_model or settings.trained):
+        scores["mtal"] = {DEVIATION}
+    scores |= {name: {DEVIATION} for name in ("trained", "received", "pooled") if getattr(settings, name)}
+    return scores
 
 
 def _require_public_scores(experiment: Experiment) -> None:

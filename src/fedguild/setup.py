@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 from uuid import uuid4
@@ -300,6 +301,12 @@ def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method
             model.require_active_experts(budget.active_experts, f"federation.budgets: '{budget.name}'")
     shapes = [adapter_shapes(model, method.plan(model, budget)) for budget in budgets.values()]
     equal_shapes = all(one == shapes[0] for one in shapes)
+    require_split(config, config.evaluation.split)
+    if method.merges_weights and config.model.load_in_4bit:
+        raise ConfigError(
+            f"{method.name} adds its rounds to the backbone's weights, which model.load_in_4bit keeps in 4 bit.",
+            "Set model.load_in_4bit=false, or choose a method that merges nothing.",
+        )
     _require_steps(method, federation)
     _require_mean(method, federation.robust, equal_shapes=equal_shapes)
     if federation.secure:
@@ -328,6 +335,46 @@ def _require_device(method: Method, config: Config) -> None:
     for setting, reason in lacking.items():
         if reason:
             raise ConfigError(f"model.device=mps does not go with {setting}: {reason}.", "Set model.device=cpu.")
+
+
+def require_split(config: Config, split: Split) -> None:
+    """Raises ConfigError if a split that is to be scored has no example."""
+    if split == "validation" and config.data.split.validation == 0:
+        raise ConfigError(
+            "The validation examples are to be scored, but data.split.validation is 0.",
+            "Set data.split.validation=0.1, or evaluation.split=test.",
+        )
+
+
+def require_start(config: Config) -> None:
+    """Checks what the rounds of a run on this machine need beside its method and model.
+
+    Raises:
+        ConfigError: the engine is that of real clients, or its extra is not installed, or its processes do
+            not go with the rest of the config.
+    """
+    engine = config.federation.engine.name
+    if engine == "flower":
+        raise ConfigError(
+            "federation.engine.name is flower, but a run with real clients cannot be started from here.",
+            "`fedguild federation init` writes a federation, `fedguild federation run` runs it; to simulate the "
+            "clients on this machine, set federation.engine.name=local.",
+        )
+    if engine == "ray" and find_spec("ray") is None:
+        raise ConfigError(
+            "federation.engine.name is ray, but the package 'ray' is not installed.",
+            "Install the extra: pip install 'fedguild[ray]'.",
+        )
+    if engine == "ray" and torchrun_ranks() > 1:
+        raise ConfigError(
+            "federation.engine.name is ray, but torchrun started several processes.",
+            "Start one process: federation.engine.ray.gpus_per_actor shards the backbone.",
+        )
+    if engine == "ray" and config.federation.engine.ray.gpus_per_actor > 1 and config.model.load_in_4bit:
+        raise ConfigError(
+            "federation.engine.ray.gpus_per_actor is above 1, but weights in 4 bit cannot be sharded.",
+            "Set model.load_in_4bit=false, or gpus_per_actor=1.",
+        )
 
 
 def _require_mean(method: Method, robust: str, *, equal_shapes: bool) -> None:
@@ -425,6 +472,7 @@ def prepare(
     *,
     data: GivenData | None = None,
     metrics: Mapping[str, Metric] | None = None,
+    trains: bool = True,
 ) -> Experiment:
     """Builds the method, the data and the backbone of a run, the steps that fail fastest first.
 
@@ -437,8 +485,11 @@ def prepare(
         progress: Receiver of progress reports.
         data: Data and partition that were given in Python; written into the folder.
         metrics: Metrics that were given in Python, by the names that the config has.
+        trains: Whether rounds are to follow, here and with simulated clients.
     """
     progress = progress or Silent()
+    if trains:
+        require_start(config)
     given, own_metrics = method_of(config), dict(metrics or {})
     load_metrics(name for name in config.evaluation.metrics if name not in own_metrics)
     model = model_of(config)
@@ -489,10 +540,11 @@ def make_engine(experiment: Experiment) -> Engine:
     """Returns the engine that the config names; close it after the last round.
 
     Raises:
-        ConfigError: its extra is not installed, or its settings do not fit this machine.
+        ConfigError: it is that of real clients, its extra is not installed, or its settings do not fit this machine.
     """
     if experiment.remote is not None:
         return experiment.remote.engine
+    require_start(experiment.config)
     federation = experiment.config.federation
     engine = _ENGINES[federation.engine.name](experiment)
     if experiment.privacy is not None:
@@ -589,25 +641,10 @@ def _on_step(experiment: Experiment) -> OnStep:
 
 
 def _ray_engine(experiment: Experiment) -> Engine:
-    if torchrun_ranks() > 1:
-        raise ConfigError(
-            "federation.engine.name is ray, but torchrun started several processes.",
-            "Start one process: federation.engine.ray.gpus_per_actor shards the backbone.",
-        )
-    try:
-        from fedguild.engines.ray import RayEngine
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"federation.engine.name is ray, but the package '{error.name}' is not installed.",
-            "Install the extra: pip install 'fedguild[ray]'.",
-        ) from error
+    from fedguild.engines.ray import RayEngine
+
     config = experiment.config
     settings = config.federation.engine.ray
-    if settings.gpus_per_actor > 1 and config.model.load_in_4bit:
-        raise ConfigError(
-            "federation.engine.ray.gpus_per_actor is above 1, but weights in 4 bit cannot be sharded.",
-            "Set model.load_in_4bit=false, or gpus_per_actor=1.",
-        )
     engine = RayEngine(
         config.model.model_dump(),
         experiment.encoded,
@@ -629,18 +666,9 @@ def _ray_engine(experiment: Experiment) -> Engine:
     return engine
 
 
-def _flower_engine(experiment: Experiment) -> Engine:
-    raise ConfigError(
-        "federation.engine.name is flower, but a run with real clients cannot be started from here.",
-        "`fedguild federation init` writes a federation, `fedguild federation run` runs it; to simulate the clients "
-        "on this machine, set federation.engine.name=local.",
-    )
-
-
 _ENGINES: dict[str, Callable[[Experiment], Engine]] = {
     "local": _local_engine,
     "ray": _ray_engine,
-    "flower": _flower_engine,
 }
 
 

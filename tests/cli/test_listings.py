@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,6 +131,16 @@ def test_doctor_reports_versions_extras_and_the_machine(invoke: Invoke) -> None:
     assert "transformers" in invoke("doctor").stdout
 
 
+def test_doctor_knows_every_extra() -> None:
+    """All but those for work on FedGuild itself; of MLflow the extra installs the client alone."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    assert doctor.EXTRAS.keys() == project["optional-dependencies"].keys() - {"dev", "docs", "notebook"}
+    for extra, (packages, _) in doctor.EXTRAS.items():
+        names = {doctor.DISTRIBUTIONS.get(package, package) for package in packages}
+        listed = {re.split(r"[\[<>=;]", line)[0].strip() for line in project["optional-dependencies"][extra]}
+        assert names <= {*listed, *(name.removesuffix("-skinny") for name in listed)}, extra
+
+
 def test_doctor_names_the_plugins_of_other_packages_and_those_that_are_broken(
     invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +169,9 @@ def test_doctor_names_the_plugins_of_other_packages_and_those_that_are_broken(
 
 def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.util, "find_spec", lambda name: None)
+    missing = doctor._extra("secure", *doctor.EXTRAS["secure"])
+    assert missing.found == "without cryptography, pycryptodome"
+    assert missing.consequence == "federation.secure cannot be enabled: pip install 'fedguild[secure]'"
     missing = doctor._extra("eval", ("peft", "accelerate"), "no check")
     assert (missing.verdict, missing.found) == ("missing", "without peft, accelerate")
     assert missing.consequence == "no check: pip install 'fedguild[eval]'"

@@ -8,7 +8,7 @@ import pytest
 
 from fedguild.client.budget import Budget
 from fedguild.config import Table, load_config, table_cells, tables
-from fedguild.config.table import TABLES_FOLDER, ShippedTable
+from fedguild.config.table import TABLES_FOLDER, ShippedTable, require_claimed_scores
 from fedguild.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.setup import check_config
@@ -80,6 +80,20 @@ def test_the_rows_of_a_shipped_table_are_scored_alike(table: ShippedTable) -> No
         for cell in table_cells(table.name, content):
             config = cell.config()
             assert getattr(config.evaluation, setting), f"{cell.row}, {cell.column}: evaluation.{setting}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_claims_of_a_shipped_table_are_about_scores_that_it_has(name: str) -> None:
+    require_claimed_scores(name, shipped(name).load())
+
+
+@pytest.mark.parametrize(("score", "told"), [("b5", "Did you mean 'b"), ("trainde", "Did you mean 'trained'")])
+def test_a_claim_about_a_score_that_is_not_there_is_refused(score: str, told: str) -> None:
+    table = shipped("flame/table-2-tiny").load()
+    claim = table.claims[0].model_copy(update={"score": score})
+    with pytest.raises(ConfigError, match=f"'{claim.says}' is about the score '{score}'") as refused:
+        require_claimed_scores("flame/table-2-tiny", table.model_copy(update={"claims": (claim,)}))
+    assert told in refused.value.hint
 
 
 def test_a_rows_own_score_lies_above_the_tables() -> None:

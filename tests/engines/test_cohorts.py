@@ -29,7 +29,7 @@ from fedguild.payload import Payload
 from fedguild.privacy.dp_sgd import DpSgd
 from fedguild.privacy.noise import Noise
 from fedguild.server.engine import Terms
-from fedguild.setup import make_engine, prepare
+from fedguild.setup import prepare
 from fedguild.wire.codec import encode
 from tests.engines.test_local import CLIENTS, deliver, engine_of, kept_rounds, tasks_of
 from tests.experiment.runs import save_model, small_config
@@ -204,7 +204,7 @@ def test_without_ray_the_engine_names_its_extra(tmp_path, monkeypatch):
     for name in ("fedguild.engines.ray", "fedguild.engines.ray_cluster"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
-    run = prepare(small_config(save_model(tmp_path / "model"), "federation.engine={name: ray}"), tmp_path / "run")
+    config = small_config(save_model(tmp_path / "model"), "federation.engine={name: ray}")
     with pytest.raises(ConfigError, match="the package 'ray' is not installed") as caught:
-        make_engine(run)
+        prepare(config, tmp_path / "run")
     assert caught.value.hint == "Install the extra: pip install 'fedguild[ray]'."

@@ -57,7 +57,7 @@ def test_a_setting_that_is_wrong(complaint: Complaint, olmoe_folder: Path, overr
 @pytest.fixture
 def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails where the data or a weight is read; afterwards there is no folder of a run."""
-    monkeypatch.setattr("fedguild.setup.prepare_data", lambda config: pytest.fail("the data was read"))
+    monkeypatch.setattr("fedguild.setup.prepare_data", lambda *_: pytest.fail("the data was read"))
     monkeypatch.setattr("fedguild.setup.load_backbone", lambda **_: pytest.fail("the weights were read"))
     yield
     assert not Path("out").exists()
@@ -77,6 +77,68 @@ def test_an_assignment_that_cannot_be_is_told_before_the_data_is_read(
 ) -> None:
     """Data and model of a real preset are a download; here neither may even be asked for."""
     says(complaint("run", "fedamole/tiny-tasks", override, "--output", "out"), *told)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["federation.engine.name=flower"], ["a run with real clients cannot be started from here", "federation init"]),
+        (["federation.engine.name=ray"], ["the package 'ray' is not installed", "fedguild[ray]"]),
+        (["tracking=[wandb]"], ["wandb needs the package wandb, which is not installed", "fedguild[wandb]"]),
+        (["method={name: flora}", "model.load_in_4bit=true"], ["flora adds its rounds to the backbone's weights"]),
+        (
+            ["method={name: fedex-lora}", "model.load_in_4bit=true"],
+            ["fedex-lora adds its rounds", "load_in_4bit=false"],
+        ),
+        (["method={name: florist}", "model.load_in_4bit=true"], ["florist adds its rounds to the backbone's weights"]),
+        (["evaluation.split=validation", "data.split.validation=0"], ["data.split.validation is 0"]),
+        (["callbacks=[{name: early-stopping, monitor: b9}]"], ["no score 'b9' to monitor", "Known: b1, b2"]),
+        (["callbacks=[{name: early-stopping, monitor: mtal}]"], ["no score 'mtal' to monitor"]),
+        (
+            ["callbacks=[{name: early-stopping, monitor: b1, metric: perplexity}]"],
+            ["'b1' has no metric 'perplexity'", "Known: accuracy"],
+        ),
+        (
+            ["method={name: fedsa-lora}", "callbacks=[{name: early-stopping, monitor: mean}]"],
+            ["no score 'mean' to monitor", "Known: mtal"],
+        ),
+    ],
+)
+@pytest.mark.usefixtures("nothing_is_read")
+def test_what_the_rounds_will_need_is_told_before_anything_is_read(
+    complaint: Complaint, monkeypatch: pytest.MonkeyPatch, overrides: list[str], told: list[str]
+) -> None:
+    for module in ("setup", "tracking"):
+        monkeypatch.setattr(f"fedguild.{module}.find_spec", lambda package: None)
+    says(complaint("run", TASKS, *overrides, "--output", "out"), *told)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["method={name: florist, next_round: truncate}", "model.load_in_4bit=true"],
+        ["callbacks=[{name: early-stopping, monitor: b1, metric: accuracy}]"],
+        ["evaluation.clients=true", "callbacks=[{name: early-stopping, monitor: mtal, metric: deviation}]"],
+        ["method={name: fedsa-lora}", "callbacks=[early-stopping]"],
+    ],
+)
+def test_what_the_rounds_will_have_is_not_refused(monkeypatch: pytest.MonkeyPatch, overrides: list[str]) -> None:
+    """Each gets as far as the data."""
+
+    def read(*_: object) -> None:
+        raise KeyError("the data is read")
+
+    monkeypatch.setattr("fedguild.setup.prepare_data", read)
+    with pytest.raises(KeyError, match="the data is read"):
+        experiment.run(load_config(TASKS, overrides), Path("out"))
+
+
+def test_a_split_without_examples_is_not_scored_afterwards(
+    command: Command, complaint: Complaint, olmoe_folder: Path
+) -> None:
+    settings = small_settings(olmoe_folder, "federation.rounds=1", "data.split.validation=0")
+    assert command("run", TASKS, *settings, "--output", "out").exit_code == 0
+    says(complaint("evaluate", "out", "--split", "validation"), "data.split.validation is 0")
 
 
 def test_a_data_file_that_is_not_there(complaint: Complaint) -> None:

@@ -410,11 +410,13 @@ def deployed(federation: Federation, state: Payload, round: int = 2) -> None:
     """Asserts that every model of a state has the tensors of its plan, and loads them."""
     method, model = federation.method, federation.model
     models = [method.deploy(state, model, who.budget) for who in federation.clients]
+    assert {one is not None for one in models} == {method.has_global_model}
     for who in federation.clients:
         excerpt = method.excerpt(state, model, who)
         for memory in (federation.memory.load(who.name, round + 1), Payload()):
             models.append(method.personalize(excerpt, model, who, memory))
     for deployment in (one for one in models if one is not None):
+        assert method.merges_weights or not deployment.merged
         shapes = {name: tuple(value.shape) for name, value in deployment.tensors.items()}
         assert shapes == {name: tuple(shape) for name, shape in adapter_shapes(model, deployment.plan).items()}
         with SlotModel(federation.backbone, [deployment.plan]) as slots:

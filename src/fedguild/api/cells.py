@@ -167,7 +167,7 @@ def plan_table(
     for column in columns:
         folder = output if columns == [ONLY_COLUMN] else output / column
         runs = [
-            Cell(cell.preset, require_fit(config), folder / config.name / f"seed-{seed}", inputs)
+            Cell(cell.preset, config, folder / config.name / f"seed-{seed}", inputs)
             for cell in cells
             if cell.column == column
             for seed in seeds

@@ -3,7 +3,8 @@
 A callback is any callable of one event. The events come in the order of the classes below; what happens twice a round
 or more (a training step) is left to `fedguild.progress`. One that ships is a module of this package with a class or
 function `CALLBACK` that returns a callback; one of another package is an entry point in the group `fedguild.callbacks`.
-A config names them in `callbacks`.
+A config names them in `callbacks`. A callback with a method `require` is asked before a run whether it will find the
+scores that it needs.
 
 A run that was killed delivers the last complete round's `Saved` again when it resumes, since it may not have been
 delivered: a callback that decides from `history` alone, as `EarlyStopping` does, makes a resumed run end like an
@@ -12,7 +13,7 @@ uninterrupted one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,22 @@ def make_callback(name: str, options: Mapping[str, Any]) -> Callback:
     if not callable(callback):
         raise ConfigError(f"callbacks: {name} returns a {type(callback).__name__}, which is not callable.")
     return callback
+
+
+def check_scores(callbacks: Iterable[Callback], scores: Mapping[str, Collection[str]]) -> None:
+    """Lets every callback that has a method `require` say what it misses, before anything of the run is loaded.
+
+    Args:
+        callbacks: The callbacks.
+        scores: The budgets and means that the run will score -> the metrics that each may have.
+
+    Raises:
+        ConfigError: a callback needs something else.
+    """
+    for callback in callbacks:
+        require = getattr(callback, "require", None)
+        if callable(require):
+            require(scores)
 
 
 class Delivery:

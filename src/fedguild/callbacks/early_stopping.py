@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,6 +51,19 @@ class EarlyStopping:
         if self.mode not in ("max", "min"):
             raise ValueError(f"mode must be max or min, got {self.mode!r}")
 
+    def require(self, scores: Mapping[str, Collection[str]]) -> None:
+        """Checks that a run will have what this monitors.
+
+        Args:
+            scores: The budgets and means that it will score -> the metrics that each may have.
+
+        Raises:
+            ConfigError: there is no such score or metric.
+        """
+        monitor = self._named(scores)
+        if self.metric is not None:
+            self._require_metric(monitor, scores[monitor])
+
     def __call__(self, event: Event) -> None:
         """Stops the run if the last `patience` evaluations brought no improvement.
 
@@ -67,7 +80,9 @@ class EarlyStopping:
             event.stop(f"{what} has not improved in {since} evaluations, after round {event.round}")
 
     def _monitored(self, history: Iterable[EvaluationRecord]) -> str:
-        names = list(dict.fromkeys(record.name for record in history if record.scope in ("summary", "budget")))
+        return self._named(dict.fromkeys(record.name for record in history if record.scope in ("summary", "budget")))
+
+    def _named(self, names: Collection[str]) -> str:
         monitor = next((name for name in _SUMMARIES if name in names), "") if self.monitor == "auto" else self.monitor
         if monitor not in names:
             raise ConfigError(f"early-stopping: the run has no score '{monitor}' to monitor.", nearest(monitor, names))
@@ -78,11 +93,14 @@ class EarlyStopping:
         if self.metric is None:
             return [record.score for record in records]
         known = {name for record in records for name in record.metrics}
-        if self.metric not in known:
+        self._require_metric(monitor, known)
+        return [record.metrics[self.metric] for record in records if self.metric in record.metrics]
+
+    def _require_metric(self, monitor: str, known: Collection[str]) -> None:
+        if self.metric is not None and self.metric not in known:
             raise ConfigError(
                 f"early-stopping: '{monitor}' has no metric '{self.metric}'.", nearest(self.metric, known)
             )
-        return [record.metrics[self.metric] for record in records if self.metric in record.metrics]
 
     def _since_the_best(self, values: Iterable[float]) -> int:
         """Returns the number of values after the last that was better than all before it by more than `min_delta`."""

@@ -34,7 +34,11 @@ EXTRAS = {
     "fusion": (("nevergrad",), "fdlora cannot search its fusion weights"),
     "ray": (("ray",), "runs cannot be spread over GPUs and machines"),
     "flower": (("flwr",), "clients cannot take part over the network"),
+    "secure": (("cryptography", "Crypto"), "federation.secure cannot be enabled"),
+    "privacy": (("dp_accounting",), "privacy.unit cannot be set: nothing accounts for ε"),
 }
+DISTRIBUTIONS = {"Crypto": "pycryptodome", "dp_accounting": "dp-accounting", "liger_kernel": "liger-kernel"}
+"""Package -> its name for pip, where that is another."""
 GIBIBYTE = 2**30
 
 
@@ -96,19 +100,20 @@ def _package(name: str) -> Finding:
 
 
 def _extra(extra: str, packages: tuple[str, ...], loss: str) -> Finding:
-    absent = [package for package in packages if util.find_spec(package) is None]
+    absent = [DISTRIBUTIONS.get(package, package) for package in packages if util.find_spec(package) is None]
     if absent:
         extent = f"without {', '.join(absent)}"
         return Finding(f"extra {extra}", extent, "missing", f"{loss}: pip install 'fedguild[{extra}]'")
-    return Finding(f"extra {extra}", ", ".join(f"{package} {_version(package)}" for package in packages))
+    return Finding(f"extra {extra}", ", ".join(_dated(package) for package in packages))
 
 
-def _version(package: str) -> str:
-    """Returns an installed package's version; of MLflow also where only its client is installed."""
+def _dated(package: str) -> str:
+    """Returns an installed package's name for pip and its version; of MLflow also if only its client is installed."""
+    name = DISTRIBUTIONS.get(package, package)
     try:
-        return metadata.version(package)
+        return f"{name} {metadata.version(name)}"
     except metadata.PackageNotFoundError:
-        return metadata.version(f"{package}-skinny")
+        return f"{name} {metadata.version(f'{name}-skinny')}"
 
 
 def _plugins() -> Iterator[Finding]:

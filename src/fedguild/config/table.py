@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -181,6 +181,28 @@ def table_cells(name: str, table: Table, rows: Sequence[str] = (), columns: Sequ
             )
             cells.append(TableCell(row, column, preset, layers))
     return cells
+
+
+def require_claimed_scores(name: str, table: Table) -> None:
+    """Checks that every claim is about a score or a budget that the rows which it compares have.
+
+    Args:
+        name: The table's name, for messages.
+        table: The table.
+
+    Raises:
+        ConfigError: a claim names another score.
+    """
+    for claim in table.claims:
+        if claim.score is None or claim.score in get_args(Score):
+            continue
+        for cell in table_cells(name, table, [claim.higher, *claim.lower], list(claim.columns or table.columns)):
+            budgets = [tier.name for tier in cell.config().federation.budgets]
+            if claim.score not in budgets:
+                raise ConfigError(
+                    f"{name}: '{claim.says}' is about the score '{claim.score}', which {cell.row} does not have.",
+                    nearest(claim.score, [*budgets, *get_args(Score)]),
+                )
 
 
 def _require_known(table: str, kind: str, wanted: Sequence[str], known: Mapping[str, TableEntry]) -> None:

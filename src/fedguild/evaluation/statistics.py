@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from scipy.special import stdtrit
-
+from fedguild import student
 from fedguild.errors import DataError
 
 
@@ -40,9 +38,7 @@ def half_width(values: Spread) -> float:
 
     Infinite for one seed, which says nothing about the spread.
     """
-    if values.count < 2:
-        return math.inf
-    return float(stdtrit(values.count - 1, 0.975)) * values.std / math.sqrt(values.count)
+    return student.half_width(values.std, values.count)
 
 
 def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Spread:

@@ -85,6 +85,11 @@ class FedExLoRA(Method):
         """Returns nothing: its uploads are the received adapters, after plain training."""
         return ""
 
+    @property
+    def merges_weights(self) -> bool:
+        """Returns True: every round is merged."""
+        return True
+
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget, with the budget's active experts."""
         settings = self.settings

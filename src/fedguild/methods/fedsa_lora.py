@@ -61,6 +61,7 @@ class FedSALoRA(Method):
     Settings = FedSALoRASettings
     settings: FedSALoRASettings
     costs = RUNNING_MEAN
+    has_global_model = False
     is_mean = True
 
     def privacy_refusal(self, unit: Unit) -> str:

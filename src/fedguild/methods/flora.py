@@ -74,6 +74,11 @@ class Flora(Method):
         """Returns why its uploads tell more than an account could hold."""
         return "starts every round from an adapter that was not received" if unit == "client" else ""
 
+    @property
+    def merges_weights(self) -> bool:
+        """Returns True: every round is merged."""
+        return True
+
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with its scale; all of the model's experts stay active."""
         lora = Lora(budget.rank, self.scale_of(budget), self.settings.targets, self.settings.dropout)

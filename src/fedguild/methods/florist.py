@@ -93,6 +93,11 @@ class Florist(Method):
         """Returns why its uploads tell more than an account could hold."""
         return "starts a round from an adapter that was not received" if unit == "client" else ""
 
+    @property
+    def merges_weights(self) -> bool:
+        """Whether line 8 merges the pair, which `next_round: truncate` does not."""
+        return self.settings.next_round != "truncate"
+
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with its scale; all of the model's experts stay active."""
         lora = Lora(budget.rank, self.scale_of(budget), self.settings.targets, self.settings.dropout)

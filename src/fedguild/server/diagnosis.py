@@ -1,9 +1,9 @@
 """What averaging does to the clients' changes: figures of a round that any method with shared adapters can report.
 
-They hold for the uploads and the state under `adapter/`, where both have a tensor with the same name and shape; a
-client with another rank is left out. p_i is a client's share of the round's examples, Delta_i its change of a tensor
-since the round's state, A_i and B_i its factors of a low-rank product. A method that weighs clients otherwise is
-measured with p_i too, so that methods compare.
+They hold for tensors under `adapter/` that an upload has with the name and shape of the state's. A client without any
+such tensor is left out, and so is, for all, a tensor that one of the other clients lacks or has in another shape.
+p_i is a client's share of the round's examples, Delta_i its change of a tensor since the round's state, A_i and B_i its
+factors of a low-rank product. A method that weighs clients otherwise is measured with p_i too, so that methods compare.
 """
 
 from __future__ import annotations

@@ -130,6 +130,7 @@ class Method(ABC):
             if the names and shapes of the state's adapter stay; False where the method has a server's step of its own.
         needs_float64: What it computes in fp64 on the clients' device, a clause without a subject's name; empty for
             nothing. Apple's GPUs have no fp64.
+        has_global_model: Whether `deploy` returns a model; False where every client has its own and none is shared.
         settings: The options of this instance.
     """
 
@@ -143,6 +144,7 @@ class Method(ABC):
     data_free_scalars: ClassVar[frozenset[str]] = frozenset()
     is_stepped: ClassVar[bool | None] = None
     needs_float64: ClassVar[str] = ""
+    has_global_model: ClassVar[bool] = True
     settings: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -269,7 +271,7 @@ class Method(ABC):
     # The resulting models
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment | None:
-        """Returns the global model as a client of this budget runs it; None where every client has its own.
+        """Returns the global model as a client of this budget runs it; None if `has_global_model` is False.
 
         By default the state's adapter under the budget's plan.
         """
@@ -345,6 +347,11 @@ class Method(ABC):
             unit: What is protected: a client's whole data, or one training example.
         """
         return "does not say what its uploads tell about a client's data (Method.privacy_refusal)"
+
+    @property
+    def merges_weights(self) -> bool:
+        """Whether its rounds are added to the backbone's own weights, which then cannot be in 4 bit."""
+        return False
 
     def with_options(self, **changes: Any) -> Self:
         """Returns the method with other values for some options, or the method itself if there are none."""

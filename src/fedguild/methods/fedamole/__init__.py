@@ -133,6 +133,7 @@ class FedAMoLE(Method):
         varies="mean",
         note="Clients hold between k^e and b experts of a module; over all of them the mean is E k^c / C.",
     )
+    has_global_model = False
 
     def __init__(self, settings: FedAMoLESettings, secret: int | None = None) -> None:
         super().__init__(settings)

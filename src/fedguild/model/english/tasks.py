@@ -10,8 +10,7 @@ from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
-from scipy import stats
-
+from fedguild import student
 from fedguild.errors import ModelError
 from fedguild.files import write_text
 
@@ -23,7 +22,6 @@ MEASURES = {"accuracy": "accuracy", "rouge_l": "ROUGE-L", "perplexity": "perplex
 START, END = "<!-- tasks -->\n", "<!-- end -->\n"
 HEADING = "## What fine-tuning reaches\n\n"
 NOT_MEASURED = "Not measured for these weights; `python benchmarks/english_tasks.py` does it.\n"
-_CONFIDENCE = 0.95
 _BEFORE = "## Text and attribution\n"
 """The card's section that follows, where a card without the section gets it."""
 
@@ -117,8 +115,7 @@ def interval_over_seeds(differences: Sequence[float]) -> Interval:
     Raises:
         ValueError: there are fewer than two seeds.
     """
-    mean, count = fmean(differences), len(differences)
-    half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, count - 1)) * stdev(differences) / math.sqrt(count)
+    mean, half = fmean(differences), student.half_width(stdev(differences), len(differences))
     return Interval(mean, mean - half, mean + half)
 
 
@@ -139,7 +136,7 @@ def interval_over_questions(differences: Sequence[float], weights: Sequence[floa
     mean = math.fsum(differences) / total
     residuals = [difference - mean * weight for difference, weight in zip(differences, weights, strict=True)]
     deviation = math.sqrt(math.fsum(residual**2 for residual in residuals) / (count - 1))
-    half = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2) * deviation * math.sqrt(count) / total
+    half = NormalDist().inv_cdf((1 + student.CONFIDENCE) / 2) * deviation * math.sqrt(count) / total
     return Interval(mean, mean - half, mean + half)
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from fedguild.cli.recorded import (
+from fedguild.config import Table
+from fedguild.errors import DataError
+from fedguild.evaluation.statistics import Spread, half_width, spread
+from fedguild.report.recorded import (
     CellRecord,
     by_row,
     claims_markdown,
@@ -19,9 +23,6 @@ from fedguild.cli.recorded import (
     table_page,
     verdict,
 )
-from fedguild.config import Table
-from fedguild.errors import DataError
-from fedguild.evaluation.statistics import Spread, half_width, spread
 from fedguild.report.run_folder import load_run
 from tests.report.runs import write_run
 
@@ -113,14 +114,26 @@ def test_the_page_by_hand() -> None:
         "0.000 ± 0.248",
         "−0.100 ± 0.000",
     ]
-    assert "could have shown is 0.000." in page
+    assert "The differences are the same in every seed" in page
+    assert "could have shown is" not in page
     assert "unrun |" not in page.partition("| claim |")[0]
     claims = claims_markdown(TABLE, records()).splitlines()[2:]
     assert claims == [
-        "| ours leads |  | **holds** | − theirs: +0.100 ± 0.000 |",
-        "| ours leads at b4 |  | **undecided at this scale** | − theirs: 0.000 ± 0.248 |",
-        "| ours leads what was not run |  | **not recorded** | − unrun: – |",
+        "| ours leads |  | **holds**, without any spread over the seeds | 3 | − theirs: +0.100 ± 0.000 |",
+        "| ours leads at b4 |  | **undecided at this scale** | 3 | − theirs: 0.000 ± 0.248 |",
+        "| ours leads what was not run |  | **not recorded** | 0 | − unrun: – |",
     ]
+
+
+def test_a_verdict_has_the_number_of_its_seeds() -> None:
+    """Both rows share seeds 0 and 1 only, then seed 0 only: a difference of one seed decides nothing."""
+    for seeds, told in (((0, 1), "| 2 |"), ((0,), "**undecided at this scale**, with one seed | 1 |")):
+        some = [record for record in records() if record.row == "ours" or record.seed in seeds]
+        assert told in claims_markdown(TABLE, some).splitlines()[3]
+    both = {**TABLE.model_dump(), "claims": [{"says": "it leads", "higher": "ours", "lower": ["theirs", "unrun"]}]}
+    two = [record for record in records() if record.row == "theirs" and record.seed < 2]
+    more = [*records(), *(record.model_copy(update={"row": "unrun"}) for record in two)]
+    assert "| 2 to 3 |" in claims_markdown(Table.model_validate(both), more)
 
 
 def test_what_the_seeds_could_have_shown() -> None:
@@ -167,6 +180,34 @@ def test_the_record_of_a_run(tmp_path: Path) -> None:
     own = record_of(personal_run, "fedamole/one", "all", "fedamole", "abc")
     assert own.scores.keys() == {"mtal", "received"}
     assert own.upload_bytes
+
+
+def test_the_record_of_a_run_without_a_global_model_has_its_clients_perplexity_and_the_figures(tmp_path: Path) -> None:
+    """Perplexities 2, 4, 6, … of the clients in their order, of which the one without examples does not count."""
+    run = load_run(write_run(tmp_path / "fedamole", name="fedamole", personal=True))
+    own = run.scored("received", run.last_round)
+    perplexity = {name: 2.0 + 2.0 * place for place, name in enumerate(own)}
+    lone = next(iter(own))
+    changed = [
+        record.model_copy(
+            update={
+                "metrics": {"perplexity": perplexity[record.name]},
+                "examples": 0 if record.name == lone else record.examples or 1,
+            }
+        )
+        if record.scope == "received"
+        else record
+        for record in run.evaluations
+    ]
+    found = record_of(replace(run, evaluations=changed), "fedamole/one", "all", "fedamole", "abc")
+    assert found.perplexity == {"received": pytest.approx(sum(range(4, 2 * len(own) + 1, 2)) / (len(own) - 1))}
+    last = [record for record in run.observations if record.round == run.last_round]
+    assert found.observations.keys() == {record.name for record in last} != set()
+    for record in last:
+        flat = [value for row in record.values for value in row]
+        assert found.observations[record.name] == pytest.approx(sum(flat) / len(flat))
+    found.write(tmp_path)
+    assert read_records(tmp_path) == [found]
 
 
 def test_a_claim_about_an_unknown_row_is_refused() -> None:

@@ -22,12 +22,14 @@ from fedguild.files import write_text
 from fedguild.report import units
 from fedguild.report.costs import client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.run_folder import Run
+from fedguild.report.run_folder import MEANS, Run
 from fedguild.report.tables import run_table
 
 Word = Literal["holds", "does not hold", "undecided at this scale", "not recorded"]
 SUMMARIES = ("mean", "trained", "received", "pooled", "mtal")
 """Scores that are means over budgets or clients, in the order of their columns."""
+_ROUNDING = 1e-9
+"""A deviation of scores below this is rounding."""
 _TITLES = {
     "mean": "mean",
     "trained": "as trained",
@@ -51,7 +53,10 @@ class CellRecord(BaseModel):
         round: The last evaluated round.
         split: What was scored.
         scores: Budget, `mean`, `trained`, `received`, `pooled` or `mtal` -> score after the round, from 0 to 1.
-        perplexity: Budget -> perplexity, where it was recorded.
+        perplexity: Budget -> perplexity, where it was recorded; `trained`, `received`, `pooled` or `mtal` -> its mean
+            over the clients with examples.
+        observations: Figure that the method or the diagnosis reported -> mean of its values in the last round that has
+            it.
         training_flops: Budget -> training FLOPs of one of its clients over the run.
         upload_bytes: Of a client over the run, mean over the clients; None where none trained.
         download_bytes: Alike.
@@ -70,6 +75,7 @@ class CellRecord(BaseModel):
     split: str
     scores: dict[str, float]
     perplexity: dict[str, float] = Field(default_factory=dict)
+    observations: dict[str, float] = Field(default_factory=dict)
     training_flops: dict[str, float] = Field(default_factory=dict)
     upload_bytes: float | None = None
     download_bytes: float | None = None
@@ -177,6 +183,10 @@ def record_of(
         if row.cost and row.cost.training_flops is not None
     }
     perplexity = {row.budget.name: row.metrics["perplexity"] for row in found.rows if "perplexity" in row.metrics}
+    for scope, mean in MEANS.items():
+        scored = [record for record in run.scored(scope, run.last_round).values() if record.examples]
+        of_clients = [record.metrics["perplexity"] for record in scored if "perplexity" in record.metrics]
+        perplexity |= {mean: fmean(of_clients)} if of_clients else {}
     return CellRecord(
         table=table,
         column=column,
@@ -192,10 +202,18 @@ def record_of(
             **{name: value for name, value in summaries.items() if value is not None},
         },
         perplexity=perplexity,
+        observations=_observed(run),
         training_flops=trained,
         upload_bytes=cost.upload_bytes if cost else None,
         download_bytes=cost.download_bytes if cost else None,
     )
+
+
+def _observed(run: Run) -> dict[str, float]:
+    """Returns figure -> the mean of its finite values in the last round that has it."""
+    last = {record.name: record for record in sorted(run.observations, key=lambda record: record.round)}
+    values = {name: [one for row in last[name].values for one in row if math.isfinite(one)] for name in sorted(last)}
+    return {name: fmean(members) for name, members in values.items() if members}
 
 
 def read_records(folder: Path) -> list[CellRecord]:
@@ -247,7 +265,10 @@ def table_page(
 
 def claims_markdown(table: Table, records: Sequence[CellRecord]) -> str:
     """Returns a table of the claims: for each of its columns a word, and the differences that it rests on."""
-    lines = ["| claim | column | verdict | differences, 95 % interval |", "| :--- | :--- | :--- | :--- |"]
+    lines = [
+        "| claim | column | verdict | seeds | differences, 95 % interval |",
+        "| :--- | :--- | :--- | ---: | :--- |",
+    ]
     for claim in table.claims:
         for column in claim.columns or table.columns:
             cells = by_row(table, [record for record in records if record.column == column])
@@ -255,8 +276,28 @@ def claims_markdown(table: Table, records: Sequence[CellRecord]) -> str:
             found = {row: difference(cells, claim.higher, row, score) for row in claim.lower}
             shown = "; ".join(f"− {row}: {_interval(gap)}" for row, gap in found.items())
             where = "" if column == ONLY_COLUMN else column
-            lines.append(f"| {claim.says} | {where} | **{verdict(found.values())}** | {shown} |")
+            word = f"**{verdict(found.values())}**{_reservation(found.values())}"
+            lines.append(f"| {claim.says} | {where} | {word} | {_seeds(found.values())} | {shown} |")
     return "\n".join([*lines, ""])
+
+
+def _reservation(differences: Iterable[Spread | None]) -> str:
+    """Returns what a verdict is to be read with: one seed shows no spread, and some differences do not vary."""
+    known = [gap for gap in differences if gap is not None]
+    if any(gap.count == 1 for gap in known):
+        return ", with one seed"
+    return ", without any spread over the seeds" if any(_is_constant(gap) for gap in known) else ""
+
+
+def _is_constant(gap: Spread) -> bool:
+    """Whether several seeds gave one and the same difference, which leaves the interval without a width."""
+    return gap.count > 1 and gap.std < _ROUNDING
+
+
+def _seeds(differences: Iterable[Spread | None]) -> str:
+    """Returns how many seeds a verdict rests on: 5, or 3 to 5 where the differences have unequally many."""
+    counts = sorted({0 if gap is None else gap.count for gap in differences})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
 def verdict(differences: Iterable[Spread | None]) -> Word:
@@ -356,6 +397,8 @@ def _resolution(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> str:
     found = smallest_shown(cells, table.reference, table.score)
     if found is None:
         return "One seed, or none in common, cannot show any difference."
+    if found < _ROUNDING:
+        return "The differences are the same in every seed, which leaves open what these seeds could have shown."
     return (
         f"The smallest difference in the {_TITLES[table.score]} score that these seeds could have shown is {found:.3f}."
     )
