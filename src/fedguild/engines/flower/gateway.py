@@ -121,10 +121,11 @@ class Gateway:
         if has_body and key is None:
             await _answer(send, 401, b"The request is not signed.\n")
             return
-        body: AsyncIterator[bytes] | bytes | None = None if key is None else self._counted(key, receive)
+        arriving = None if key is None else self._counted(key, receive)
+        body: AsyncIterator[bytes] | bytes | None = arriving
         try:
             if path.decode() == PUSH_MESSAGES:
-                body = await _whole(body, LARGEST_PUSH_BYTES)
+                body = await _whole(arriving, LARGEST_PUSH_BYTES)
                 if fault := fault_of_push(body):
                     await _answer(send, 403, f"{fault}\n".encode())
                     return
