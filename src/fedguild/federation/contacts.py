@@ -43,9 +43,9 @@ class NotedTransport:
         self._note("sent", client=name, kind=message.kind, round=message.round)
         return identifier
 
-    def poll(self, message_id: str) -> Message | NoReply | None:
+    def poll(self, message_id: str, limit_bytes: int | None = None) -> Message | NoReply | None:
         """Returns the reply to a message, once; notes it."""
-        reply = self._transport.poll(message_id)
+        reply = self._transport.poll(message_id, limit_bytes)
         if reply is not None:
             name, kind = self._sent.pop(message_id, ("", ""))
             failure = reply.reason if isinstance(reply, NoReply) else reply.failure
