@@ -17,6 +17,7 @@ class Scripted:
     def __init__(self) -> None:
         self.connected = [Node(7, "client-000"), Node(8, "client-001"), Node(9)]
         self.replies: dict[str, Message | NoReply] = {}
+        self.limits: list[int | None] = []
 
     def nodes(self) -> list[Node]:
         return self.connected
@@ -24,7 +25,8 @@ class Scripted:
     def send(self, node: int, message: Message, *, ttl_seconds: float) -> str:
         return f"{node}-{message.kind}"
 
-    def poll(self, message_id: str) -> Message | NoReply | None:
+    def poll(self, message_id: str, limit_bytes: int | None = None) -> Message | NoReply | None:
+        self.limits.append(limit_bytes)
         return self.replies.pop(message_id, None)
 
 
@@ -44,7 +46,8 @@ def test_contacts_are_noted_under_the_names_of_the_keys() -> None:
     hello, train = Message("hello", RUN), Message("train", RUN, round=3, client=5)
     assert transport.send(8, hello, ttl_seconds=1) == "8-hello"
     transport.send(9, train, ttl_seconds=1)
-    assert transport.poll("8-hello") is None
+    assert transport.poll("8-hello", 1000) is None
+    assert inner.limits == [1000]
     inner.replies = {"8-hello": Message("hello", RUN, client=0), "9-train": NoReply("its node is\x1b[2J gone")}
     assert transport.poll("8-hello") == Message("hello", RUN, client=0)
     assert transport.poll("9-train") == NoReply("its node is\x1b[2J gone")
