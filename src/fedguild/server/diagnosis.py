@@ -1,4 +1,4 @@
-"""What averaging does to the clients' changes: figures of a round that any method with shared adapters can report.
+"""Figures of what averaging does to the clients' changes, which any method with shared adapters can report of a round.
 
 They hold for the uploads and the state under `adapter/`, where both have a tensor with the same name and shape; a
 client with another rank is left out. p_i is a client's share of the round's examples, Delta_i its change of a tensor
