@@ -94,7 +94,10 @@ def test_a_cell_is_recorded_once_and_again_when_its_settings_change(
     assert "`fedguild compare flame/table-2-tiny evaluation.every=4 --seeds 0`" in page
     assert "| flame |" in page
     assert "**not recorded**" in generate._recorded(Path("flame.md"))
-    assert generate._recorded(Path("ub-smoe.md")).startswith("No table has been recorded yet")
+    assert generate._recorded(Path("ub-smoe.md")).startswith("No table with this method has been recorded yet")
+    trivial = generate._recorded(Path("trivial.md"))
+    assert trivial.startswith("`flame/table-2-tiny`, its row here `trivial`:")
+    assert all("trivial" in line for line in trivial.splitlines()[4:]), "only the claims that it is part of"
 
 
 def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_planned(
