@@ -85,8 +85,10 @@ def _recorded(page: Path) -> str:
             claims = tuple(one for one in content.claims if own or {one.higher, *one.lower} & set(rows))
             shown = ", ".join(f"`{row}`" for row in rows)
             parts.append(f"`{shipped.name}`, its {'row' if len(rows) == 1 else 'rows'} here {shown}:\n")
-            nothing = "The table makes no claim about them.\n"
-            parts.append(claims_markdown(content.model_copy(update={"claims": claims}), of_table) if claims else nothing)
+            if claims:
+                parts.append(claims_markdown(content.model_copy(update={"claims": claims}), of_table))
+            else:
+                parts.append("The table makes no claim about it.\n")
     none = "No table has" if page.stem == "results" else "No table with this method has"
     return "\n".join(parts) or f"{none} been recorded yet: `make tables`.\n"
 

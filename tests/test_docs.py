@@ -40,6 +40,12 @@ def test_tables_and_indexes_are_up_to_date(generate: ModuleType) -> None:
     assert not pages, f"{', '.join(pages)}: not up to date. Run `make docs`."
 
 
+def test_every_method_shows_what_was_recorded_of_it(generate: ModuleType) -> None:
+    pages = {name: (generate.METHOD_PAGES / f"{name}.md").read_text("utf-8") for name in generate.METHODS}
+    assert len(pages) > 20
+    assert [name for name, text in pages.items() if "<!-- generated: recorded -->\n" not in text] == []
+
+
 def test_a_page_without_a_fact_is_named(generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "METHOD_PAGES", tmp_path)
     monkeypatch.setattr(generate, "ROOT", tmp_path)
