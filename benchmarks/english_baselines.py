@@ -1,4 +1,4 @@
-"""What needs no language model: bag of words, the hypothesis alone, the majority answer.
+"""Baselines without a language model: bag of words, the hypothesis alone, the majority answer.
 
 Sets with choices are answered, the others get a response from the training data. All of them take examples as
 FedGuild reads them.

@@ -1,4 +1,4 @@
-"""What real clients cost over `local`: seconds per round, loads of the backbone, bytes of the codecs.
+"""Cost of real clients over `local`: seconds per round, loads of the backbone, bytes of the codecs.
 
     python benchmarks/flower_overhead.py [--megabytes 1 50] [--rounds 5] [--clients 2]
 

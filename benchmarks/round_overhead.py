@@ -1,4 +1,4 @@
-"""What a round spends outside forward, backward, optimizer and evaluation; the aim is at most 10 %.
+"""Time that a round spends outside forward, backward, optimizer and evaluation; the aim is at most 10 %.
 
 Run: python benchmarks/round_overhead.py
 Runs FLAME on the embedded model for a few rounds and adds up the time inside the three.

@@ -1,4 +1,4 @@
-"""What the number of clients costs a server that asks 20 of them a round; the aim is memory that stays flat.
+"""Cost of the number of clients for a server that asks 20 of them a round; the aim is memory that stays flat.
 
 Run: python benchmarks/scale.py [--rounds 5] [--repeats 3] [--clients 100 1000 10000]
 Each federation runs in a process of its own, rounds as in a run: sampled, trained by the local engine on a small

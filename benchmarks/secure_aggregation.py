@@ -1,4 +1,4 @@
-"""What secure aggregation costs beside a plain round: bytes of the clients, and CPU seconds of a client and the server.
+"""Cost of secure aggregation beside a plain round: bytes of the clients, and CPU seconds of a client and the server.
 
 Run: python benchmarks/secure_aggregation.py [--clients 8 64] [--repeats 3] [--methods flame fedit ...]
 The uploads are random numbers of the form that each method sends; nothing is trained. One process plays the server and

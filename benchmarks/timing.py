@@ -1,4 +1,4 @@
-"""How the benchmarks measure: side by side in one process, interleaved, medians."""
+"""Timing of the benchmarks: side by side in one process, interleaved, medians."""
 
 from __future__ import annotations
 

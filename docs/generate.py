@@ -9,13 +9,15 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 from fedguild.cli.profile_tables import server_markdown
 from fedguild.client.budget import Budget
-from fedguild.config import tables
+from fedguild.config import table_cells, tables
 from fedguild.config.reference import as_markdown, settings_of
 from fedguild.config.schema import Config
+from fedguild.config.table import ShippedTable
 from fedguild.costs.several_gpus import gpus_markdown
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
@@ -67,7 +69,7 @@ def _server_costs(page: Path) -> str:
 
 
 def _recorded(page: Path) -> str:
-    """Returns the recorded tables: all of them in results.md, the claims of its own on a method's page."""
+    """Returns the recorded tables: all of them in results.md, on a method's page what concerns it."""
     records = read_records(RECORDS)
     parts = []
     for shipped in tables():
@@ -77,9 +79,26 @@ def _recorded(page: Path) -> str:
         if page.stem == "results":
             choices = read_choices(RECORDS, shipped.name)
             parts.append(table_page(shipped.name, shipped.description, shipped.load(), of_table, choices))
-        elif shipped.name.startswith(f"{page.stem}/") and (content := shipped.load()).claims:
-            parts.append(f"`{shipped.name}`:\n\n{claims_markdown(content, of_table)}")
-    return "\n".join(parts) or "No table has been recorded yet: `make tables`.\n"
+        elif rows := [row for row, method in _methods_of_rows(shipped).items() if method == page.stem]:
+            content = shipped.load()
+            own = shipped.name.startswith(f"{page.stem}/")
+            claims = tuple(one for one in content.claims if own or {one.higher, *one.lower} & set(rows))
+            shown = ", ".join(f"`{row}`" for row in rows)
+            parts.append(f"`{shipped.name}`, its {'row' if len(rows) == 1 else 'rows'} here {shown}:\n")
+            if claims:
+                parts.append(claims_markdown(content.model_copy(update={"claims": claims}), of_table))
+            else:
+                parts.append("The table makes no claim about it.\n")
+    none = "No table has" if page.stem == "results" else "No table with this method has"
+    return "\n".join(parts) or f"{none} been recorded yet: `make tables`.\n"
+
+
+@cache
+def _methods_of_rows(shipped: ShippedTable) -> dict[str, str]:
+    """Returns row -> the name of its method."""
+    content = shipped.load()
+    cells = table_cells(shipped.name, content, columns=[next(iter(content.columns))])
+    return {cell.row: cell.config().method.name for cell in cells}
 
 
 def _titles(page: Path) -> str:

@@ -42,6 +42,12 @@ def test_tables_and_indexes_are_up_to_date(generate: ModuleType) -> None:
     assert not pages, f"{', '.join(pages)}: not up to date. Run `make docs`."
 
 
+def test_every_method_shows_what_was_recorded_of_it(generate: ModuleType) -> None:
+    pages = {name: (generate.METHOD_PAGES / f"{name}.md").read_text("utf-8") for name in generate.METHODS}
+    assert len(pages) > 20
+    assert [name for name, text in pages.items() if "<!-- generated: recorded -->\n" not in text] == []
+
+
 def test_a_page_without_a_fact_is_named(generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "METHOD_PAGES", tmp_path)
     monkeypatch.setattr(generate, "ROOT", tmp_path)
@@ -156,7 +162,10 @@ def test_a_cell_is_recorded_once_and_again_when_its_settings_change(
     assert "`fedguild compare flame/table-2-tiny evaluation.every=4 --seeds 0`" in page
     assert "| flame |" in page
     assert "**not recorded**" in generate._recorded(Path("flame.md"))
-    assert generate._recorded(Path("ub-smoe.md")).startswith("No table has been recorded yet")
+    assert generate._recorded(Path("ub-smoe.md")).startswith("No table with this method has been recorded yet")
+    trivial = generate._recorded(Path("trivial.md"))
+    assert trivial.startswith("`flame/table-2-tiny`, its row here `trivial`:")
+    assert all("trivial" in line for line in trivial.splitlines()[4:]), "only the claims that it is part of"
 
 
 def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_planned(

@@ -1,4 +1,4 @@
-"""What is summed: a method's weighted means, their weights, and which part of them a client holds."""
+"""The form of a sum: a method's weighted means, their weights, and the part of them that a client holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who masks with whom: everybody with everybody, or in a sparse graph that nobody chooses (Bell et al., section 3)."""
+"""The pairs that mask: everybody with everybody, or in a sparse graph that nobody chooses (Bell et al., section 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients and server of one aggregation agree on, and the arrays that go between them.
+"""The terms that clients and server of one aggregation agree on, and the arrays that go between them.
 
 Messages are named arrays (`Arrays`); a list of clients is [n] int32, ascending, and keys, shares and signatures are
 rows of uint8. The steps, each a request to every client that is left and its answer:

@@ -1,4 +1,4 @@
-"""What averaging does to the clients' changes: figures of a round that any method with shared adapters can report.
+"""Figures of what averaging does to the clients' changes, which any method with shared adapters can report of a round.
 
 They hold for tensors under `adapter/` that an upload has with the name and shape of the state's. A client without any
 such tensor is left out, and so is, for all, a tensor that one of the other clients lacks or has in another shape.

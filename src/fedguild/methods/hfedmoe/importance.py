@@ -1,4 +1,4 @@
-"""Which experts matter to a client: importance, information under the bottleneck, and the choice within a budget.
+"""Importance of the experts to a client, information under the bottleneck, and the choice within a budget.
 
 HFedMoE, Eq. 3 to 5 and 9 to 16. A batch is an optimizer step: all of its passes are counted together.
 """
