@@ -22,7 +22,7 @@ from fedguild.evaluation.tasks import evaluate
 from fedguild.model.english.architecture import Sizes, new_model
 from fedguild.model.english.tasks import PRETRAINED
 from fedguild.model.slots import SlotModel
-from fedguild.scoring import evaluated_plan
+from fedguild.scoring import CPU_BATCH_TOKENS, evaluated_plan
 from fedguild.seeding import numpy_rng
 from fedguild.server.run_log import EvaluationRecord, RunLog
 
@@ -275,6 +275,6 @@ def answers(folder: Path, epochs: int, task: TaskSet, questions: Sequence[Exampl
             run.backbone.tokenizer,
             max_tokens=task.max_tokens,
             max_new_tokens=48 if task.generates else settings.max_new_tokens,
-            batch_tokens=settings.batch_tokens,
+            batch_tokens=CPU_BATCH_TOKENS,
         )
     return list(scores.examples)

@@ -34,14 +34,29 @@ TOGETHER = {
 UNTRACED = frozenset(
     f"tests/{file}.py"
     for file in (
+        "api/test_comparing",
+        "cli/test_end_to_end",
+        "cli/test_runs",
+        "client/test_synchronisations",
         "config/test_table",
         "costs/test_published",
         "costs/test_traffic",
         "engines/flower/test_equality",
+        "engines/test_ray",
+        "experiment/test_disk",
         "experiment/test_presets",
+        "experiment/test_records",
         "experiment/test_resume",
+        "federation/test_excerpts",
         "methods/test_matrix",
+        "methods/test_private_methods",
         "methods/test_score_protocols",
+        "methods/ub_smoe/test_delivery",
+        "model/test_kernels",
+        "model/test_sharding",
+        "report/test_html",
+        "test_contributing",
+        "test_gpu_benchmark",
     )
 )
 """Files of tests that go through whole runs or many cases of one kind, outside of the measured coverage.
@@ -53,6 +68,7 @@ Tracing lines takes a quarter of their time, and the tests of the parts reach th
 def pytest_configure() -> None:
     """One thread, unless the user says otherwise: what one process computes is compared with another's bit by bit."""
     if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
         torch.set_num_threads(1)
 
 

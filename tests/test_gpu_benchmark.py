@@ -74,14 +74,14 @@ def test_running_out_of_memory_is_a_result(gpu, pages, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(gpu, "typical", full)
-    found = rehearse(gpu, tmp_path, "Qwen3-30B-A3B | ours | 1 x 8 | rank 20")
+    found = rehearse(gpu, tmp_path, "OLMoE-1B-7B | ours | 1 x 8 | rank 20")
     assert [(entry["outcome"], entry["recomputes"]) for entry in found.values()] == [
         ("out of memory", False),
         ("ok", True),
     ]
     monkeypatch.setattr(gpu, "with_peft", lambda *_: (_ for _ in ()).throw(ValueError("no such target")))
-    failed = rehearse(gpu, tmp_path, "Qwen3-30B-A3B | peft | 1 x 8 | rank 20")
-    assert failed["Qwen3-30B-A3B | peft | 1 x 8 | rank 20, 8 active"]["error"] == "ValueError: no such target"
+    failed = rehearse(gpu, tmp_path, "OLMoE-1B-7B | peft | 1 x 8 | rank 20")
+    assert failed["OLMoE-1B-7B | peft | 1 x 8 | rank 20, 8 active"]["error"] == "ValueError: no such target"
     rows = [importlib.import_module("gpu_page").row_of(key, entry, failed.values()) for key, entry in failed.items()]
     assert [row[1] for row in rows][::2] == ["out of memory", "ValueError: no such target"]
 

@@ -58,6 +58,7 @@ def test_compare_trains_both_methods_here_and_in_processes_alike(invoke: Invoke)
     assert json.loads(apart.stdout)["reference"] == table["reference"]
 
 
+@pytest.mark.long
 def test_a_failed_process_is_named(invoke: Invoke) -> None:
     arguments = ["flame/tiny-tasks", "fedit/tiny-tasks-ranks", *SMALL, "--seeds", "0", "--jobs", "2"]
     result = invoke("compare", *arguments, "model.path=nowhere/at-all", "--output", "failed")

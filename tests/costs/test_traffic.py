@@ -23,7 +23,7 @@ from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.wire.accounting import HEADER, bytes_by_part
 from fedguild.wire.codec import encode
-from tests.methods.test_matrix import CASES, CLIENTS, cases, cases_variants_long, fresh, train
+from tests.methods.test_matrix import ALIKE, CASES, CLIENTS, cases, cases_variants_long, fresh, train
 
 FLOAT_DIGITS = 24
 """A floating-point scalar is JSON in the header, `0.1` or `0.30000000000000004`."""
@@ -103,7 +103,7 @@ def test_the_bytes_of_the_profile_are_those_of_a_real_run(label: str, tmp_path: 
 @pytest.mark.parametrize(
     "label",
     [
-        pytest.param(label, marks=pytest.mark.long if " " in label else ())
+        pytest.param(label, marks=pytest.mark.long if " " in label or label in ALIKE else ())
         for label in cases()
         if METHODS.load(label.partition(" ")[0]).costs.varies != "mean"
     ],
@@ -156,7 +156,12 @@ def test_trainable_counts_are_the_models(label: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "label", [label for label in cases() if METHODS.load(label.partition(" ")[0]).costs.varies == "no"]
+    "label",
+    [
+        pytest.param(label, marks=pytest.mark.long if " " in label else ())
+        for label in cases()
+        if METHODS.load(label.partition(" ")[0]).costs.varies == "no"
+    ],
 )
 def test_payloads_keep_their_form_from_the_round_that_the_entry_names(label: str, tmp_path: Path) -> None:
     """Or repeat it after as many rounds as the entry says; but for the digits of versions in names and headers."""

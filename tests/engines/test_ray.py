@@ -239,6 +239,7 @@ def test_a_run_by_its_config_ends_as_on_the_local_engine(models, tmp_path, monke
     assert_same(ended(tmp_path / "ray"), ended(tmp_path / "local"))
 
 
+@pytest.mark.long
 def test_a_model_that_the_actors_cannot_load_is_told_so(models, tmp_path):
     config = case_config("flame", models, engine_setting(1))
     run = prepare(config, tmp_path)

@@ -41,8 +41,9 @@ ONE_STEP = [
     "evaluation.max_examples=1",
     "evaluation.max_new_tokens=2",
 ]
-GENERATED = "data.options={train_examples: 400, test_examples: 20}"
-ROWS = 900
+GENERATED = "data.options={train_examples: 200, test_examples: 20}"
+ROWS, FEWER = 900, 300
+"""Rows of a corpus that many clients share, and of another."""
 CATEGORIES = ("open_qa", "closed_qa", "brainstorming", "summarization")
 CLASSES = ("entailment", "neutral", "contradiction")
 VERBS = ("Write", "Name", "Sort", "Count", "Explain")
@@ -107,7 +108,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
             "output": f"the correct answer is {str(i % 2 == 0).lower()}",
             "answer": str(i % 2 == 0).lower(),
         }
-        for i in range(ROWS)
+        for i in range(FEWER)
     ]
     questions = {
         "data": [
@@ -118,19 +119,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     }
     pairs = [
         {"sentence1": f"There are {i}.", "sentence2": "There are some.", "gold_label": CLASSES[i % 3]}
-        for i in range(ROWS)
+        for i in range(FEWER)
     ]
     for task in range(10):
         instances = [{"input": f"{i}", "output": [f"{i + task}"]} for i in range(40)]
         write_json(folder / f"tasks/task{task}.json", {"Definition": [f"Add {task}."], "Instances": instances})
-    news = [[1 + i % 4, f"Title {i}", f"Text {i}"] for i in range(ROWS)]
+    news = [[1 + i % 4, f"Title {i}", f"Text {i}"] for i in range(FEWER)]
     texts = [
         {"ctx": f"Count to {i}.", "endings": ["One", "Two"], "label": i % 2, "activity_label": VERBS[i % len(VERBS)]}
-        for i in range(ROWS)
+        for i in range(FEWER)
     ]
-    goals = [{"goal": f"Reach {i}.", "sol1": "Add.", "sol2": "Take.", "label": i % 2} for i in range(ROWS)]
+    goals = [{"goal": f"Reach {i}.", "sol1": "Add.", "sol2": "Take.", "label": i % 2} for i in range(FEWER)]
     exam: list[list[object]] = [["question", "subject", "choice0", "choice1", "choice2", "choice3", "answer"]]
-    exam += [[f"{i}?", VERBS[i % len(VERBS)], "1", "2", "3", "4", i % 4] for i in range(ROWS)]
+    exam += [[f"{i}?", VERBS[i % len(VERBS)], "1", "2", "3", "4", i % 4] for i in range(FEWER)]
     users = {f"user {n}": [{"instruction": f"Add {n} {i}.", "response": f"{i}"} for i in range(4)] for n in range(237)}
     return {
         "tasks": [GENERATED],

@@ -46,7 +46,7 @@ MOMENTS = {
 }
 
 
-@pytest.fixture(scope="module", params=[ALL, HALF])
+@pytest.fixture(scope="module", params=[ALL, pytest.param(HALF, marks=pytest.mark.long)])
 def config(request: pytest.FixtureRequest, olmoe_folder: Path) -> Config:
     return small_config(olmoe_folder, f"name={request.param.split()[0]}", *OVERRIDES[request.param])
 
@@ -172,9 +172,9 @@ def test_sigkill_before_the_first_checkpoint_and_in_the_middle_of_a_round(olmoe_
     settings = small_settings(
         olmoe_folder,
         "federation.cohort_size=1",
-        "federation.rounds=3",
-        "training.steps=10",
-        "evaluation.every=3",
+        "federation.rounds=2",
+        "training.steps=6",
+        "evaluation.every=2",
         "evaluation.max_new_tokens=4",
     )
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -69,7 +69,9 @@ def test_a_client_of_fedamole_is_sent_its_own_experts_and_no_others(models: dict
     assert not list((tmp_path / "sites").rglob("models"))
 
 
-@pytest.mark.parametrize("label", ["fedamole", "fedmoe", "hetlora", "flame"])
+@pytest.mark.parametrize(
+    "label", ["fedamole", "flame", *(pytest.param(label, marks=pytest.mark.long) for label in ("fedmoe", "hetlora"))]
+)
 def test_the_scores_are_those_of_a_simulation(label: str, models: dict[str, Path], tmp_path: Path) -> None:
     config = scoring(case_config(label, models))
     local = experiment.run(config, tmp_path / "local")

@@ -205,7 +205,7 @@ def test_a_client_has_its_model_from_what_it_is_sent(label: str, tmp_path: Path)
         state = method.aggregate(state, iter(train(federation, state, round)))
 
 
-@pytest.mark.parametrize("label", cases())
+@pytest.mark.parametrize("label", cases_variants_long())
 def test_what_a_client_is_sent_has_no_row_for_each_client(label: str, tmp_path: Path) -> None:
     """In a state of 23 clients, a number that no layer has, nothing that a client is sent is so long."""
     clients = [replace(CLIENTS[index % len(CLIENTS)], index=index) for index in range(23)]
@@ -289,7 +289,7 @@ def test_a_round_leaves_the_backbone_as_it_was(label: str, tmp_path: Path) -> No
 # The server
 
 
-@pytest.mark.parametrize("label", cases())
+@pytest.mark.parametrize("label", cases_variants_long())
 def test_the_state_survives_its_checkpoint(label: str, tmp_path: Path) -> None:
     """Bit by bit, and so does the round that follows from it."""
     federation = fresh(label, tmp_path)
@@ -309,7 +309,7 @@ def test_the_state_survives_its_checkpoint(label: str, tmp_path: Path) -> None:
         assert_same_tensors(after.tensors, state.tensors)
 
 
-@pytest.mark.parametrize("label", cases())
+@pytest.mark.parametrize("label", cases_variants_long())
 def test_uploads_are_what_the_server_expects(label: str, tmp_path: Path) -> None:
     """Before and after the wire; one tensor less, one more, or one of another shape is refused."""
     federation = fresh(label, tmp_path)
@@ -336,7 +336,7 @@ def test_uploads_are_what_the_server_expects(label: str, tmp_path: Path) -> None
         state = method.aggregate(state, iter(uploads))
 
 
-@pytest.mark.parametrize("label", cases())
+@pytest.mark.parametrize("label", cases_variants_long())
 def test_aggregation_neither_depends_on_the_order_nor_holds_on_to_uploads(label: str, tmp_path: Path) -> None:
     """An iterator is read once, front to back; an upload may be overwritten as soon as the next is asked for."""
     federation = fresh(label, tmp_path)

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ def free_ports(count: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks computed."""
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[subprocess.Popen[str]]]]:
+    """Two ranks, which compute while the test process does; and their folder."""
     folder, port = tmp_path_factory.mktemp("ranks"), free_ports(5)
     save_model(folder / "model")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -57,16 +58,24 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for rank in range(SIZE)
     ]
     try:
-        said = [rank.communicate(timeout=300 if index == 0 else 30)[1] for index, rank in enumerate(ranks)]
+        yield folder, ranks
     finally:
         for rank in ranks:
             rank.kill()
+
+
+@pytest.fixture(scope="module")
+def found(started, alone) -> list[dict[str, Any]]:
+    """What each of two ranks computed."""
+    folder, ranks = started
+    said = [rank.communicate(timeout=300 if index == 0 else 30)[1] for index, rank in enumerate(ranks)]
     assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(text[-3000:] for text in said)
     return [{**torch.load(folder / f"rank-{rank}.pt"), "folder": folder} for rank in range(SIZE)]
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, list[dict[str, Any]]]:
+def alone(started) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """The same, computed on a backbone that is not sharded."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield {family: [scenarios(family, rank, None) for rank in range(SIZE)] for family in FAMILIES}
