@@ -215,7 +215,7 @@ def attention_by_definition(query, key, value, ends, _, longest, __, *, scale, w
 @pytest.mark.parametrize("heads", [2, 4])
 def test_variable_length_attention_gets_what_it_documents(heads, monkeypatch):
     """A CPU has no such kernel; its definition takes its place, against attention row by row."""
-    monkeypatch.setattr(packed_rows, "varlen_attn", attention_by_definition)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention_by_definition)
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(1, 4, 9, 8, generator=generator)
     key, value = (torch.randn(1, heads, 9, 8, generator=generator) for _ in range(2))

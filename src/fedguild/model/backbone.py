@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.import_utils import is_accelerate_available
 
 from fedguild.data.batches import Seq2Seq
@@ -339,7 +338,9 @@ def _require_padding(tokenizer: Any) -> None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
-def _checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+def _checkpointed_layers(model: nn.Module) -> list[Any]:
+    from transformers.modeling_layers import GradientCheckpointingLayer  # it brings all of the modelling code
+
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 

@@ -3,7 +3,8 @@
 A pass over rows of unequal length computes its linear layers, norms and routers for the padding too, which on short
 instructions is most of the tokens. Packed, the model sees one row of all real tokens, which only its attention has to
 take apart. transformers calls the attention by name (`AttentionInterface`), so a backbone that can pack is given one of
-our own, which without packing is transformers' sdpa to the bit.
+our own, which without packing is transformers' sdpa to the bit. What is needed of transformers is imported where there is a
+model: it brings all of transformers' modelling code, which takes two seconds.
 """
 
 from __future__ import annotations
@@ -13,10 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from fedguild.data.batches import SlotBatch
 
@@ -73,6 +70,7 @@ def allow_packing(model: Any) -> bool:
         and not getattr(config, "sliding_window", None)
     )
     if suits:
+        _register()
         model.set_attn_implementation(ATTENTION)
     return bool(suits)
 
@@ -130,6 +128,8 @@ def packed_attention(
         is_masked: Whether the mask is meant; if not, the attention is causal, as it is within packed rows.
         options: What else a model gives to its attention, `scaling` among it.
     """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     if packed_rows is None:
         mask = attention_mask if is_masked else None
         output, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
@@ -147,6 +147,8 @@ def packed_attention(
 
 def _variable_length(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None) -> Tensor:
     """Returns [1, N, heads, d] by torch's variable-length attention, which only CUDA has, for bf16 and fp16."""
+    from torch.nn.attention.varlen import varlen_attn
+
     output = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -174,10 +176,16 @@ def _padded(
         padded: Tensor = filled.unflatten(0, (-1, rows.longest)).transpose(1, 2)
         return padded
 
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     output, _ = sdpa_attention_forward(module, apart(query), apart(key), apart(value), None, **options)
     packed: Tensor = output.flatten(0, 1).index_select(0, rows.places)[None]
     return packed
 
 
-AttentionInterface.register(ATTENTION, packed_attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(ATTENTION, packed_attention)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)

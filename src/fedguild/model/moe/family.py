@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fedguild.errors import ModelError
 from fedguild.model.info import MoeInfo
@@ -95,6 +94,8 @@ class Family:
             model: The model.
             layers: All of its mixture-of-experts layers, at least one.
         """
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # it brings all of the modelling code
+
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
         model.set_experts_implementation(IMPLEMENTATION)
         for layer in layers:
