@@ -29,6 +29,9 @@ function draw(tag, attributes, ...children) {
   return element;
 }
 
+// A table's caption, whose text stays in view while the table scrolls.
+const captioned = (text) => make("caption", {}, make("span", {}, text));
+
 function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -142,7 +145,7 @@ function chart(holder, lines, { height, format, label, named, bounds, whole }) {
 }
 
 function valuesTable(caption, heads, rows) {
-  return make("div", { class: "scroll" }, make("table", { class: "numbers" }, make("caption", {}, caption),
+  return make("div", { class: "scroll" }, make("table", { class: "numbers" }, captioned(caption),
     make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col" }, head)))),
     make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((cell, place) =>
       place ? make("td", {}, cell) : make("th", { scope: "row" }, cell)))))));
@@ -322,7 +325,7 @@ function showClients() {
   const body = shown.map(([number, row]) => make("tr", {}, make("th", { scope: "row" }, federation ? `client-${String(number).padStart(3, "0")}` : String(number)),
     make("td", { class: row.note ? "reason" : "text" }, make("span", { class: `dot is-${row.state}` }, stateWords[row.state] || row.state), row.note ? make("small", {}, row.note) : ""),
     ...used.map(([, cell]) => make("td", {}, cell(row)))));
-  const table = make("table", { class: "numbers" }, make("caption", {}, "Clients: what each does now, and what it has cost so far"), make("thead", {}, head), make("tbody", {}, ...body));
+  const table = make("table", { class: "numbers" }, captioned("Clients: what each does now, and what it has cost so far"), make("thead", {}, head), make("tbody", {}, ...body));
   at("client-table").replaceChildren(everyone.length ? table : make("p", { class: "under" }, "No client is known yet."));
   setText(at("where"), rows.length ? `${count(start + 1)} to ${count(start + shown.length)} of ${count(rows.length)}` : "none");
   at("back").disabled = view.page === 0;
@@ -359,7 +362,7 @@ function showRejections() {
   holder.hidden = !rows.length;
   if (!rows.length) return;
   const body = rows.map(([, row]) => make("tr", {}, make("td", {}, String(row.round)), make("td", { class: "number" }, String(row.client)), make("td", {}, row.reason)));
-  holder.lastElementChild.replaceChildren(make("div", { class: "scroll" }, make("table", { class: "plain" }, make("caption", {}, "Uploads that came late or were not aggregated, the newest first"),
+  holder.lastElementChild.replaceChildren(make("div", { class: "scroll" }, make("table", { class: "plain" }, captioned("Uploads that came late or were not aggregated, the newest first"),
     make("thead", {}, make("tr", {}, ...["Round", "Client", "Reason"].map((title) => make("th", { scope: "col" }, title)))), make("tbody", {}, ...body))));
 }
 
@@ -380,9 +383,12 @@ function bar(run) {
   return line;
 }
 
+// The cell leads to the run's own live page; below it is a link to the report, once that is written.
 function cell(number, run) {
-  return make("a", { class: `cell word-${run.word}`, href: `${base}run/${number}/`, title: run.reason || run.place }, make("b", {}, score(run.score)), " ",
+  const live = make("a", { class: `cell word-${run.word}`, href: `${base}run/${number}/`, title: run.reason || run.place }, make("b", {}, score(run.score)), " ",
     make("span", { class: "word" }, run.word === "running" || run.word === "gone" ? `${run.round}/${run.rounds || "?"}` : words[run.word].toLowerCase()), bar(run));
+  const report = run.has_report ? make("a", { class: "written", href: `${base}run/${number}/report` }, "report") : "";
+  return [live, report];
 }
 
 function showGrid() {
@@ -393,7 +399,8 @@ function showGrid() {
   if (!summary) { summary = make("p", { class: "states summary" }); holder.append(summary); }
   const numbers = {};
   for (const [, run] of runs) numbers[run.word] = (numbers[run.word] || 0) + 1;
-  summary.replaceChildren(...Object.keys(words).filter((word) => numbers[word]).map((word) => make("span", { class: `word-${word}` }, make("span", { class: "word" }, `${count(numbers[word])} ${words[word].toLowerCase()}`))));
+  const written = (facts.pages || []).map((one, number) => make("a", { href: `${base}page/${number}`, title: one.place }, `Page of the ${one.kind}${facts.pages.length > 1 ? ` ${one.name}` : ""}`));
+  summary.replaceChildren(...Object.keys(words).filter((word) => numbers[word]).map((word) => make("span", { class: `word-${word}` }, make("span", { class: "word" }, `${count(numbers[word])} ${words[word].toLowerCase()}`))), ...written);
   const planned = (facts.rows || []).length > 0;
   if (planned) comparison(holder, facts, runs.filter(([, run]) => run.row));
   const others = planned ? runs.filter(([, run]) => !run.row) : runs;
@@ -411,10 +418,10 @@ function comparison(holder, facts, runs) {
     const mean = scores.reduce((sum, value) => sum + value, 0) / scores.length;
     return [...facts.seeds.map((seed) => {
       const found = here.find(([, run]) => run.seed === seed);
-      return make("td", { class: "cells" }, found ? cell(...found) : missing);
+      return make("td", { class: "cells" }, ...(found ? cell(...found) : [missing]));
     }), make("td", {}, scores.length ? score(mean) : missing)];
   })));
-  box.replaceChildren(make("table", { class: "numbers" }, make("caption", {}, "Each cell: the score so far, and how far the run is. A cell leads to its run."), make("thead", {}, ...head), make("tbody", {}, ...body)));
+  box.replaceChildren(make("table", { class: "numbers" }, captioned("Each cell: the score so far, and how far the run is. A cell leads to its run."), make("thead", {}, ...head), make("tbody", {}, ...body)));
 }
 
 function index(holder, runs) {
@@ -434,10 +441,10 @@ function index(holder, runs) {
   const chosen = [...box.querySelectorAll("select")].filter((select) => select.value), wanted = box.querySelector("input").value.trim().toLowerCase();
   const shown = runs.filter(([, run]) => chosen.every((select) => run[select.dataset.key] === select.value) && (!wanted || `${run.name} ${run.place}`.toLowerCase().includes(wanted)));
   const heads = ["Run", "Status", "Score", "Before", "Rounds", "Method", "Data", "Model", "Clients", "Seed", "Time"];
-  const body = shown.map(([number, run]) => make("tr", { class: `word-${run.word}` }, make("th", { scope: "row" }, make("a", { href: `${base}run/${number}/` }, run.name), make("small", {}, run.place)),
+  const body = shown.map(([number, run]) => make("tr", { class: `word-${run.word}` }, make("th", { scope: "row" }, make("a", { href: `${base}run/${number}/` }, run.name), make("small", {}, run.place, ...(run.has_report ? [" · ", make("a", { href: `${base}run/${number}/report` }, "report")] : []))),
     make("td", { class: "word", title: run.reason }, words[run.word].toLowerCase()), make("td", { class: "strong" }, score(run.score)), make("td", {}, score(run.before)), make("td", {}, `${run.round}/${run.rounds || "?"}`),
     ...[run.method, run.data, run.model].map((value) => make("td", {}, value || missing)), make("td", {}, run.clients ? count(run.clients) : missing), make("td", {}, run.seed === null ? missing : String(run.seed)), make("td", {}, duration(run.seconds))));
-  box.lastElementChild.replaceChildren(make("table", { class: "numbers wide runs" }, make("caption", {}, `${count(shown.length)} of ${countOf(runs.length, "run")}`), make("thead", {}, make("tr", {}, ...heads.map((title) => make("th", { scope: "col" }, title)))), make("tbody", {}, ...body)));
+  box.lastElementChild.replaceChildren(make("table", { class: "numbers wide runs" }, captioned(`${count(shown.length)} of ${countOf(runs.length, "run")}`), make("thead", {}, make("tr", {}, ...heads.map((title) => make("th", { scope: "col" }, title)))), make("tbody", {}, ...body)));
 }
 
 function options(select, wanted) {
@@ -451,13 +458,14 @@ function options(select, wanted) {
 // ---- changes, and when they are shown
 
 const shows = { page: [showHead, showProgress, showTiles], scores: [showScores, showTiles], rounds: [showRounds], clients: [showClients], rejections: [showRejections], log: [showLog], runs: [showGrid, showHead] };
+const pauseMilliseconds = 150;
 let waiting = false, shownAt = 0;
 
 function mark(...names) {
   names.forEach((name) => dirty.add(name));
   if (waiting) return;
   waiting = true;
-  setTimeout(() => requestAnimationFrame(show), Math.max(0, 150 - (performance.now() - shownAt)));
+  setTimeout(() => requestAnimationFrame(show), Math.max(0, pauseMilliseconds - (performance.now() - shownAt)));
 }
 
 function show() {
