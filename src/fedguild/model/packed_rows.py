@@ -2,9 +2,9 @@
 
 A pass over rows of unequal length computes its linear layers, norms and routers for the padding too, which on short
 instructions is most of the tokens. Packed, the model sees one row of all real tokens, which only its attention has to
-take apart. transformers calls the attention by name (`AttentionInterface`), so a backbone that can pack is given one of
-our own, which without packing is transformers' sdpa to the bit. What is needed of transformers is imported where there is
-a model: it brings all of transformers' modelling code, which takes two seconds.
+take apart. transformers calls the attention by name (`AttentionInterface`), so a backbone that can pack is given one
+of our own, which without packing is transformers' sdpa to the bit. What is needed of transformers is imported where
+there is a model: it brings all of transformers' modelling code, which takes two seconds.
 """
 
 from __future__ import annotations
