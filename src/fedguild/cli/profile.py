@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import fedguild
-from fedguild.cli.options import JsonOption, OverridesArgument
+from fedguild.cli.options import ConfigArgument, JsonOption, OverridesArgument, config_and_settings
 from fedguild.cli.output import note, show, show_json
 from fedguild.errors import ConfigError
 
@@ -20,10 +20,7 @@ EXAMPLES = (
 
 
 def command(
-    config: Annotated[
-        str | None,
-        typer.Argument(metavar="CONFIG", help="A preset (see `fedguild presets`) or a YAML file.", show_default=False),
-    ] = None,
+    config: ConfigArgument = None,
     overrides: OverridesArgument = None,
     model: Annotated[
         str | None,
@@ -71,13 +68,12 @@ def command(
     if published:
         _show_published(as_json, markdown)
         return
-    if config is None:
-        raise ConfigError("There is no config to profile.", "Give a preset or a YAML file, or --published.")
     if wire_dtype not in ("fp32", "bf16"):
         raise ConfigError(f"--wire-dtype is '{wire_dtype}'.", "Known: fp32, bf16.")
+    named, settings = config_and_settings(config, overrides)
     costs = fedguild.profile(
-        config,
-        *(overrides or ()),
+        named,
+        *settings,
         model=model,
         clients=clients,
         examples=examples,
