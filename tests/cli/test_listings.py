@@ -67,7 +67,7 @@ def test_names_are_never_cut(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, ar
 
 
 def test_what_is_chosen_by_is_named(invoke: Invoke) -> None:
-    """Each name that the summary offers for --model and --data lists something, and none is a part of another name."""
+    """Every model and every corpus of the presets, in a form that --model and --data take."""
     offered = {
         option: line.partition(": ")[2].rstrip(".").split(", ")
         for line in invoke("presets").stderr.splitlines()
