@@ -323,7 +323,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a config, from the model's config alone.
+    """The costs of a config, from the model's config and the number of a client's examples.
 
     Attributes:
         profile: The figures of each tier of clients, and of the server.

@@ -64,7 +64,11 @@ def command(
     markdown: Annotated[bool, typer.Option("--markdown", hidden=True)] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a config costs its clients and its server, from the model's config alone."""
+    """Show what a config costs its clients and its server, from the model's config and the number of examples.
+
+    No weight is loaded and nothing is downloaded. Data that is generated or on this machine is read to count a client's
+    examples, unless --examples is given.
+    """
     if published:
         _show_published(as_json, markdown)
         return
