@@ -90,6 +90,8 @@ def test_what_is_chosen_by_is_named(invoke: Invoke) -> None:
         (["flame", "--model", "OLMoE"], r"flame/olmoe-.*"),
         (["--model", "tiny", "--data", "dolly"], r".*/tiny-dolly.*"),
         (["--data", "telequad"], r"ub-smoe/olmoe-telequad.*"),
+        (["--model", "flowertune"], r"(fedit/mistral-7b|flame/olmoe)-flowertune-(general_nlp|finance|medical|code)"),
+        (["--data", "fedllm_bench"], r"(fedit/llama-2-7b|flame/olmoe)-fedllm_bench-.*"),
     ],
 )
 def test_presets_are_chosen_by_method_model_and_data(invoke: Invoke, arguments: list[str], pattern: str) -> None:
