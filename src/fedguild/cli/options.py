@@ -39,7 +39,8 @@ def config_and_settings(config: str | None, settings: Sequence[str] | None) -> t
     """
     given = list(settings or ())
     if config is not None and "=" in config and not Path(config).exists():
-        config, given = None, [config, *given]
+        given.insert(0, config)
+        config = None
     if config is not None:
         return config, given
     if not Path(CONFIG).is_file():
