@@ -121,7 +121,7 @@ def source_page(file: Path) -> str:
 
 
 def as_page(notebook: Path) -> str:
-    """Returns a notebook as a page: its texts, its code, and what that printed."""
+    """Returns a notebook as a page: its texts, its code, and what that printed and showed (figures, tables, text)."""
     parts = []
     for cell in json.loads(notebook.read_text("utf-8"))["cells"]:
         text = "".join(cell["source"])
@@ -129,9 +129,26 @@ def as_page(notebook: Path) -> str:
             parts.append(text)
         elif cell["cell_type"] == "code":
             parts.append(f"```python\n{text}\n```")
-            printed = "".join("".join(output.get("text", "")) for output in cell.get("outputs", ()))
+            outputs = cell.get("outputs", ())
+            printed = "".join("".join(output.get("text", "")) for output in outputs)
             parts += [f"```text\n{printed.rstrip()}\n```"] if printed.strip() else []
+            parts += [shown for output in outputs if (shown := _shown(output.get("data", {})))]
     return "\n\n".join(parts) + "\n"
+
+
+def _shown(data: Mapping[str, Any]) -> str:
+    """Returns an output of a notebook's cell for a page: as HTML or SVG if it has that form, else as text."""
+    for form in ("text/html", "image/svg+xml"):
+        if form in data:
+            return f'<div class="output">\n{_one_block("".join(data[form]))}\n</div>'
+    text = "".join(data.get("text/plain", "")).rstrip()
+    return f"```text\n{text}\n```" if text else ""
+
+
+def _one_block(markup: str) -> str:
+    """Returns HTML that Markdown takes as it is: a blank line would end it, an indented one begin a block of code."""
+    without = re.sub(r"<style\b.*?</style>", "", markup, flags=re.DOTALL)
+    return "\n".join(line.strip() for line in without.splitlines() if line.strip())
 
 
 def navigation(nav: Sequence[Any], known: Mapping[str, str]) -> list[Any]:

@@ -190,7 +190,7 @@ def check_words(words: Sequence[str], page: str) -> None:
     """Raises what the command line would raise about a command's arguments, without running it."""
     name, given = parsed(words)
     positional = [given.get("config"), given.get("config_name"), *_listed(given.get("configs"))]
-    if name == "presets":
+    if name == "presets" and given.get("name") not in METHODS:
         positional.append(given.get("name"))
     configs = [str(one) for one in positional if one and "=" not in str(one)]
     settings = [str(one) for one in (*positional, *_listed(given.get("overrides"))) if one and "=" in str(one)]
@@ -239,6 +239,7 @@ def test_the_command_line_takes_it(command: Command) -> None:
         ("federation init guild --client 3", "No such option"),
         ("compare flame/table-2 --rows flam", "flam"),
         ("methods flam", "no method"),
+        ("presets flam", "is neither a preset nor a config file"),
         ("profile unknown.yaml", "does not say what"),
     ],
 )

@@ -16,6 +16,16 @@ class FedGuildError(Exception):
     Args:
         message: What is wrong, naming the file, key or client.
         hint: The remedy, as one sentence; printed on a line of its own.
+
+    Examples:
+        >>> import fedguild
+        >>> try:
+        ...     fedguild.run("flame/tiny-task")
+        ... except fedguild.FedGuildError as error:
+        ...     print(error.message)
+        ...     print(error.hint)
+        'flame/tiny-task' is neither a preset nor a config file.
+        Did you mean 'flame/tiny-tasks'? `fedguild presets --all` lists the presets.
     """
 
     def __init__(self, message: str, hint: str = "") -> None:

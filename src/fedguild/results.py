@@ -100,6 +100,13 @@ class RunResult:
         summaries: `mean`, `mtal`, `trained`, `received` and `pooled`, those that were evaluated.
         deviations: Summaries over clients -> the sample standard deviation, if there are at least two clients.
         stopped: The reason for which a callback stopped the run; empty if none did.
+
+    Examples:
+        >>> import fedguild
+        >>> result = fedguild.load_run("runs/first")
+        >>> clients = result.frame("clients")
+        >>> clients.groupby("budget").active_experts.max().to_dict()
+        {'b1': 8, 'b2': 4, 'b3': 2, 'b4': 1}
     """
 
     folder: Path
@@ -161,6 +168,19 @@ class Comparison:
         name: The name of the shipped table; empty if it is none.
         scores: Row of the shipped table -> the score that its overview shows.
         overview: The Markdown file with the whole shipped table; None if it is none.
+
+    Examples:
+        >>> import fedguild
+        >>> small = ["federation.clients=4", "federation.rounds=1", "training.steps=1", "evaluation.max_examples=2"]
+        >>> comparison = fedguild.compare(
+        ...     ["flame/tiny-tasks", "fedit/tiny-tasks-ranks"], *small, seeds=[0], output="runs/compared"
+        ... )
+        >>> comparison.run("flame-tiny-tasks", seed=0).rounds
+        1
+        >>> list(comparison.frame())
+        ['row', 'score', 'seed', 'value', 'difference']
+        >>> comparison.pages[""].name
+        'comparison.html'
     """
 
     folder: Path
@@ -256,6 +276,15 @@ class Sweep:
         table: The settings with their scores, the best, and the score that chose it.
         runs: Name of a setting -> the folders of its runs, in the order of their seeds.
         page: Its page.
+
+    Examples:
+        >>> import fedguild
+        >>> small = ["federation.clients=2", "federation.rounds=1", "training.steps=1", "evaluation.max_examples=2"]
+        >>> found = fedguild.sweep("fedit/tiny-tasks", *small, "method.rank=1,2", seeds=[0], output="runs/ranks")
+        >>> list(found.best), found.page.name
+        (['method.rank'], 'sweep.html')
+        >>> found.frame()["method.rank"].tolist()
+        ['1', '2']
     """
 
     folder: Path
@@ -294,7 +323,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a config, from the model's config alone.
+    """The costs of a config, from the model's config and the number of a client's examples.
 
     Attributes:
         profile: The figures of each tier of clients, and of the server.
@@ -367,11 +396,9 @@ def load_run(folder: str | Path) -> RunResult:
 
     Examples:
         >>> import fedguild
-        >>> fedguild.load_run("nowhere")
-        Traceback (most recent call last):
-        ...
-        fedguild.errors.CheckpointError: nowhere is not the folder of a run: it has no config.yaml.
-        Give the folder that `fedguild run` wrote, for example runs/flame.
+        >>> result = fedguild.load_run("runs/first")
+        >>> result.rounds, sorted(result.scores)
+        (1, ['b1', 'b2', 'b3', 'b4'])
     """
     from fedguild.report.index import REPORT_FILE
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import fedguild
+from fedguild.config import Config
+from fedguild.model.backbone import Backbone, load_backbone
 from tests.experiment.runs import load_models_once, save_model, small_settings
 
 ROWS: list[dict[str, Any]] = [
@@ -78,9 +80,12 @@ def routed_runs(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -
         }
 
 
+def loaded_anew(config: Config) -> Backbone:
+    """Stands in for `fedguild.setup.load_model` where something is attached to the model, and stays attached."""
+    return load_backbone(**config.model.model_dump())
+
+
 @pytest.fixture
 def loaded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads the model anew, since what is attached to it stays attached."""
-    from fedguild.model.backbone import load_backbone
-
-    monkeypatch.setattr("fedguild.setup.load_model", lambda config: load_backbone(**config.model.model_dump()))
+    """Loads the model anew."""
+    monkeypatch.setattr("fedguild.setup.load_model", loaded_anew)

@@ -73,7 +73,7 @@ def test_the_largest_budget_is_the_default(routed_runs: dict[str, Path]) -> None
 def test_models_that_are_not_there(routed_runs: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no global one\.\nName a client"):
         fedguild.load_model(routed_runs["fedamole"])
-    with pytest.raises(ConfigError, match="Give either a budget or a client"):
+    with pytest.raises(ConfigError, match="Give either --budget or --client"):
         fedguild.load_model(routed_runs["ub-smoe"], "small", "client-000")
     with pytest.raises(ConfigError, match="The run has no budget 'smal'"):
         fedguild.load_model(routed_runs["ub-smoe"], "smal")

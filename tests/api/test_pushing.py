@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,34 +12,9 @@ from typer.testing import CliRunner
 import fedguild
 from fedguild.cli import app
 from fedguild.errors import ConfigError, FedGuildError
+from tests.api.hub import Hub
 
 pytestmark = pytest.mark.usefixtures("loaded_alone")
-
-
-class Hub:
-    """Stands in for `huggingface_hub.HfApi`."""
-
-    endpoint = "https://hub.test"
-
-    def __init__(self, private: bool | None = None, refuses: str = "") -> None:
-        self.private, self.refuses = private, refuses
-        self.created: list[tuple[str, bool]] = []
-        self.files: dict[str, str] = {}
-
-    def repo_exists(self, name: str) -> bool:
-        return self.private is not None
-
-    def repo_info(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(private=self.private)
-
-    def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> None:
-        if self.refuses:
-            raise OSError(self.refuses)
-        self.created.append((name, private))
-
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
-        paths = sorted(Path(folder_path).iterdir())
-        self.files = {path.name: path.read_text() if path.suffix in (".md", ".json") else "" for path in paths}
 
 
 @pytest.fixture
@@ -61,6 +35,19 @@ def test_it_is_private_and_has_its_card(routed_runs: dict[str, Path], hub: Any) 
     assert {"README.md", "config.json", "model.safetensors", "modeling_fedguild.py"} <= made.files.keys()
     assert '`folder` is `"me/model"`, this repository.' in made.files["README.md"]
     assert str(Path.cwd()) not in made.files["README.md"]
+
+
+def test_by_default_it_is_the_largest_budgets(routed_runs: dict[str, Path], hub: Any, tmp_path: Path) -> None:
+    """As for `load_model`, `generate` and `export`."""
+    made = hub()
+    result = CliRunner().invoke(app, ["push", str(routed_runs["ub-smoe"]), "--to", "me/model"])
+    assert (result.exit_code, result.stdout) == (0, "https://hub.test/me/model\n")
+    by_name = hub()
+    fedguild.push(routed_runs["ub-smoe"], "me/model", budget="large")
+    assert made.files == by_name.files
+    exported = CliRunner().invoke(app, ["export", str(routed_runs["ub-smoe"]), "--output", str(tmp_path / "model")])
+    assert exported.exit_code == 0, exported.output
+    assert (tmp_path / "model" / "config.json").read_text() == made.files["config.json"]
 
 
 def test_the_command_makes_it_public_only_if_told(routed_runs: dict[str, Path], hub: Any) -> None:
@@ -91,8 +78,10 @@ def test_what_cannot_be_pushed(routed_runs: dict[str, Path], hub: Any) -> None:
     folder = routed_runs["ub-smoe"]
     with pytest.raises(ConfigError, match="'model' is not a repository of the hub"):
         fedguild.push(folder, "model", budget="small")
-    with pytest.raises(ConfigError, match="No model is named"):
-        fedguild.push(folder, "me/model")
+    with pytest.raises(ConfigError, match="Give either --budget or --client"):
+        fedguild.push(folder, "me/model", budget="small", client="client-000")
+    with pytest.raises(ConfigError, match="there is no global one"):
+        fedguild.push(routed_runs["fedamole"], "me/model")
     with pytest.raises(FedGuildError, match=r"The hub did not take me/model: 403 Forbidden: no right to write\n"):
         fedguild.push(folder, "me/model", budget="small")
     assert json.dumps(made.files) == "{}"

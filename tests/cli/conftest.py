@@ -52,7 +52,7 @@ class FakeExperiment:
         self._write(config, output)
         return SimpleNamespace(folder=output)
 
-    def evaluate(self, folder: Path, *, round: int | None = None, split: str = "test") -> SimpleNamespace:
+    def evaluate(self, folder: Path, *, round: int | None = None, split: str = "test", **_: object) -> SimpleNamespace:
         self.calls.append(("evaluate", folder))
         if folder.name == "personal":
             own, received = {"client-000": 0.75, "client-001": 0.5}, {"client-000": 0.25, "client-001": 0.0}

@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 import fedguild
 from fedguild.cli import app
@@ -30,6 +33,28 @@ def test_the_help_of_every_command_has_examples_that_can_be_copied(
     given = import_module(f"fedguild.cli.{command}").EXAMPLES
     assert all(line.startswith(f"fedguild {command}") for line in given)
     assert result.stdout.partition("Examples:\n")[2].strip().splitlines() == [given[0], *(f"  {x}" for x in given[1:])]
+
+
+def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from _commands(command, (*path, name))
+
+
+@pytest.mark.parametrize(
+    ("path", "command"), [pytest.param(*one, id=" ".join(one[0])) for one in _commands(get_command(app))]
+)
+def test_every_argument_and_option_has_help(
+    path: tuple[str, ...], command: Any, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And shows it: click 8.5 takes the help of typer's arguments away."""
+    monkeypatch.setenv("COLUMNS", "400")
+    shown = " ".join(invoke(*path, "--help").stdout.replace("│", " ").split())
+    assert (command.help or "").strip()
+    for parameter in command.params:
+        if not getattr(parameter, "hidden", False):
+            assert parameter.help, parameter.name
+            assert " ".join(parameter.help.replace("`", "").split()) in shown, parameter.name
 
 
 def test_the_help_of_a_federations_command_has_examples(invoke: Invoke) -> None:

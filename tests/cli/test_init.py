@@ -21,8 +21,8 @@ SMALL = ("federation.rounds=2", "federation.clients=2", "training.steps=1", "eva
 def test_what_the_defaults_write_runs_for_two_rounds(invoke: Invoke) -> None:
     written = invoke("init", "--yes")
     assert (written.exit_code, written.stdout) == (0, "fedguild.yaml\n"), written.output
-    assert "Next: fedguild run fedguild.yaml" in written.stderr
-    ran = invoke("run", "fedguild.yaml", *SMALL, "--json")
+    assert written.stderr.endswith("Next: fedguild run\n")
+    ran = invoke("run", *SMALL, "--json")
     assert ran.exit_code == 0, ran.output
     assert json.loads(ran.stdout)["round"] == 2
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from fedguild.cli import doctor
-from fedguild.config import Config, load_config, presets, tables
+from fedguild.config import Config, load_config, preset_subject, presets, tables
 from fedguild.config.data import PartitionSettings
 from fedguild.data import ClientData, Corpus, Example, PartitionTable, partition
 from fedguild.data.partition import SCHEMES
@@ -27,13 +27,60 @@ from tests.plugins import install
 def test_presets_are_listed(invoke: Invoke) -> None:
     shown = invoke("presets", "--all").stdout
     assert all(entry.name in shown for entry in (*presets(), *tables()))
-    summary = invoke("presets").stdout.splitlines()
-    assert [line.split()[0] for line in summary[1:] if not line.startswith(" ")] == sorted(METHODS)
-    assert len(summary) < 40
+    summary = [line.split() for line in invoke("presets").stdout.splitlines()]
+    assert [line[0] for line in summary[1:]] == sorted(METHODS)
     listed = json.loads(invoke("presets", "--json").stdout)
     assert [entry["name"] for entry in listed if entry["kind"] == "preset"] == [preset.name for preset in presets()]
     assert [entry["name"] for entry in listed if entry["kind"] == "table"] == [table.name for table in tables()]
+    for method, number, of_tables, models, corpora in summary[1:]:
+        subjects = [(one["model"], one["data"]) for one in listed if one.get("method") == method]
+        assert [int(number), int(models), int(corpora)] == [
+            len(subjects),
+            *(len(set(one)) for one in zip(*subjects, strict=True)),
+        ]
+        counted = sum(one["kind"] == "table" and one["name"].startswith(f"{method}/") for one in listed)
+        assert of_tables.replace("–", "0") == str(counted)
     assert "reference: fedamole" in invoke("presets", "fedamole/table-1").stdout
+
+
+@pytest.mark.parametrize("listing", ["presets", "methods", "presets flame"])
+def test_a_listing_fits_a_screen_of_80_columns(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, listing: str) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = invoke(*listing.split())
+    lines = [*result.stdout.splitlines(), *result.stderr.splitlines()]
+    assert sum(max(1, -(-len(line) // 80)) for line in lines) < 40
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("arguments", [["--all"], ["fedamole"], ["--model", "tiny"], ["--settings"]])
+def test_names_are_never_cut(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    """On a screen that is narrower than a name it is folded, and then everything of it is still there."""
+    named = [entry.get("name") or entry["key"] for entry in json.loads(invoke("presets", *arguments, "--json").stdout)]
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = [line.split(maxsplit=1)[0] for line in invoke("presets", *arguments).stdout.splitlines() if line.strip()]
+    assert set(named) <= set(shown)
+    longest = max(named, key=len)
+    monkeypatch.setenv("COLUMNS", str(len(longest) - 9))
+    narrow = invoke("presets", *arguments).stdout
+    assert longest not in narrow
+    assert "".join(line.strip() for line in narrow.splitlines()).count(longest)
+
+
+def test_what_is_chosen_by_is_named(invoke: Invoke) -> None:
+    """Every model and every corpus of the presets, in a form that --model and --data take."""
+    offered = {
+        option: line.partition(": ")[2].rstrip(".").split(", ")
+        for line in invoke("presets").stderr.splitlines()
+        for option in ("--model", "--data")
+        if line.startswith(option)
+    }
+    assert offered["--model"] == sorted(
+        {preset_subject(preset)[0].rpartition("/")[2] for preset in presets()}, key=str.lower
+    )
+    assert offered["--data"] == sorted({preset_subject(preset)[1] for preset in presets()})
+    for option, names in offered.items():
+        for name in names:
+            assert json.loads(invoke("presets", option, name, "--json").stdout), name
 
 
 @pytest.mark.parametrize(
@@ -43,6 +90,8 @@ def test_presets_are_listed(invoke: Invoke) -> None:
         (["flame", "--model", "OLMoE"], r"flame/olmoe-.*"),
         (["--model", "tiny", "--data", "dolly"], r".*/tiny-dolly.*"),
         (["--data", "telequad"], r"ub-smoe/olmoe-telequad.*"),
+        (["--model", "flowertune"], r"(fedit/mistral-7b|flame/olmoe)-flowertune-(general_nlp|finance|medical|code)"),
+        (["--data", "fedllm_bench"], r"(fedit/llama-2-7b|flame/olmoe)-fedllm_bench-.*"),
     ],
 )
 def test_presets_are_chosen_by_method_model_and_data(invoke: Invoke, arguments: list[str], pattern: str) -> None:

@@ -103,7 +103,7 @@ def test_checkpointing_is_the_configs_unless_it_is_asked_for(invoke: Invoke) -> 
 
 def test_what_is_wrong_is_said(invoke: Invoke) -> None:
     for arguments, told in (
-        ((), "There is no config to profile"),
+        ((), "No config is named, and there is no fedguild.yaml in this folder."),
         (("flame/tiny-tasks", "--wire-dtype", "int8"), "Known: fp32, bf16"),
         (("flame/tiny-tasks", "--model", "llama-3.2-1b"), "needs a mixture-of-experts model"),
         (("flame/olmoe-dolly", "--model", "qwen1.5-moe-a2.7b"), "runs 4 of 60 experts per token"),

@@ -7,6 +7,7 @@ import pytest
 
 from fedguild.api.cells import plan_cells
 from fedguild.cli.progress import TerminalProgress
+from fedguild.config import load_config
 from fedguild.errors import ConfigError
 from fedguild.export import Exported, Subject
 from fedguild.report.index import read_plan
@@ -33,6 +34,45 @@ def test_run_json_is_json_and_nothing_else(invoke: Invoke, experiment: FakeExper
     assert shown["folder"] == "runs/flame-tiny-tasks"
     assert shown["method"] == "flame"
     assert [row["budget"]["name"] for row in shown["rows"]] == ["b1", "b2", "b3", "b4"]
+
+
+def test_run_takes_the_config_of_the_folder_where_none_is_named(invoke: Invoke, experiment: FakeExperiment) -> None:
+    Path("fedguild.yaml").write_text("extends: flame/tiny-tasks\n")
+    for arguments in ([], ["seed=3"], ["--json", "seed=3", "training.steps=2"]):
+        result = invoke("run", *arguments, "--output", f"out-{len(arguments)}")
+        assert result.exit_code == 0, result.output
+    assert experiment.calls == [("run", Path(f"out-{number}")) for number in (0, 1, 3)]
+    seeds = [load_config(f"out-{number}/config.yaml").seed for number in (0, 1, 3)]
+    assert seeds == [0, 3, 3]
+    Path("a=b.yaml").write_text("extends: fedit/tiny-tasks\n")
+    assert invoke("run", "a=b.yaml", "--output", "named").exit_code == 0
+    assert load_config("named/config.yaml").method.name == "fedit"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["run"], ["run", "seed=1"], ["sweep", "seed=1"], ["partition"], ["profile"], ["profile", "seed=1"]]
+)
+def test_without_a_config_the_way_to_one_is_told(
+    invoke: Invoke, experiment: FakeExperiment, arguments: list[str]
+) -> None:
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout, experiment.calls) == (2, "", [])
+    assert result.stderr == (
+        "Error: No config is named, and there is no fedguild.yaml in this folder.\n"
+        "`fedguild init` writes one, `fedguild presets --all` lists those that ship, for example flame/tiny-tasks.\n"
+    )
+
+
+def test_partition_profile_and_sweep_take_it_too(invoke: Invoke, experiment: FakeExperiment) -> None:
+    Path("fedguild.yaml").write_text("extends: flame/tiny-tasks\n")
+    assert len(json.loads(invoke("partition", "federation.clients=3", "--json").stdout)["clients"]) == 3
+    assert len(json.loads(invoke("profile", "--json").stdout)) == 4
+    result = invoke("sweep", "method.rank=2,4", "--seeds", "0")
+    assert result.exit_code == 0, result.output
+    assert [str(folder) for _, folder in experiment.calls] == [
+        "runs/sweep-fedguild/rank-2/seed-0",
+        "runs/sweep-fedguild/rank-4/seed-0",
+    ]
 
 
 def test_resume_prints_the_table_too(invoke: Invoke, experiment: FakeExperiment) -> None:

@@ -10,6 +10,7 @@ import pytest
 from fedguild import experiment
 from fedguild.config import load_config
 from fedguild.methods import build_method
+from tests.backbones import tiny_model
 from tests.experiment.conftest import Command
 from tests.experiment.runs import small_settings
 
@@ -66,6 +67,18 @@ def test_profiling_tells_it_too(command: Command, llama_folder: Path) -> None:
     result = command("profile", "flame/tiny-tasks", f"model.path={llama_folder}", "method=fedit")
     assert result.exit_code == 0, result.output
     assert 'method.targets is ["attention"] here, not ["attention", "experts"]' in " ".join(result.stderr.split())
+
+
+def test_fedamole_without_options_fits_deepseek_v2(command: Command, tmp_path: Path) -> None:
+    """Its attention has no v_proj, and six clients have no room for 30 experts; from the shapes alone."""
+    tiny_model("deepseek_v2 greedy").config.save_pretrained(tmp_path / "deepseek")
+    settings = (f"model.path={tmp_path / 'deepseek'}", "federation.clients=6", "federation.budgets=[{name: all}]")
+    result = command("profile", "fedit/tiny-tasks", *settings, "method=fedamole", "--examples", 10, "--json")
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.stderr.split())
+    assert 'method.targets is ["attention"] here, not ["q_proj", "v_proj"], to fit the model' in told
+    assert "method.experts is 24 here, not 30, to fit the model" in told
+    assert json.loads(result.stdout)[0]["trainable_total"] > 0
 
 
 def test_a_comparison_is_checked_before_its_first_run(command: Command, llama_folder: Path) -> None:

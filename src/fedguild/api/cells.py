@@ -109,7 +109,8 @@ def plan_cells(
     """
     if not configs:
         raise ConfigError(
-            "There is no config to compare.", "Give presets or YAML files: `fedguild presets` lists some."
+            "There is no config to compare.",
+            "Give presets or YAML files: `fedguild presets --all` lists those that ship.",
         )
     inputs = inputs or Inputs()
     cells = []

@@ -58,7 +58,7 @@ def compare(
     is a function is known by its name only, so give another `output` after a change of it.
 
     Args:
-        configs: Presets, files, mappings or configs; or the name of a table that `fedguild presets` lists.
+        configs: Presets, files, mappings or configs; or the name of a table that `fedguild presets METHOD` lists.
         overrides: `key.sub=value`, for every config.
         seeds: The seeds; by default the table's, or 0, 1, 2.
         reference: The config or row that the others are compared with; by default the table's, or the last.
@@ -80,13 +80,12 @@ def compare(
         FedGuildError: a config, a row or a column is wrong, or a run failed; the others can be continued.
 
     Examples:
-        >>> import tempfile, fedguild
+        >>> import fedguild
         >>> small = ["federation.clients=4", "federation.rounds=1", "training.steps=1", "evaluation.max_examples=2"]
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     comparison = fedguild.compare(
-        ...         ["flame/tiny-tasks", "fedit/tiny-tasks-ranks"], *small, seeds=[0], output=folder
-        ...     )
-        ...     frame = comparison.frame()
+        >>> comparison = fedguild.compare(
+        ...     ["flame/tiny-tasks", "fedit/tiny-tasks-ranks"], *small, seeds=[0], output="runs/compared"
+        ... )
+        >>> frame = comparison.frame()
         >>> sorted(frame.row.unique()), list(frame.columns)
         (['fedit-tiny-tasks-ranks', 'flame-tiny-tasks'], ['row', 'score', 'seed', 'value', 'difference'])
     """

@@ -31,7 +31,10 @@ def profile(
     checkpointing: bool | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Costs:
-    """Returns what a config costs its clients and its server, from the model's config alone.
+    """Returns what a config costs its clients and its server, from the model's config and the number of examples.
+
+    No weight is loaded and nothing is downloaded. Data that is generated or on this machine is read to count a client's
+    examples, unless `examples` gives their number.
 
     Args:
         config: As in `run`.

@@ -31,8 +31,8 @@ def push(
     Args:
         run: A run's folder, or its result.
         to: The repository, `user/name`; created where it does not exist.
-        budget: Name of the budget whose active experts the global model runs.
-        client: Name of the client whose own model it is.
+        budget: Name of the budget whose active experts the global model runs; by default the largest.
+        client: Name of the client whose own model it is, in place of the global model.
         form: As in `fedguild export`. An adapter whose base model is not on the hub is pushed merged.
         round: The round to take it from; the last by default.
         public: Whether everybody may read the repository.
@@ -42,23 +42,19 @@ def push(
 
     Raises:
         CheckpointError: there is no such run, or no checkpoint of that round.
-        ConfigError: neither a budget nor a client is named, or the repository is public and `public` is not said.
+        ConfigError: both a budget and a client are named, one of them is unknown, or under this method every client has
+            its own model and none is named; or the repository is public and `public` is not said.
         FedGuildError: the hub cannot be reached, or refuses.
 
     Examples:
         >>> import fedguild
-        >>> fedguild.push("runs/flame-tiny-tasks", "flame-tiny", budget="b4")
-        Traceback (most recent call last):
-        ...
-        fedguild.errors.ConfigError: 'flame-tiny' is not a repository of the hub.
-        Give it as user/name.
+        >>> fedguild.push("runs/first", "me/flame-tiny", budget="b4")
+        'https://huggingface.co/me/flame-tiny'
     """
     owner, _, name = to.partition("/")
     if not owner or not name or "/" in name:
         raise ConfigError(f"'{to}' is not a repository of the hub.", "Give it as user/name.")
     subject = subject_of(budget, client)
-    if subject is None:
-        raise ConfigError("No model is named.", "Give a budget or a client, for example --budget b4.")
     api = _hub()
     _require_as_private(api, to, public)
 

@@ -1,12 +1,13 @@
-"""Running and resuming."""
+"""Running, resuming, and scoring again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fedguild.api.inputs import gather
+from fedguild.api.models import folder_of
 from fedguild.progress import Progress
 from fedguild.results import RunResult
 
@@ -33,8 +34,8 @@ def run(
     folder, so that it can be resumed, scored and exported without them; metrics must be given to `resume` again.
 
     Args:
-        config: A preset (`fedguild presets` lists them), a YAML file, a mapping of settings (which may have `extends`),
-            or a `fedguild.config.Config`.
+        config: A preset (`fedguild presets --all` lists them), a YAML file, a mapping of settings (which may have
+            `extends`), or a `fedguild.config.Config`.
         overrides: `key.sub=value`, as on the command line.
         output: The folder of the run, new; by default `runs/<name>`.
         dataset: The rows to train on, with the columns of the corpus `instructions` (instruction, response, and maybe
@@ -102,11 +103,9 @@ def resume(
 
     Examples:
         >>> import fedguild
-        >>> fedguild.resume("nowhere")
-        Traceback (most recent call last):
-        ...
-        fedguild.errors.CheckpointError: nowhere is not the folder of a run: it has no config.yaml.
-        Give the folder that `fedguild run` wrote, for example runs/flame-tiny-tasks.
+        >>> result = fedguild.resume("runs/first", round=0)
+        >>> result.rounds, result.stopped
+        (1, '')
     """
     from fedguild import experiment
 
@@ -114,3 +113,36 @@ def resume(
     return experiment.resume(
         Path(folder), progress=progress, preparation=given.preparation(), round=round, callbacks=tuple(callbacks)
     )
+
+
+def evaluate(
+    run: str | Path | RunResult,
+    *,
+    round: int | None = None,
+    split: Literal["test", "validation"] = "test",
+    metrics: Mapping[str, Metric] | None = None,
+) -> RunResult:
+    """Scores a run's models again: the global one as every budget runs it, and those that its config asks for.
+
+    Nothing is written.
+
+    Args:
+        run: The run's folder, or its result.
+        round: The round to score; the last by default.
+        split: The held-out examples to score.
+        metrics: The metrics that were given to `run`.
+
+    Raises:
+        CheckpointError: there is no such run, or no checkpoint of that round.
+        ConfigError: the run needs a metric that is not given, or the split has no example.
+
+    Examples:
+        >>> import fedguild
+        >>> again = fedguild.evaluate("runs/first")
+        >>> again.scores == fedguild.load_run("runs/first").scores
+        True
+    """
+    from fedguild import experiment
+
+    given = gather(metrics=metrics)
+    return experiment.evaluate(folder_of(run), round=round, split=split, metrics=given.metrics)

@@ -72,11 +72,10 @@ def sweep(
         FedGuildError: nothing is swept, a setting or a value of it is wrong, a run failed, in which case the others can
             be continued, or all of them diverged.
 
-    Example:
-        >>> import tempfile, fedguild
+    Examples:
+        >>> import fedguild
         >>> small = ["federation.clients=2", "federation.rounds=1", "training.steps=1", "evaluation.max_examples=2"]
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     found = fedguild.sweep("fedit/tiny-tasks", *small, "method.rank=1,2", seeds=[0], output=folder)
+        >>> found = fedguild.sweep("fedit/tiny-tasks", *small, "method.rank=1,2", seeds=[0], output="runs/ranks")
         >>> found.frame()["method.rank"].tolist(), found.table.split
         (['1', '2'], 'validation')
     """

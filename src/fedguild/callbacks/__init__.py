@@ -40,6 +40,15 @@ class Event:
         round: The round; 0 is before training.
         rounds: The number of rounds that the config asks for.
         history: All scores so far, round 0 included, in order.
+
+    Examples:
+        >>> import fedguild
+        >>> from fedguild.callbacks import Saved
+        >>> def two_rounds(event: fedguild.Event) -> None:
+        ...     if isinstance(event, Saved) and event.round == 2:
+        ...         event.stop("two rounds are enough")
+        >>> two_rounds(Saved(folder="runs/first", round=1, rounds=4, history=[]))
+        >>> callbacks = [two_rounds]  # what `fedguild.run` takes
     """
 
     folder: Path

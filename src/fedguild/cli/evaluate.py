@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
+import fedguild
 from fedguild.cli.options import JsonOption, RunFolderArgument
 from fedguild.cli.output import show, show_json
 
@@ -27,10 +28,9 @@ def command(
     `evaluation.received` for its model as trained and as received, `evaluation.pooled` for the latter on all clients'
     examples. A method without a global model has only the clients' own.
     """
-    from fedguild import experiment
     from fedguild.report import units
 
-    result = experiment.evaluate(folder, round=round, split=split)
+    result = fedguild.evaluate(folder, round=round, split=split)
     if as_json:
         shown = {"folder": str(folder), "split": split, "scores": dict(result.scores), "mean": result.mean}
         if result.own or result.trained or result.received or result.pooled:

@@ -7,11 +7,12 @@ from typing import Annotated, Literal
 
 import typer
 
+import fedguild
 from fedguild.cli.options import RunFolderArgument
 from fedguild.cli.output import note
 
 EXAMPLES = (
-    "fedguild export runs/fedit-tiny-tasks --budget b1 --output adapter",
+    "fedguild export runs/fedit-tiny-tasks --output adapter",
     "fedguild export runs/fedit-tiny-tasks --budget b1 --output adapter --format per-expert",
     "fedguild export runs/flame-tiny-tasks --budget b4 --output model --format merged",
     "fedguild export runs/fdlora-tiny-tasks --client client-000 --output mine",
@@ -22,10 +23,16 @@ def command(
     folder: RunFolderArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to.", show_default=False)],
     budget: Annotated[
-        str, typer.Option("--budget", help="Export the global model for this budget.", show_default=False)
+        str,
+        typer.Option(
+            "--budget", help="Export the global model for this budget; the largest by default.", show_default=False
+        ),
     ] = "",
     client: Annotated[
-        str, typer.Option("--client", help="Export a client's own model, for example client-000.", show_default=False)
+        str,
+        typer.Option(
+            "--client", help="Export a client's own model instead, for example client-000.", show_default=False
+        ),
     ] = "",
     form: Annotated[
         Literal["peft", "per-expert", "merged", "code"],
@@ -45,9 +52,8 @@ def command(
     merged form is written, and where the method acts beside the weights (UB-SMoE, FedAMoLE, PFL-MoE) a checkpoint with
     modelling code of its own.
     """
-    from fedguild.export import Subject, export
-
-    exported = export(folder, Subject(budget, client), output, "merged" if merged else form, round=round)
+    wanted = "merged" if merged else form
+    exported = fedguild.export_model(folder, output, budget or None, client or None, form=wanted, round=round)
     if exported.reason:
         note(f"This is {exported.reason}.")
     note(exported.audience)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from fedguild.cli.options import CONFIG
 from fedguild.cli.output import note
 from fedguild.errors import ConfigError, DataError, FedGuildError
 
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 EXAMPLES = (
     "fedguild init",
-    "fedguild init --yes && fedguild run fedguild.yaml",
+    "fedguild init --yes && fedguild run",
     "fedguild init mine.yaml --data ours.jsonl --columns instruction=question,response=reply --clients 5",
     "fedguild init big.yaml --yes --model allenai/OLMoE-1B-7B-0924 --data dolly --budgets 8,4,2,1 --where ray",
 )
@@ -34,7 +35,7 @@ class Where(StrEnum):
 
 
 def command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The new config.")] = Path("fedguild.yaml"),
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The new config.")] = Path(CONFIG),
     model: Annotated[
         str | None, typer.Option("--model", help="embedded, english, a hub id or a folder.", show_default=False)
     ] = None,
@@ -114,7 +115,7 @@ def command(
     if place is Where.FEDERATION:
         note(f"Next: fedguild federation init guild --clients {count} --config {file}")
     else:
-        note(f"Next: fedguild run {file}")
+        note("Next: fedguild run" if file == Path(CONFIG) else f"Next: fedguild run {file}")
 
 
 class _Asker:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from fedguild.cli.options import JsonOption
-from fedguild.cli.output import show, show_json
+from fedguild.cli.output import listing, setting_table, show, show_json
 from fedguild.cli.presets import methods_with_presets
 from fedguild.config.reference import settings_of
 from fedguild.errors import FedGuildError
@@ -27,7 +27,12 @@ EXAMPLES = (
 
 
 def command(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show the options of this method.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="Show the options of this method. That imports it, and with it torch; a list does not."
+        ),
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", help="List those with a preset on a model whose name contains this.")
     ] = None,
@@ -41,8 +46,8 @@ def command(
 ) -> None:
     """List the methods with the package that each comes from, or the options of one."""
     if name is not None:
-        described = _described(METHODS.load(name))
-        show_json(described) if as_json else _show_one(described)
+        method = METHODS.load(name)
+        show_json(_described(method)) if as_json else _show_one(method)
         return
     plugins = list(METHODS.checked() if check else METHODS.found())
     if model or data:
@@ -66,15 +71,18 @@ def _described(method: type[Method]) -> dict[str, Any]:
 
 
 def _show_all(plugins: list[Found]) -> None:
-    table = Table("method", "title", "from", box=None, header_style="bold", pad_edge=False)
-    for plugin in plugins:
-        table.add_row(plugin.name, plugin.warning if plugin.fault else plugin.title, plugin.origin)
-    show(table)
+    show(listing("method", "what it is", ((one.name, _said_of(one)) for one in plugins)))
 
 
-def _show_one(described: dict[str, Any]) -> None:
-    table = Table("option", "accepts", "default", "meaning", box=None, header_style="bold", pad_edge=False)
-    for option in described["options"]:
-        table.add_row(f"method.{option['key']}", option["accepts"], option["default"], option["help"])
-    models = "mixture-of-experts models" if described["needs_experts"] else "any model"
-    show(f"{described['name']}: {described['title']} (for {models})", table)
+def _said_of(plugin: Found) -> str:
+    """Returns what a method is, without its name; first the package, if that is not FedGuild."""
+    if plugin.fault:
+        return plugin.warning
+    title = plugin.title.partition(": ")[2] or plugin.title
+    return title if plugin.origin == "fedguild" else f"({plugin.origin}) {title}"
+
+
+def _show_one(method: type[Method]) -> None:
+    options = [replace(option, key=f"method.{option.key}") for option in settings_of(method.Settings)]
+    models = "mixture-of-experts models" if method.needs_experts else "any model"
+    show(f"{method.title} (for {models})", *([setting_table("option", options)] if options else []))

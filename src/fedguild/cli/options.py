@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fedguild.errors import ConfigError
+
+CONFIG = "fedguild.yaml"
+"""The config that commands take where none is given, and that `fedguild init` writes by default."""
+
 ConfigArgument = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="A preset (see `fedguild presets`) or a YAML file.", show_default=False)
+    str | None,
+    typer.Argument(
+        metavar="CONFIG",
+        help=f"A preset (see `fedguild presets`) or a YAML file; by default {CONFIG}, as `fedguild init` writes it.",
+        show_default=False,
+    ),
 ]
 OverridesArgument = Annotated[
     list[str] | None,
@@ -18,3 +29,23 @@ OverridesArgument = Annotated[
 ]
 RunFolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a run.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def config_and_settings(config: str | None, settings: Sequence[str] | None) -> tuple[str, list[str]]:
+    """Returns the config and the settings of a command line that may name no config.
+
+    Raises:
+        ConfigError: no config is named, and the default one is not in the current folder.
+    """
+    given = list(settings or ())
+    if config is not None and "=" in config and not Path(config).exists():
+        given.insert(0, config)
+        config = None
+    if config is not None:
+        return config, given
+    if not Path(CONFIG).is_file():
+        raise ConfigError(
+            f"No config is named, and there is no {CONFIG} in this folder.",
+            "`fedguild init` writes one, `fedguild presets --all` lists those that ship, for example flame/tiny-tasks.",
+        )
+    return CONFIG, given

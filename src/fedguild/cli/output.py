@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from fedguild.config.reference import Setting
 
 PIPED_WIDTH_COLUMNS = 160
 
@@ -15,10 +22,56 @@ errors = Console(stderr=True)
 
 
 def show(*renderables: RenderableType) -> None:
-    """Prints to stdout; wide enough for any table where stdout is not a terminal."""
-    console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH_COLUMNS)
+    """Prints to stdout; wide enough for any table where stdout is not a terminal and COLUMNS does not say how wide."""
+    console = _console()
     for renderable in renderables:
         console.print(renderable, markup=False, highlight=False)
+
+
+def listing(name: str, meaning: str, rows: Iterable[tuple[str, str]]) -> Table:
+    """Returns a table of names and what they mean, a line for each on a screen.
+
+    Names are never cut, so that they can be copied; on a screen that is narrower than a name it is folded. What they
+    mean ends where the screen does, with an ellipsis; elsewhere it is whole.
+
+    Args:
+        name: Title of the names.
+        meaning: Title of what they mean.
+        rows: Each name and what it means.
+    """
+    listed = list(rows)
+    longest = max(len(text) for text in (name, *(one for one, _ in listed)))
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column(name, width=min(longest, _console().width), overflow="fold")
+    table.add_column(meaning)
+    for one, text in listed:
+        table.add_row(one, Text(text, no_wrap=_on_screen(), overflow="ellipsis"))
+    return table
+
+
+def setting_table(name: str, settings: Iterable[Setting]) -> Table:
+    """Returns a table of settings, their keys whole, whatever breaks beside them.
+
+    Args:
+        name: Title of the keys.
+        settings: The settings.
+    """
+    listed = list(settings)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column(name, width=min(max(len(one.key) for one in listed), _console().width), overflow="fold")
+    for title in ("accepts", "default", "meaning"):
+        table.add_column(title, overflow="fold")
+    for one in listed:
+        table.add_row(one.key, one.accepts, one.default, one.help)
+    return table
+
+
+def _console() -> Console:
+    return Console() if _on_screen() else Console(width=PIPED_WIDTH_COLUMNS)
+
+
+def _on_screen() -> bool:
+    return sys.stdout.isatty() or "COLUMNS" in os.environ
 
 
 def show_json(value: Any) -> None:

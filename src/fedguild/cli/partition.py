@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 import fedguild
-from fedguild.cli.options import ConfigArgument, JsonOption, OverridesArgument
+from fedguild.cli.options import ConfigArgument, JsonOption, OverridesArgument, config_and_settings
 from fedguild.cli.output import note, show, show_json
 from fedguild.errors import ConfigError
 
@@ -28,7 +28,7 @@ BAR = " ▁▂▃▄▅▆▇█"
 
 
 def command(
-    config: ConfigArgument,
+    config: ConfigArgument = None,
     overrides: OverridesArgument = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw the partition to this SVG file.")] = None,
     as_json: JsonOption = False,
@@ -36,7 +36,8 @@ def command(
     """Show how many examples of each label every client would get, without training."""
     if plot and plot.suffix != ".svg":
         raise ConfigError(f"--plot writes an SVG file, but {plot} does not end in .svg.")
-    shares = fedguild.partition(config, *(overrides or ()))
+    named, settings = config_and_settings(config, overrides)
+    shares = fedguild.partition(named, *settings)
     table, clients, budgets = shares.data.partition_table, shares.data.clients, shares.budgets
     if as_json:
         cut = None if shares.cut is None else asdict(shares.cut)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import typer
 from rich.table import Table
 
 from fedguild.cli.options import JsonOption, OverridesArgument
-from fedguild.cli.output import note, show, show_json
+from fedguild.cli.output import listing, note, setting_table, show, show_json
 from fedguild.config import Config, Preset, ShippedTable, load_config, preset_subject, presets, tables
 from fedguild.config.reference import settings_of
 from fedguild.errors import ConfigError
@@ -46,7 +47,10 @@ def command(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the configs that ship with FedGuild, or print one as a starting point for your own."""
+    """List the configs that ship with FedGuild, or print one as a starting point for your own.
+
+    Without a METHOD, a filter or --all it prints how many there are.
+    """
     method = name if name in {preset.name.partition("/")[0] for preset in presets()} else None
     if settings:
         _list_settings(as_json)
@@ -136,39 +140,31 @@ class _Chosen:
 
     def list(self) -> None:
         """Prints a line for each."""
-        listed = Table("preset", "what it is", box=None, header_style="bold", pad_edge=False)
-        for preset, _, _ in self.presets:
-            listed.add_row(preset.name, preset.description)
-        compared = Table("table", "what `fedguild compare TABLE` prints", box=None, header_style="bold", pad_edge=False)
-        for table in self.tables:
-            compared.add_row(table.name, table.description)
         if self.presets:
-            show(listed)
+            show(listing("preset", "what it is", ((one.name, one.description) for one, _, _ in self.presets)))
         if self.tables:
-            show("", compared)
+            compared = ((one.name, one.description) for one in self.tables)
+            show("", listing("table", "what `fedguild compare TABLE` prints", compared))
 
     def summarise(self) -> None:
-        """Prints a line for each method, with its models and its data, short enough for a screen."""
+        """Prints the numbers of each method, short enough for a screen, and what there is to choose by."""
         by_method: dict[str, list[tuple[str, str]]] = {}
-        for preset, _, corpus in self.presets:
-            method, _, rest = preset.name.partition("/")
-            by_method.setdefault(method, []).append((_before(rest, corpus), corpus))
+        for preset, model, corpus in self.presets:
+            by_method.setdefault(preset.name.partition("/")[0], []).append((model.rpartition("/")[2], corpus))
         counted = Counter(table.name.partition("/")[0] for table in self.tables)
-        listed = Table("method", "presets", "tables", "models", "data", box=None, header_style="bold", pad_edge=False)
+        listed = Table(box=None, header_style="bold", pad_edge=False)
+        listed.add_column("method", no_wrap=True)
+        for title in ("presets", "tables", "models", "data sets"):
+            listed.add_column(title, justify="right")
         for method, subjects in by_method.items():
-            models, corpora = (", ".join(sorted(set(column))) for column in zip(*subjects, strict=True))
-            listed.add_row(method, str(len(subjects)), str(counted[method] or "–"), models, corpora)
+            models, corpora = (set(column) for column in zip(*subjects, strict=True))
+            numbers = (len(subjects), counted[method] or "–", len(models), len(corpora))
+            listed.add_row(method, *map(str, numbers))
         show(listed)
-        note(
-            "\n`fedguild presets METHOD` lists those of a method, for example flame/tiny-tasks; --model and --data "
-            "choose among all, --all lists them."
-        )
-
-
-def _before(rest: str, corpus: str) -> str:
-    """Returns the model's part of a preset's name: what stands before its data."""
-    named = next((name for name in (corpus, "alpagasus") if f"-{name}" in rest), None)
-    return rest.partition(f"-{named}")[0] if named else rest.rpartition("-")[0]
+        models, corpora = (set(column) for column in zip(*itertools.chain(*by_method.values()), strict=True))
+        note("\n`fedguild presets METHOD` lists a method's presets and tables, --all those of all.")
+        note(f"--model chooses by model: {', '.join(sorted(models, key=str.lower))}.")
+        note(f"--data chooses by data: {', '.join(sorted(corpora))}.")
 
 
 def _list_settings(as_json: bool) -> None:
@@ -176,7 +172,4 @@ def _list_settings(as_json: bool) -> None:
     if as_json:
         show_json([vars(setting) for setting in settings])
         return
-    table = Table("setting", "accepts", "default", "meaning", box=None, header_style="bold", pad_edge=False)
-    for setting in settings:
-        table.add_row(setting.key, setting.accepts, setting.default, setting.help)
-    show(table)
+    show(setting_table("setting", settings))

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import fedguild
-from fedguild.cli.options import JsonOption, OverridesArgument
+from fedguild.cli.options import ConfigArgument, JsonOption, OverridesArgument, config_and_settings
 from fedguild.cli.output import note, show, show_json
 from fedguild.errors import ConfigError
 
@@ -20,10 +20,7 @@ EXAMPLES = (
 
 
 def command(
-    config: Annotated[
-        str | None,
-        typer.Argument(metavar="CONFIG", help="A preset (see `fedguild presets`) or a YAML file.", show_default=False),
-    ] = None,
+    config: ConfigArgument = None,
     overrides: OverridesArgument = None,
     model: Annotated[
         str | None,
@@ -67,17 +64,20 @@ def command(
     markdown: Annotated[bool, typer.Option("--markdown", hidden=True)] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a config costs its clients and its server, from the model's config alone."""
+    """Show what a config costs its clients and its server, from the model's config and the number of examples.
+
+    No weight is loaded and nothing is downloaded. Data that is generated or on this machine is read to count a client's
+    examples, unless --examples is given.
+    """
     if published:
         _show_published(as_json, markdown)
         return
-    if config is None:
-        raise ConfigError("There is no config to profile.", "Give a preset or a YAML file, or --published.")
     if wire_dtype not in ("fp32", "bf16"):
         raise ConfigError(f"--wire-dtype is '{wire_dtype}'.", "Known: fp32, bf16.")
+    named, settings = config_and_settings(config, overrides)
     costs = fedguild.profile(
-        config,
-        *(overrides or ()),
+        named,
+        *settings,
         model=model,
         clients=clients,
         examples=examples,

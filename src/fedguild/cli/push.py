@@ -10,7 +10,8 @@ import fedguild
 from fedguild.cli.options import RunFolderArgument
 
 EXAMPLES = (
-    "fedguild push runs/flame-olmoe --to me/flame-olmoe --budget b4",
+    "fedguild push runs/flame-olmoe --to me/flame-olmoe",
+    "fedguild push runs/flame-olmoe --to me/flame-olmoe-small --budget b4",
     "fedguild push runs/fedit-olmoe --to me/fedit-olmoe --budget b1 --format per-expert --public",
 )
 
@@ -18,8 +19,12 @@ EXAMPLES = (
 def command(
     folder: RunFolderArgument,
     to: Annotated[str, typer.Option("--to", metavar="USER/NAME", help="The repository.", show_default=False)],
-    budget: Annotated[str, typer.Option("--budget", help="Push the global model for this budget.")] = "",
-    client: Annotated[str, typer.Option("--client", help="Push a client's own model, for example client-000.")] = "",
+    budget: Annotated[
+        str, typer.Option("--budget", help="Push the global model for this budget; the largest by default.")
+    ] = "",
+    client: Annotated[
+        str, typer.Option("--client", help="Push a client's own model instead, for example client-000.")
+    ] = "",
     form: Annotated[
         Literal["peft", "per-expert", "merged", "code"],
         typer.Option("--format", help="As in `fedguild export`; merged if the base model is not on the hub."),

@@ -9,7 +9,7 @@ import typer
 
 import fedguild
 from fedguild.cli.following import follows_torchrun
-from fedguild.cli.options import ConfigArgument, JsonOption, OverridesArgument
+from fedguild.cli.options import ConfigArgument, JsonOption, OverridesArgument, config_and_settings
 from fedguild.cli.progress import TerminalProgress
 from fedguild.cli.results import show_run
 from fedguild.cli.watch import WatchOption, watching
@@ -17,6 +17,7 @@ from fedguild.config import load_config
 
 EXAMPLES = (
     "fedguild run flame/tiny-tasks",
+    "fedguild run",
     "fedguild run flame/tiny-tasks seed=1 training.steps=50 --output runs/longer",
     "fedguild run flame/tiny-tasks federation.rounds=20 --watch",
     "fedguild run fedit/tiny-ag_news data.train=train.csv data.test=test.csv",
@@ -25,7 +26,7 @@ EXAMPLES = (
 
 def command(
     context: typer.Context,
-    config: ConfigArgument,
+    config: ConfigArgument = None,
     overrides: OverridesArgument = None,
     output: Annotated[
         Path | None,
@@ -34,8 +35,11 @@ def command(
     watch: WatchOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a config: train, evaluate every budget, write the report."""
-    settings = load_config(config, overrides or ())
+    """Run a config: train, evaluate every budget, write the report.
+
+    Without a CONFIG it runs fedguild.yaml in this folder.
+    """
+    settings = load_config(*config_and_settings(config, overrides))
     if follows_torchrun(settings.model.device):
         return
     folder = output or settings.run_folder

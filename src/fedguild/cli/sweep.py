@@ -9,7 +9,7 @@ import typer
 
 import fedguild
 from fedguild.cli.compare import CellEngine, parsed_seeds
-from fedguild.cli.options import ConfigArgument, JsonOption
+from fedguild.cli.options import ConfigArgument, JsonOption, config_and_settings
 from fedguild.cli.output import note, show, show_json
 from fedguild.cli.progress import TerminalProgress
 from fedguild.cli.watch import WatchOption, watching
@@ -24,16 +24,16 @@ EXAMPLES = (
 
 def command(
     context: typer.Context,
-    config: ConfigArgument,
+    config: ConfigArgument = None,
     overrides: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE[,VALUE...]",
             help="Settings: one value for all runs, or several to sweep, separated by commas outside of brackets, "
             "braces and quotes.",
             show_default=False,
         ),
-    ],
+    ] = None,
     seeds: Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas.")] = "0,1,2",
     output: Annotated[
         Path | None,
@@ -63,15 +63,15 @@ def command(
     runs are scored on validation examples unless evaluation.split says otherwise.
     """
     context.obj.resume_with = "the same command again"
-    chosen = parsed_seeds(seeds) or ()
+    named, settings = config_and_settings(config, overrides)
     from fedguild.api.sweeping import default_folder, divide
 
-    folder = output or default_folder(load_config(config, divide(overrides)[0]))
+    folder = output or default_folder(load_config(named, divide(settings)[0]))
     with watching(folder, on=watch):
         found = fedguild.sweep(
-            config,
-            *overrides,
-            seeds=chosen,
+            named,
+            *settings,
+            seeds=parsed_seeds(seeds) or (),
             output=folder,
             jobs=jobs,
             engine=engine.value,

@@ -116,12 +116,13 @@ def _find(path_or_preset: str, beside: Path | None) -> Path:
     if path.is_file():
         return path
     if path.suffix in (".yaml", ".yml"):
-        raise ConfigError(f"There is no config file {path}.", "`fedguild presets` lists the configs that ship.")
+        raise ConfigError(f"There is no config file {path}.", "`fedguild presets --all` lists the configs that ship.")
     known = [preset.name for preset in presets()]
     close = difflib.get_close_matches(path_or_preset, known, n=1, cutoff=0.4)
     meant = f"Did you mean '{close[0]}'? " if close else ""
     raise ConfigError(
-        f"'{path_or_preset}' is neither a preset nor a config file.", f"{meant}`fedguild presets` lists the presets."
+        f"'{path_or_preset}' is neither a preset nor a config file.",
+        f"{meant}`fedguild presets --all` lists the presets.",
     )
 
 

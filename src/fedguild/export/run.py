@@ -95,7 +95,7 @@ class Subject:
 
 
 def export(
-    run_folder: Path, subject: Subject, output: Path, form: Form = "peft", *, round: int | None = None
+    run_folder: Path, subject: Subject | None, output: Path, form: Form = "peft", *, round: int | None = None
 ) -> Exported:
     """Writes a model of a run in a form that other programs load.
 
@@ -107,7 +107,7 @@ def export(
 
     Args:
         run_folder: A run.
-        subject: The model to export.
+        subject: The model to export; None for the global one as the largest budget runs it.
         output: The folder to write; new or empty.
         form: The form.
         round: The round to take the model from; the last by default.
@@ -148,8 +148,7 @@ def load_attached(run_folder: Path, subject: Subject | None = None, round: int |
     if subject is not None and (run_folder / "config.yaml").is_file():
         subject.require_in(load_config(str(run_folder / "config.yaml")))
     experiment, state, number = restore(run_folder, round)
-    if subject is None:
-        subject = Subject(budget=max(experiment.budgets, key=lambda one: (one.active_experts, one.rank or 0)).name)
+    subject = subject or _largest(experiment)
     if subject.client:
         state = experiment.method.excerpt(state, experiment.backbone.info, _client(experiment, subject))
     _, deployment = _deployed(experiment, state, number, subject)
@@ -233,14 +232,20 @@ def _base(path: str, folder: Path, output: Path) -> str:
     return str(output.resolve() / BASE)
 
 
+def _largest(experiment: Experiment) -> Subject:
+    """Returns the global model as the largest budget runs it."""
+    return Subject(budget=max(experiment.budgets, key=lambda one: (one.active_experts, one.rank or 0)).name)
+
+
 def _restored(
-    run_folder: Path, subject: Subject, output: Path, round: int | None
+    run_folder: Path, subject: Subject | None, output: Path, round: int | None
 ) -> tuple[Experiment, Deployment, Origin]:
     """Returns a run with one of its models; cheap checks come before anything is loaded."""
     require_new(output)
-    if (run_folder / "config.yaml").is_file():
+    if subject is not None and (run_folder / "config.yaml").is_file():
         subject.require_in(load_config(str(run_folder / "config.yaml")))
     experiment, state, number = restore(run_folder, round)
+    subject = subject or _largest(experiment)
     if subject.client:
         client = _client(experiment, subject)
         state = experiment.method.excerpt(without_momentum(state), experiment.backbone.info, client)
