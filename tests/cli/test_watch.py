@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from fedguild.cli import watch
 from tests.cli.conftest import FakeExperiment, Invoke
 from tests.report.runs import write_run
+from tests.watch.folders import federation
 
 
 @pytest.fixture
@@ -56,24 +59,73 @@ def test_watch_waits_for_a_run_that_does_not_exist(invoke: Invoke, opened: list[
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_is_watched_until_it_ends(
-    invoke: Invoke, experiment: FakeExperiment, opened: list[str], monkeypatch: pytest.MonkeyPatch
+RUN = ("run", "flame/tiny-tasks", "--output", "out")
+WATCHED = [
+    (RUN, "out", "run"),
+    (("resume", "out"), "out", "run"),
+    (("compare", "flame/tiny-tasks", "--seeds", "0", "--output", "grid"), "grid", "grid"),
+    (("compare", "flame/tiny-tasks", "--seeds", "0"), "runs/compare", "grid"),
+    (("sweep", "flame/tiny-tasks", "method.rank=4,8", "--seeds", "0", "--output", "grid"), "grid", "grid"),
+    (("sweep", "flame/tiny-tasks", "method.rank=4,8", "--seeds", "0"), "runs/sweep-flame-tiny-tasks", "grid"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "folder", "kind"), WATCHED)
+def test_a_command_is_watched_until_it_ends(
+    invoke: Invoke,
+    experiment: FakeExperiment,
+    opened: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    folder: str,
+    kind: str,
 ) -> None:
-    answered = []
-    run = experiment.run
-
-    def watched(*arguments: object, **more: object) -> object:
-        (address,) = opened
-        answered.append(urlopen(address, timeout=10).status)
-        return run(*arguments, **more)
-
+    if arguments[0] == "resume":
+        invoke(*RUN)
+    seen: list[dict[str, Any]] = []
+    for name in ("run", "resume"):
+        monkeypatch.setattr(experiment, name, _looking(getattr(experiment, name), opened, seen))
     monkeypatch.setattr(watch.threading, "Thread", _AtOnce)
-    monkeypatch.setattr(experiment, "run", watched)
-    result = invoke("run", "flame/tiny-tasks", "--output", "out", "--watch")
+    assert opened == []
+    result = invoke(*arguments, "--watch")
     assert result.exit_code == 0, result.output
-    assert answered == [200]
+    assert f"Watching {folder}: {opened[0]}" in result.stderr
+    assert {facts["folder"] for facts in seen} == {folder}
+    assert {facts["kind"] for facts in seen} <= {kind, "waiting"}
     with pytest.raises(OSError, match="refused"):
         urlopen(opened[0], timeout=5)
+
+
+def test_a_federation_is_watched_until_its_run_ends(
+    invoke: Invoke, opened: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def run_federation(*_: object, **__: object) -> dict[str, object]:
+        return {"status": "finished", "folder": "guild/server/state/run"}
+
+    federation(tmp_path / "guild/server")
+    looking = _looking(run_federation, opened, seen)
+    monkeypatch.setattr("fedguild.federation.operations.run_federation", looking)
+    monkeypatch.setattr(watch.threading, "Thread", _AtOnce)
+    result = invoke("federation", "run", "guild/server", "--watch")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "guild/server/state/run\n"
+    assert [facts["kind"] for facts in seen] == ["federation"]
+    with pytest.raises(OSError, match="refused"):
+        urlopen(opened[0], timeout=5)
+
+
+def _looking(work: Callable[..., Any], opened: list[str], seen: list[dict[str, Any]]) -> Callable[..., Any]:
+    """Returns a function that looks at the page, notes what it says that it follows, and then does the work."""
+
+    def watched(*arguments: object, **more: object) -> Any:
+        (address,) = opened
+        assert urlopen(address, timeout=10).status == 200
+        seen.append(json.load(urlopen(f"{address}state", timeout=10))["parts"]["page"]["facts"])
+        return work(*arguments, **more)
+
+    return watched
 
 
 class _AtOnce(threading.Thread):

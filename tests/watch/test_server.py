@@ -1,12 +1,12 @@
-"""The page's server over plain HTTP: what it answers, what it refuses, and how soon a change arrives."""
+"""The page's server over plain HTTP: what it answers, what it refuses, and when a change arrives."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import re
-import time
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import pytest
 
 from fedguild.activity import ActivityLog
 from fedguild.errors import FedGuildError
+from fedguild.watch import following, grid_view
 from fedguild.watch import server as serving
+from fedguild.watch.following import Follower
 from fedguild.watch.server import WatchServer
 from tests.watch.folders import comparison, live_run, one_more_round
 
@@ -93,20 +95,57 @@ def test_the_state_is_the_boards(server: WatchServer) -> None:
     assert json.loads(content) == json.loads(json.dumps(server.follower.board.since()))
 
 
-def test_a_change_is_sent_within_a_second(server: WatchServer, tmp_path: Path) -> None:
+@pytest.fixture
+def polled_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets followers read when they are told to, and streams wake for a change alone."""
+    monkeypatch.setattr(Follower, "start", Follower.refresh)
+    monkeypatch.setattr(serving, "PING_SECONDS", 3600.0)
+
+
+@pytest.mark.usefixtures("polled_by_hand")
+def test_the_poll_after_a_change_sends_it(tmp_path: Path) -> None:
+    server = WatchServer(live_run(tmp_path / "run"))
+    server.begin()
     stream = Stream(server)
     assert stream.next()["reset"]
-    started = time.monotonic()
     ActivityLog(tmp_path / "run").append("message", text="Something new")
+    server.follower.refresh()
     change = stream.next()
-    waited = time.monotonic() - started
     assert [row["text"] for row in change["parts"]["log"].values()] == ["Something new"]
     assert set(change["parts"]) == {"log"}
-    assert waited < 10 * serving.PING_SECONDS  # the log of measurements has the figure
     one_more_round(tmp_path / "run", 7)
-    change = stream.next()
-    assert list(change["parts"]["rounds"]) == ["7"]
+    server.follower.refresh()
+    assert list(stream.next()["parts"]["rounds"]) == ["7"]
     stream.close()
+    server.end()
+
+
+def test_a_follower_reads_again_after_every_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    follower = Follower(live_run(tmp_path / "run"))
+    pauses: list[float] = []
+
+    def wait(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 1:
+            ActivityLog(tmp_path / "run").append("message", text="Something new")
+            return
+        follower.stop()
+
+    monkeypatch.setattr(follower._stop, "wait", wait)
+    follower.refresh()
+    known = follower.board.version
+    follower._follow()
+    assert pauses == [following.POLL_SECONDS] * 2
+    change = follower.board.since(follower.board.epoch, known)
+    assert [row["text"] for row in change["parts"]["log"].values()] == ["Something new"]
+
+
+def test_a_change_waits_less_than_a_second_for_all_pauses_together() -> None:
+    script = files("fedguild").joinpath("watch/page/page.js").read_text()
+    (pause,) = re.findall(r"^const pauseMilliseconds = (\d+);$", script, flags=re.MULTILINE)
+    assert script.count("pauseMilliseconds") == 2
+    slowest = max(grid_view.SCAN_SECONDS, following.LOOK_SECONDS)
+    assert following.POLL_SECONDS + slowest + int(pause) / 1000 < 1
 
 
 def test_a_page_that_comes_back_gets_what_it_missed(server: WatchServer, tmp_path: Path) -> None:
@@ -178,6 +217,7 @@ def test_without_the_secret_there_is_nothing(server: WatchServer) -> None:
             "page.html",
         ),
         *("run/0/", "run/-1/", "run/1e3/state", "run/../state", "run/0/../state", "/etc/passwd", "page.js/", "state/"),
+        *("page/0", "page/0/", "page/../config.yaml", "page/config.yaml"),
     ],
 )
 def test_no_path_leads_to_a_file(server: WatchServer, path: str) -> None:
@@ -208,6 +248,26 @@ def test_a_cell_has_a_page_of_its_own(tmp_path: Path) -> None:
         assert stream.next()["parts"]["page"]["facts"]["kind"] == "run"
         stream.close()
         assert ask(server, "run/4/state")[0] == 404
+    finally:
+        server.end()
+
+
+def test_the_page_of_a_comparison_is_shown_without_scripts(tmp_path: Path) -> None:
+    folder = comparison(tmp_path / "grid")
+    server = WatchServer(folder)
+    server.begin()
+    try:
+        assert json.loads(ask(server, "state")[2])["parts"]["page"]["facts"]["pages"] == []
+        assert ask(server, "page/0")[0] == 404
+        (folder / "comparison.html").write_text("<!doctype html><p>comparison")
+        server.follower.view._scanned = -1.0
+        server.follower.refresh()
+        pages = json.loads(ask(server, "state")[2])["parts"]["page"]["facts"]["pages"]
+        assert pages == [{"kind": "comparison", "name": "grid", "place": "."}]
+        status, headers, content = ask(server, "page/0")
+        assert (status, content) == (200, b"<!doctype html><p>comparison")
+        assert headers.get_all("Content-Security-Policy") == [serving._REPORT_POLICY]
+        assert ask(server, "page/1")[0] == 404
     finally:
         server.end()
 

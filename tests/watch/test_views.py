@@ -15,7 +15,7 @@ from fedguild.server.run_log import PrivacyRecord, RoundRecord, RunLog, StrayUpl
 from fedguild.watch.board import Board
 from fedguild.watch.federation_view import FederationView
 from fedguild.watch.following import Follower
-from fedguild.watch.grid_view import GridView
+from fedguild.watch.grid_view import SCAN_SECONDS, GridView
 from fedguild.watch.run_view import RunView
 from tests.report.runs import write_run
 from tests.watch.folders import comparison, federation, hold, live_run, one_more_round
@@ -211,6 +211,22 @@ def test_the_cells_of_a_comparison_fill(tmp_path: Path) -> None:
     one_more_round(folder / "flame/seed-1", 7)
     grid.refresh()
     assert grid.board.get("runs", 1)["round"] == 7
+
+
+def test_new_runs_and_pages_of_a_folder_are_looked_for_twice_a_second(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/first", rounds=1)
+    clock = [0.0]
+    grid = GridView(tmp_path / "runs", Board(), now=lambda: clock[0])
+    assert list(parts_of(grid)["runs"]) == ["0"]
+    write_run(tmp_path / "runs/sweep/rank-4/seed-0", rounds=1)
+    (tmp_path / "runs/sweep/sweep.html").write_text("sweep")
+    clock[0] = SCAN_SECONDS - 0.01
+    assert list(parts_of(grid)["runs"]) == ["0"]
+    clock[0] = SCAN_SECONDS
+    parts = parts_of(grid)
+    assert list(parts["runs"]) == ["0", "1"]
+    assert parts["page"]["facts"]["pages"] == [{"kind": "sweep", "name": "sweep", "place": "sweep"}]
+    assert SCAN_SECONDS <= 0.5
 
 
 def test_a_plan_that_leads_out_of_its_folder_is_not_followed(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from fedguild.results import Sweep, divergence
 if TYPE_CHECKING:
     from fedguild.api.inputs import Dataset, Partition
     from fedguild.callbacks import Callback
+    from fedguild.config import Config
     from fedguild.config.loading import Given
     from fedguild.evaluation.metrics import Metric
 
@@ -96,6 +97,15 @@ def sweep(
         write_plan([Column("", folder, tuple(every))], folder)
         complete(every, jobs, tell=tell, progress=progress, callbacks=callbacks, may_diverge=True)
     return _tabulated(folder, swept, cells)
+
+
+def default_folder(config: Config) -> Path:
+    """Returns the folder of a sweep's runs where none is given, `runs/sweep-NAME`.
+
+    Args:
+        config: The config with the settings for every run.
+    """
+    return Path("runs") / f"sweep-{config.name}"
 
 
 def divide(settings: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -191,7 +201,7 @@ def _plan(
 ) -> tuple[Path, dict[str, list[tuple[Mapping[str, str], Cell]]]]:
     """Returns the folder of the runs, and setting -> its values and the cell of each seed."""
     base = given.config(config, fixed)
-    folder = Path(output) if output else Path("runs") / f"sweep-{base.name}"
+    folder = Path(output) if output else default_folder(base)
     asked = any(text.partition("=")[0].strip() in ("evaluation.split", "evaluation") for text in fixed)
     validates = base.data.split.validation > 0 and not asked
     layers = [Layer("sweep", {"evaluation": {"split": "validation"}})] if validates else []
@@ -208,8 +218,9 @@ def _plan(
 def _tabulated(
     folder: Path, swept: Mapping[str, Sequence[str]], cells: Mapping[str, Sequence[tuple[Mapping[str, str], Cell]]]
 ) -> Sweep:
+    from fedguild.report.html import write_sweep
     from fedguild.report.run_folder import load_run
-    from fedguild.report.sweep import tabulate, write_sweep
+    from fedguild.report.sweep import tabulate
 
     runs, diverged, values = {}, {}, {}
     for name, members in cells.items():

@@ -11,6 +11,7 @@ from fedguild.cli.following import follows_torchrun
 from fedguild.cli.options import JsonOption, RunFolderArgument
 from fedguild.cli.progress import TerminalProgress
 from fedguild.cli.results import show_run
+from fedguild.cli.watch import WatchOption, watching
 
 EXAMPLES = ("fedguild resume runs/flame-tiny-tasks", "fedguild resume runs/flame-tiny-tasks --round 4")
 RoundOption = Annotated[
@@ -22,12 +23,16 @@ RoundOption = Annotated[
 
 
 def command(
-    context: typer.Context, folder: RunFolderArgument, round: RoundOption = None, as_json: JsonOption = False
+    context: typer.Context,
+    folder: RunFolderArgument,
+    round: RoundOption = None,
+    watch: WatchOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Continue a run from its last complete round, with the results of an uninterrupted run."""
     if follows_torchrun():
         return
     context.obj.resume_with = f"fedguild resume {folder}"
-    with TerminalProgress() as progress:
+    with watching(folder, on=watch), TerminalProgress() as progress:
         result = fedguild.resume(folder, progress=progress, round=round)
     show_run(result.folder, as_json)

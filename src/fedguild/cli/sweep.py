@@ -12,6 +12,8 @@ from fedguild.cli.compare import CellEngine, parsed_seeds
 from fedguild.cli.options import ConfigArgument, JsonOption
 from fedguild.cli.output import note, show, show_json
 from fedguild.cli.progress import TerminalProgress
+from fedguild.cli.watch import WatchOption, watching
+from fedguild.config import load_config
 
 EXAMPLES = (
     "fedguild sweep flame/tiny-tasks method.rank=4,8,16 training.learning_rate=1e-3,5e-3 --seeds 0,1,2",
@@ -51,6 +53,7 @@ def command(
         typer.Option("--address", help="The Ray cluster, for example auto; by default Ray is started on this machine."),
     ] = None,
     cores: Annotated[int, typer.Option("--cores", min=1, help="With ray: CPU cores of each run.")] = 1,
+    watch: WatchOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run every combination of some settings over several seeds, and mark the best by its validation score.
@@ -60,18 +63,23 @@ def command(
     runs are scored on validation examples unless evaluation.split says otherwise.
     """
     context.obj.resume_with = "the same command again"
-    found = fedguild.sweep(
-        config,
-        *overrides,
-        seeds=parsed_seeds(seeds) or (),
-        output=output,
-        jobs=jobs,
-        engine=engine.value,
-        address=address,
-        cores=cores,
-        progress=lambda title: TerminalProgress(title=title),
-        tell=note,
-    )
+    chosen = parsed_seeds(seeds) or ()
+    from fedguild.api.sweeping import default_folder, divide
+
+    folder = output or default_folder(load_config(config, divide(overrides)[0]))
+    with watching(folder, on=watch):
+        found = fedguild.sweep(
+            config,
+            *overrides,
+            seeds=chosen,
+            output=folder,
+            jobs=jobs,
+            engine=engine.value,
+            address=address,
+            cores=cores,
+            progress=lambda title: TerminalProgress(title=title),
+            tell=note,
+        )
     if as_json:
         show_json({**found.table.to_json(), "folder": str(found.folder), "page": str(found.page)})
     else:

@@ -23,16 +23,17 @@ from fedguild.report.style import (
     gridlines,
     key_at,
     ordered_colours,
+    scale_beside,
     spread_apart,
     styled,
+    tilt_if_long,
     to_svg,
     trend_limits,
 )
 
 Curve = Sequence[tuple[int, float]]
-_MOST_LABELS = 60
+_MOST_LABELS, _MOST_LABELS_NARROW = 60, 14
 _MOST_ROWS_NAMED = 40
-_CHARACTERS_IN_A_LINE = 110
 
 
 def score_curves(curves: Mapping[str, Curve], split: str, key: str = "curves", width: float = FULL_WIDTH) -> str:
@@ -101,44 +102,48 @@ def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str, wi
         return to_svg(figure, key, f"Dot chart: {split} score of {len(clients)} clients: {', '.join(scores)}.")
 
 
-def expert_heat_map(frequency: NDArray[np.float64], clients: Sequence[str], layer: int | None = None) -> str:
+def expert_heat_map(
+    frequency: NDArray[np.float64], clients: Sequence[str], layer: int | None = None, width: float = FULL_WIDTH
+) -> str:
     """Returns clients × experts activation frequencies (FLAME, Figure 2).
 
     Args:
         frequency: [clients, L, M] share of a client's tokens that activated an expert.
         clients: Row names.
         layer: A layer's index; None takes the mean over the layers.
+        width: In inches; a narrow figure has its scale below.
     """
     shown = frequency.mean(axis=1) if layer is None else frequency[:, layer]
     rows, experts = shown.shape
-    key = "experts" if layer is None else f"experts-{layer}"
+    key, wide = key_at("experts" if layer is None else f"experts-{layer}", width), width == FULL_WIDTH
     with styled(key):
-        figure = Figure(figsize=(FULL_WIDTH, 0.75 + min(0.26 * rows, 6.5)), layout="constrained")
+        height = (0.75 if wide else 1.3) + min(0.26 * rows, 6.5)
+        figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()
         image = _draw_heat(axes, shown, top=float(shown.max()))
         axes.set(xlabel="expert", ylabel="client")
         step = 1 if rows <= _MOST_ROWS_NAMED else -(-rows // _MOST_ROWS_NAMED)
         axes.set_yticks(range(0, rows, step), [clients[row] for row in range(0, rows, step)])
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
-        bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=14, format=FuncFormatter(_percent))
-        bar.outline.set_visible(False)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=16 if wide else 8, integer=True))
+        bar = scale_beside(figure, axes, image, width, format=FuncFormatter(_percent))
         bar.set_label("tokens routed to it")
         where = "mean over layers" if layer is None else f"layer {layer}"
         return to_svg(figure, key, f"Heat map: activation frequency of {experts} experts for {rows} clients, {where}.")
 
 
-def expert_heat_maps_by_layer(frequency: NDArray[np.float64]) -> str:
+def expert_heat_maps_by_layer(frequency: NDArray[np.float64], width: float = FULL_WIDTH) -> str:
     """Returns one small clients × experts heat map per layer, all on one colour scale.
 
     Args:
         frequency: [clients, L, M] share of a client's tokens that activated an expert.
+        width: In inches.
     """
     rows, layers, _ = frequency.shape
-    across = min(4, layers)
-    down = -(-layers // across)
-    with styled("layers"):
+    across = min(4 if width == FULL_WIDTH else 2, layers)
+    down, key = -(-layers // across), key_at("layers", width)
+    with styled(key):
         height = min(0.13 * rows + 0.3, 2.4)
-        figure = Figure(figsize=(FULL_WIDTH, down * height + 0.25), layout="constrained")
+        figure = Figure(figsize=(width, down * height + 0.25), layout="constrained")
         grid = figure.subplots(down, across, squeeze=False)
         for layer, axes in enumerate(grid.flat):
             if layer >= layers:
@@ -147,35 +152,37 @@ def expert_heat_maps_by_layer(frequency: NDArray[np.float64]) -> str:
             _draw_heat(axes, frequency[:, layer], top=float(frequency.max()))
             axes.set_title(f"Layer {layer}", fontsize=8, fontweight="normal", color=MUTED, pad=3)
             axes.set(xticks=[], yticks=[])
-        return to_svg(figure, "layers", f"Heat maps: expert activation by client in each of {layers} layers.")
+        return to_svg(figure, key, f"Heat maps: expert activation by client in each of {layers} layers.")
 
 
-def partition_bubbles(labels: Sequence[str], counts: NDArray[np.int64], clients: Sequence[str]) -> str:
+def partition_bubbles(
+    labels: Sequence[str], counts: NDArray[np.int64], clients: Sequence[str], width: float = FULL_WIDTH
+) -> str:
     """Returns clients × labels, each circle's area the number of examples.
 
-    Beyond 60 labels the rarer ones are drawn together as `other`.
+    Beyond 60 labels, in a narrow figure beyond 14, the rarer ones are drawn together as `other`.
 
     Args:
         labels: Column names.
         counts: [clients, labels] number of examples.
         clients: Row names.
+        width: In inches.
     """
-    names, shown = _merge_rare(labels, counts)
+    wide = width == FULL_WIDTH
+    names, shown = _merge_rare(labels, counts, _MOST_LABELS if wide else _MOST_LABELS_NARROW)
     rows, columns = shown.shape
-    with styled("partition"):
-        tilted = sum(map(len, names)) > _CHARACTERS_IN_A_LINE
+    key = key_at("partition", width)
+    with styled(key):
         depth = min(0.28 * rows, 9.0)
-        height = 0.7 + depth + (0.05 * max(map(len, names)) if tilted else 0)
-        figure = Figure(figsize=(FULL_WIDTH, height), layout="constrained")
+        figure = Figure(figsize=(width, 0.7 + depth), layout="constrained")
         axes = figure.subplots()
         row, column = np.nonzero(shown)
-        widest_points = 0.92 * 72 * min(0.88 * FULL_WIDTH / columns, depth / rows)
+        widest_points = 0.92 * 72 * min((0.88 if wide else 0.68) * width / columns, depth / rows)
         areas = shown[row, column] / max(int(shown.max()), 1) * widest_points**2
         axes.scatter(column, row, s=areas, color="#1f77a4", alpha=0.85, linewidths=0)
         axes.set_xticks(range(columns), names)
-        if tilted:
-            for tick in axes.get_xticklabels():
-                tick.set(rotation=60 if columns > 30 else 35, ha="right", rotation_mode="anchor")
+        if tilt_if_long(axes, width, degrees=60 if columns > 30 else 35):
+            figure.set_figheight(0.7 + depth + (0.05 if wide else 0.075) * max(map(len, names)))
         step = 1 if rows <= _MOST_ROWS_NAMED else -(-rows // _MOST_ROWS_NAMED)
         axes.set_yticks(range(0, rows, step), [clients[index] for index in range(0, rows, step)])
         for index in range(0, rows, step):
@@ -186,7 +193,7 @@ def partition_bubbles(labels: Sequence[str], counts: NDArray[np.int64], clients:
         axes.spines[["left", "bottom"]].set_visible(False)
         axes.tick_params(length=0)
         gridlines(axes, "both")
-        return to_svg(figure, "partition", f"Bubble chart: examples of {columns} labels on {rows} clients.")
+        return to_svg(figure, key, f"Bubble chart: examples of {columns} labels on {rows} clients.")
 
 
 def cost_panels(costs: Mapping[str, Cost]) -> list[tuple[str, str, list[float]]]:
@@ -239,12 +246,12 @@ def _percent(value: float, _position: int | None = None) -> str:
     return f"{value:.0%}"
 
 
-def _merge_rare(labels: Sequence[str], counts: NDArray[np.int64]) -> tuple[list[str], NDArray[np.int64]]:
-    """Returns at most 60 columns: all, or the 59 most frequent in their order and the sum of the others."""
-    if len(labels) <= _MOST_LABELS:
+def _merge_rare(labels: Sequence[str], counts: NDArray[np.int64], most: int) -> tuple[list[str], NDArray[np.int64]]:
+    """Returns at most so many columns: all, or the most frequent in their order and the sum of the others."""
+    if len(labels) <= most:
         return list(labels), counts
     ranked = np.argsort(-counts.sum(axis=0), kind="stable")
-    kept = np.sort(ranked[: _MOST_LABELS - 1])
-    rest = counts[:, ranked[_MOST_LABELS - 1 :]].sum(axis=1, keepdims=True)
+    kept = np.sort(ranked[: most - 1])
+    rest = counts[:, ranked[most - 1 :]].sum(axis=1, keepdims=True)
     names = [labels[index] for index in kept] + [f"{len(labels) - len(kept)} other"]
     return names, np.concatenate([counts[:, kept], rest], axis=1)

@@ -20,7 +20,15 @@ from fedguild.report import comparison_figures, figures, units
 from fedguild.report.comparison import ComparisonTable, compare
 from fedguild.report.costs import Cost, budget_costs, client_totals, phase_seconds
 from fedguild.report.grid import Grid
-from fedguild.report.index import REPORT_FILE, RunSummary, find_runs, summarise
+from fedguild.report.index import (
+    COMPARISON_FILE,
+    REPORT_FILE,
+    SWEEP_FILE,
+    RunSummary,
+    find_pages,
+    find_runs,
+    summarise,
+)
 from fedguild.report.observation_figures import MOST_NAMED, observation_figure
 from fedguild.report.observations import Series, observation_grid, observed
 from fedguild.report.run_folder import Run, load_run
@@ -32,7 +40,6 @@ from fedguild.report.sweep import SweepTable
 from fedguild.report.tables import RunTable, privacy_grid, routing_grid, run_table, task_grid, training_grid
 from fedguild.report.values import counts_values, curves_values, series_values
 
-COMPARISON_FILE = "comparison.html"
 INDEX_FILE = "index.html"
 _MOST_OBSERVATIONS_SHOWN = 4
 """Number of a method's figures that are shown; the others are collapsed."""
@@ -70,27 +77,34 @@ def write_comparison(
     return _write(output / COMPARISON_FILE, "comparison.html.j2", {**page, "title": title or page["title"]})
 
 
-def sweep_page(path: Path, table: SweepTable, first: Run, title: str) -> Path:
-    """Writes the page of a sweep and returns its path.
+def write_sweep(table: SweepTable, runs: Mapping[str, Sequence[Path]], folder: Path, title: str) -> Path:
+    """Writes `sweep.html` into a folder and returns its path.
+
+    Args:
+        table: The sweep.
+        runs: Label -> the setting's finished runs, one per seed; some may have none.
+        folder: The folder that receives the page.
+        title: The page's title.
 
     Raises:
+        CheckpointError: a folder is not that of a run, or damaged.
         FedGuildError: the page cannot be written.
     """
-    drawn = table.figure()
+    first = load_run(next(member for members in runs.values() for member in members))
     page = {
         "title": title,
         "facts": [*(fact for fact in _facts(first) if not fact.startswith("seed")), *_seed_facts(table.seeds)],
         "summary": table.sentences(),
         "warnings": table.warnings,
         "grid": table.grid(),
-        "drawn": _figure(drawn) if drawn else None,
+        "drawn": _both(table.figure) if len(table.keys) <= 2 else None,
         "one_key": len(table.keys) == 1,
         "split": table.split,
         "rejections": [],
         "configs": [("Config of the first run", _yaml(first.config))],
         "environment": list(_flat(first.environment)),
     }
-    return _write(path, "sweep.html.j2", page)
+    return _write(folder / SWEEP_FILE, "sweep.html.j2", page)
 
 
 def _seed_facts(seeds: Sequence[int]) -> list[str]:
@@ -100,7 +114,7 @@ def _seed_facts(seeds: Sequence[int]) -> list[str]:
 def write_index(folder: Path) -> Path:
     """Writes `index.html` into a folder of runs, a line for each with a link to its report, and returns its path.
 
-    The page filters by method, data, model and status without a script.
+    The page filters by method, data, model and status without a script, and links comparisons and sweeps of the runs.
 
     Raises:
         CheckpointError: there is no run below the folder.
@@ -169,7 +183,7 @@ def _run_page(run: Run, shown: Shown) -> dict[str, Any]:
     table, totals = run_table(run), client_totals(run)
     curves = {budget_title(row.budget): run.curve("budget", row.budget.name) for row in table.rows}
     costs = budget_costs(run)
-    seen = [_observation(series, place) for place, series in enumerate(observed(run))]
+    seen = [_observation(series, place, shown) for place, series in enumerate(observed(run))]
     routing = run.last_routing
     phases = phase_seconds(run)
     return {
@@ -185,9 +199,9 @@ def _run_page(run: Run, shown: Shown) -> dict[str, Any]:
         "personal": _personal(run, table, shown),
         "observations": seen[:_MOST_OBSERVATIONS_SHOWN],
         "more_observations": seen[_MOST_OBSERVATIONS_SHOWN:],
-        "experts": _expert_figures(run),
+        "experts": _expert_figures(run, shown),
         "routing": routing_grid(routing) if routing else None,
-        "partition": _partition_figure(run),
+        "partition": _partition_figure(run, shown),
         "partition_values": _partition_values(run),
         "costs": _figure(figures.cost_bars(costs)) if costs else None,
         "cost_bars": _cost_bars(costs),
@@ -218,7 +232,7 @@ def _comparison_page(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) 
         "observations": observation_grid(runs),
         "stability": stability_grids(runs),
         "costs": table.cost_grid(),
-        "partition": _partition_figure(first),
+        "partition": _partition_figure(first, _both),
         "partition_values": _partition_values(first),
         "round_values": _round_values(table, runs),
         "partition_seed": first.seed,
@@ -267,6 +281,10 @@ def _index_page(folder: Path, found: Sequence[RunSummary]) -> dict[str, Any]:
         "filters": [{"key": key, "title": key.capitalize(), "choices": known} for key, known in choices.items()],
         "headings": headings,
         "rows": rows,
+        "pages": [
+            {"kind": page.kind, "name": page.name, "place": page.place, "link": quote(f"{page.place}/{page.file}")}
+            for page in find_pages(folder, [run.folder for run in found])
+        ],
     }
 
 
@@ -284,7 +302,7 @@ def _facts(run: Run, *, method: bool = True) -> list[str]:
     return [*facts, units.count_of(run.last_round, "round"), f"seed {run.seed}"]
 
 
-def _expert_figures(run: Run) -> dict[str, Any] | None:
+def _expert_figures(run: Run, shown: Shown) -> dict[str, Any] | None:
     """Returns the heat maps of the last recorded round, the clients of one budget side by side."""
     routing = run.last_routing
     if routing is None or not routing.clients:
@@ -298,7 +316,7 @@ def _expert_figures(run: Run) -> dict[str, Any] | None:
     names = [_client_name(routing.clients[i], budgets) for i in order]
     return {
         "round": routing.round,
-        "mean": _figure(figures.expert_heat_map(frequency, names)),
+        "mean": shown(lambda width: figures.expert_heat_map(frequency, names, width=width)),
         "values": counts_values(
             frequency.mean(axis=1),
             names,
@@ -306,7 +324,9 @@ def _expert_figures(run: Run) -> dict[str, Any] | None:
             "Tokens routed to each expert",
             digits=3,
         ),
-        "layers": _figure(figures.expert_heat_maps_by_layer(frequency)) if routing.layers > 1 else None,
+        "layers": shown(lambda width: figures.expert_heat_maps_by_layer(frequency, width))
+        if routing.layers > 1
+        else None,
     }
 
 
@@ -337,7 +357,7 @@ def _personal(run: Run, table: RunTable, shown: Shown) -> dict[str, Any] | None:
     }
 
 
-def _observation(series: Series, place: int) -> dict[str, Any]:
+def _observation(series: Series, place: int, shown: Shown) -> dict[str, Any]:
     """Returns a figure of one of the method's observations, with its caption."""
     of = f", in {series.unit}" if series.unit else ""
     if series.is_over_rounds:
@@ -351,7 +371,7 @@ def _observation(series: Series, place: int) -> dict[str, Any]:
         many = len(series.lines()) > MOST_NAMED
         caption = f"{series.title}{of}, over the rounds."
         caption += f" A line for each of {len(series.lines())}; the thick one is their mean." if many else ""
-    drawn = _figure(observation_figure(series, f"observed-{place}"))
+    drawn = shown(lambda width: observation_figure(series, f"observed-{place}", width))
     return {"caption": caption, "svg": drawn, "values": series_values(series)}
 
 
@@ -370,10 +390,11 @@ def _cost_bars(costs: Mapping[str, Cost]) -> list[tuple[str, list[tuple[str, str
     ]
 
 
-def _partition_figure(run: Run) -> Markup | None:
+def _partition_figure(run: Run, shown: Shown) -> Markup | None:
     if run.guarantee or run.partition is None or not run.partition.counts or not run.partition.labels:
         return None
-    return _figure(figures.partition_bubbles(run.partition.labels, np.asarray(run.partition.counts), _holders(run)))
+    labels, counts, clients = run.partition.labels, np.asarray(run.partition.counts), _holders(run)
+    return shown(lambda width: figures.partition_bubbles(labels, counts, clients, width))
 
 
 def _partition_values(run: Run) -> Grid | None:
@@ -432,7 +453,7 @@ def _both(draw: Callable[[float], str]) -> Markup:
 
 
 def _once(draw: Callable[[float], str]) -> Markup:
-    """Marks one of our figures, drawn for a desk's page alone, alike."""
+    """Marks one of our figures, drawn for a wide page alone, as safe to place in the page."""
     return _figure(draw(FULL_WIDTH))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +19,8 @@ from fedguild.server.run_log import RunLog
 from fedguild.tail import Tail
 
 REPORT_FILE = "report.html"
+COMPARISON_FILE = "comparison.html"
+SWEEP_FILE = "sweep.html"
 PLAN_FILE = "cells.json"
 """The file in which a comparison says which runs it consists of, before it begins them."""
 DEPTH = 4
@@ -165,6 +167,40 @@ def summarise(folder: Path) -> RunSummary:
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
     """Returns the folders of runs below a folder, in the order of their names; the folder itself is none of them."""
     return list(_runs_below(folder, depth))
+
+
+@dataclass(frozen=True)
+class GroupPage:
+    """A page about several runs.
+
+    Attributes:
+        kind: `comparison` or `sweep`.
+        name: The name of its folder.
+        place: Its folder, below the one that was searched; `.` for that itself.
+        file: The name of its file.
+    """
+
+    kind: str
+    name: str
+    place: str
+    file: str
+
+
+def find_pages(folder: Path, runs: Iterable[Path]) -> list[GroupPage]:
+    """Returns the comparison's and sweep's pages in a folder and between it and runs below it, by their places."""
+    places = {folder}
+    for run in runs:
+        for parent in run.parents:
+            if parent in places:
+                break
+            places.add(parent)
+    kinds = {COMPARISON_FILE: "comparison", SWEEP_FILE: "sweep"}
+    return [
+        GroupPage(kind, place.resolve().name, place.relative_to(folder).as_posix(), file)
+        for place in sorted(places)
+        for file, kind in kinds.items()
+        if (place / file).is_file()
+    ]
 
 
 def is_run(folder: Path) -> bool:

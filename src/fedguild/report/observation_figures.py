@@ -11,16 +11,27 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedguild.report.observations import Series
-from fedguild.report.style import FULL_WIDTH, HEAT, INK, MUTED, gridlines, method_colours, styled, to_svg
+from fedguild.report.style import (
+    FULL_WIDTH,
+    HEAT,
+    INK,
+    MUTED,
+    gridlines,
+    key_at,
+    method_colours,
+    scale_beside,
+    styled,
+    tilt_if_long,
+    to_svg,
+)
 from fedguild.server.run_log import ObservationRecord
 
 MOST_NAMED = 8
 """Rows beyond which the lines are thin and unnamed, and their mean stands out."""
-_MOST_TICKS = 40
-_CHARACTERS_IN_A_LINE = 100
+_MOST_TICKS, _MOST_TICKS_NARROW = 40, 12
 
 
-def observation_figure(series: Series, key: str) -> str:
+def observation_figure(series: Series, key: str, width: float = FULL_WIDTH) -> str:
     """Returns a figure's lines over the rounds, or its heat map where a row has a value for each column.
 
     A figure of one such row is shown in all rounds, one below the other.
@@ -28,15 +39,18 @@ def observation_figure(series: Series, key: str) -> str:
     Args:
         series: The reported figure.
         key: Prefix of the ids in the SVG.
+        width: In inches.
     """
-    return _heat_map(series.matrix(), key) if series.is_matrix else _lines(series, key)
+    key = key_at(key, width)
+    return _heat_map(series.matrix(), key, width) if series.is_matrix else _lines(series, key, width)
 
 
-def _lines(series: Series, key: str) -> str:
+def _lines(series: Series, key: str, width: float) -> str:
     lines = series.lines()
-    few = len(lines) <= MOST_NAMED
+    few, wide = len(lines) <= MOST_NAMED, width == FULL_WIDTH
     with styled(key):
-        figure = Figure(figsize=(FULL_WIDTH, 2.3), layout="constrained")
+        height = 2.3 if wide or not few else 2.3 + 0.1 * len(lines)
+        figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()
         for (row, points), colour in zip(lines.items(), method_colours(len(lines)), strict=True):
             (line,) = axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.7, label=row)
@@ -45,7 +59,8 @@ def _lines(series: Series, key: str) -> str:
             if len(points) == 1:
                 line.set(marker="o", markersize=3.5)
         if few and lines:
-            figure.legend(loc="outside right upper", frameon=False, handlelength=1.2)
+            place = "outside right upper" if wide else "outside upper left"
+            figure.legend(loc=place, ncols=1 if wide else 2, frameon=False, handlelength=1.2)
         elif lines:
             axes.plot(*zip(*_mean_line(series), strict=True), color=INK, linewidth=2.4)
         axes.set(xlabel="round", ylabel=series.unit)
@@ -64,32 +79,31 @@ def _mean_line(series: Series) -> list[tuple[int, float]]:
     return [(number, float(np.mean(by_round[number]))) for number in sorted(by_round)]
 
 
-def _heat_map(record: ObservationRecord, key: str) -> str:
+def _heat_map(record: ObservationRecord, key: str, width: float) -> str:
     values = np.asarray(record.values, dtype=np.float64)
     rows, columns = values.shape
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     low = 0.0 if 0 < low < high / 2 else low
     with styled(key):
-        height = 0.75 + min(max(0.2 * rows, 0.6), 7.0)
-        figure = Figure(figsize=(FULL_WIDTH, height), layout="constrained")
+        height = (0.75 if width == FULL_WIDTH else 1.3) + min(max(0.2 * rows, 0.6), 7.0)
+        figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()
         top = high if high > low else low + 1.0
         image = axes.imshow(values, cmap=HEAT, vmin=low, vmax=top, aspect="auto", interpolation="none")
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
-        _label(axes, "y", record.rows)
-        _label(axes, "x", record.columns)
-        bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=14)
-        bar.outline.set_visible(False)
+        _label(axes, "y", record.rows, width)
+        _label(axes, "x", record.columns, width)
+        bar = scale_beside(figure, axes, image, width)
         bar.set_label(record.unit)
         return to_svg(figure, key, f"Heat map: {record.name} of {rows} rows and {columns} columns.")
 
 
-def _label(axes: Axes, axis: str, labels: Sequence[str]) -> None:
+def _label(axes: Axes, axis: str, labels: Sequence[str], width: float) -> None:
     """Names the rows or columns; the labels' common prefix becomes the name of the axis."""
     word, names = split_labels(labels)
-    step = -(-len(names) // _MOST_TICKS)
+    step = -(-len(names) // (_MOST_TICKS if axis == "y" or width == FULL_WIDTH else _MOST_TICKS_NARROW))
     ticks = range(0, len(names), step)
     shown = [names[place] for place in ticks]
     if axis == "y":
@@ -98,9 +112,7 @@ def _label(axes: Axes, axis: str, labels: Sequence[str]) -> None:
         return
     axes.set_xticks(ticks, shown)
     axes.set_xlabel(word)
-    if sum(len(name) + 2 for name in shown) > _CHARACTERS_IN_A_LINE:
-        for tick in axes.get_xticklabels():
-            tick.set(rotation=40, ha="right", rotation_mode="anchor")
+    tilt_if_long(axes, width)
 
 
 def split_labels(labels: Sequence[str]) -> tuple[str, list[str]]:

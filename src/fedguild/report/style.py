@@ -19,13 +19,17 @@ from typing import Any, Literal
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.colorbar import Colorbar
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 
 FULL_WIDTH = 9.0
 """Inches; at 96 pixels each the width of the page's text block."""
 NARROW_WIDTH = 3.7
-"""Inches; the width of a telephone's page, 390 pixels less its margins."""
+"""Inches; the width of the text on a phone of 390 pixels."""
+_CHARACTERS_PER_INCH = 11.5
+"""Of the names below a figure, with the space that the axis beside them takes."""
 INK = "#1d2733"
 MUTED = "#5c6773"
 RULE = "#d5dbe1"
@@ -76,13 +80,13 @@ def trend_limits(values: Iterable[float], bounds: tuple[float, float] = (-math.i
 
 
 def wide_and_narrow(draw: Callable[[float], str]) -> str:
-    """Returns a figure drawn for a desk's page and for a telephone's, of which the page shows the one that fits.
+    """Returns a figure drawn for a wide page and for a phone, of which the page shows the one that fits.
 
     Args:
         draw: Returns the figure at a width in inches, under ids that depend on it (`key_at`).
     """
     wide, narrow = draw(FULL_WIDTH), draw(NARROW_WIDTH)
-    return f'<div class="on-desk">{wide}</div><div class="on-phone">{narrow}</div>'
+    return f'<div class="on-wide">{wide}</div><div class="on-narrow">{narrow}</div>'
 
 
 def key_at(key: str, width: float) -> str:
@@ -138,6 +142,38 @@ def gridlines(axes: Axes, axis: Literal["x", "y", "both"] = "y") -> None:
     """Draws faint lines behind the data along one axis."""
     axes.grid(axis=axis, color=RULE, linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def scale_beside(figure: Figure, axes: Axes, image: AxesImage, width: float, **options: Any) -> Colorbar:
+    """Draws the colour scale of a heat map beside it, or below it where the figure is narrow."""
+    if width == FULL_WIDTH:
+        bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=14, **options)
+    else:
+        bar = figure.colorbar(image, ax=axes, location="bottom", aspect=30, **options)
+    bar.outline.set_visible(False)
+    return bar
+
+
+def tilt_if_long(axes: Axes, width: float, degrees: float = 40.0) -> bool:
+    """Tilts the names below a figure if side by side they would not fit; upright where it is narrow.
+
+    Args:
+        axes: The figure's axes, with their ticks set.
+        width: The figure's width in inches.
+        degrees: The angle on a wide page.
+
+    Returns:
+        Whether they were tilted.
+    """
+    labels = axes.get_xticklabels()
+    if sum(len(label.get_text()) + 2 for label in labels) <= _CHARACTERS_PER_INCH * width:
+        return False
+    for label in labels:
+        if width < FULL_WIDTH:
+            label.set(rotation=90)
+        else:
+            label.set(rotation=degrees, ha="right", rotation_mode="anchor")
+    return True
 
 
 def spread_apart(places: Sequence[float], gap: float) -> list[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,9 @@ from fedguild.evaluation.statistics import Spread, half_width, paired_difference
 from fedguild.report import units
 from fedguild.report.comparison import MEAN, MTAL, POOLED, RECEIVED, TRAINED, MethodRow, compare
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.run_folder import Run, load_run
-from fedguild.report.style import HEAT, INK, MUTED, gridlines, styled, to_svg
+from fedguild.report.run_folder import Run
+from fedguild.report.style import FULL_WIDTH, HEAT, INK, MUTED, gridlines, key_at, styled, tilt_if_long, to_svg
 
-SWEEP_FILE = "sweep.html"
 _SCORES = {
     MEAN: "mean over the budgets",
     MTAL: "mean over the clients' own models",
@@ -170,20 +168,24 @@ class SweepTable:
             )
         return said
 
-    def figure(self) -> str:
-        """Returns a line over one swept key's values or a heat map over two, as an `<svg>`; empty for more."""
+    def figure(self, width: float = FULL_WIDTH) -> str:
+        """Returns a line over one swept key's values or a heat map over two, as an `<svg>`; empty for more.
+
+        Args:
+            width: The width of the page's text in inches; the figure is no wider.
+        """
         if len(self.keys) == 1:
-            return self._line()
-        return self._heat_map() if len(self.keys) == 2 else ""
+            return self._line(width)
+        return self._heat_map(width) if len(self.keys) == 2 else ""
 
     def _mean(self, setting: Setting) -> float:
         spread = self.spread(setting)
         return -math.inf if spread is None or setting.diverged else spread.mean
 
-    def _line(self) -> str:
-        (key,) = self.keys
-        with styled("sweep"):
-            figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    def _line(self, width: float) -> str:
+        (key,), ids = self.keys, key_at("sweep", width)
+        with styled(ids):
+            figure = Figure(figsize=(min(6.4, width), 3.2), layout="constrained")
             axes = figure.subplots()
             places = range(len(self.settings))
             spreads = [self.spread(one) for one in self.settings]
@@ -193,21 +195,25 @@ class SweepTable:
             at = self.settings.index(self.best)
             axes.scatter([at], [means[at]], s=110, facecolors="none", edgecolors=INK, linewidths=1.4, zorder=4)
             axes.set_xticks(places, [one.values[key] for one in self.settings])
+            tilt_if_long(axes, min(6.4, width))
             axes.set(xlabel=key, ylabel=f"{self.split} score")
             axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
             gridlines(axes)
-            return to_svg(figure, "sweep", f"Line chart: {self.split} score by {key}; best: {self.best.title}.")
+            return to_svg(figure, ids, f"Line chart: {self.split} score by {key}; best: {self.best.title}.")
 
-    def _heat_map(self) -> str:
-        down, across = self.keys
+    def _heat_map(self, width: float) -> str:
+        (down, across), ids = self.keys, key_at("sweep", width)
         rows = list(dict.fromkeys(one.values[down] for one in self.settings))
         columns = list(dict.fromkeys(one.values[across] for one in self.settings))
         means = np.full((len(rows), len(columns)), np.nan)
         for one in self.settings:
             place = (rows.index(one.values[down]), columns.index(one.values[across]))
             means[place] = np.nan if (mean := self._mean(one)) == -math.inf else mean
-        with styled("sweep"):
-            figure = Figure(figsize=(1.6 + 1.05 * len(columns), 1.2 + 0.55 * len(rows)), layout="constrained")
+        wide, natural = width == FULL_WIDTH, 1.6 + 1.05 * len(columns)
+        printed = min(natural, width) >= 0.6 * natural  # else the columns are narrower than their scores
+        with styled(ids):
+            size = (min(natural, width), 1.2 + 0.55 * len(rows) + (0 if wide else 0.5))
+            figure = Figure(figsize=size, layout="constrained")
             axes = figure.subplots()
             image = axes.imshow(means, cmap=HEAT, aspect="auto")
             low, high = np.nanmin(means), np.nanmax(means)
@@ -216,22 +222,22 @@ class SweepTable:
                     continue
                 best = (rows[row], columns[column]) == (self.best.values[down], self.best.values[across])
                 dark = high > low and (mean - low) / (high - low) > 0.5
-                text = f"{mean:.3f}" + (" ★" if best else "")
+                text = (" " if wide else "\n").join([f"{mean:.3f}"] * printed + ["★"] * best)
                 colour = "white" if dark else INK
-                axes.text(
-                    column, row, text, ha="center", va="center", color=colour, fontweight="bold" if best else None
-                )
+                weight = "bold" if best else None
+                axes.text(column, row, text, ha="center", va="center", color=colour, fontweight=weight)
             axes.set_xticks(range(len(columns)), columns)
             axes.set_yticks(range(len(rows)), rows)
+            tilt_if_long(axes, min(natural, width))
             axes.set(xlabel=across, ylabel=down)
             axes.tick_params(length=0)
             for spine in axes.spines.values():
                 spine.set_visible(False)
-            bar = figure.colorbar(image, ax=axes, shrink=0.9)
+            bar = figure.colorbar(image, ax=axes, shrink=0.9, location="right" if wide else "bottom")
             bar.set_label(f"{self.split} score", color=MUTED)
             bar.outline.set_visible(False)
             about = f"Heat map: mean {self.split} score by {down} and {across}; best: {self.best.title}."
-            return to_svg(figure, "sweep", about)
+            return to_svg(figure, ids, about)
 
 
 def tabulate(
@@ -267,19 +273,6 @@ def tabulate(
     )
     warnings = tuple(warning for warning in table.warnings if not warning.startswith("Budget"))
     return SweepTable(tuple(keys), settings, name, table.split, table.seeds, table.round, warnings)
-
-
-def write_sweep(table: SweepTable, runs: Mapping[str, Sequence[Path]], folder: Path, title: str) -> Path:
-    """Writes `sweep.html` into a folder and returns its path.
-
-    Raises:
-        CheckpointError: a folder is not that of a run, or damaged.
-        FedGuildError: the page cannot be written.
-    """
-    from fedguild.report.html import sweep_page
-
-    first = load_run(next(folder for folders in runs.values() for folder in folders))
-    return sweep_page(folder / SWEEP_FILE, table, first, title)
 
 
 def _interval(spread: Spread | None, *, signed: bool = False) -> str:

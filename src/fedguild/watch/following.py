@@ -16,7 +16,7 @@ from fedguild.watch.grid_view import GridView
 from fedguild.watch.run_view import RunView
 
 POLL_SECONDS = 0.2
-LOOK_SECONDS = 1.0
+LOOK_SECONDS = 0.5
 """A folder in which there is nothing yet is looked at again after this time."""
 
 

@@ -7,17 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedguild.report.index import SummaryReader, find_runs, read_plan
+from fedguild.report.index import GroupPage, SummaryReader, find_pages, find_runs, read_plan
 from fedguild.watch.board import Board
 
-SCAN_SECONDS = 1.0
-"""New runs are looked for no more often than this."""
+SCAN_SECONDS = 0.5
+"""New runs and pages are looked for no more often than this."""
 
 
 class GridView:
     """The parts `page` and `runs` of a folder with runs below it.
 
-    A run's key is its number on the page, by which the page asks for it; nothing that the page sends is a path.
+    A run's key is its number on the page, by which the page asks for it; nothing that the page sends is a path. The
+    written pages of comparisons and sweeps have numbers alike.
 
     Args:
         folder: The folder; it need not exist yet.
@@ -28,6 +29,7 @@ class GridView:
     def __init__(self, folder: Path, board: Board, now: Callable[[], float] = time.monotonic) -> None:
         self.folder, self.board, self._clock = folder, board, now
         self.folders: list[Path] = []
+        self.pages: list[GroupPage] = []
         self._readers: dict[Path, SummaryReader] = {}
         self._cells: dict[Path, dict[str, Any]] = {}
         self._scanned = -SCAN_SECONDS
@@ -58,6 +60,7 @@ class GridView:
             if folder not in self._readers and self.folder in folder.parents:
                 self._readers[folder] = SummaryReader(folder)
                 self.folders.append(folder)
+        self.pages += [page for page in find_pages(self.folder, self.folders) if page not in self.pages]
 
     def _facts(self) -> dict[str, Any]:
         cells = [cell for folder, cell in self._cells.items() if folder in self._readers]
@@ -68,4 +71,5 @@ class GridView:
             "rows": list(dict.fromkeys(cell["row"] for cell in cells)),
             "columns": list(dict.fromkeys(cell["column"] for cell in cells)),
             "seeds": sorted({cell["seed"] for cell in cells}),
+            "pages": [{"kind": page.kind, "name": page.name, "place": page.place} for page in self.pages],
         }

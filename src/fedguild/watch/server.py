@@ -52,7 +52,7 @@ _FILES = {
     "icon.svg": ("watch/page/icon.svg", "image/svg+xml"),
 }
 """Name in the address -> the package's file and its type."""
-_PLACE = re.compile(r"(?:run/(?P<number>\d{1,6})/)?(?P<name>[a-z.]*)")
+_PLACE = re.compile(r"(?:run/(?P<number>\d{1,6})/)?(?P<name>[a-z.]*)|page/(?P<page>\d{1,6})")
 
 
 class WatchServer(ThreadingHTTPServer):
@@ -172,6 +172,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not path.startswith(server.base) or found is None:
             self._send(HTTPStatus.NOT_FOUND, b"There is nothing here.\n")
             return
+        if found["page"] is not None:
+            self._group_page(int(found["page"]))
+            return
         number = None if found["number"] is None else int(found["number"])
         name = found["name"]
         if name in _FILES and number is None:
@@ -200,9 +203,21 @@ class _Handler(BaseHTTPRequestHandler):
         return site in ("none", "same-origin") or is_link
 
     def _report(self, follower: Follower) -> None:
-        folder = getattr(follower.view, "folder", follower.folder)
+        self._written(getattr(follower.view, "folder", follower.folder) / REPORT_FILE)
+
+    def _group_page(self, number: int) -> None:
+        """Sends the page of a comparison or of a sweep that has a number."""
+        view = self.server.follower.view
+        if not isinstance(view, GridView) or number >= len(view.pages):
+            self._send(HTTPStatus.NOT_FOUND, b"There is nothing here.\n")
+            return
+        page = view.pages[number]
+        self._written(view.folder / page.place / page.file)
+
+    def _written(self, path: Path) -> None:
+        """Sends a page that a run has written, without a right to run scripts."""
         try:
-            content = (folder / REPORT_FILE).read_bytes()
+            content = path.read_bytes()
         except OSError:
             self._send(HTTPStatus.NOT_FOUND, b"There is no report yet.\n")
             return

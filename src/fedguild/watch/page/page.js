@@ -380,9 +380,12 @@ function bar(run) {
   return line;
 }
 
+// The cell leads to the run's own live page; below it is a link to the report, once that is written.
 function cell(number, run) {
-  return make("a", { class: `cell word-${run.word}`, href: `${base}run/${number}/`, title: run.reason || run.place }, make("b", {}, score(run.score)), " ",
+  const live = make("a", { class: `cell word-${run.word}`, href: `${base}run/${number}/`, title: run.reason || run.place }, make("b", {}, score(run.score)), " ",
     make("span", { class: "word" }, run.word === "running" || run.word === "gone" ? `${run.round}/${run.rounds || "?"}` : words[run.word].toLowerCase()), bar(run));
+  const report = run.has_report ? make("a", { class: "written", href: `${base}run/${number}/report` }, "report") : "";
+  return [live, report];
 }
 
 function showGrid() {
@@ -393,7 +396,8 @@ function showGrid() {
   if (!summary) { summary = make("p", { class: "states summary" }); holder.append(summary); }
   const numbers = {};
   for (const [, run] of runs) numbers[run.word] = (numbers[run.word] || 0) + 1;
-  summary.replaceChildren(...Object.keys(words).filter((word) => numbers[word]).map((word) => make("span", { class: `word-${word}` }, make("span", { class: "word" }, `${count(numbers[word])} ${words[word].toLowerCase()}`))));
+  const written = (facts.pages || []).map((one, number) => make("a", { href: `${base}page/${number}`, title: one.place }, `Page of the ${one.kind}${facts.pages.length > 1 ? ` ${one.name}` : ""}`));
+  summary.replaceChildren(...Object.keys(words).filter((word) => numbers[word]).map((word) => make("span", { class: `word-${word}` }, make("span", { class: "word" }, `${count(numbers[word])} ${words[word].toLowerCase()}`))), ...written);
   const planned = (facts.rows || []).length > 0;
   if (planned) comparison(holder, facts, runs.filter(([, run]) => run.row));
   const others = planned ? runs.filter(([, run]) => !run.row) : runs;
@@ -411,7 +415,7 @@ function comparison(holder, facts, runs) {
     const mean = scores.reduce((sum, value) => sum + value, 0) / scores.length;
     return [...facts.seeds.map((seed) => {
       const found = here.find(([, run]) => run.seed === seed);
-      return make("td", { class: "cells" }, found ? cell(...found) : missing);
+      return make("td", { class: "cells" }, ...(found ? cell(...found) : [missing]));
     }), make("td", {}, scores.length ? score(mean) : missing)];
   })));
   box.replaceChildren(make("table", { class: "numbers" }, make("caption", {}, "Each cell: the score so far, and how far the run is. A cell leads to its run."), make("thead", {}, ...head), make("tbody", {}, ...body)));
@@ -434,7 +438,7 @@ function index(holder, runs) {
   const chosen = [...box.querySelectorAll("select")].filter((select) => select.value), wanted = box.querySelector("input").value.trim().toLowerCase();
   const shown = runs.filter(([, run]) => chosen.every((select) => run[select.dataset.key] === select.value) && (!wanted || `${run.name} ${run.place}`.toLowerCase().includes(wanted)));
   const heads = ["Run", "Status", "Score", "Before", "Rounds", "Method", "Data", "Model", "Clients", "Seed", "Time"];
-  const body = shown.map(([number, run]) => make("tr", { class: `word-${run.word}` }, make("th", { scope: "row" }, make("a", { href: `${base}run/${number}/` }, run.name), make("small", {}, run.place)),
+  const body = shown.map(([number, run]) => make("tr", { class: `word-${run.word}` }, make("th", { scope: "row" }, make("a", { href: `${base}run/${number}/` }, run.name), make("small", {}, run.place, ...(run.has_report ? [" · ", make("a", { href: `${base}run/${number}/report` }, "report")] : []))),
     make("td", { class: "word", title: run.reason }, words[run.word].toLowerCase()), make("td", { class: "strong" }, score(run.score)), make("td", {}, score(run.before)), make("td", {}, `${run.round}/${run.rounds || "?"}`),
     ...[run.method, run.data, run.model].map((value) => make("td", {}, value || missing)), make("td", {}, run.clients ? count(run.clients) : missing), make("td", {}, run.seed === null ? missing : String(run.seed)), make("td", {}, duration(run.seconds))));
   box.lastElementChild.replaceChildren(make("table", { class: "numbers wide runs" }, make("caption", {}, `${count(shown.length)} of ${countOf(runs.length, "run")}`), make("thead", {}, make("tr", {}, ...heads.map((title) => make("th", { scope: "col" }, title)))), make("tbody", {}, ...body)));
@@ -451,13 +455,14 @@ function options(select, wanted) {
 // ---- changes, and when they are shown
 
 const shows = { page: [showHead, showProgress, showTiles], scores: [showScores, showTiles], rounds: [showRounds], clients: [showClients], rejections: [showRejections], log: [showLog], runs: [showGrid, showHead] };
+const pauseMilliseconds = 150;
 let waiting = false, shownAt = 0;
 
 function mark(...names) {
   names.forEach((name) => dirty.add(name));
   if (waiting) return;
   waiting = true;
-  setTimeout(() => requestAnimationFrame(show), Math.max(0, 150 - (performance.now() - shownAt)));
+  setTimeout(() => requestAnimationFrame(show), Math.max(0, pauseMilliseconds - (performance.now() - shownAt)));
 }
 
 function show() {
