@@ -13,6 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from fedguild.model.backbone import Backbone
 from tests.backbones import tiny_backbone
+from tests.watch.browser import CHROMIUM, NO_BROWSER, Browser
 
 pytest.register_assert_rewrite("tests.experiment.runs", "tests.engines.equality")
 
@@ -28,6 +29,9 @@ TOGETHER = {
     "tests/experiment/test_resume.py": "resume",
     "tests/export/test_run.py": "exports",
     "tests/model/test_sharding.py": "ranks",
+    "tests/report/test_browser.py": "pages",
+    "tests/report/test_html.py": "pages",
+    "tests/watch/test_page.py": "pages",
 }
 """File of tests -> what they share: processes of which a machine bears one at a time, or a fixture that takes long."""
 
@@ -78,6 +82,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.no_cover)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says that the browser tests were skipped, if they were: a run of the tests without them looks the same."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if NO_BROWSER in str(report.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"browser tests skipped: {NO_BROWSER} ({len(skipped)})", yellow=True)
+
+
 class Scheduling(LoadScopeScheduling):
     """Gives the tests that start Flower to one worker, those that start Ray to one, and any other to who is free.
 
@@ -99,6 +110,24 @@ def _no_wait_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
+
+
+@pytest.fixture(scope="session")
+def one_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A headless Chromium for all tests; without one they are skipped, or fail if FEDGUILD_BROWSER is `required`."""
+    if CHROMIUM is None:
+        if os.environ.get("FEDGUILD_BROWSER") == "required":
+            pytest.fail(f"FEDGUILD_BROWSER=required, but {NO_BROWSER}")
+        pytest.skip(NO_BROWSER)
+    with Browser(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def browser(one_browser: Browser) -> Browser:
+    """The same, with a record of problems that is empty."""
+    one_browser.problems.clear()
+    return one_browser
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fedguild.report.html import write_comparison, write_report
 from fedguild.report.run_folder import Run, load_run
 from tests.report.runs import RANKS_FINAL, write_run
 
@@ -23,6 +24,12 @@ def run(run_folder: Path) -> Run:
 
 
 @pytest.fixture(scope="session")
+def run_page(run_folder: Path) -> Path:
+    """Its report."""
+    return write_report(run_folder)
+
+
+@pytest.fixture(scope="session")
 def personal_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run in which every client has a model of its own, with figures that the method reports."""
     folder = tmp_path_factory.mktemp("runs") / "fedamole"
@@ -33,6 +40,12 @@ def personal_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def personal_run(personal_folder: Path) -> Run:
     """The same, read."""
     return load_run(personal_folder)
+
+
+@pytest.fixture(scope="session")
+def personal_page(personal_folder: Path) -> Path:
+    """Its report."""
+    return write_report(personal_folder)
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +65,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
         for seed in range(3)
     ]
     return {"flame": flame, "fedit-ranks": ranks}
+
+
+@pytest.fixture(scope="session")
+def comparison_page(folders: dict[str, list[Path]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Their comparison."""
+    output = tmp_path_factory.mktemp("pages") / "out"
+    return write_comparison(folders, output, reference="fedit-ranks", title="Ranks & experts")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedguild.report import comparison_figures, figures
-from fedguild.report.comparison import compare
+from fedguild.report.comparison import ComparisonTable, compare
 from fedguild.report.costs import Cost
 from fedguild.report.run_folder import Run
 from fedguild.report.style import FULL_WIDTH, NARROW_WIDTH, ordered_colours, spread_apart, trend_limits
@@ -83,14 +83,25 @@ def test_cost_bars_say_every_amount() -> None:
     assert said.count("–") == 2
 
 
-def test_comparison_figures_name_the_methods_and_budgets(runs: dict[str, list[Run]]) -> None:
-    table = compare(runs)
+@pytest.fixture(scope="module")
+def table(runs: dict[str, list[Run]]) -> ComparisonTable:
+    return compare(runs)
+
+
+@pytest.fixture(scope="module")
+def scatter_figure(table: ComparisonTable, runs: dict[str, list[Run]]) -> str:
+    return comparison_figures.cost_against_score(table, runs)
+
+
+def test_comparison_figures_name_the_methods_and_budgets(
+    table: ComparisonTable, runs: dict[str, list[Run]], scatter_figure: str
+) -> None:
     bars = texts(comparison_figures.score_bars(table))
     mean = table.row("flame").spread("b4")
     assert mean is not None
     assert f"{mean.mean:.2f}" in bars
     assert {"flame", "fedit-ranks", "mean"} <= set(bars)
-    scatter = texts(comparison_figures.cost_against_score(table, runs))
+    scatter = texts(scatter_figure)
     assert scatter.count("b4") == 4
     assert "bytes sent per client" in scatter
     rounds = texts(comparison_figures.curves_by_column(table, runs))
@@ -178,14 +189,45 @@ def test_every_curve_is_named_where_it_ends_also_beyond_the_axis(width) -> None:
     assert {text.split()[0] for text in said if text.startswith("b")} == set(curves)
 
 
-def test_names_of_points_do_not_lie_over_each_other(runs: dict[str, list[Run]]) -> None:
+def test_names_of_points_do_not_lie_over_each_other(scatter_figure: str) -> None:
     """Methods that send the same at every budget have all their points at one x."""
-    svg = comparison_figures.cost_against_score(compare(runs), runs)
     placed = [
         (float(node.get("x", "nan")), float(node.get("y", "nan")), "".join(node.itertext()))
-        for node in ElementTree.fromstring(svg).iter(f"{SVG}text")
+        for node in ElementTree.fromstring(scatter_figure).iter(f"{SVG}text")
         if re.fullmatch(r"b\d", "".join(node.itertext()))
     ]
     assert len(placed) == 16
     for one, other in combinations(placed, 2):
         assert abs(one[0] - other[0]) > 6 or abs(one[1] - other[1]) > 6, (one, other)
+
+
+def width_of(svg: str) -> float:
+    """Returns a figure's width in pixels."""
+    return float(re.search(r'style="width: (\d+)px"', svg)[1])  # type: ignore[index]
+
+
+NARROW = {
+    "heat map": lambda: figures.expert_heat_map(
+        np.ones((3, 2, 64)), ["b1 · 0", "b2 · 1", "b3 · 2"], width=NARROW_WIDTH
+    ),
+    "layers": lambda: figures.expert_heat_maps_by_layer(np.ones((3, 5, 8)), NARROW_WIDTH),
+    "partition": lambda: figures.partition_bubbles(
+        [f"a long label of number {i}" for i in range(70)], np.ones((2, 70), dtype=int), ["0", "1"], NARROW_WIDTH
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_narrow_figure_is_as_wide_as_a_phone_and_has_ids_of_its_own(name: str) -> None:
+    svg = NARROW[name]()
+    assert width_of(svg) == pytest.approx(96 * NARROW_WIDTH, abs=1)
+    ids = {node.get("id") for node in ElementTree.fromstring(svg).iter()} - {None}
+    assert all("-narrow-" in each for each in ids)
+
+
+def test_a_narrow_partition_names_the_most_frequent_labels_and_sums_the_others() -> None:
+    counts = np.tile(np.arange(1, 21), (2, 1))
+    said = texts(figures.partition_bubbles([f"label {i}" for i in range(20)], counts, ["0", "1"], NARROW_WIDTH))
+    assert [text for text in said if text.startswith("label")] == [f"label {i}" for i in range(7, 20)]
+    assert "7 other" in said
+    assert str(int(counts[0].sum())) in said

@@ -72,6 +72,19 @@ def test_the_page_filters_and_leads_to_the_reports(runs: Path) -> None:
     assert "3 runs" in page
 
 
+def test_the_page_leads_to_the_pages_of_comparisons_and_sweeps(runs: Path) -> None:
+    assert '<p class="pages">' not in write_index(runs).read_text()
+    for place in ("comparison.html", "grid/comparison.html", "grid/fedit/sweep.html", "personal/sweep.html"):
+        (runs / place).write_text("page")
+    page = write_index(runs).read_text()
+    assert parsed(page).loads == [
+        *("./comparison.html", "grid/comparison.html", "grid/fedit/sweep.html"),
+        "flame%20%3C1%3E/report.html",
+    ]
+    assert f">Comparison {runs.name}</a></span>" in page
+    assert ">Sweep fedit</a> <small>grid/fedit</small></span>" in page
+
+
 def test_a_folder_without_runs_is_said_to_have_none(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="There is no run in"):
         write_index(tmp_path)

@@ -16,6 +16,14 @@ from typing import Any, Self
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
+NO_BROWSER = "no Chromium"
+"""Why a browser test was skipped."""
+CUT = """
+[...document.querySelectorAll('main *')].filter(
+  (one) => one.getBoundingClientRect().right > innerWidth + 1 && !one.closest('.scroll')
+).length
+"""
+"""Number of a page's elements that reach beyond it, but for those in a box that scrolls."""
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe"),

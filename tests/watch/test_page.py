@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,24 +9,10 @@ import pytest
 from fedguild.activity import ActivityLog
 from fedguild.report.html import write_index
 from fedguild.watch.server import WatchServer
-from tests.watch.browser import CHROMIUM, Browser
+from tests.watch.browser import CUT, Browser
 from tests.watch.folders import comparison, federation, live_run, one_more_round
 
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH"),
-    pytest.mark.processes,
-]
-CUT = """
-[...document.querySelectorAll('main *')].filter(
-  (one) => one.getBoundingClientRect().right > innerWidth + 1 && !one.closest('.scroll')
-).length
-"""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("browser")) as opened:
-        yield opened
+pytestmark = pytest.mark.processes
 
 
 def test_the_page_follows_a_run_at_both_widths_in_both_schemes(browser: Browser, tmp_path: Path) -> None:
@@ -71,7 +56,6 @@ def test_the_page_follows_a_run_at_both_widths_in_both_schemes(browser: Browser,
 
 
 def test_a_comparison_and_a_federation_have_their_tables(browser: Browser, tmp_path: Path) -> None:
-    browser.problems.clear()
     grid, guild = WatchServer(comparison(tmp_path / "grid")), WatchServer(federation(tmp_path / "guild"))
     for server in (grid, guild):
         server.begin()
@@ -82,6 +66,15 @@ def test_a_comparison_and_a_federation_have_their_tables(browser: Browser, tmp_p
         words = browser.value("[...document.querySelectorAll('.cell .word')].map((one) => one.textContent).join(' ')")
         assert words == "finished 6/12 failed waiting"
         assert browser.value(CUT) == 0
+        links = (
+            "[...document.querySelectorAll('#grid a.written')].map((one) => one.href.split('/').slice(-3).join('/'))"
+        )
+        assert browser.value(links) == ["run/0/report"]
+        (tmp_path / "grid/comparison.html").write_text("<!doctype html><h1>The comparison</h1>")
+        browser.wait_for("document.querySelector('.summary a').textContent === 'Page of the comparison'")
+        assert browser.value("fetch(document.querySelector('.summary a').href).then((answer) => answer.text())") == (
+            "<!doctype html><h1>The comparison</h1>"
+        )
         browser.value("document.querySelectorAll('.cell')[1].click()")
         browser.wait_for("location.pathname.includes('/run/1/') && document.title.startsWith('flame 6/12')")
         browser.open(guild.url)
