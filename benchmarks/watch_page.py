@@ -4,7 +4,8 @@ Run: python -m benchmarks.watch_page [--clients 1000] [--rounds 200] [--shown 20
 
 Writes the folder of a run of which all but the last rounds are over, opens its page in a headless Chromium, writes the
 last `--shown` rounds one by one as a run does (a line for every client as it answers, then the records), and measures
-how long after the round's record the page shows the round. Figures of the page itself come from Chromium.
+how long after the round's record the page shows the round. Then it writes single lines of the log, and
+measures how long after each the page shows it. Figures of the page itself come from Chromium.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from fedguild.server.run_log import ClientRecord, EvaluationRecord, RoundRecord,
 from fedguild.watch.server import WatchServer
 
 BUDGETS = ("b1", "b2", "b3", "b4")
+LINES = 20
+"""Lines of the log that are timed one by one."""
 
 
 def main() -> None:
@@ -168,6 +171,8 @@ def _measure(run: GeneratedRun, rounds: int, profile: Path, screenshot: Path | N
             browser.wait_for(f"parts.page.get('totals').round >= {number} && shownAt > 0 && !waiting")
             delays.append(time.time() - written.get(number, time.time()))
         print(f"round on screen after its record: median {median(delays):.2f} s, at most {max(delays):.2f} s")
+        alone = [_line_delay(run, browser, f"A line of the log, number {number}") for number in range(LINES)]
+        print(f"line on screen after it was written: median {median(alone):.2f} s, at most {max(alone):.2f} s")
         longest = browser.value("Math.round(Math.max(0, ...longTasks))")
         print(f"page's main thread: {browser.value('longTasks.length')} tasks above 50 ms, the longest {longest} ms")
         for what, script in _GESTURES.items():
@@ -177,6 +182,15 @@ def _measure(run: GeneratedRun, rounds: int, profile: Path, screenshot: Path | N
         if screenshot:
             browser.screenshot(screenshot)
     server.end()
+
+
+def _line_delay(run: GeneratedRun, browser: Browser, text: str) -> float:
+    """Returns the seconds from the writing of a line of the log to the page that shows it."""
+    time.sleep(random.uniform(0.0, 0.4))  # anywhere between two polls
+    written = time.perf_counter()
+    run.events.append("message", text=f"{text}.")
+    browser.wait_for(f"at('log').textContent.includes('{text}.')")
+    return time.perf_counter() - written
 
 
 _COUNT_TASKS = """

@@ -143,6 +143,23 @@ def test_the_tracker_holds_every_value_once_and_continues_its_run(
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     assert name != "trackio" or "trackio" not in sys.modules, "it reads TRACKIO_DIR when it is imported"
+    hold_once(name, tmp_path, capfd)
+
+
+@pytest.mark.long
+def test_mlflow_holds_every_value_once_in_a_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    hold_once("mlflow", tmp_path, capfd)
+    assert (tmp_path / "mlflow.db").read_bytes().startswith(b"SQLite format 3")
+    assert not (tmp_path / "mlruns").exists()
+
+
+def hold_once(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Plays a run that is killed and continued, and compares all that its tracker holds with the run's log."""
     source = write_run(tmp_path / "source", rounds=ROUNDS, clients=2, layers=2, own_scores=True)
     folder, told = tmp_path / "run", list[str]()
     config = config_of([name], "seed=5", "tracking.group=ours", "tracking.tags=[first, second]")
