@@ -13,7 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from fedguild.model.backbone import Backbone
 from tests.backbones import tiny_backbone
-from tests.watch.browser import CHROMIUM, NO_BROWSER, Browser
+from tests.watch.browser import NO_BROWSER, Browser, require_chromium
 
 pytest.register_assert_rewrite("tests.experiment.runs", "tests.engines.equality")
 
@@ -115,10 +115,7 @@ def _no_wait_for_the_disk() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def one_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """A headless Chromium for all tests; without one they are skipped, or fail if FEDGUILD_BROWSER is `required`."""
-    if CHROMIUM is None:
-        if os.environ.get("FEDGUILD_BROWSER") == "required":
-            pytest.fail(f"FEDGUILD_BROWSER=required, but {NO_BROWSER}")
-        pytest.skip(NO_BROWSER)
+    require_chromium()
     with Browser(tmp_path_factory.mktemp("browser")) as opened:
         yield opened
 

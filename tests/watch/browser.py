@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
+
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
@@ -28,6 +30,14 @@ _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe"),
 )
+
+
+def require_chromium() -> None:
+    """Skips the test without a Chromium on the PATH, or fails it if FEDGUILD_BROWSER is `required`."""
+    if CHROMIUM is None:
+        if os.environ.get("FEDGUILD_BROWSER") == "required":
+            pytest.fail(f"FEDGUILD_BROWSER=required, but {NO_BROWSER} is on the PATH.")
+        pytest.skip(NO_BROWSER)
 
 
 class Browser:
