@@ -146,6 +146,8 @@ def _place_labels(axes: Axes, labels: Sequence[_Label], across: float, up: float
                     size=8,
                     color=label.colour,
                     annotation_clip=False,
+                    bbox={"facecolor": "#ffffff", "edgecolor": "none", "pad": 0.6},
+                    zorder=2.5,
                 )
 
 

@@ -155,7 +155,7 @@ def scale_beside(figure: Figure, axes: Axes, image: AxesImage, width: float, **o
 
 
 def tilt_if_long(axes: Axes, width: float, degrees: float = 40.0) -> bool:
-    """Tilts the names below a figure if side by side they would not fit; upright where it is narrow.
+    """Tilts the names below a figure if two side by side would touch; upright where it is narrow.
 
     Args:
         axes: The figure's axes, with their ticks set.
@@ -166,7 +166,9 @@ def tilt_if_long(axes: Axes, width: float, degrees: float = 40.0) -> bool:
         Whether they were tilted.
     """
     labels = axes.get_xticklabels()
-    if sum(len(label.get_text()) + 2 for label in labels) <= _CHARACTERS_PER_INCH * (width - 1):
+    lengths = [len(label.get_text()) for label in labels]
+    longest = max(((one + next) / 2 for one, next in pairwise(lengths)), default=0) + 1.5
+    if longest * len(labels) <= _CHARACTERS_PER_INCH * (width - 1):
         return False
     for label in labels:
         if width < FULL_WIDTH:

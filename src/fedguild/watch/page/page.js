@@ -29,6 +29,9 @@ function draw(tag, attributes, ...children) {
   return element;
 }
 
+// A table's caption, whose text stays in view while the table scrolls.
+const captioned = (text) => make("caption", {}, make("span", {}, text));
+
 function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -142,7 +145,7 @@ function chart(holder, lines, { height, format, label, named, bounds, whole }) {
 }
 
 function valuesTable(caption, heads, rows) {
-  return make("div", { class: "scroll" }, make("table", { class: "numbers" }, make("caption", {}, caption),
+  return make("div", { class: "scroll" }, make("table", { class: "numbers" }, captioned(caption),
     make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col" }, head)))),
     make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((cell, place) =>
       place ? make("td", {}, cell) : make("th", { scope: "row" }, cell)))))));
@@ -322,7 +325,7 @@ function showClients() {
   const body = shown.map(([number, row]) => make("tr", {}, make("th", { scope: "row" }, federation ? `client-${String(number).padStart(3, "0")}` : String(number)),
     make("td", { class: row.note ? "reason" : "text" }, make("span", { class: `dot is-${row.state}` }, stateWords[row.state] || row.state), row.note ? make("small", {}, row.note) : ""),
     ...used.map(([, cell]) => make("td", {}, cell(row)))));
-  const table = make("table", { class: "numbers" }, make("caption", {}, "Clients: what each does now, and what it has cost so far"), make("thead", {}, head), make("tbody", {}, ...body));
+  const table = make("table", { class: "numbers" }, captioned("Clients: what each does now, and what it has cost so far"), make("thead", {}, head), make("tbody", {}, ...body));
   at("client-table").replaceChildren(everyone.length ? table : make("p", { class: "under" }, "No client is known yet."));
   setText(at("where"), rows.length ? `${count(start + 1)} to ${count(start + shown.length)} of ${count(rows.length)}` : "none");
   at("back").disabled = view.page === 0;
@@ -359,7 +362,7 @@ function showRejections() {
   holder.hidden = !rows.length;
   if (!rows.length) return;
   const body = rows.map(([, row]) => make("tr", {}, make("td", {}, String(row.round)), make("td", { class: "number" }, String(row.client)), make("td", {}, row.reason)));
-  holder.lastElementChild.replaceChildren(make("div", { class: "scroll" }, make("table", { class: "plain" }, make("caption", {}, "Uploads that came late or were not aggregated, the newest first"),
+  holder.lastElementChild.replaceChildren(make("div", { class: "scroll" }, make("table", { class: "plain" }, captioned("Uploads that came late or were not aggregated, the newest first"),
     make("thead", {}, make("tr", {}, ...["Round", "Client", "Reason"].map((title) => make("th", { scope: "col" }, title)))), make("tbody", {}, ...body))));
 }
 
@@ -418,7 +421,7 @@ function comparison(holder, facts, runs) {
       return make("td", { class: "cells" }, ...(found ? cell(...found) : [missing]));
     }), make("td", {}, scores.length ? score(mean) : missing)];
   })));
-  box.replaceChildren(make("table", { class: "numbers" }, make("caption", {}, "Each cell: the score so far, and how far the run is. A cell leads to its run."), make("thead", {}, ...head), make("tbody", {}, ...body)));
+  box.replaceChildren(make("table", { class: "numbers" }, captioned("Each cell: the score so far, and how far the run is. A cell leads to its run."), make("thead", {}, ...head), make("tbody", {}, ...body)));
 }
 
 function index(holder, runs) {
@@ -441,7 +444,7 @@ function index(holder, runs) {
   const body = shown.map(([number, run]) => make("tr", { class: `word-${run.word}` }, make("th", { scope: "row" }, make("a", { href: `${base}run/${number}/` }, run.name), make("small", {}, run.place, ...(run.has_report ? [" · ", make("a", { href: `${base}run/${number}/report` }, "report")] : []))),
     make("td", { class: "word", title: run.reason }, words[run.word].toLowerCase()), make("td", { class: "strong" }, score(run.score)), make("td", {}, score(run.before)), make("td", {}, `${run.round}/${run.rounds || "?"}`),
     ...[run.method, run.data, run.model].map((value) => make("td", {}, value || missing)), make("td", {}, run.clients ? count(run.clients) : missing), make("td", {}, run.seed === null ? missing : String(run.seed)), make("td", {}, duration(run.seconds))));
-  box.lastElementChild.replaceChildren(make("table", { class: "numbers wide runs" }, make("caption", {}, `${count(shown.length)} of ${countOf(runs.length, "run")}`), make("thead", {}, make("tr", {}, ...heads.map((title) => make("th", { scope: "col" }, title)))), make("tbody", {}, ...body)));
+  box.lastElementChild.replaceChildren(make("table", { class: "numbers wide runs" }, captioned(`${count(shown.length)} of ${countOf(runs.length, "run")}`), make("thead", {}, make("tr", {}, ...heads.map((title) => make("th", { scope: "col" }, title)))), make("tbody", {}, ...body)));
 }
 
 function options(select, wanted) {
