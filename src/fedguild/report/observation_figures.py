@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -59,6 +60,7 @@ def _lines(series: Series, key: str, width: float) -> str:
             if len(points) == 1:
                 line.set(marker="o", markersize=3.5)
         if few and lines:
+            place: Literal["outside right upper", "outside upper left"]
             place = "outside right upper" if wide else "outside upper left"
             figure.legend(loc=place, ncols=1 if wide else 2, frameon=False, handlelength=1.2)
         elif lines:
