@@ -36,8 +36,9 @@ class AuditLog:
         """Writes an entry with the time, and waits until it is on the disk.
 
         Args:
-            event: What happened: `started`, `joined`, `refused`, `size`, `weight`, `round`, `scored`, `stopped`,
-                `delivered`, `ended`, `registered`, `revoked`, or `foreign`, a run of another app.
+            event: What happened: `started`, `joined`, `refused`, `size`, `weight`, `round`, `session` (of a secure
+                aggregation), `scored`, `stopped`, `delivered`, `ended`, `registered`, `revoked`, or `foreign`, a run of
+                another app.
             values: What is known about it, as JSON values.
         """
         make_folder(self.path.parent)
