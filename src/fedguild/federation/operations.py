@@ -117,19 +117,21 @@ def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> l
     new = {name: str(key.resolve()) for name, key in keys.items() if registered.get(name) != contents[name]}
     if not new:
         return []
-    lines, revocations, audit = [], Revocations(state), AuditLog(state)
-    for name, fault in _enrol({"register": new}, environment):
-        if not fault:
-            lines.append(f"{name} is registered.")
-            revocations.remove(name)
-            audit.append("registered", client=name)
-        elif ALREADY_REGISTERED not in fault:
-            raise FedGuildError(
-                f"Flower refuses the key {keys[name]}: {fault[-300:]}", "It must be a public key (.pub)."
-            )
-        registered[name] = contents[name]
+    revocations, names = Revocations(state), list[str]()
+    try:
+        for name, fault in _enrol({"register": new}, environment):
+            if not fault:
+                names.append(name)
+                revocations.remove(name)
+            elif ALREADY_REGISTERED not in fault:
+                raise FedGuildError(
+                    f"Flower refuses the key {keys[name]}: {fault[-300:]}", "It must be a public key (.pub)."
+                )
+            registered[name] = contents[name]
+    finally:  # at once: for a thousand keys, one by one, the disk took half of the time
+        AuditLog(state).extend("registered", [{"client": name} for name in names])
         write_json(path, registered)
-    return lines
+    return [f"{name} is registered." for name in names]
 
 
 def revoke(folder: Path, name: str) -> str:
