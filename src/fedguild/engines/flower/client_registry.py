@@ -112,6 +112,14 @@ class ClientRegistry:
                 self.echo(f"Still waiting for {_names(missing)}; {len(self._asked)} node(s) have not answered yet.")
             time.sleep(self.poll_seconds)
 
+    def _refuse(self, node: int, name: str, reason: str) -> None:
+        """Turns a node away for now, or for good; what is said again of the same node is not told again."""
+        before, self.refused[node] = self.refused.get(node), printable(f"{name}: {reason}")
+        self._pause(node, REFUSED_SECONDS)
+        if self.refused[node] != before:
+            self.refusal(node, name, printable(reason))
+            self.echo(printable(f"{name} cannot take part: {reason}"))
+
     def refresh(self) -> None:
         """Asks new nodes to identify themselves, and registers those whose replies have arrived.
 
@@ -180,11 +188,7 @@ class ClientRegistry:
         except Exception as error:
             reason = f"its description of itself cannot be used: {type(error).__name__}"
         if reason or answer is None:
-            before, self.refused[node] = self.refused.get(node), printable(f"{name}: {reason}")
-            self._pause(node, REFUSED_SECONDS)
-            if self.refused[node] != before:
-                self.refusal(node, name, printable(reason))
-                self.echo(printable(f"{name} cannot take part: {reason}"))
+            self._refuse(node, name, reason or "its description of itself cannot be read")
             return
         self.refused.pop(node, None)
         self._failed.pop(node, None)

@@ -160,7 +160,7 @@ class Gateway:
             await _answer(send, 429, b"This client has sent too much.\n")
             return
         except _SlowError:
-            await _answer(send, 408, b"The request came too slowly.\n")
+            await _answer(send, 503, b"The request came too slowly.\n")  # at which Flower's node tries again
             return
         except httpx.HTTPError as error:
             print(f"Flower's server did not answer: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
