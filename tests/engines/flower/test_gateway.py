@@ -445,7 +445,7 @@ def test_a_body_that_comes_at_the_least_rate_is_not_cut_off(monkeypatch: pytest.
                 raise TimeoutError
             return await event
 
-        monkeypatch.setattr(gateway.asyncio, "wait_for", within)
+        monkeypatch.setattr(asyncio, "wait_for", within)
         size = 0
         async for chunk in gateway._body(receive, rate):
             size += len(chunk)
