@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 
 from fedguild import experiment
-from fedguild.errors import CheckpointError
+from fedguild.errors import CheckpointError, ConfigError
 from fedguild.locking import LOCK, holder, run_lock
 
 HOLDS = """
@@ -83,6 +83,18 @@ def test_a_folder_that_nothing_came_of_is_removed_again(tmp_path: Path) -> None:
     with run_lock(tmp_path / "there"):
         pass
     assert (tmp_path / "there").exists()
+
+
+def test_a_config_with_a_fault_leaves_no_folder_even_if_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before the lock, which makes the folder, is taken."""
+    from fedguild.config import load_config
+
+    monkeypatch.setattr(experiment, "run_lock", lambda folder: pytest.fail("a folder was made"))
+    config = load_config("fedit/tiny-tasks", ["federation.budgets=[{name: all, active_experts: 999}]"])
+    with pytest.raises(ConfigError, match="999"):
+        experiment.run(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize("engine", ["local", "ray"])

@@ -191,7 +191,6 @@ class ClientRegistry:
             self._refuse(node, name, reason or "its description of itself cannot be read")
             return
         self.refused.pop(node, None)
-        self._failed.pop(node, None)
         self.clients[reply.client] = RegisteredClient(node, reply.client, answer.model_dump())
         self.echo(f"client-{reply.client:03d} has joined: {answer.summary}.")
 
