@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +30,34 @@ RECORDS = METHOD_PAGES / "records"
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FACTS = ("Trains", "Sent up", "The client keeps", "The server combines", "Use it when")
 """The list of the section "In short", in this order; the columns of the index."""
+STOPPED = "ended the run"
+BEFORE_ATTACKS: Mapping[str, Mapping[str, str]] = {
+    "TRAIN": {
+        "metadata of null": STOPPED,
+        "a shape of 2^126 zeros": STOPPED,
+        "a header of lists": f"{STOPPED} (a deeply nested header)",
+        "steps without end": STOPPED,
+        "10^300 tokens": STOPPED,
+        "a frequency of another shape": STOPPED,
+        "values of 1e30": "aggregated and saved; the next round's honest clients were rejected",
+        "values of -3e38": f"{STOPPED} in the SVD of FLoRIST and FlexLoRA",
+        "a failure with escapes": "reached the terminal raw",
+    },
+    "HELLO": {
+        "a budget that is a list": STOPPED,
+        "sizes of 10^400": STOPPED,
+        "sizes of 10^15": "the aggregate became its upload",
+    },
+    "SCORE": {
+        "another client's name": "recorded",
+        "another round": "recorded",
+        "the scope of the global model": "recorded",
+        "1e308": "recorded",
+        "not a number": STOPPED,
+        "records that are no list": STOPPED,
+    },
+}
+"""The table of attacks -> the attack -> what 0.1.0 did, where it was tried (on 6e474f1, 2026-11-22)."""
 
 
 def outdated() -> dict[Path, str]:
@@ -179,6 +207,49 @@ def _budget(model: ModelInfo) -> Budget:
     return Budget("all", model.top_k, 8)
 
 
+def _attacks(page: Path) -> str:
+    """Returns the hostile answers of tests/trust/attacks.py as tables.
+
+    Raises:
+        ValueError: `BEFORE_ATTACKS` names an attack that is not among them.
+    """
+    sys.path.insert(0, str(ROOT))
+    try:
+        from tests.trust import attacks
+    finally:
+        sys.path.remove(str(ROOT))
+    tables: dict[str, Mapping[str, str]] = {
+        "TRAIN": {name: f"rejected: “… {reason} …”" for name, (_, reason) in attacks.TRAIN.items()},
+        "HELLO": dict.fromkeys(attacks.HELLO, "it does not take part"),
+        "SCORE": dict.fromkeys(attacks.SCORE, "no score of it is recorded"),
+    }
+    for table, told in BEFORE_ATTACKS.items():
+        if unknown := sorted(told.keys() - tables[table].keys()):
+            raise ValueError(
+                f"docs/generate.py tells of '{unknown[0]}', but tests/trust/attacks.py has no such attack."
+            )
+    titles = {
+        "TRAIN": ("The answer to a round", "test_attacks_on_a_round"),
+        "HELLO": ("The answer to the question who a client is", "test_attacks_on_the_question_who_a_client_is"),
+        "SCORE": ("The answer to the request for scores", "test_attacks_on_the_scores"),
+    }
+    parts: list[str] = []
+    for table, (title, test) in titles.items():
+        parts += [f"### {title}", "", f"`tests/trust/test_attacks.py::{test}`", ""]
+        parts += [*_attack_rows(tables[table].items(), BEFORE_ATTACKS[table]), ""]
+    return "\n".join(parts)
+
+
+def _attack_rows(attacks: Iterable[tuple[str, str]], before: Mapping[str, str]) -> list[str]:
+    """Returns the lines of a table."""
+    rows = [f"| {_cell(name)} | {_cell(before.get(name, ''))} | {_cell(now)} |" for name, now in attacks]
+    return ["| attack | 0.1.0 | now |", "| --- | --- | --- |", *rows]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
 PARTS: dict[str, Callable[[Path], str]] = {
     "options": _options,
     "settings": _settings,
@@ -189,6 +260,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "private-methods": _private,
     "decisions": _decisions,
     "several-gpus": _several_gpus,
+    "attacks": _attacks,
 }
 
 

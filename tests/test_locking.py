@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 
 from fedguild import experiment
-from fedguild.errors import CheckpointError
+from fedguild.errors import CheckpointError, ConfigError
 from fedguild.locking import LOCK, holder, run_lock
 
 HOLDS = """
@@ -85,12 +85,30 @@ def test_a_folder_that_nothing_came_of_is_removed_again(tmp_path: Path) -> None:
     assert (tmp_path / "there").exists()
 
 
+def test_a_config_with_a_fault_leaves_no_folder_even_if_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before the lock, which makes the folder, is taken."""
+    from fedguild.config import load_config
+
+    monkeypatch.setattr(experiment, "run_lock", lambda folder: pytest.fail("a folder was made"))
+    config = load_config("fedit/tiny-tasks", ["federation.budgets=[{name: all, active_experts: 999}]"])
+    with pytest.raises(ConfigError, match="999"):
+        experiment.run(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("engine", ["local", "ray"])
 @pytest.mark.parametrize("work", ["run", "resume"])
-def test_a_run_that_is_being_worked_on_is_neither_begun_nor_resumed(work: str, other, tmp_path: Path) -> None:
+def test_a_run_that_is_being_worked_on_is_neither_begun_nor_resumed(
+    work: str, engine: str, other, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the engine: the lock comes before it is made, and before the model is loaded."""
     from fedguild.config import load_config
     from fedguild.files import write_text
 
-    config = load_config("fedit/tiny-tasks")
+    for later in ("make_engine", "prepare"):
+        monkeypatch.setattr(experiment, later, lambda *_: pytest.fail("an engine was opened without the lock"))
+    config = load_config("fedit/tiny-tasks", [f"federation.engine={{name: {engine}}}"])
     if work == "resume":
         write_text(tmp_path / "run" / "config.yaml", config.resolved_yaml())
     with pytest.raises(CheckpointError, match=f"is in use by process {other.pid}"):

@@ -49,6 +49,7 @@ from fedguild.setup import (
     Experiment,
     PreparedData,
     Split,
+    check_config,
     cut_of,
     dropped_of,
     guard_of,
@@ -99,6 +100,7 @@ def run(
         CheckpointError: the folder already holds a run, or another process is working on it.
         FedGuildError: anything in the config, the data or the model that the user can fix.
     """
+    check_config(config)  # before there is a folder
     with run_lock(output), _tracking(config, progress) as tracking:
         if has_begun(output):
             raise CheckpointError(

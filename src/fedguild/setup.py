@@ -70,7 +70,7 @@ from fedguild.server.optimizer import takes_steps
 from fedguild.server.rounds import Outcome
 from fedguild.server.run_log import EvaluationRecord
 from fedguild.server.sampling import wanted_count
-from fedguild.server.secure_round import SecureAggregation
+from fedguild.server.secure_round import SecureAggregation, unnoted
 
 Split = Literal["test", "validation"]
 OwnScope = Literal["client", "trained", "received"]
@@ -121,6 +121,10 @@ class Remote(Protocol):
 
     def note(self, outcome: Outcome) -> None:
         """Takes note of a complete round, for those who audit it."""
+        ...
+
+    def note_session(self, facts: Mapping[str, Any]) -> None:
+        """Takes note of a session of a secure aggregation that has ended, well or not."""
         ...
 
     def score(self, scope: OwnScope, state: Payload, number: int, split: Split) -> list[EvaluationRecord]:
@@ -582,7 +586,7 @@ def guard_of(experiment: Experiment) -> Guard | None:
 
 def secure_of(experiment: Experiment) -> SecureAggregation | None:
     """Returns the secure aggregation of a run; None where the server sees the uploads."""
-    rules = experiment.config.federation
+    rules, remote = experiment.config.federation, experiment.remote
     if not rules.secure:
         return None
     return SecureAggregation(
@@ -592,6 +596,7 @@ def secure_of(experiment: Experiment) -> SecureAggregation | None:
         rules.secure_clients,
         rules.secure_unheld,
         reported=experiment.privacy is None,
+        note=unnoted if remote is None else remote.note_session,
     )
 
 

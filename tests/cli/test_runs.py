@@ -82,6 +82,15 @@ def test_resume_prints_the_table_too(invoke: Invoke, experiment: FakeExperiment)
     assert "b4" in result.stdout
 
 
+def test_resume_goes_back_to_a_round(invoke: Invoke, experiment: FakeExperiment) -> None:
+    invoke("run", "flame/tiny-tasks")
+    for round in (2, 0):
+        result = invoke("resume", "runs/flame-tiny-tasks", "--round", str(round))
+        assert result.exit_code == 0, result.output
+        assert experiment.calls[-1] == ("resume", Path("runs/flame-tiny-tasks"), round)
+    assert invoke("resume", "runs/flame-tiny-tasks", "--round", "-1").exit_code == 2
+
+
 def test_compare_runs_every_cell_and_prints_scores_and_costs(invoke: Invoke, experiment: FakeExperiment) -> None:
     result = invoke("compare", *PAIR, "--seeds", "0,1", "--output", "grid")
     assert result.exit_code == 0, result.output

@@ -122,7 +122,9 @@ def test_what_the_rounds_will_need_is_told_before_anything_is_read(
         ["method={name: fedsa-lora}", "callbacks=[early-stopping]"],
     ],
 )
-def test_what_the_rounds_will_have_is_not_refused(monkeypatch: pytest.MonkeyPatch, overrides: list[str]) -> None:
+def test_what_the_rounds_will_have_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], tmp_path: Path
+) -> None:
     """Each gets as far as the data."""
 
     def read(*_: object) -> None:
@@ -130,7 +132,7 @@ def test_what_the_rounds_will_have_is_not_refused(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("fedguild.setup.prepare_data", read)
     with pytest.raises(KeyError, match="the data is read"):
-        experiment.run(load_config(TASKS, overrides), Path("out"))
+        experiment.run(load_config(TASKS, overrides), tmp_path / "out")
 
 
 def test_a_split_without_examples_is_not_scored_afterwards(

@@ -32,6 +32,18 @@ def test_several_writers_make_one_chain(tmp_path: Path) -> None:
     assert sorted(entry["round"] for entry in AuditLog(tmp_path).read()) == list(range(40))
 
 
+def test_many_entries_at_once_are_one_chain_with_those_before_and_after(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path)
+    log.extend("registered", [])
+    assert not log.path.exists()
+    log.append("started")
+    log.extend("registered", [{"client": f"client-{index:03d}"} for index in range(3)])
+    log.append("ended")
+    entries = log.read()
+    assert [entry["event"] for entry in entries] == ["started", *["registered"] * 3, "ended"]
+    assert [entry["client"] for entry in entries[1:4]] == ["client-000", "client-001", "client-002"]
+
+
 def test_an_entry_cut_by_a_kill_is_dropped_by_the_next(tmp_path: Path) -> None:
     log = AuditLog(tmp_path)
     log.append("joined", client=0)

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
+from fedguild.engines.flower.gateway import FLEET
 from fedguild.errors import FedGuildError, StoppedError
 from fedguild.federation import SERVER_FOLDER, commands, operations, server_app
 from fedguild.federation.project import write_project
@@ -139,6 +141,47 @@ def test_the_server_must_be_up(guild: Guild) -> None:
         assert not operations.status_of(guild.folder).up
     guild.listed = f"Loading.\n{LISTED}"
     assert operations.status_of(guild.folder).nodes == NODES
+
+
+def test_a_program_of_flowers_that_hangs_is_ended_with_a_message(guild: Guild, monkeypatch: pytest.MonkeyPatch) -> None:
+    guild.run()
+    slow = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(commands, "enrolment", lambda: slow)
+    monkeypatch.setattr(operations, "ENROLMENT_SECONDS", 0.1)
+    with pytest.raises(FedGuildError, match=r"did not answer within 0\.1 s"):
+        operations.revoke(guild.folder, "client-001")
+    monkeypatch.undo()
+    monkeypatch.setattr(operations, "FLOWER_SECONDS", 0.1)
+    monkeypatch.setattr(commands, "list_nodes", lambda: slow)
+    with pytest.raises(FedGuildError, match=r"did not answer within 0\.1 s"):
+        operations.status_of(guild.folder)
+
+
+@pytest.mark.parametrize(
+    ("host", "opens", "told"),
+    [
+        ("127.0.0.1", None, "https://127.0.0.1:9443, to this machine alone: /v1/fleet/, which needs a registered key;"),
+        ("0.0.0.0", "fleet", "https://0.0.0.0:9443, to whoever reaches this machine: /v1/fleet/, which needs"),
+        ("::", "fleet", "https://[::]:9443, to whoever reaches this machine: /v1/fleet/, which needs"),
+    ],
+)
+def test_a_server_says_what_it_opens_as_it_starts(
+    host: str, opens: str | None, told: str, guild: Guild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = guild.folder / "server.yaml"
+    settings = {**yaml.safe_load(path.read_text()), "host": host, "opens": opens, "port": 9443, "control_port": 9444}
+    path.write_text(yaml.safe_dump(settings))
+    for program in ("superlink", "server_executor", "gateway"):
+        monkeypatch.setattr(commands, program, lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(operations, "server_faults", lambda *_: iter(()))
+    monkeypatch.setattr(operations, "_is_listening", lambda *_: True)
+    monkeypatch.setattr(operations, "watch", lambda *_, **__: None)
+    operations.run_server(guild.folder, guild.said.append)
+    opened = [line for line in guild.said if line.startswith("Open at ")]
+    assert len(opened) == 2
+    assert told in opened[0]
+    assert opened[1].startswith("Open at https://127.0.0.1:9444, to this machine alone: Flower's control and runtime")
+    assert FLEET.fullmatch(operations.FLEET_PATH.encode())
 
 
 def test_a_key_that_flower_refuses_is_named(guild: Guild) -> None:

@@ -107,15 +107,37 @@ def assert_close_where_three_count(secure, plain, folder):
 def test_a_client_that_stops_between_two_steps_is_left_out(model, tmp_path):
     config = small_config(model, *SECURE)
     trainers = sites(config, tmp_path / "sites")
-    handle, lines = trainers[2].handle, Lines()
-
-    def stopping(message):
-        gone = message.kind == "secure" and message.metadata["step"] == "send"
-        return message.reply(failure="its machine stopped") if gone else handle(message)
-
-    trainers[2].handle = stopping
+    trainers[2].handle, lines = refusing(trainers[2].handle, "send"), Lines()
     serve_on(grid_of(trainers), config, tmp_path / "server", lines)
     assert lines.says("client 2 was rejected", "dropped out of the secure aggregation: its machine stopped")
+    sessions = [entry for entry in AuditLog(tmp_path / "server/state").read() if entry["event"] == "session"]
+    assert [(entry["round"], entry["members"], entry["left"]) for entry in sessions] == [(1, [0, 1, 2, 3], [0, 1, 3])]
+    assert sessions[0]["dropped"] == {"2": "its machine stopped"}
+    assert sessions[0]["threshold"] == 3
+    assert "failed" not in sessions[0]
+
+
+def test_a_session_that_fails_is_in_the_audit_log_too(model, tmp_path):
+    config = small_config(model, *SECURE, "federation.quorum=1.0")
+    trainers = sites(config, tmp_path / "sites")
+    for trainer in trainers[2:]:
+        trainer.handle = refusing(trainer.handle, "weigh")
+    with pytest.raises(QuorumError, match="2 of 4 clients are left after 'weigh'"):
+        serve_on(grid_of(trainers), config, tmp_path / "server")
+    (entry,) = [entry for entry in AuditLog(tmp_path / "server/state").read() if entry["event"] == "session"]
+    assert "2 of 4 clients are left after 'weigh'" in entry["failed"]
+    assert entry["left"] == [0, 1]
+    assert sorted(entry["dropped"]) == ["2", "3"]
+
+
+def refusing(handle, step):
+    """Returns a client's answers, without one to a step of a secure aggregation."""
+
+    def answer(message):
+        gone = message.kind == "secure" and message.metadata["step"] == step
+        return message.reply(failure="its machine stopped") if gone else handle(message)
+
+    return answer
 
 
 def test_a_client_that_refuses_its_own_upload_does_not_say_by_how_much(model, tmp_path, capsys):

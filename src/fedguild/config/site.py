@@ -239,10 +239,15 @@ class ServerSettings(Section):
     client_bytes: int | None = Field(
         default=16 * 2**30,
         ge=1,
-        description="Most bytes that one client's key may send in `client_seconds`; beyond, its requests are refused. "
-        "null: no limit.",
+        description="Most bytes that one client's key may send at once, and again in every `client_seconds`; beyond, "
+        "its requests are refused. null: no limit.",
     )
     client_seconds: float = Field(default=600.0, gt=0, description="The time of `client_bytes`.")
+    client_bytes_per_second: float = Field(
+        default=8192.0,
+        gt=0,
+        description="Least rate, in bytes a second, at which a request's body has to come after its first 30 seconds.",
+    )
     connections_per_address: int | None = Field(
         default=256,
         ge=1,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,24 @@ class AuditLog:
         """Writes an entry with the time, and waits until it is on the disk.
 
         Args:
-            event: What happened: `started`, `joined`, `refused`, `size`, `weight`, `round`, `scored`, `stopped`,
-                `delivered`, `ended`, `registered`, `revoked`, or `foreign`, a run of another app.
+            event: What happened: `started`, `joined`, `refused`, `size`, `weight`, `round`, `session` (of a secure
+                aggregation), `scored`, `stopped`, `delivered`, `ended`, `registered`, `revoked`, or `foreign`, a run of
+                another app.
             values: What is known about it, as JSON values.
         """
+        self.extend(event, [values])
+
+    def extend(self, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Writes entries of one event with the same time, and waits once until all are on the disk.
+
+        Args:
+            event: As for `append`.
+            entries: What is known about each.
+        """
+        if not entries:
+            return
         make_folder(self.path.parent)
-        entry = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **values}
+        time = datetime.now(UTC).isoformat(timespec="milliseconds")
         with (
             FileLock(self.path.with_name(f".{AUDIT}.lock"), mode=PRIVATE_FILE),
             open(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE_FILE), "r+b", buffering=0) as stream,
@@ -52,7 +65,9 @@ class AuditLog:
                 stream.truncate(len(lines))
             last = lines.rstrip(b"\n").rpartition(b"\n")[2]
             before = str(json.loads(last)[chained.SEAL]) if chained.is_sealed(last) else chained.START
-            stream.write(chained.sealed(chained.as_line(entry), before)[0])
+            for values in entries:
+                line, before = chained.sealed(chained.as_line({"time": time, "event": event, **values}), before)
+                stream.write(line)
             os.fsync(stream.fileno())
 
     def read(self) -> list[dict[str, Any]]:

@@ -90,6 +90,7 @@ def gateway(folder: Path, settings: ServerSettings) -> list[str]:
         *_option("--client-seconds", settings.client_seconds),
         *_option("--connections-per-address", settings.connections_per_address),
         *_option("--header-seconds", settings.header_seconds),
+        *_option("--bytes-per-second", settings.client_bytes_per_second),
     ]
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from fedguild.config.site import load_server, load_site
+from fedguild.config.site import ServerSettings, load_server, load_site
 from fedguild.errors import FedGuildError
 from fedguild.federation import commands
 from fedguild.federation.audit import AuditLog
-from fedguild.federation.checks import require_none, server_faults, site_faults
+from fedguild.federation.checks import is_loopback, require_none, server_faults, site_faults
 from fedguild.federation.processes import Child, watch
 from fedguild.federation.revocation import Revocations
 from fedguild.federation.stopping import request_stop, stop_is_requested, withdraw_request
@@ -30,7 +30,10 @@ OUTCOMES, RUN, CHECKPOINTS, MEMBERS = "outcomes", "run", "checkpoints", "members
 START_SECONDS = 300.0
 """Time limit for a program that runs to answer: on a busy machine its imports alone can take more than a minute."""
 STOP_SECONDS = 120.0
-ENROLMENT_SECONDS = 600.0
+ENROLMENT_SECONDS, FLOWER_SECONDS = 600.0, 120.0
+"""Time limits for the registration of keys, and for one of Flower's own commands."""
+FLEET_PATH = "/v1/fleet/"
+"""The paths that the gateway forwards (`fedguild.engines.flower.gateway.FLEET`)."""
 UNKNOWN = "no key is registered"
 """Said of a key that Flower does not know, by `fedguild.engines.flower.enrolment`."""
 OUTCOME_SECONDS = 10.0
@@ -74,12 +77,26 @@ def run_server(folder: Path, echo: Echo) -> None:
         started.append(gateway)
         gateway.start()
         _wait_until(gateway, started, lambda: _is_listening(settings.host, settings.port))
-        echo(f"The server listens on {settings.host}:{settings.port}; its log is {server.log}.")
+        for line in opened(settings):
+            echo(line)
+        echo(f"The server's log is {server.log}.")
         echo("Ready. Ctrl-C stops it; runs can be resumed from their last complete round.")
         watch(started, echo, restart=False)
     finally:
         for each in reversed(started):
             each.terminate()
+
+
+def opened(settings: ServerSettings) -> list[str]:
+    """Returns lines that say what a server opens, to whom."""
+    at = f"[{settings.host}]" if ":" in settings.host else settings.host
+    whom = "this machine alone" if is_loopback(settings.host) else "whoever reaches this machine"
+    return [
+        f"Open at https://{at}:{settings.port}, to {whom}: {FLEET_PATH}, which needs a registered key; "
+        "every other path answers 403.",
+        f"Open at https://{commands.LOOPBACK}:{settings.control_port}, to this machine alone: Flower's control and "
+        "runtime interfaces.",
+    ]
 
 
 def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> list[str]:
@@ -100,19 +117,21 @@ def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> l
     new = {name: str(key.resolve()) for name, key in keys.items() if registered.get(name) != contents[name]}
     if not new:
         return []
-    lines, revocations, audit = [], Revocations(state), AuditLog(state)
-    for name, fault in _enrol({"register": new}, environment):
-        if not fault:
-            lines.append(f"{name} is registered.")
-            revocations.remove(name)
-            audit.append("registered", client=name)
-        elif ALREADY_REGISTERED not in fault:
-            raise FedGuildError(
-                f"Flower refuses the key {keys[name]}: {fault[-300:]}", "It must be a public key (.pub)."
-            )
-        registered[name] = contents[name]
+    revocations, names = Revocations(state), list[str]()
+    try:
+        for name, fault in _enrol({"register": new}, environment):
+            if not fault:
+                names.append(name)
+                revocations.remove(name)
+            elif ALREADY_REGISTERED not in fault:
+                raise FedGuildError(
+                    f"Flower refuses the key {keys[name]}: {fault[-300:]}", "It must be a public key (.pub)."
+                )
+            registered[name] = contents[name]
+    finally:  # at once: for a thousand keys, one by one, the disk took half of the time
+        AuditLog(state).extend("registered", [{"client": name} for name in names])
         write_json(path, registered)
-    return lines
+    return [f"{name} is registered." for name in names]
 
 
 def revoke(folder: Path, name: str) -> str:
@@ -415,15 +434,7 @@ def _enrol(work: Mapping[str, Any], environment: Mapping[str, str]) -> list[tupl
     Raises:
         FedGuildError: Flower's server does not answer.
     """
-    process = subprocess.run(
-        commands.enrolment(),
-        env=environment,
-        input=json.dumps(work),
-        capture_output=True,
-        text=True,
-        timeout=ENROLMENT_SECONDS,
-        check=False,
-    )
+    process = _finished(commands.enrolment(), environment, ENROLMENT_SECONDS, json.dumps(work))
     answers = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     if process.returncode:
         raise FedGuildError(
@@ -433,4 +444,24 @@ def _enrol(work: Mapping[str, Any], environment: Mapping[str, str]) -> list[tupl
 
 
 def _flwr(command: list[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return _finished(command, environment, FLOWER_SECONDS)
+
+
+def _finished(
+    command: list[str], environment: Mapping[str, str], seconds: float, input: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Returns a program that has ended, with its output.
+
+    Raises:
+        FedGuildError: it has not ended in time, and was ended.
+    """
+    try:
+        return subprocess.run(
+            command, env=environment, input=input, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        program = " ".join(command[:3])
+        raise FedGuildError(
+            f"Flower's server did not answer within {seconds:g} s: `{program} …` was ended.",
+            "Is the machine very busy, or the server stuck? state/server.log says more; the command can be repeated.",
+        ) from error

@@ -116,6 +116,10 @@ class RemoteClients:
             faults={str(client): fault for client, fault in sorted(outcome.faults.items())},
         )
 
+    def note_session(self, facts: Mapping[str, Any]) -> None:
+        """Writes a session of a secure aggregation into the audit log."""
+        self.audit.append("session", **facts)
+
     def current(self) -> list[ClientInfo]:
         """Returns all clients, after admitting those that have come since; one that never came has no examples."""
         self.engine.registry.refresh()

@@ -77,6 +77,7 @@ class ServerSession:
             "open": self._opened,
         }
         self._adverts: dict[int, Advert] = {}
+        self._members: tuple[int, ...] = ()
         self._envelopes: dict[int, dict[int, bytes]] = {}
         self._signatures: dict[int, bytes] = {}
         self._covers: dict[bytes, Bits | None] = {}
@@ -129,6 +130,18 @@ class ServerSession:
                 f"'{step}', but {needed} are needed. {opened}{reasons}",
                 "federation.secure_share says which share has to be left; at least 3 clients are needed.",
             )
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what the session did, for the audit log: who was in it, how many had to be left, and who was not."""
+        return {
+            "session": self.session.nonce,
+            "round": self.session.round,
+            "members": list(self._members),
+            "threshold": self._roster.fewest_left() if self._members else None,
+            "left": list(self.left),
+            "dropped": {str(client): reason for client, reason in sorted(self.dropped.items())},
+            "faults": {str(client): fault for client, fault in sorted(self.faults.items())},
+        }
 
     def means(self) -> Means:
         """Returns the result, after the last step."""
@@ -197,6 +210,7 @@ class ServerSession:
 
         self._read(answers, read)
         self._leave_out_the_odd_ones()
+        self._members = self.left
         self._roster = Roster(self.session, {client: self._adverts[client] for client in self.left})
         self._graph = self._roster.graph(complete=bool(self.form.groups))
         self._survived = self._roster.survived()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport
-from fedguild.errors import QuorumError, UploadError
+from fedguild.errors import FedGuildError, QuorumError, UploadError
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.secure.fixed_point import LARGEST_VALUE, Means
@@ -31,6 +31,7 @@ from fedguild.wire.accounting import Traffic, size_bytes
 
 if TYPE_CHECKING:
     from fedguild.secure.keys import PublicKey
+    from fedguild.secure.server import ServerSession
 
 PART, DISCLOSED = "secure", "disclosed"
 """The parts of the messages: the protocol's arrays, and what goes in the clear."""
@@ -76,6 +77,10 @@ class Aggregated:
     faults: Mapping[int, str]
 
 
+def unnoted(facts: Mapping[str, Any]) -> None:
+    """Takes no note of a session, where nobody audits it."""
+
+
 @dataclass(frozen=True)
 class SecureAggregation:
     """The secure aggregation of a run.
@@ -87,6 +92,7 @@ class SecureAggregation:
         fewest: Fewest clients behind a mean.
         unheld: What a client sends of what it does not hold.
         reported: Whether what clients report of their training is summed too; differential privacy withholds it.
+        note: Called with the facts of every session once it has ended, well or not (`ServerSession.facts`).
     """
 
     run: str
@@ -95,6 +101,7 @@ class SecureAggregation:
     fewest: int
     unheld: Unheld
     reported: bool = True
+    note: Callable[[Mapping[str, Any]], None] = unnoted
 
     def aggregate(
         self, round: int, method: Method, state: Payload, model: ModelInfo, peers: Peers, uploads: Sequence[Upload]
@@ -120,6 +127,26 @@ class SecureAggregation:
         clients = {upload.client.index: upload.client for upload in uploads}
         session = Session(self.run, round, secrets.token_hex(16), form.digest(), self.share, self.fewest, self.unheld)
         server = ServerSession(session, form, list(clients), peers.registered)
+        try:
+            result = self._through(server, form, method, state, model, peers, clients)
+        except FedGuildError as error:
+            self.note({**server.facts(), "failed": error.message})
+            raise
+        self.note(server.facts())
+        return result
+
+    def _through(
+        self,
+        server: ServerSession,
+        form: Form,
+        method: Method,
+        state: Payload,
+        model: ModelInfo,
+        peers: Peers,
+        clients: Mapping[int, ClientInfo],
+    ) -> Aggregated:
+        """Takes the clients through the steps of a session; the arguments are those of `aggregate`."""
+        session, round = server.session, server.session.round
         down: Counter[int] = Counter()
         up: Counter[int] = Counter()
         disclosed: dict[int, Payload] = {}

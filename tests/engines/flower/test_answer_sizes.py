@@ -35,17 +35,21 @@ MIB = 2**20
 
 @dataclass
 class Server:
-    """Flower's runtime interface with one reply, as the Grid's client reaches it."""
+    """Flower's runtime interface with one reply, as the Grid's client reaches it; it tells of a reply once."""
 
     reply: FlowerMessage
     tree: ObjectTree
     objects: dict[str, bytes]
     answers_to: str = ASKED
+    told: int = 0
     pulled_bytes: int = 0
     pulls: int = 0
     deleted: list[str] = field(default_factory=list)
 
     def PullMessages(self, request: PullAppMessagesRequest) -> PullAppMessagesResponse:  # noqa: N802
+        self.told += 1
+        if self.told > 1:
+            return PullAppMessagesResponse()
         stripped = message_to_proto(remove_content_from_message(self.reply))
         stripped.metadata.message_id = self.tree.object_id
         stripped.metadata.reply_to_message_id = self.answers_to
@@ -99,6 +103,7 @@ def test_a_reply_within_its_limit_is_read() -> None:
     transport, server = served(message)
     assert transport.poll(ASKED, 13 * MIB) == message
     assert server.deleted == [server.tree.object_id]
+    server.told = 0
     assert transport.poll(ASKED) == message, "the Grid's client is its own again"
 
 
@@ -146,12 +151,61 @@ def test_a_tree_that_is_not_that_of_its_objects_is_no_error() -> None:
     assert "its answer cannot be read: KeyError" in refused(transport.poll(ASKED))
 
 
+def largest(server: Server) -> str:
+    """Returns the id of the largest object that a server has."""
+    return max(server.objects, key=lambda id: len(server.objects[id]))
+
+
 def test_an_answer_whose_parts_never_come_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "_GRACE_SECONDS", -1.0)
     transport, server = served(reply_of(noise(MIB)))
-    missing = max(server.objects, key=lambda id: len(server.objects[id]))
-    del server.objects[missing]
+    del server.objects[largest(server)]
+    assert transport.poll(ASKED, 2 * MIB) is None
+    assert transport.poll(ASKED, 2 * MIB) is None
+    monkeypatch.setattr(adapter, "_GRACE_SECONDS", -1000.0)
     assert "its answer did not arrive as a whole" in refused(transport.poll(ASKED, 2 * MIB))
+    assert server.deleted == [server.tree.object_id]
+    assert transport.poll(ASKED, 2 * MIB) is None
+
+
+def test_an_answer_that_comes_slowly_holds_up_nobody() -> None:
+    """No poll waits for a part, however many are missing, so that deadlines and the operator's stop are looked at."""
+    message = reply_of(noise(32 * MIB), steps=3)
+    transport, server = served(message)
+    coming = dict(server.objects)
+    server.objects = {}
+    for polls, (id, content) in enumerate(coming.items(), start=1):
+        before = server.pulls
+        assert transport.poll(ASKED, 33 * MIB) is None
+        assert server.pulls - before <= 3, "it waited for parts"
+        assert server.told == 1, f"poll {polls} asked for what Flower's server says once"
+        server.objects[id] = content
+    assert transport.poll(ASKED, 33 * MIB) == message
+    assert server.deleted == [server.tree.object_id]
+    assert server.pulled_bytes <= 3 * 33 * MIB
+
+
+def test_an_answer_that_comes_slowly_is_counted_too() -> None:
+    transport, server = served(reply_of(noise(32 * MIB)))
+    ids = [id for id in server.objects if len(server.objects[id]) > MIB]
+    late = server.objects.pop(ids[0])
+    assert transport.poll(ASKED, 100 * MIB) is None
+    server.objects[ids[0]] = late
+    assert "more than" in refused(transport.poll(ASKED, 16 * MIB))
+    assert server.pulled_bytes <= 64 * MIB
+    assert set(server.deleted) == {server.tree.object_id}
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_answer_that_nobody_wants_any_more_is_deleted_without_being_read(complete: bool) -> None:
+    transport, server = served(reply_of(noise(8 * MIB)))
+    if not complete:
+        del server.objects[largest(server)]
+        assert transport.poll(ASKED, 16 * MIB) is None
+    pulled = server.pulled_bytes
+    assert "more than 0 bytes" in refused(transport.poll(ASKED, 0))
+    assert server.deleted == [server.tree.object_id]
+    assert server.pulled_bytes == pulled
+    assert transport.poll(ASKED, 0) is None
 
 
 def test_a_message_that_answers_something_else_is_not_taken_for_the_reply() -> None:

@@ -12,9 +12,11 @@ from flwr.app import Message as FlowerMessage
 
 from fedguild import experiment
 from fedguild.config import Config
-from fedguild.engines.flower import engine, ipc
+from fedguild.engines.flower import abandoned, engine, ipc
 from fedguild.engines.flower.message import Message
 from fedguild.errors import ConfigError, QuorumError
+from fedguild.federation.audit import AuditLog
+from fedguild.federation.revocation import Revocations
 from fedguild.federation.trainer_service import TrainerService
 from fedguild.server.run_log import ClientRecord, RoundRecord, RunLog
 from fedguild.wire.schema import HEADER_BYTES
@@ -157,6 +159,43 @@ def test_a_reply_after_the_deadline(late: str, dropped: str, config: Config, tmp
     assert [(stray.round, stray.client, stray.dropped) for stray in second_round.strays] == [(1, 2, dropped)]
 
 
+def test_answers_that_nobody_waits_for_any_more_are_deleted(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To tasks, questions and probes: else they stay in Flower's database, whatever a client sends."""
+    monkeypatch.setattr(abandoned, "SWEEP_SECONDS", 0.0)
+    hasty = changed(config, "federation", deadline_seconds=40.0, rounds=6)
+    hasty = changed(hasty, "evaluation", every=1)
+    grid, _ = federation(hasty, tmp_path)
+    asked: list[tuple[str, int]] = []
+    honest = last(grid).handle
+    last(grid).handle = lambda message: asked.append((message.kind, message.round)) or honest(message)
+    change_replies(grid.nodes[100], (1,), lambda reply: grid.withheld.add(102) or reply)
+    change_replies(grid.nodes[100], (5,), lambda reply: grid.withheld.clear() or reply)
+    serve_on(grid, hasty, tmp_path, reads_data=False, patience_seconds=50.0)
+    assert {("train", 1), ("hello", 1), ("score", 1)} <= set(asked)
+    assert [len(record.rejected) for record in rounds_of(tmp_path)] == [1, 1, 1, 1, 0, 0]
+    assert not grid.replies
+
+
+def test_few_of_the_requests_that_were_given_up_are_looked_at_at_once() -> None:
+    polled: list[str] = []
+
+    class Silent:
+        def poll(self, message_id: str, limit_bytes: int | None) -> None:
+            assert limit_bytes == 0
+            polled.append(message_id)
+
+    given_up = abandoned.Abandoned(Silent())  # type: ignore[arg-type]
+    for number in range(abandoned.MOST + 100):
+        given_up.add(str(number))
+    assert len(given_up) == abandoned.MOST
+    for now in (0.0, 1.0, abandoned.SWEEP_SECONDS):
+        given_up.sweep(now)
+    assert polled == [str(100 + number) for number in range(2 * abandoned.AT_ONCE)]
+    assert len(given_up) == abandoned.MOST
+
+
 def test_a_machine_that_is_gone_is_a_failure_and_not_a_wait(config: Config, tmp_path: Path) -> None:
     grid, _ = federation(config, tmp_path)
     node, honest = last(grid), last(grid).handle
@@ -250,6 +289,41 @@ def test_a_site_refuses_a_run_and_the_server_says_why(refusal: str, config: Conf
         serve_on(grid, config, tmp_path, lines, wait_seconds=0.5)
     says(caught.value.message, "client-002", "refused by its site", reason)
     assert lines.says("cannot take part", reason)
+
+
+def test_a_site_that_is_corrected_takes_part_from_the_next_round_on(
+    config: Config, tmp_path: Path, clock: Clock
+) -> None:
+    """It keeps its key, and so the node that was turned away; what it hears meanwhile is said once."""
+    four = changed(config, "federation", rounds=4)
+    grid, _ = federation(four, tmp_path, accept={"methods": ["flame"]})
+    refusing, corrected, asked = last(grid).handle, trainers_of(four, tmp_path)[2], []
+    last(grid).handle = lambda message: asked.append(message.kind) or refusing(message)
+
+    def pass_time(reply: Message) -> Message:
+        clock.now += 70.0
+        if reply.round == 2:
+            last(grid).handle = corrected.handle
+        return reply
+
+    change_replies(grid.nodes[100], (1, 2), pass_time)
+    lines = Lines()
+    serve_on(grid, four, tmp_path, lines, grace_seconds=3.0)
+    assert asked == ["hello", "hello"]
+    assert len([line for line in lines.lines if "client-002 cannot take part" in line]) == 1
+    assert [len(record.rejected) for record in rounds_of(tmp_path)] == [1, 1, 0, 0]
+    audit = AuditLog(tmp_path / "state").read()
+    assert [entry["event"] for entry in audit if entry.get("name") == "client-002"] == ["refused"]
+
+
+def test_a_client_whose_key_was_revoked_is_not_asked_again(config: Config, tmp_path: Path, clock: Clock) -> None:
+    grid, _ = federation(config, tmp_path)
+    Revocations(tmp_path / "state").add("client-002")
+    honest, asked = last(grid).handle, []
+    last(grid).handle = lambda message: asked.append(message.kind) or honest(message)
+    change_replies(grid.nodes[100], (1,), lambda reply: setattr(clock, "now", clock.now + 1000.0) or reply)
+    serve_on(grid, config, tmp_path, grace_seconds=3.0)
+    assert asked == ["hello"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from ipaddress import ip_address
 from typing import Any
 
@@ -236,6 +236,19 @@ def test_a_client_may_send_so_many_bytes_in_a_time_and_no_more(capsys: pytest.Ca
     assert capsys.readouterr().err.count("client_bytes in server.yaml") == 1
 
 
+@pytest.mark.parametrize("place", range(3), ids=["key", "timestamp", "signature"])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_request_that_says_twice_who_sent_it_is_refused(place: int, first: bool) -> None:
+    """Flower's server reads the first of two, and the quota would count the bytes for the other."""
+    quota = Quota(1000, 10.0, lambda: 0.0)
+    name, other = signed(1)[place]
+    twice = [(name.upper(), other), *signed()] if first else [*signed(), (name, other)]
+    given = [(b"content-length", b"4"), *twice]
+    assert ask("/v1/fleet/push-object", nobody, headers=given, quota=quota)[0] == 400
+    assert ask("/v1/fleet/push-object", nobody, headers=twice, quota=quota)[0] == 400, "without a body as well"
+    assert not quota._levels
+
+
 def test_a_key_that_flowers_server_does_not_know_is_forgotten() -> None:
     quota = Quota(1000, 10.0, lambda: 0.0)
     for _ in range(3):
@@ -375,6 +388,75 @@ def test_a_connection_that_ends_its_first_request_has_the_same_time_for_the_next
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
         connection.sendall(b"\r\n")
         assert is_closed(connection)
+
+
+@pytest.mark.parametrize("listening", [(None, 30.0, 20)], indirect=True)
+def test_a_request_that_comes_drop_by_drop_ends(
+    listening: int, certificate: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody can sign with a key of his own, so that a byte now and then would hold a connection without end."""
+    monkeypatch.setattr(gateway, "BODY_SECONDS", 0.5)
+    header = [b"POST /v1/fleet/push-messages HTTP/1.1", b"host: 127.0.0.1", b"content-length: 60000000"]
+    header += [name + b": " + value for name, value in signed()]
+    context = ssl.create_default_context(cafile=certificate[0])
+    with connect(listening, context) as connection:
+        connection.sendall(b"\r\n".join([*header, b"", b""]))
+        connection.settimeout(0.05)
+        answer, dropped = b"", 0
+        while not answer:
+            assert dropped < 1000, "a connection was held by single bytes"
+            connection.sendall(b"x")
+            dropped += 1
+            with suppress(TimeoutError):
+                answer = connection.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 503")
+        connection.settimeout(10)
+        while more := connection.recv(1000):
+            answer += more
+        assert answer.endswith(b"too slowly.\n")
+        assert honest(listening, context) == 200
+
+
+def test_a_body_that_comes_at_the_least_rate_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes as a whole; and what Flower's server takes is not the client's fault."""
+    now = 0.0
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return now
+
+    async def taken(seconds: float, rate: float) -> int:
+        nonlocal now
+        chunks = [bytes(500)] * 20
+        limits = []
+
+        async def receive() -> dict[str, Any]:
+            nonlocal now
+            now += seconds
+            chunk = chunks.pop()
+            return {"type": "http.request", "body": chunk, "more_body": bool(chunks)}
+
+        async def within(event: Any, limit: float) -> Any:
+            nonlocal now
+            limits.append(limit)
+            if seconds > limit:
+                event.close()
+                raise TimeoutError
+            return await event
+
+        monkeypatch.setattr(asyncio, "wait_for", within)
+        size = 0
+        async for chunk in gateway._body(receive, rate):
+            size += len(chunk)
+            now += 1000.0
+        assert max(limits) <= gateway.PAUSE_SECONDS
+        return size
+
+    monkeypatch.setattr(gateway, "time", Clock)
+    assert asyncio.run(taken(10.0, rate=50.0)) == 10_000
+    with pytest.raises(gateway._SlowError):
+        asyncio.run(taken(20.0, rate=50.0))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a second loopback address")

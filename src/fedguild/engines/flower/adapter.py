@@ -9,19 +9,22 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import httpx
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.inflatable.inflatable_object import (
     get_object_body,
     get_object_children_ids_from_object_content,
+    iterate_object_tree,
 )
 
 from fedguild.engines.flower.message import Message
@@ -46,7 +49,7 @@ _FRAME_BYTES, _FRAME_OBJECTS = 2**20, 64
 """Room for what Flower puts around a header and a body: a few objects, and one for every 5 MiB of the body."""
 _SMALLEST_CHUNK_BYTES = 2**20
 _GRACE_SECONDS, _SLOWEST_BYTES_PER_SECOND = 300.0, 2**16
-"""An answer whose parts are not there yet is waited for that long, and longer as they come at this rate."""
+"""An answer whose parts are not there yet is given up after that time, and later as they come at this rate."""
 
 _NODE_GONE = 5
 _ERRORS = {
@@ -70,6 +73,7 @@ class GridTransport:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
+        self._arriving: dict[str, _Arriving] = {}
 
     def nodes(self) -> list[Node]:
         """Returns the nodes that Flower considers online."""
@@ -97,11 +101,11 @@ class GridTransport:
         """Returns the reply to a message, if it has arrived.
 
         A reply is counted while its parts arrive, so that no more than the limit, and a few parts of at most 64 MiB, is
-        ever in memory.
+        ever in memory. One whose parts are not all there yet has not arrived: a client that sends slowly holds up
+        nobody else.
         """
         try:
-            with _metered(self._grid, limit_bytes):
-                replies = list(self._grid.pull_messages([message_id]))
+            replies = self._pull(message_id, limit_bytes)
             for reply in replies:
                 if reply.metadata.reply_to_message_id != message_id:
                     continue
@@ -123,49 +127,136 @@ class GridTransport:
             return NoReply(f"its answer cannot be read: {type(error).__name__}: {printable(str(error), 200)}")
         return None
 
+    def _pull(self, message_id: str, limit_bytes: int | None) -> list[FlowerMessage]:
+        """Returns the reply to a message from Flower's Grid, if there is one, as a whole.
+
+        Raises:
+            _BeyondError: it is larger than the limit, and was deleted.
+            _TooSlowError: its parts do not come, and were deleted.
+        """
+        from flwr.superlink.grid.http_grid import HttpGrid
+
+        grid = self._grid
+        if limit_bytes is None or not isinstance(grid, HttpGrid):
+            return list(grid.pull_messages([message_id]))
+        client = grid._runtime_client
+        arriving = self._arriving.pop(message_id, None) or _Arriving()
+        meter = _Meter(client, grid, limit_bytes, arriving)
+        grid._client = meter  # type: ignore[assignment]
+        try:
+            if limit_bytes == 0 and meter.PullMessages(PullAppMessagesRequest(message_ids=[message_id])).messages_list:
+                raise _BeyondError
+            return list(grid.pull_messages([message_id])) if limit_bytes and meter.is_complete() else []
+        except _NotYetError:
+            self._arriving[message_id] = arriving
+            return []
+        except httpx.HTTPError:
+            self._arriving[message_id] = arriving
+            raise
+        except Exception:
+            meter.discard()
+            raise
+        finally:
+            grid._client = client
+
 
 class _BeyondError(Exception):
     """A reply is larger than its limit."""
+
+
+class _NotYetError(Exception):
+    """A part of a reply is not there yet."""
 
 
 class _TooSlowError(Exception):
     """The parts of a reply do not arrive."""
 
 
+@dataclass
+class _Arriving:
+    """A reply that Flower's server has told of, which it does once, while its parts may still come in.
+
+    Attributes:
+        started: When it was told of, in seconds of the monotonic clock.
+        response: What it told; None before.
+        missing: Objects that were not there when they were last looked for, and those that were not looked for since.
+        seen_bytes: Bytes of those that were.
+    """
+
+    started: float = field(default_factory=time.monotonic)
+    response: PullAppMessagesResponse | None = None
+    missing: list[str] = field(default_factory=list)
+    seen_bytes: int = 0
+
+    def require_time(self) -> None:
+        """Raises _TooSlowError if the parts do not come fast enough."""
+        waited = time.monotonic() - self.started
+        if waited > _GRACE_SECONDS + self.seen_bytes / _SLOWEST_BYTES_PER_SECOND:
+            raise _TooSlowError(f"its answer did not arrive as a whole within {waited:.0f} s")
+
+
 class _Meter:
     """Flower's client for one pull of a reply, which counts what it brings.
 
     Flower's Grid asks for a reply's message and the tree of its objects, then for every object, then confirms, and puts
-    the reply together last; an object may go into it many times.
+    the reply together last; an object may go into it many times. It would wait for an object that is not there: the
+    meter ends the pull then, and before the next one looks whether those that were missing have come.
 
     Args:
         client: The client.
         grid: The Grid that uses it.
         limit_bytes: Most bytes of a reply's objects.
+        arriving: What is known of the reply.
     """
 
-    def __init__(self, client: Any, grid: HttpGrid, limit_bytes: int) -> None:
-        self._client, self._grid = client, grid
+    def __init__(self, client: Any, grid: HttpGrid, limit_bytes: int, arriving: _Arriving) -> None:
+        self._client, self._grid, self._arriving = client, grid, arriving
         self._limit, self._pulled = limit_bytes + _FRAME_BYTES, 0
-        self._started, self._lock = time.monotonic(), threading.Lock()
+        self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
         self._arrays: list[tuple[list[str], list[int]]] = []
-        self.messages: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
+    def is_complete(self) -> bool:
+        """Returns whether the objects that were missing are there now; what they hold is not kept.
+
+        Raises:
+            _NotYetError: one of them is not.
+            _BeyondError: they are larger than the limit.
+            _TooSlowError: they do not come.
+        """
+        arriving = self._arriving
+        while arriving.missing:
+            request = PullObjectRequest(
+                node=self._grid.node, run_id=self._grid.run.run_id, object_id=arriving.missing[0]
+            )
+            response = self._client.PullObject(request)
+            if response.object_found and not response.object_content:
+                arriving.require_time()
+                raise _NotYetError
+            del arriving.missing[0]
+            arriving.seen_bytes += len(response.object_content)
+            if arriving.seen_bytes > self._limit:
+                raise _BeyondError
+        return True
+
     def PullMessages(self, request: Any) -> Any:  # noqa: N802
         """Counts the objects of the replies."""
-        response = self._client.PullMessages(request)
-        self.messages = [message.metadata.message_id for message in response.messages_list]
-        left, trees = _FRAME_OBJECTS + self._limit // _SMALLEST_CHUNK_BYTES, list(response.message_object_trees)
+        arriving = self._arriving
+        if arriving.response is None:
+            arriving.response, arriving.started = self._client.PullMessages(request), time.monotonic()
+        left, trees = (
+            _FRAME_OBJECTS + self._limit // _SMALLEST_CHUNK_BYTES,
+            list(arriving.response.message_object_trees),
+        )
         while trees:
             left -= 1
             if left < 0:
                 raise _BeyondError
             trees.extend(trees.pop().children)
-        return response
+        return arriving.response
 
     def PullObject(self, request: Any) -> Any:  # noqa: N802
         """Counts an object's bytes."""
@@ -173,6 +264,9 @@ class _Meter:
             raise _BeyondError
         response = self._client.PullObject(request)
         content = response.object_content
+        if response.object_found and not content:
+            self._note_missing()
+            raise _NotYetError
         with self._lock:
             self._pulled += len(content)
             if self._pulled > self._limit:
@@ -181,10 +275,22 @@ class _Meter:
             if content.startswith(b"Array "):
                 places = json.loads(get_object_body(content, Array))["arraychunk_ids"]
                 self._arrays.append((get_object_children_ids_from_object_content(content), places))
-        waited = time.monotonic() - self._started
-        if not content and waited > _GRACE_SECONDS + self._pulled / _SLOWEST_BYTES_PER_SECOND:
-            raise _TooSlowError(f"its answer did not arrive as a whole within {waited:.0f} s")
         return response
+
+    def _note_missing(self) -> None:
+        """Notes the objects of a reply that have not been seen, once.
+
+        Raises:
+            _TooSlowError: they do not come.
+        """
+        arriving = self._arriving
+        with self._lock:
+            if not arriving.missing and arriving.response is not None:
+                trees = arriving.response.message_object_trees
+                ids = dict.fromkeys(tree.object_id for root in trees for tree in iterate_object_tree(root))
+                arriving.missing = [id for id in ids if id not in self._sizes]
+                arriving.seen_bytes = self._pulled
+        arriving.require_time()
 
     def ConfirmMessageReceived(self, request: Any) -> Any:  # noqa: N802
         """Counts what a reply will have when it is put together; everything has been pulled now."""
@@ -195,33 +301,12 @@ class _Meter:
 
     def discard(self) -> None:
         """Has Flower's server delete the replies."""
-        for message in self.messages:
-            run = self._grid.run.run_id
-            request = ConfirmMessageReceivedRequest(node=self._grid.node, run_id=run, message_object_id=message)
+        response = self._arriving.response
+        for message in [] if response is None else response.messages_list:
+            run, received = self._grid.run.run_id, message.metadata.message_id
+            request = ConfirmMessageReceivedRequest(node=self._grid.node, run_id=run, message_object_id=received)
             with suppress(httpx.HTTPError):
                 self._client.ConfirmMessageReceived(request)
-
-
-@contextmanager
-def _metered(grid: Grid, limit_bytes: int | None) -> Iterator[None]:
-    """Counts what a Grid over the network pulls, and has what it could not use deleted."""
-    from flwr.superlink.grid.http_grid import HttpGrid
-
-    if limit_bytes is None or not isinstance(grid, HttpGrid):
-        yield
-        return
-    client = grid._runtime_client
-    meter = _Meter(client, grid, limit_bytes)
-    grid._client = meter  # type: ignore[assignment]
-    try:
-        yield
-    except httpx.HTTPError:
-        raise
-    except Exception:
-        meter.discard()
-        raise
-    finally:
-        grid._client = client
 
 
 def make_server_app(main: Callable[[GridTransport, Mapping[str, Any]], None]) -> ServerApp:

@@ -17,6 +17,8 @@ HELLO_SECONDS = 600.0
 """Time limit for a node to identify itself: its trainer may have to load the model first."""
 LONGEST_PAUSE_SECONDS = 600.0
 """A node that does not identify itself is asked again after a second, then twice as long each time, up to this."""
+REFUSED_SECONDS = 30.0
+"""A node that was turned away for what its site can mend is asked again after that, then twice as long each time."""
 HELLO_BYTES = 2**20
 """Largest description of itself that a node may send; an honest one has about 300 bytes."""
 POLL_SECONDS = 0.5
@@ -57,6 +59,7 @@ class ClientRegistry:
         refusal: Called with the node, name and reason of everyone who is turned away.
         clients: Client index -> the client.
         refused: Node -> the client that it claims to be, and why it was turned away.
+        for_good: Those nodes of `refused` that are not asked again, since nothing that their operator does helps.
     """
 
     transport: Transport
@@ -71,9 +74,10 @@ class ClientRegistry:
     refusal: Callable[[int, str, str], None] = lambda node, name, reason: None
     clients: dict[int, RegisteredClient] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
+    for_good: set[int] = field(default_factory=set)
     _asked: dict[int, str] = field(default_factory=dict)
     _failed: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Node -> how often it did not identify itself, and when it is asked again."""
+    """Node -> how often it did not identify itself or was turned away, and when it is asked again."""
 
     def wait_for_clients(
         self, wait_seconds: float, enough: int | None = None, grace_seconds: float = GRACE_SECONDS
@@ -108,13 +112,25 @@ class ClientRegistry:
                 self.echo(f"Still waiting for {_names(missing)}; {len(self._asked)} node(s) have not answered yet.")
             time.sleep(self.poll_seconds)
 
+    def _refuse(self, node: int, name: str, reason: str) -> None:
+        """Turns a node away for now, or for good; what is said again of the same node is not told again."""
+        before, self.refused[node] = self.refused.get(node), printable(f"{name}: {reason}")
+        self._pause(node, REFUSED_SECONDS)
+        if self.refused[node] != before:
+            self.refusal(node, name, printable(reason))
+            self.echo(printable(f"{name} cannot take part: {reason}"))
+
     def refresh(self) -> None:
-        """Asks new nodes to identify themselves, and registers those whose replies have arrived."""
+        """Asks new nodes to identify themselves, and registers those whose replies have arrived.
+
+        A node that was turned away is asked again after a pause that grows, so that a site whose settings were
+        corrected takes part from the next round on: it keeps its key, and so its node.
+        """
         registered = {client.node for client in self.clients.values()}
         for node in self.transport.nodes():
             _, ask_again = self._failed.get(node.id, (0, 0.0))
             waits = node.id in self._asked or time.monotonic() < ask_again
-            if node.id not in registered and node.id not in self.refused and not waits:
+            if node.id not in registered and node.id not in self.for_good and not waits:
                 request = Message("hello", self.run, metadata=dict(self.run_metadata))
                 try:
                     self._asked[node.id] = self.transport.send(node.id, request, ttl_seconds=HELLO_SECONDS)
@@ -134,10 +150,14 @@ class ClientRegistry:
 
     def _ask_later(self, node: int, failure: str) -> None:
         """Asks a node that did not identify itself again after a pause."""
-        failures = self._failed.get(node, (0, 0.0))[0] + 1
-        pause = min(2.0 ** min(failures - 1, 32), LONGEST_PAUSE_SECONDS)
-        self._failed[node] = (failures, time.monotonic() + pause)
+        self._pause(node, 1.0)
         self.echo(f"A node did not identify itself: {printable(failure).rstrip('.')}.")
+
+    def _pause(self, node: int, seconds: float) -> None:
+        """Leaves a node alone for some time, twice as long each time."""
+        failures = self._failed.get(node, (0, 0.0))[0] + 1
+        pause = min(seconds * 2.0 ** min(failures - 1, 32), LONGEST_PAUSE_SECONDS)
+        self._failed[node] = (failures, time.monotonic() + pause)
 
     def is_revoked(self, client: int) -> bool:
         """Whether a client's key was revoked."""
@@ -168,10 +188,9 @@ class ClientRegistry:
         except Exception as error:
             reason = f"its description of itself cannot be used: {type(error).__name__}"
         if reason or answer is None:
-            self.refused[node] = printable(f"{name}: {reason}")
-            self.refusal(node, name, printable(reason))
-            self.echo(printable(f"{name} cannot take part: {reason}"))
+            self._refuse(node, name, reason or "its description of itself cannot be read")
             return
+        self.refused.pop(node, None)
         self.clients[reply.client] = RegisteredClient(node, reply.client, answer.model_dump())
         self.echo(f"client-{reply.client:03d} has joined: {answer.summary}.")
 
@@ -186,6 +205,7 @@ class ClientRegistry:
         if key_name and key_name != name:
             return f"its key was registered for {key_name}, but it claims to be {name}"
         if self.is_revoked(reply.client):
+            self.for_good.add(node)
             return "its key was revoked"
         other = self.clients.get(reply.client)
         if other is not None and other.node != node and other.node in {online.id for online in self.transport.nodes()}:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedguild.engines.client_report import ClientReport
+from fedguild.engines.flower.abandoned import Abandoned
 from fedguild.engines.flower.client_registry import HELLO_BYTES, POLL_SECONDS, ClientRegistry
 from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import NoReply, Transport
@@ -146,6 +147,7 @@ class FlowerEngine:
         self._unsent: dict[int, tuple[Task, float]] = {}
         self._absent: set[int] = set()
         self._probes: dict[int, str] = {}
+        self._abandoned = Abandoned(transport)
         self._replies: dict[tuple[int, int], _Reply] = {}
         self._succeeded: set[int] = set()
         self._late: list[tuple[Task, _Reply]] = []
@@ -163,6 +165,8 @@ class FlowerEngine:
         self._shapes_of = lambda task: method.expected_upload(model, task.client, task.download)
         self._receive(round)
         yield from self._late_deliveries(method, model, round)
+        for probe in self._probes.values():
+            self._abandoned.add(probe)
         self._probes, self._succeeded, self._unsent = {}, set(), {}
         if self.secure:
             self._allow_secure_answers(tasks)
@@ -270,6 +274,7 @@ class FlowerEngine:
         deadline, late = started + wait_seconds, f"did not answer within {wait_seconds:g} s"
         while pending and time.monotonic() < deadline:
             self.registry.between_polls()
+            self._abandoned.sweep(time.monotonic())
             for message_id, request in list(pending.items()):
                 reply = self.transport.poll(message_id, self._largest_answer(kind, round))
                 if reply is not None:
@@ -282,7 +287,8 @@ class FlowerEngine:
                     deadline = ends
                     late = f"did not answer within {deadline - started:.0f} s, when most others had"
             time.sleep(self.poll_seconds if pending else 0)
-        for request in pending.values():
+        for message_id, request in pending.items():
+            self._abandoned.add(message_id)
             replies[request.client] = request.reply(failure=late)
         return dict(sorted(replies.items()))
 
@@ -358,14 +364,20 @@ class FlowerEngine:
                 del self._pending[message_id]
                 self._record(task, self._store(task, reply), round)
             elif task.round < round - LATE_ROUNDS:
-                del self._pending[message_id]
+                self._give_up(message_id)
             elif task.round == round and task.client.index in restarted:
-                del self._pending[message_id]
+                self._give_up(message_id)
                 lost = _Reply(failure="it lost its task: it was restarted during the training")
                 self._record(task, lost, round)
         for client in restarted:
             del self._probes[client]
         self._limits = {message_id: limit for message_id, limit in self._limits.items() if message_id in self._pending}
+        self._abandoned.sweep(time.monotonic())
+
+    def _give_up(self, message_id: str) -> None:
+        """Waits for a task's answer no longer; one that comes all the same is deleted."""
+        del self._pending[message_id]
+        self._abandoned.add(message_id)
 
     def _record(self, task: Task, reply: _Reply, round: int) -> None:
         """Keeps a reply for its delivery; one of an earlier round is late, and only its upload counts."""

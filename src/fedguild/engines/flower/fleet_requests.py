@@ -16,13 +16,22 @@ from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_sig
 from google.protobuf.message import DecodeError
 
 PUSH_MESSAGES = "/v1/fleet/push-messages"
+_FLOWERS = b"flwr-"
 _LONGEST_HEADER_BYTES = 4096
 
 Headers = Iterable[tuple[bytes, bytes]]
 
 
+def repeats(headers: Headers) -> bool:
+    """Whether one of Flower's headers comes twice: this gateway and Flower's server might each read another one."""
+    names = [name.lower() for name, _ in headers if name.lower().startswith(_FLOWERS)]
+    return len(names) > len(set(names))
+
+
 def signer(headers: Headers) -> bytes | None:
     """Returns the public key that signed a request, in PEM; None if it is not signed by the key that it names.
+
+    The request has no header of Flower's twice (`repeats`).
 
     Whether the key is registered, and the signature fresh, is for Flower's server to say.
     """

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from fedguild.engines.flower.fleet_requests import PUSH_MESSAGES, fault_of_push, signer
+from fedguild.engines.flower.fleet_requests import PUSH_MESSAGES, fault_of_push, repeats, signer
 
 FLEET = re.compile(rb"/v1/fleet/[a-z-]*")
 """Paths of the fleet's interface, as they stand in a request: nothing encoded, no parent folders, no query."""
@@ -29,6 +29,10 @@ LARGEST_PUSH_BYTES = 8 * 2**20
 """Largest request that announces a message; it names the message's objects, with about 70 bytes each."""
 PAUSE_SECONDS = 60.0
 """Longest pause in a request's body."""
+BODY_SECONDS = 30.0
+"""A request's body may take that long, and longer as it comes at the least rate."""
+BYTES_PER_SECOND = 8192.0
+"""The least rate of a body, where the operator sets no other."""
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 _SET_ANEW = frozenset(
     b"host connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
@@ -51,8 +55,14 @@ class _QuotaError(Exception):
     """A client has sent more than it may."""
 
 
+class _SlowError(Exception):
+    """A request's body does not come fast enough."""
+
+
 class Quota:
     """How many bytes each client may send: some at once, and as many again in every window (a leaky bucket).
+
+    So within the first window, or any after a long silence, up to twice as many.
 
     Args:
         most_bytes: At once.
@@ -74,8 +84,9 @@ class Quota:
             if now - self._told.get(key, -self.window_seconds) >= self.window_seconds:
                 self._told[key] = now
                 print(
-                    f"A client sends more than {self.most_bytes} bytes in {self.window_seconds:g} s (client_bytes in "
-                    f"server.yaml); its key: {' '.join(key.decode(errors='replace').split())}",
+                    f"A client sends more than {self.most_bytes} bytes, and as many again every "
+                    f"{self.window_seconds:g} s (client_bytes in server.yaml); its key: "
+                    f"{' '.join(key.decode(errors='replace').split())}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -102,10 +113,18 @@ class Gateway:
         client: Sends the requests.
         server: Flower's server, `https://127.0.0.1:9444`.
         quota: How much each client may send; None for any number of bytes.
+        bytes_per_second: The least rate at which a body may come after its first `BODY_SECONDS`.
     """
 
-    def __init__(self, client: httpx.AsyncClient, server: str, quota: Quota | None = None) -> None:
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        server: str,
+        quota: Quota | None = None,
+        bytes_per_second: float = BYTES_PER_SECOND,
+    ) -> None:
         self._client, self._server, self._quota = client, server, quota
+        self._bytes_per_second = bytes_per_second
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; a path that is not the fleet's gets 403, a body without a signature 401."""
@@ -114,6 +133,9 @@ class Gateway:
         path: bytes = scope.get("raw_path") or scope["path"].encode()
         if not FLEET.fullmatch(path) or scope["query_string"]:
             await _answer(send, 403, b"Only /v1/fleet/ is served here.\n")
+            return
+        if repeats(scope["headers"]):
+            await _answer(send, 400, b"A header of Flower's comes twice.\n")
             return
         headers = [(name, value) for name, value in scope["headers"] if name not in _SET_ANEW]
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
@@ -137,6 +159,9 @@ class Gateway:
         except _QuotaError:
             await _answer(send, 429, b"This client has sent too much.\n")
             return
+        except _SlowError:
+            await _answer(send, 503, b"The request came too slowly.\n")  # at which Flower's node tries again
+            return
         except httpx.HTTPError as error:
             print(f"Flower's server did not answer: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             await _answer(send, 503, b"The server does not answer.\n")
@@ -154,7 +179,7 @@ class Gateway:
 
     async def _counted(self, key: bytes, receive: Receive) -> AsyncIterator[bytes]:
         """Yields a request's body as it arrives, within what its client may send."""
-        async for chunk in _body(receive):
+        async for chunk in _body(receive, self._bytes_per_second):
             if self._quota is not None and not self._quota.take(key, len(chunk)):
                 raise _QuotaError
             yield chunk
@@ -171,14 +196,19 @@ async def _whole(body: AsyncIterator[bytes] | None, limit_bytes: int) -> bytes:
     return bytes(content)
 
 
-async def _body(receive: Receive) -> AsyncIterator[bytes]:
-    """Yields a request's body as it arrives."""
-    size_bytes, more = 0, True
+async def _body(receive: Receive, bytes_per_second: float) -> AsyncIterator[bytes]:
+    """Yields a request's body as it arrives.
+
+    Only the time counts that is spent waiting for the client: what Flower's server takes is not the client's fault.
+    """
+    size_bytes, more, waited = 0, True, 0.0
     while more:
+        started, left = time.monotonic(), BODY_SECONDS + size_bytes / bytes_per_second - waited
         try:
-            event = await asyncio.wait_for(receive(), PAUSE_SECONDS)
+            event = await asyncio.wait_for(receive(), min(PAUSE_SECONDS, max(left, 0.0)))
         except TimeoutError:
-            raise httpx.ReadTimeout("the client sends nothing") from None
+            raise _SlowError from None
+        waited += time.monotonic() - started
         if event["type"] == "http.disconnect":
             raise httpx.ReadError("the client has gone away")
         chunk: bytes = event.get("body", b"")
@@ -211,13 +241,14 @@ def main() -> None:
     parser.add_argument("--client-seconds", type=float, default=600.0)
     parser.add_argument("--connections-per-address", type=int)
     parser.add_argument("--header-seconds", type=float, default=10.0)
+    parser.add_argument("--bytes-per-second", type=float, default=BYTES_PER_SECOND)
     given = parser.parse_args()
     trust = ssl.create_default_context(cafile=given.authority)
     limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=64)
     client = httpx.AsyncClient(verify=trust, timeout=TIMEOUT, limits=limits, trust_env=False)
     quota = None if given.client_bytes is None else Quota(given.client_bytes, given.client_seconds)
     serve(
-        Gateway(client, given.server, quota),
+        Gateway(client, given.server, quota, given.bytes_per_second),
         host=given.host,
         port=int(given.port),
         certificate=given.certificate,

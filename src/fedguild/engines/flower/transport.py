@@ -63,6 +63,6 @@ class Transport(Protocol):
         Args:
             message_id: The message's id.
             limit_bytes: Largest reply, header and body, that is taken into memory; one that is larger is discarded, and
-                a NoReply says so. None for no limit.
+                a NoReply says so; 0 discards any. None for no limit.
         """
         ...
