@@ -15,7 +15,7 @@ from fedguild.secure.graph import degree_of, neighbours, threshold_of
 from fedguild.secure.keys import load_peers, load_private, load_public, new_identity, sign, verify
 from fedguild.secure.levels import MOST_LEVELS, capacities, chain, levels_of, lowest_open
 from fedguild.secure.masks import add_mask
-from fedguild.secure.server import ServerSession
+from fedguild.secure.server import ServerSession, disputed
 from fedguild.secure.session import STEPS, Roster
 from fedguild.secure.shares import recover, seal, split, unseal
 from fedguild.secure.sizes import SIGNATURE_BYTES
@@ -35,7 +35,7 @@ def looks_uniform(words: np.ndarray) -> bool:
     return bool(stats.chisquare(np.bincount(words >> np.uint32(24), minlength=256)).pvalue > 1e-6)
 
 
-@pytest.mark.parametrize("step", ["share", "weigh", "open_weights", "send", "agree", "open"])
+@pytest.mark.parametrize("step", ["share", "check", "weigh", "open_weights", "send", "agree", "open"])
 @pytest.mark.parametrize("dropouts", [0, 1, 2])
 def test_the_unmasked_sums_are_those_of_fixed_point_bit_for_bit(step, dropouts):
     """Of 7 clients 5 have to be left, so that 2 may be missing, whenever they stop."""
@@ -380,7 +380,7 @@ class TestTheServerInTheMiddle:
 
     def test_a_client_that_is_said_to_be_gone_answers_no_more(self):
         federation = Federation(contributions(5))
-        steps = ("join", "share", "weigh")
+        steps = ("join", "share", "check", "weigh")
         for step in steps:
             requests = federation.server.requests(step)
             federation.server.receive(step, {c: federation.clients[c].answer(step, r) for c, r in requests.items()}, {})
@@ -389,7 +389,7 @@ class TestTheServerInTheMiddle:
 
     def test_no_client_opens_a_sum_over_too_few(self):
         federation = Federation(contributions(5))
-        for step in ("join", "share", "weigh"):
+        for step in ("join", "share", "check", "weigh"):
             requests = federation.server.requests(step)
             federation.server.receive(step, {c: federation.clients[c].answer(step, r) for c, r in requests.items()}, {})
         with pytest.raises(UploadError, match="only 3 of 5 clients are left, but the sum of at least 4 may be opened"):
@@ -418,18 +418,57 @@ def test_a_client_that_shares_lies_ends_the_round_and_not_the_sum():
         federation.run()
 
 
-def test_envelopes_that_nobody_can_open_are_their_senders_fault():
-    federation = Federation(contributions(5))
-    honest = federation.answer
+class TestDisputesAboutEnvelopes:
+    """Garbage in place of shares, and complaints about envelopes that are in order."""
 
-    def answer(client, step, request):
-        answered = honest(client, step, request)
-        return {**answered, "envelopes": answered["envelopes"] ^ 1} if (client, step) == (2, "share") else answered
-
-    federation.answer = answer
-    with pytest.raises(QuorumError, match=r"the masks of client 2 cannot be taken away: 1 share\(s\) of a secret"):
+    def test_whose_envelopes_nobody_can_open_is_left_out_alone(self):
+        federation = garbling({2: {0, 1, 3, 4}})
         federation.run()
-    assert federation.server.left == (0, 1, 2, 3, 4)
+        assert federation.server.contributors == (0, 1, 3, 4)
+        assert "in dispute with 4 other(s) about envelopes" in federation.server.dropped[2]
+
+    def test_who_complains_about_all_is_left_out_alone(self):
+        federation = complaining({2: {0, 1, 3, 4}})
+        means = federation.run()
+        assert federation.server.contributors == (0, 1, 3, 4)
+        exact = weighted_means(EQUAL, contributions(5), (0, 1, 3, 4))
+        assert np.abs(means.values["dense"] - exact["dense"]).max() <= means.bounds["dense"]
+
+    @pytest.mark.parametrize("liars", [{5: {2}}, {5: {2, 3}}])
+    def test_of_few_complaints_one_pair_is_left_out(self, liars):
+        """Of 7 clients 2 may be missing: the liar and one honest client, with whoever it begins."""
+        federation = complaining(liars, clients=7)
+        federation.run()
+        assert federation.server.contributors == (0, 1, 3, 4, 6)
+        assert federation.server.dropped == dict.fromkeys(
+            (2, 5), "client 5 says that it cannot open what client 2 shared: one of the two lies"
+        )
+
+    def test_a_pair_too_many_fails_the_round_before_a_site_has_noted_anything(self, tmp_path):
+        """Of 4 clients 3 have to be left. Without the liar the same trainings are summed, as nobody has opened any."""
+        logs = {client: SumLog(tmp_path / f"{client}.json") for client in range(4)}
+        with pytest.raises(QuorumError, match=r"after 'check', but 3 are needed. Nothing was opened.") as caught:
+            garbling({2: {0}}, clients=4, logs=logs).run()
+        assert "client 2: client 0 says that it cannot open what client 2 shared" in str(caught.value)
+        assert not list(tmp_path.iterdir())
+        numbers = {client: own for client, own in contributions(4).items() if client != 2}
+        assert Federation(numbers, logs=logs).run().known["dense"].all()
+
+    def test_liars_take_no_more_than_as_many_with_them(self):
+        """All complaints that a number of liars can make or cause, at random."""
+        rng = np.random.default_rng(0)
+        for _ in range(300):
+            clients, liars = range(12), set(rng.choice(12, rng.integers(1, 5), replace=False).tolist())
+            pairs = {(one, other) for one in clients for other in clients if one != other and {one, other} & liars}
+            said = {one: {other for a, other in pairs if a == one and rng.random() < 0.3} for one in clients}
+            told = disputed(said, clients, tolerated=4)
+            assert len(told.keys() - liars) <= len(told.keys() & liars)
+            assert not any(one not in told and accused - told.keys() for one, accused in said.items())
+
+    def test_a_complaint_about_a_stranger_is_malformed(self):
+        federation = complaining({2: {2}})
+        federation.run()
+        assert "complains about clients that have sent it nothing" in federation.server.dropped[2]
 
 
 def test_a_key_that_cannot_be_used_drops_its_owner_alone():
@@ -541,6 +580,36 @@ class TestParts:
         federation = joined(3)
         roster = federation.server._roster
         assert Roster.from_arrays(federation.session, roster.to_arrays(), EQUAL.group_count) == roster
+
+
+def garbling(liars: dict[int, set[int]], clients: int = 5, **options) -> Federation:
+    """A federation some of whose clients send garbage to others in place of shares."""
+    federation = Federation(contributions(clients), **options)
+    honest = federation.answer
+
+    def answer(client, step, request):
+        answered = honest(client, step, request)
+        if client not in liars or step != "share":
+            return answered
+        garbled = np.array([peer in liars[client] for peer in answered["clients"]], np.uint8)
+        return {**answered, "envelopes": answered["envelopes"] ^ garbled[:, None]}
+
+    federation.answer = answer
+    return federation
+
+
+def complaining(liars: dict[int, set[int]], clients: int = 5, **options) -> Federation:
+    """A federation some of whose clients complain about envelopes that they can open."""
+    federation = Federation(contributions(clients), **options)
+    honest = federation.answer
+
+    def answer(client, step, request):
+        answered = honest(client, step, request)
+        lies = client in liars and step == "check"
+        return {"complaints": np.array(sorted(liars[client]), np.int32)} if lies else answered
+
+    federation.answer = answer
+    return federation
 
 
 def joined(count: int) -> Federation:

@@ -207,7 +207,7 @@ class ServerSettings(Section):
     secure_seconds: float = Field(
         default=600.0,
         gt=0,
-        description="How long each of the seven steps of a secure aggregation waits for clients.",
+        description="How long each of the eight steps of a secure aggregation waits for clients.",
     )
     reads_data: bool = Field(
         default=False,

@@ -47,7 +47,8 @@ def _messages(form: Form, clients: int, share: float) -> tuple[dict[Step, Shapes
     requests: dict[Step, Shapes] = {
         "join": {},
         "share": {"clients": everybody, **{name: (byte, (clients, width)) for name, width in columns.items()}},
-        "weigh": {"clients": everybody, "envelopes": envelopes},
+        "check": {"clients": everybody, "envelopes": envelopes},
+        "weigh": {"clients": everybody},
         "open_weights": {"clients": everybody},
         "send": {"clients": everybody, "sums": sums},
         "agree": {"clients": everybody, "signatures": (byte, (clients, SIGNATURE_BYTES))},
@@ -56,6 +57,7 @@ def _messages(form: Form, clients: int, share: float) -> tuple[dict[Step, Shapes
     answers: dict[Step, Shapes] = {
         "join": {name: (byte, (width,)) for name, width in columns.items()},
         "share": {"clients": (number, (near,)), "envelopes": envelopes},
+        "check": {"complaints": (number, (0,))},
         "weigh": {"masked": sums},
         "open_weights": opened,
         "send": {

@@ -100,6 +100,7 @@ class ClientSession:
         self._answers: dict[Step, Callable[[Arrays], dict[str, NDArray[Any]]]] = {
             "join": self._join,
             "share": self._share,
+            "check": self._check,
             "weigh": self._weigh,
             "open_weights": self._open_weights,
             "send": self._send,
@@ -166,17 +167,20 @@ class ClientSession:
         ]
         return {"clients": listed(self._neighbours), "envelopes": rows(envelopes)}
 
-    def _weigh(self, request: Arrays) -> dict[str, NDArray[Any]]:
-        shared = self._still(list_in(request, "clients"), self._roster.clients)
-        senders = [peer for peer in self._neighbours if peer in shared]
+    def _check(self, request: Arrays) -> dict[str, NDArray[Any]]:
+        self._shared = self._still(list_in(request, "clients"), self._roster.clients)
+        senders = [peer for peer in self._neighbours if peer in self._shared]
         envelopes = rows_in(request, "envelopes", len(senders), envelope_bytes(len(self._survived)))
         for peer, content in zip(senders, envelopes, strict=True):
-            with suppress(UploadError):  # its sender's fault: that one's shares are missed, not this client
+            with suppress(UploadError):
                 self._held_shares[peer] = parted(unseal(self._envelope_secret(peer, self.client, peer), content))
-        self._shared = shared
+        return {"complaints": listed(set(senders) - self._held_shares.keys())}
+
+    def _weigh(self, request: Arrays) -> dict[str, NDArray[Any]]:
+        self._shared = self._still(list_in(request, "clients"), self._shared)
         words = fixed_point.weight_words(self.form, self.numbers)
         add_mask(words, self._own, self._context + own_mask(self.client, HALVES[0]))
-        self._mask(words, 0, senders)
+        self._mask(words, 0, [peer for peer in self._neighbours if peer in self._shared])
         return {"masked": words}
 
     def _open_weights(self, request: Arrays) -> dict[str, NDArray[Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -70,6 +70,7 @@ class ServerSession:
         self._receivers: dict[Step, Callable[[Answers], None]] = {
             "join": self._joined,
             "share": self._shared,
+            "check": self._checked,
             "weigh": self._weighed,
             "open_weights": self._weights_opened,
             "send": self._sent,
@@ -90,7 +91,7 @@ class ServerSession:
         everybody: dict[str, NDArray[Any]] = {}
         if step == "share":
             everybody = self._roster.to_arrays()
-        elif step == "open_weights":
+        elif step in ("weigh", "open_weights"):
             everybody = {"clients": listed(self.left)}
         elif step == "send":
             everybody = {"clients": listed(self.left), "sums": self._words}
@@ -99,9 +100,9 @@ class ServerSession:
             everybody = {"clients": listed(self._senders), "signatures": signatures}
             if step == "open":
                 everybody["agreed"] = listed(self.left)
-        if step != "weigh":
+        if step != "check":
             return dict.fromkeys(self.left, everybody)
-        return {client: self._weigh_request(client) for client in self.left}
+        return {client: self._check_request(client) for client in self.left}
 
     def receive(self, step: Step, answers: Answers, failures: Mapping[int, str]) -> None:
         """Takes a step's answers; clients without a usable one are not left.
@@ -236,12 +237,27 @@ class ServerSession:
             self._envelopes[client] = dict(zip(peers, envelopes, strict=True))
 
         self._read(answers, read)
-        self._sharers = self.left
 
-    def _weigh_request(self, client: int) -> dict[str, NDArray[Any]]:
-        senders = [peer for peer in self._graph[client] if peer in self._sharers]
+    def _check_request(self, client: int) -> dict[str, NDArray[Any]]:
+        senders = [peer for peer in self._graph[client] if peer in self.left]
         envelopes = rows([self._envelopes[peer][client] for peer in senders])
-        return {"clients": listed(self._sharers), "envelopes": envelopes}
+        return {"clients": listed(self.left), "envelopes": envelopes}
+
+    def _checked(self, answers: Answers) -> None:
+        complaints: dict[int, set[int]] = {}
+
+        def read(client: int, arrays: Arrays) -> None:
+            accused = set(list_in(arrays, "complaints"))
+            if not accused <= set(self._graph[client]) & set(self._before):
+                raise UploadError("it complains about clients that have sent it nothing")
+            complaints[client] = accused
+
+        self._read(answers, read)
+        tolerated = len(self._roster.clients) - self._roster.fewest_left()
+        for client, reason in disputed(complaints, self.left, tolerated).items():
+            self._dropping[client] = reason
+        self.left = tuple(client for client in self.left if client not in self._dropping)
+        self._sharers = self.left
 
     def _weighed(self, answers: Answers) -> None:
         self._words = np.zeros(self.form.word_count, np.uint64)
@@ -423,6 +439,45 @@ class ServerSession:
         if held not in self._covers:
             self._covers[held] = cover_of(self.form, self.session, self._holds(client), self._large)
         return self._covers[held]
+
+
+def disputed(complaints: Mapping[int, Collection[int]], left: Collection[int], tolerated: int) -> dict[int, str]:
+    """Returns who is left out for complaints about envelopes, and why, so that none between two that stay is left.
+
+    Which of the two lies, sender or reader, cannot be told: a proof would disclose the key to all envelopes of the
+    reader. Two honest clients have no dispute with each other, which gives two rules:
+
+    1. Who is in dispute with more than `tolerated` others lies, unless more than that many do, and is left out alone.
+    2. Of each dispute that remains both sides are left out, one pair after the other, whoever has most disputes first.
+       One of the two lies, so that f liars take at most f honest clients with them.
+
+    Args:
+        complaints: Client -> those whose envelope it cannot open, or says so.
+        left: The clients that are left otherwise.
+        tolerated: How many clients may be missing at the end.
+    """
+    disputes: dict[int, set[int]] = {client: set() for client in left}
+    for client, accused in complaints.items():
+        for peer in set(accused) & disputes.keys() if client in disputes else ():
+            disputes[client].add(peer)
+            disputes[peer].add(client)
+    told = {
+        client: f"it is in dispute with {len(peers)} other(s) about envelopes with shares, which more than "
+        f"{tolerated} liars would have to cause"
+        for client, peers in disputes.items()
+        if len(peers) > tolerated
+    }
+
+    def open_disputes(client: int) -> list[int]:
+        return [] if client in told else [peer for peer in sorted(disputes[client]) if peer not in told]
+
+    while pairs := [client for client in sorted(disputes) if open_disputes(client)]:
+        one = max(pairs, key=lambda client: len(open_disputes(client)))
+        other = max(open_disputes(one), key=lambda client: len(open_disputes(client)))
+        for client, peer in ((one, other), (other, one)):
+            sender, reader = (client, peer) if client in complaints.get(peer, ()) else (peer, client)
+            told[client] = f"client {reader} says that it cannot open what client {sender} shared: one of the two lies"
+    return told
 
 
 def aggregate_in_process(server: ServerSession, answer: Callable[[int, Step, Arrays], Arrays | str]) -> Means:

@@ -6,7 +6,8 @@ rows of uint8. The steps, each a request to every client that is left and its an
     join    the session alone                     -> `keys` [96], `held` [groups / 8], `commitments` [64],
             `trained` [32], `signature`
     share   `clients`, everybody's answer to join -> `clients` (its neighbours), `envelopes` [k, 64 + 16 levels]
-    weigh   `clients` (who shared), `envelopes` for it -> `masked` uint64, its weights
+    check   `clients` (who shared), `envelopes` for it -> `complaints` (whose envelope it cannot open)
+    weigh   `clients` (who is left after that)    -> `masked` uint64, its weights
     open_weights   `clients` (who weighed)        -> `clients`, `shares` [k, 16]
     send    `clients`, `sums` uint64              -> `values` uint32, `masked` uint64 (its shares), `signature`
     agree   `clients` (who sent), `signatures`    -> `signature`, over who sent
@@ -31,7 +32,7 @@ from fedguild.secure.levels import capacities
 from fedguild.secure.sizes import KEY_BYTES, SEED_BYTES, SIGNATURE_BYTES, TAG_BYTES
 
 Arrays = Mapping[str, NDArray[Any]]
-Step = Literal["join", "share", "weigh", "open_weights", "send", "agree", "open"]
+Step = Literal["join", "share", "check", "weigh", "open_weights", "send", "agree", "open"]
 STEPS: tuple[Step, ...] = get_args(Step)
 Unheld = Literal["omit", "zeros"]
 

@@ -37,7 +37,7 @@ PART, DISCLOSED = "secure", "disclosed"
 """The parts of the messages: the protocol's arrays, and what goes in the clear."""
 REPORT = "report"
 _UNSIGNED = {torch.int32: np.uint32, torch.int64: np.uint64}
-_SIGNED_NAMES = ("clients", "agreed")
+_SIGNED_NAMES = ("clients", "agreed", "complaints")
 """Arrays of signed numbers; all other integers of 32 and 64 bits are words modulo 2^32 and 2^64."""
 
 

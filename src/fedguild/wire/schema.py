@@ -110,7 +110,7 @@ class SecureRequest(Request):
     """A step of a secure aggregation; the body has its arrays, whose form the client's session checks."""
 
     session: SecureSession
-    step: Literal["join", "share", "weigh", "open_weights", "send", "agree", "open"]
+    step: Literal["join", "share", "check", "weigh", "open_weights", "send", "agree", "open"]
 
 
 class Sizes(_Part):
