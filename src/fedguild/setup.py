@@ -119,6 +119,10 @@ class Remote(Protocol):
         """Returns all clients of the federation, as they are known before a round; some may be away."""
         ...
 
+    def is_revoked(self, client: int) -> bool:
+        """Whether a client's key was revoked: nothing of it is used from then on."""
+        ...
+
     def note(self, outcome: Outcome) -> None:
         """Takes note of a complete round, for those who audit it."""
         ...
@@ -581,6 +585,7 @@ def guard_of(experiment: Experiment) -> Guard | None:
         robust=rules.robust,
         trim=rules.trim,
         largest_value=LARGEST_VALUE if real else None,
+        revoked=experiment.remote.is_revoked if experiment.remote is not None else lambda client: False,
     )
 
 

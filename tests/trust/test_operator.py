@@ -72,6 +72,49 @@ def test_a_key_that_is_revoked_while_a_run_goes_on(config: Config, tmp_path: Pat
     assert Revocations(tmp_path / "state").names() == frozenset()
 
 
+def test_what_came_before_a_key_was_revoked_is_not_used_either(config: Config, tmp_path: Path) -> None:
+    """Client 0's upload came with the first attempt; its key is revoked in the second, in which client 2 trains."""
+    revocations, asked = Revocations(tmp_path / "state"), list[Message]()
+
+    def second(request: Message, honest: Callable[[], Message]) -> Message:
+        if request.kind == "train":
+            asked.append(request)
+            if len(asked) == 1:
+                return request.reply(failure="not yet")
+            revocations.add("client-000")
+        return honest()
+
+    once = changed(config, "federation", retries=1, rounds=1)
+    driven = drive(once, tmp_path, [HostileClient(2, second)], reads_data=True)
+    assert driven.error is None
+    assert len(asked) == 2
+    assert driven.rejected == {1: {0: "its key was revoked"}}
+    assert driven.accepted == {1: [1, 2]}
+
+
+def test_neither_scores_nor_deliveries_of_a_key_that_is_revoked_meanwhile_are_used(
+    config: Config, tmp_path: Path
+) -> None:
+    revocations = Revocations(tmp_path / "state")
+
+    def revoking(request: Message, honest: Callable[[], Message]) -> Message:
+        if (request.kind, request.round) == ("score", 0):
+            revocations.add("client-000")
+        if request.kind == "deliver":
+            revocations.add("client-001")
+            return request.reply(metadata={"folder": "model", "form": "adapter", "reason": ""})
+        return honest()
+
+    driven = drive(changed(config, "federation", rounds=1), tmp_path, [HostileClient(2, revoking)], deliver=True)
+    assert driven.error is None
+    entries = AuditLog(tmp_path / "state").read()
+    first = next(entry for entry in entries if entry["event"] == "scored")
+    assert (first["accepted"], first["rejected"]) == ([1, 2], {"0": "its key was revoked"})
+    results = {entry["client"]: entry["result"] for entry in entries if entry["event"] == "delivered"}
+    assert results[1] == "its key was revoked"
+    assert results[2] == "model (adapter)"
+
+
 def test_the_audit_log_says_who_joined_and_what_became_of_every_upload(config: Config, tmp_path: Path) -> None:
     attack, reason = TRAIN["values of 1e30"]
     hostile = attacking("train", lambda request: attack if request.round == 1 else None)

@@ -120,6 +120,10 @@ class RemoteClients:
         """Writes a session of a secure aggregation into the audit log."""
         self.audit.append("session", **facts)
 
+    def is_revoked(self, client: int) -> bool:
+        """Whether a client's key was revoked."""
+        return self.engine.registry.is_revoked(client)
+
     def current(self) -> list[ClientInfo]:
         """Returns all clients, after admitting those that have come since; one that never came has no examples."""
         self.engine.registry.refresh()

@@ -42,6 +42,8 @@ LARGEST_VALUE = 1e6
 """Largest magnitude of a value in a real client's upload, where its method gives no other bound."""
 LARGEST_TRAINED = 100.0
 """Trained values are below this; who was sent larger ones may fail through no fault of its own."""
+KEY_REVOKED = "its key was revoked"
+"""Why nothing of a client is used any more, whenever it came."""
 
 Reject = Callable[[Upload, str], None]
 """Records that an upload is not aggregated, and why."""
@@ -71,6 +73,7 @@ class Guard:
         robust: The estimate in place of the mean over the clients.
         trim: Share of the clients that `trimmed_mean` leaves out at either end of each value.
         largest_value: The largest magnitude in an upload; None for no bound.
+        revoked: Returns whether a client's key was revoked, perhaps after its upload came.
     """
 
     def __init__(
@@ -81,12 +84,14 @@ class Guard:
         robust: Robust = "none",
         trim: float = 0.2,
         largest_value: float | None = LARGEST_VALUE,
+        revoked: Callable[[int], bool] = lambda client: False,
     ) -> None:
         self.folder = folder
         self.norm_factor = norm_factor
         self.robust = robust
         self.trim = trim
         self.largest_value = largest_value
+        self.revoked = revoked
 
     def aggregate(
         self,
@@ -111,7 +116,7 @@ class Guard:
         self._clear()
         try:
             spooled = [self._spool(number, *pair, bounded) for number, pair in enumerate(uploads)]
-            spooled = self._within_bound(spooled, reject)
+            spooled = self._within_bound(self._not_revoked(spooled, reject), reject)
             while True:
                 aggregate, fault = self._attempt(method, state, spooled)
                 if aggregate is not None:
@@ -130,6 +135,15 @@ class Guard:
         write_bytes(path, pack(upload.payload.tensors, upload.payload.scalars))
         norms = change_norms(upload.payload, download, bounded)
         return _Spooled(replace(upload, payload=Payload()), download, path, norms)
+
+    def _not_revoked(self, spooled: Sequence[_Spooled], reject: Reject) -> list[_Spooled]:
+        kept = []
+        for entry in spooled:
+            if self.revoked(entry.upload.client.index):
+                reject(entry.upload, KEY_REVOKED)
+            else:
+                kept.append(entry)
+        return kept
 
     def _within_bound(self, spooled: Sequence[_Spooled], reject: Reject) -> list[_Spooled]:
         """Returns the uploads whose changes are within the bound; rejects the others."""

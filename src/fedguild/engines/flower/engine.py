@@ -26,6 +26,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.secure.session import Session, Step
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late
+from fedguild.server.guard import KEY_REVOKED
 from fedguild.server.method import Method
 from fedguild.server.validation import (
     SPARE_BYTES,
@@ -290,6 +291,9 @@ class FlowerEngine:
         for message_id, request in pending.items():
             self._abandoned.add(message_id)
             replies[request.client] = request.reply(failure=late)
+        for client, reply in replies.items():  # also of one that answered before it was revoked
+            if not reply.failure and self.registry.is_revoked(client):
+                replies[client] = reply.reply(failure=KEY_REVOKED)
         return dict(sorted(replies.items()))
 
     def _send(self, task: Task) -> None:
@@ -398,7 +402,7 @@ class FlowerEngine:
         if reply.failure:
             return _Reply(failure=reply.failure)
         if self.registry.is_revoked(task.client.index):
-            return _Reply(failure="its key was revoked")
+            return _Reply(failure=KEY_REVOKED)
         if reply.kind != "train":
             return _Reply(failure=f"it answered a request to train with an answer to '{reply.kind}'")
         envelope = Envelope(reply.run, reply.round, reply.client, len(reply.body))
@@ -458,6 +462,8 @@ class FlowerEngine:
         if reply.upload is None:
             return Delivery(task, None, plan, failure=reply.failure)
         body = self._uploads.take(reply.upload)
+        if self.registry.is_revoked(task.client.index):
+            return Delivery(task, None, plan, failure=KEY_REVOKED)
         if self.secure:
             in_the_clear = "it sent an upload in the clear" if body else ""
             return Delivery(task, None if body else Payload(), plan, failure=in_the_clear, kept=not body)
