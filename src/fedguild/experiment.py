@@ -22,7 +22,7 @@ from fedguild.guarantee import Privacy
 from fedguild.locking import run_lock
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
-from fedguild.recording import client_records, observation_records, routing_record
+from fedguild.recording import believable_tokens, client_records, observation_records, routing_record
 from fedguild.results import CHECKPOINTS, DIVERGED, STOPPED, RunResult, has_begun, result_of, write_stopping_reason
 from fedguild.scoring import evaluate_state, recorded_scores, untrained_loss
 from fedguild.sealed import remove_leftovers
@@ -337,7 +337,10 @@ def _rounds(
             _tell_spent(experiment.progress, spent)
         if bytes_left is not None:
             records.append(bytes_left.record(number, outcome.moved_bytes))
-        records += routing_record(number, outcome.frequencies(), outcome.tokens())
+        tokens = outcome.tokens()
+        if experiment.remote is not None:
+            tokens = believable_tokens(outcome.asked, tokens, config.training)
+        records += routing_record(number, outcome.frequencies(), tokens)
         observed = [*experiment.method.observe(state, model), *outcome.observations]
         records += observation_records(number, observed)
         with outcome.clock.phase("evaluate"):

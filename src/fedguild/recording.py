@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean, median_low, stdev
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fedguild.client.budget import ClientInfo
 from fedguild.client.privacy_rules import PrivacyRules, said
+from fedguild.client.schedule import steps_in_round
+from fedguild.config.training import TrainingSettings
 from fedguild.costs.flops import cost
 from fedguild.evaluation.expert_usage import expert_utilisation
 from fedguild.evaluation.scores import Scores, Summary
@@ -20,6 +24,8 @@ from fedguild.server.method import Observation
 from fedguild.server.rounds import Outcome
 from fedguild.server.run_log import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
 
+LONGEST_TEXTS = 2.0
+"""How much longer than the median client's the texts of a real client count, where tokens are weights."""
 DEVIATION = "deviation"
 """The metric of a mean over clients: the sample standard deviation of their scores."""
 Where = tuple[Literal["budget", "client", "trained", "received", "pooled"], int, Literal["test", "validation"]]
@@ -114,6 +120,25 @@ def summary_record(
         score=fmean(record.score for record in counted) if counted else 0.0,
         metrics={DEVIATION: stdev(record.score for record in counted)} if deviates else {},
     )
+
+
+def believable_tokens(
+    clients: Sequence[ClientInfo], tokens: Mapping[int, int], training: TrainingSettings
+) -> dict[int, int]:
+    """Returns client index -> the tokens by which its activations count among those of all clients.
+
+    They are what it reports, but per step no more than `LONGEST_TEXTS` times the median client's, so that no client
+    decides by a number alone which experts a run is said to use.
+
+    Args:
+        clients: The clients, with the examples by which they weigh, from which follow their steps.
+        tokens: Client index -> the training tokens that it reports.
+        training: The run's settings of training.
+    """
+    steps = {client.index: steps_in_round(max(1, client.examples), training) for client in clients}
+    rates = [tokens[client] / steps[client] for client in tokens if tokens[client]]
+    usual = LONGEST_TEXTS * (median_low(rates) if rates else 0.0)
+    return {client: min(reported, math.ceil(usual * steps[client])) for client, reported in tokens.items()}
 
 
 def routing_record(number: int, frequency: Mapping[int, Tensor], tokens: Mapping[int, int]) -> list[RoutingRecord]:

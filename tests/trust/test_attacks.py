@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,10 +13,10 @@ import torch
 
 from fedguild.config import Config
 from fedguild.server.guard import not_finite
-from fedguild.server.run_log import EvaluationRecord
+from fedguild.server.run_log import EvaluationRecord, RoutingRecord
 from fedguild.testing import Driven, HostileClient, Message, drive
 from tests.experiment.runs import says
-from tests.trust.attacks import HELLO, SCORE, TRAIN, Attack, filled
+from tests.trust.attacks import HELLO, SCORE, TRAIN, Attack, filled, saying
 from tests.trust.conftest import config_of
 
 HOSTILE = 2
@@ -67,6 +68,20 @@ def test_attacks_on_a_round(config: Config, tmp_path: Path) -> None:
     assert driven.state is not None
     assert not not_finite(driven.state)
     assert_printable(driven)
+
+
+def test_no_client_decides_by_a_number_of_tokens_which_experts_the_run_uses(config: Config, tmp_path: Path) -> None:
+    """All its tokens, 10^13 of them, activated the same experts, as far as it says."""
+    once, entropies = changed(config, "federation", rounds=1), []
+    claim = saying(tokens=10**13, frequency=[[1.0] * 4 + [0.0] * 4] * 2)
+    for attack in (None, claim):
+        driven = drive(once, tmp_path / str(attack is None), [attacking("train", lambda _: attack)], reads_data=True)  # noqa: B023
+        assert driven.accepted == {1: [0, 1, 2]}
+        (routing,) = (record for record in driven.records if isinstance(record, RoutingRecord))
+        entropies.append(routing.normalised_entropy)
+    alone = math.log(4) / math.log(8)
+    for honest, claimed in zip(*entropies, strict=True):
+        assert (claimed - alone) > 0.4 * (honest - alone) > 0.04, (honest, claimed)
 
 
 def test_attacks_on_the_question_who_a_client_is(config: Config, tmp_path: Path) -> None:

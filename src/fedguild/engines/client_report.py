@@ -12,6 +12,7 @@ from torch import Tensor
 from fedguild.client.cohort import LocalReport
 from fedguild.errors import UploadError
 from fedguild.model.info import ModelInfo
+from fedguild.server.validation import ROUNDING
 from fedguild.wire.schema import TrainAnswer, read_metadata
 
 
@@ -73,7 +74,7 @@ class ClientReport:
 
         Raises:
             UploadError: a value is missing, of another type or out of range, or the frequencies are those of another
-                model.
+                model, or those of a layer sum to more than the experts of a token.
         """
         answer = read_metadata(TrainAnswer, values, "A reply has no readable training report")
         expected = (len(model.moe), model.moe[0].num_experts) if model.moe else None
@@ -83,4 +84,12 @@ class ClientReport:
                 f"A reply reports the activations of {found[0]} layers with {found[1]} experts, but the model "
                 f"{f'has {expected[0]} with {expected[1]}' if expected else 'is dense'}."
             )
-        return cls.from_json(values)
+        report = cls.from_json(values)
+        for layer, shares in zip(model.moe, () if report.frequency is None else report.frequency, strict=False):
+            total = float(shares.double().sum())
+            if total > layer.top_k * (1 + ROUNDING):
+                raise UploadError(
+                    f"A reply reports activations of '{layer.name}' that sum to {total:.6g}, but a token activates at "
+                    f"most {layer.top_k} expert(s)."
+                )
+        return report

@@ -22,7 +22,7 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SPARE_BYTES = 2**20
 """Room for an upload's scalars and the frame of its header."""
 _LONGEST_NAME_BYTES = 1024
-_ROUNDING = 1e-4
+ROUNDING = 1e-4
 """How far rounding may take shares beyond their sum, relative to it."""
 
 
@@ -209,7 +209,7 @@ def _check_values(name: str, tensor: Tensor, bound: Bound, otherwise: float | No
     if float(tensor.min()) < 0:
         raise UploadError(f"{client}: '{name}' has a share of {float(tensor.min()):.4g}, which is negative.")
     total = float(tensor.double().sum(dim=-1).max())
-    if total > bound.total * (1 + _ROUNDING):
+    if total > bound.total * (1 + ROUNDING):
         raise UploadError(f"{client}: the shares of '{name}' sum to {total:.6g}, beyond {bound.total:g}.")
 
 

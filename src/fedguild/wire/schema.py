@@ -232,8 +232,9 @@ def read_header(header: str) -> Header:
     Raises:
         UploadError: it is too large, too deep, no JSON object, or a field is missing, unknown or out of range.
     """
-    if len(header) > HEADER_BYTES:
-        raise UploadError(f"A message has a header of {len(header)} bytes, beyond the limit of {HEADER_BYTES}.")
+    size_bytes = len(header) if header.isascii() else len(header.encode("utf-8", "surrogatepass"))
+    if size_bytes > HEADER_BYTES:
+        raise UploadError(f"A message has a header of {size_bytes} bytes, beyond the limit of {HEADER_BYTES}.")
     try:
         values = from_json(header, allow_inf_nan=True)
     except ValueError as error:

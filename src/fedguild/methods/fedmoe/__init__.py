@@ -70,6 +70,7 @@ from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.secure.form import Contribution, Form, LinearMean
 from fedguild.seeding import new_seed
 from fedguild.server.aggregation import WeightedMean
+from fedguild.server.guard import LARGEST_VALUE
 from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
 from fedguild.server.settings import LoraSettings, Rank
@@ -82,6 +83,7 @@ HELD = "held"
 ACTIVATION = "activation"
 """The part of an upload with p: path of each layer's experts -> [M]."""
 LOSS, ACCURACY = "validation/loss", "validation/accuracy"
+_BOUNDS = {ACTIVATION: Bound(total=1.0), ACCURACY: Bound(total=1.0), LOSS: Bound()}
 
 
 class FedMoeSettings(LoraSettings):
@@ -232,9 +234,10 @@ class FedMoe(Method):
         )
 
     def check_disclosed(self, state: Payload, client: ClientInfo, disclosed: Payload) -> None:
-        """Raises UploadError unless it is p of every layer, a loss and an accuracy."""
+        """Raises UploadError unless it is p of every layer, a loss and an accuracy, within their bounds."""
         shapes = {f"{ACTIVATION}/{layer}": (size,) for layer, size in SubMoes.of(state).layers().items()}
-        check_upload(disclosed, {**shapes, LOSS: (), ACCURACY: ()}, client=client.name)
+        expected = {**shapes, LOSS: (), ACCURACY: ()}
+        check_upload(disclosed, expected, client=client.name, largest_value=LARGEST_VALUE, bounds=_BOUNDS)
 
     def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
         """Line 8, then lines 3 and 4, or 9 and 10, by what the clients disclose."""
@@ -279,7 +282,7 @@ class FedMoe(Method):
 
     def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
         """Returns that a layer's p sum to 1 at most, as does the accuracy; a loss has no bound of its own."""
-        return {ACTIVATION: Bound(total=1.0), ACCURACY: Bound(total=1.0), LOSS: Bound()}
+        return _BOUNDS
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global model with all experts, which a client may not be able to hold."""
