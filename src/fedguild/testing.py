@@ -34,6 +34,7 @@ from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import Node, NoReply, too_large
 from fedguild.errors import FedGuildError
 from fedguild.experiment import CHECKPOINTS
+from fedguild.federation.keys import write_key
 from fedguild.federation.serving import RUN, serve
 from fedguild.federation.trainer_service import TrainerService
 from fedguild.files import write_text
@@ -201,6 +202,8 @@ def drive(
             loaded[key] = load_model(config)
         return loaded[key]
 
+    if config.federation.secure:
+        _write_keys(folder, config.federation.clients)
     by_index = {each.client: each for each in hostile}
     for index in range(config.federation.clients):
         trainer = TrainerService(_site(config, index), folder / f"client-{index:03d}", load=load)
@@ -217,6 +220,16 @@ def drive(
     except Exception as raised:
         error = raised
     return _driven(config, folder / settings.state / RUN, error, lines.lines)
+
+
+def _write_keys(folder: Path, clients: int) -> None:
+    """Writes every client's key, and the public ones to the server and to each other client."""
+    names = [f"client-{index:03d}" for index in range(clients)]
+    new = [name for name in names if not (folder / name / "node.key").exists()]
+    public = {name: write_key(folder / name / "node.key").read_text() for name in new}
+    for name, text in public.items():
+        for holder in (folder / "nodes", *(folder / other / "peers" for other in names)):
+            write_text(holder / f"{name}.pub", text)
 
 
 def _driven(config: Config, run: Path, error: Exception | None, lines: list[str]) -> Driven:

@@ -53,6 +53,7 @@ def test_run_metadata_holds_nothing_of_the_servers_folders(config: Config) -> No
 
 
 def test_the_backbone_is_loaded_once_over_many_rounds(config: Config, trainer: TrainerService) -> None:
+    config = config.model_copy(update={"federation": config.federation.model_copy(update={"rounds": 3})})
     for round in range(1, 4):
         reply = trainer.handle(train_request(config, round))
         assert not reply.failure

@@ -76,6 +76,32 @@ def test_who_joined_early_is_weighed_once_more_when_others_have_come(tmp_path: P
     assert alone.examples(0) == 500, "with three members a weight is fixed"
 
 
+def test_in_a_secure_run_nobody_takes_part_whose_weight_is_not_its_own(tmp_path: Path) -> None:
+    """Its site would upload by its own number, and the sums of the round would not be those that the server knows."""
+    turned_away: dict[int, str] = {}
+    members = Members(tmp_path / "members.json", settings(), refuse=turned_away.__setitem__)
+    assert members.admit({0: client(0, 1), 1: client(1, 50)}) == [0, 1], "two say nothing about each other"
+    sizes = {0: 45, 1: 50, 2: 60, 3: 5000}
+    members = Members(tmp_path / "more.json", settings(), refuse=turned_away.__setitem__)
+    assert members.admit({index: client(index, size) for index, size in sizes.items()}) == [0, 1, 2]
+    assert turned_away.keys() == {3}
+    assert "by 5000 examples, but here it counts as 550" in turned_away[3]
+    assert "sizes: {3: 5000} admits it as it is" in turned_away[3]
+    agreed = Members(tmp_path / "more.json", settings(sizes={3: 5000}), refuse=turned_away.__setitem__)
+    assert agreed.admit({index: client(index, size) for index, size in sizes.items()}) == [3]
+    turned_away.clear()
+    assert agreed.admit({0: client(0, 44), 1: client(1, 50)}) == []
+    assert "it weighs itself by 44 examples now and has weighed 45" in turned_away[0]
+
+
+def test_a_large_client_does_not_end_a_secure_run(config: Config, tmp_path: Path) -> None:
+    secure = changed(config, "federation", secure=True, clients=4, rounds=1)
+    driven = drive(secure, tmp_path, [HostileClient(2, claiming(10**8))], reads_data=True)
+    assert driven.error is None
+    assert driven.accepted == {1: [0, 1, 3]}
+    assert any("client-002 cannot take part: it would weigh itself by 100000000" in line for line in driven.lines)
+
+
 def claiming(examples: int) -> Callable[[Message, Callable[[], Message]], Message]:
     def answer(request: Message, honest: Callable[[], Message]) -> Message:
         true = honest()

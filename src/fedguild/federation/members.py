@@ -33,6 +33,8 @@ class Members:
         settings: The server's settings, of which `sizes`, `max_examples` and `examples_factor` count.
         echo: Prints a line for the operator.
         audit: Receives what is to stand in the audit log: an event and its values.
+        refuse: Called with a client that cannot take part and why; None where a weight is no reason. In a secure run
+            clients weigh what they upload themselves, so that a weight other than a client's own would end the round.
         described: Client index -> the same as in the file.
     """
 
@@ -40,6 +42,7 @@ class Members:
     settings: ServerSettings
     echo: Callable[[str], None] = lambda line: None
     audit: Callable[..., None] = lambda event, **values: None
+    refuse: Callable[[int, str], None] | None = None
     described: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -52,6 +55,8 @@ class Members:
     def admit(self, clients: Mapping[int, RegisteredClient]) -> list[int]:
         """Admits the clients that are new, and reports those that say something else than before.
 
+        Of a secure run nobody is admitted, or stays, whose weight is not what it says now.
+
         Returns:
             The indices of the new members.
         """
@@ -59,11 +64,16 @@ class Members:
         sizes = {index: client.description["sizes"]["train"] for index, client in clients.items()}
         known = {index: each["sizes"]["train"] for index, each in self.described.items()}
         claimed = {index: each[CLAIMED] for index, each in self.described.items()}
-        weights = admitted_sizes({**sizes, **claimed}, self.settings)
+        weights = admitted_sizes({**sizes, **claimed}, self._compared({**sizes, **claimed}))
         if len(self.described) < FEWEST_COMPARED:
             self._weigh_again({index: weights[index] for index in claimed})
+        refused = set()
         for index, client in sorted(clients.items()):
-            if index in new:
+            weight = weights[index] if index in new else self.described[index][EXAMPLES]
+            if self.refuse is not None and weight != sizes[index]:
+                refused.add(index)
+                self.refuse(index, _another_weight(index, sizes[index], weight, member=index not in new))
+            elif index in new:
                 self._admit(client, weights[index])
             elif sizes[index] != known[index]:
                 self.echo(
@@ -72,9 +82,15 @@ class Members:
                 )
                 self.audit("size", client=index, said=known[index], says=sizes[index])
                 self.described[index]["sizes"] = dict(client.description["sizes"])
+        new = [index for index in new if index not in refused]
         if new:
             self._write()
         return new
+
+    def _compared(self, sizes: Mapping[int, int]) -> ServerSettings:
+        """Returns the settings that cap sizes: in a secure run no cap by others, before there are enough of them."""
+        few = self.refuse is not None and len(sizes) < FEWEST_COMPARED
+        return self.settings.model_copy(update={"examples_factor": None}) if few else self.settings
 
     def examples(self, index: int) -> int:
         """Returns a client's weight; 0 if it is no member."""
@@ -106,6 +122,20 @@ class Members:
 
     def _write(self) -> None:
         write_json(self.path, {str(index): each for index, each in sorted(self.described.items())})
+
+
+def _another_weight(client: int, own: int, weight: int, *, member: bool) -> str:
+    """Returns why a client cannot take part in a secure run whose weight is not its own."""
+    if member:
+        return (
+            f"it weighs itself by {own} examples now and has weighed {weight} since it joined; in a secure run "
+            "(federation.secure) clients weigh themselves, so that both have to agree"
+        )
+    return (
+        f"it would weigh itself by {own} examples, but here it counts as {weight} (sizes, max_examples and "
+        "examples_factor in server.yaml); in a secure run (federation.secure) clients weigh themselves, so that both "
+        f"have to agree: sizes: {{{client}: {own}}} admits it as it is"
+    )
 
 
 def admitted_sizes(claimed: Mapping[int, int], settings: ServerSettings) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -313,7 +314,8 @@ def prepare_remote(
         between_polls=partial(stop_if_requested, state),
         refusal=lambda node, name, reason: audit.append("refused", node=str(node), name=name, reason=reason),
     )
-    members = Members(output / MEMBERS, settings, progress.message, audit.append)
+    refuse = registry.turn_away if config.federation.secure else None
+    members = Members(output / MEMBERS, settings, progress.message, audit.append, refuse)
     _wait_for_clients(registry, config, settings, members, needs_all=type(method).enroll is not Method.enroll)
     engine = FlowerEngine(
         transport,
@@ -383,7 +385,10 @@ def _wait_for_clients(
     wanted = wanted_count(federation.clients, federation.participation)
     begun = len(members.described) == federation.clients
     enough = None if needs_all and not begun else quorum_count(wanted, federation.quorum)
-    members.admit(registry.wait_for_clients(settings.wait_seconds, enough, settings.grace_seconds))
+    started, needed = time.monotonic(), federation.clients if enough is None else enough
+    while len(registry.clients) < needed:
+        left_seconds = max(0.0, settings.wait_seconds - (time.monotonic() - started))
+        members.admit(registry.wait_for_clients(left_seconds, enough, settings.grace_seconds))
 
 
 def _check_of(backbone: Backbone, tiers: Mapping[str, Budget]) -> Callable[[int, Mapping[str, Any]], str]:

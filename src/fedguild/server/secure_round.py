@@ -258,10 +258,9 @@ def _require_known_sizes(weights: Mapping[str, NDArray[np.float64]], clients: Se
     ):
         raise QuorumError(
             f"Secure aggregation: the clients' weights add up to {weights[EXAMPLES][0]:g}, but those that the server "
-            f"knows to {known}. One of them weighs itself otherwise; which one cannot be told. Only sums of weights "
-            "were opened.",
-            "A client whose size the server caps or replaces (sizes, max_examples, examples_factor in server.yaml) "
-            "cannot take part in a secure run: agree on the size that it says itself.",
+            f"knows to {known}. One of them weighs itself otherwise than it says; which one cannot be told. Only sums "
+            "of weights were opened.",
+            "docs/guides/security.md, What stays open: how the run goes on without a client.",
         )
 
 

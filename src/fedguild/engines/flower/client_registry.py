@@ -112,6 +112,11 @@ class ClientRegistry:
                 self.echo(f"Still waiting for {_names(missing)}; {len(self._asked)} node(s) have not answered yet.")
             time.sleep(self.poll_seconds)
 
+    def turn_away(self, client: int, reason: str) -> None:
+        """Turns a client away that has registered, and its node with it."""
+        registered = self.clients.pop(client)
+        self._refuse(registered.node, f"client-{client:03d}", reason)
+
     def _refuse(self, node: int, name: str, reason: str) -> None:
         """Turns a node away for now, or for good; what is said again of the same node is not told again."""
         before, self.refused[node] = self.refused.get(node), printable(f"{name}: {reason}")
