@@ -1,4 +1,6 @@
-"""Random changes of honest answers, none of which leaves another valid upload behind."""
+"""Random changes of honest answers.
+
+Most leave nothing valid behind; some leave an upload with other finite values in range, or an honest answer."""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ from fedguild.testing import Message
 from fedguild.wire.codec import encode
 
 _LENGTH_BYTES = 8
+MASKED = ("secure/masked", "secure/values")
+"""Words under a mask, of which any are as good as any others to all but their client."""
 VALUES: tuple[Any, ...] = (
     None,
     True,
@@ -62,7 +66,16 @@ def mutate(answer: Message, rng: random.Random) -> Message | bytes | None:
         _other_bytes,
     ]
     if answer.body:
-        changes += [_other_tensors, _other_tensors, _other_file]
+        changes += [_other_tensors, _other_tensors, _other_file, _other_values]
+    return rng.choice(changes)(answer, rng)
+
+
+def mutate_step(answer: Message, rng: random.Random) -> Message | bytes:
+    """Returns a random change of an answer to a step of secure aggregation that the others can make good.
+
+    What nobody can tell from masked numbers of an honest client is left alone: other words of the right form.
+    """
+    changes = [_other_arrays, _other_arrays, _other_arrays, _another_field, _another_text, _other_bytes, _other_file]
     return rng.choice(changes)(answer, rng)
 
 
@@ -164,6 +177,38 @@ def _other_tensors(answer: Message, rng: random.Random) -> Message:
     else:
         tensors[name].view(-1)[rng.randrange(tensor.numel())] = math.nan
     return replace(answer, body=encode(Payload(tensors, payload.scalars)))
+
+
+def _other_values(answer: Message, rng: random.Random) -> Message:
+    """Gives a tensor other finite values of about the same size, and a number of tokens that is in range."""
+    payload = read_payload(answer.body, "test")
+    name = rng.choice(sorted(payload.tensors))
+    other = payload.tensors[name] * rng.choice((0.0, -1.0, 0.5, 2.0))
+    body = encode(Payload({**payload.tensors, name: other}, payload.scalars))
+    return replace(answer, body=body, metadata={**answer.metadata, "tokens": rng.choice((0, 1, 10**13))})
+
+
+def _other_arrays(answer: Message, rng: random.Random) -> Message:
+    """Gives an array of a secure aggregation other values, another shape, dtype or name, or leaves it out."""
+    payload = read_payload(answer.body, "test")
+    tensors = dict(payload.tensors)
+    name = rng.choice(sorted(tensors))
+    tensor, choice = tensors.pop(name), rng.randrange(6)
+    if choice == 0:
+        tensors[rng.choice(("", "secure/", "x", f"{name}#int8", "x" * 100_000))] = tensor
+    elif choice == 1:
+        tensors[name] = tensor.unsqueeze(0)
+    elif choice == 2:
+        tensors[name] = tensor.to(rng.choice((torch.float32, torch.bool, torch.int16)))
+    elif choice == 3:
+        tensors[name] = torch.cat([tensor, tensor, torch.ones((1, *tensor.shape[1:]), dtype=tensor.dtype)])
+    elif choice == 4 and name not in MASKED:
+        tensors[name] = tensor + torch.randint(1, 100, tensor.shape, generator=_torch(rng)).to(tensor.dtype)
+    return replace(answer, body=encode(Payload(tensors, payload.scalars)))
+
+
+def _torch(rng: random.Random) -> torch.Generator:
+    return torch.Generator().manual_seed(rng.randrange(2**31))
 
 
 def _framed(header: bytes, body: bytes) -> bytes:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
 from fedguild.config import Config
+from fedguild.secure.session import STEPS
 from fedguild.server.guard import not_finite
 from fedguild.server.run_log import comparable
 from fedguild.testing import Driven, HostileClient, Message, drive
 from tests.trust.conftest import config_of
-from tests.trust.fuzzing import mutate
+from tests.trust.fuzzing import mutate, mutate_step
 from tests.trust.test_attacks import assert_printable
 
 CLIENTS, HOSTILE = 5, (2, 3, 4)
@@ -22,24 +24,37 @@ ROUNDS, NODES = 20, 41
 FEW_ROUNDS, FEW_NODES = 5, 13
 """A quarter of that, for a quarter of the answers: a hostile client's share of a run in `make test`."""
 LONG_SEEDS = range(1, 11)
-QUICK_METHODS = ("fedit", "flame", "flora", "fed-sb")
-METHODS = (*QUICK_METHODS, "rolora")
-"""Of a mean, of activation frequencies, of merged changes, of two stages, and of factors that take turns."""
+QUICK_METHODS = ("flora", "flame", "fed-sb")
+METHODS = (*QUICK_METHODS, "fedit", "rolora")
+"""Of merged changes, of activation frequencies, of two stages, of a mean, and of factors that take turns."""
+QUICK = {**dict.fromkeys(QUICK_METHODS, 60), "secure": 20}
+"""Run of `make test` -> how many answers of it are changed at least."""
+SECURE = ("federation.secure=true", "training.optimizer=sgd")
+"""SGD, since Adam makes a whole step out of what two sums in fixed point differ by."""
 SIZES = {index: 20 + index for index in range(CLIENTS)}
 """Pinned, since a change may leave a valid size."""
 
 
 class Fuzzer:
-    """Answers of hostile clients, and how many of them were changed."""
+    """Answers of hostile clients, and how many of them were changed.
 
-    def __init__(self, seed: int, nodes: int = NODES) -> None:
+    Attributes:
+        changed: Kind of a request, or step of a secure aggregation -> how many answers were changed.
+        sent: Client and round -> the changed answer to a request to train.
+    """
+
+    def __init__(self, seed: int, nodes: int = NODES, *, secure: bool = False) -> None:
         self.rng = random.Random(seed)
-        self.nodes = nodes
-        self.mutations = 0
+        self.nodes, self.secure = nodes, secure
+        self.changed: Counter[str] = Counter()
+        self.sent: dict[tuple[int, int], Message | bytes | None] = {}
         self.said_hello: dict[int, int] = {}
 
     def client(self, index: int) -> HostileClient:
-        """Returns a client all of whose answers are changed, but the last one to the question who it is."""
+        """Returns a client all of whose answers are changed, but the last one to the question who it is.
+
+        In a secure run it changes one step of each round, after which it is left out.
+        """
 
         def answer(request: Message, honest: Callable[[], Message]) -> Message | bytes | None:
             true = _delivered(request) if request.kind == "deliver" else honest()
@@ -47,8 +62,17 @@ class Fuzzer:
                 self.said_hello[index] = self.said_hello.get(index, 0) + 1
                 if self.said_hello[index] == self.nodes:
                     return true
-            self.mutations += 1
-            return mutate(true, self.rng)
+            elif self.secure:
+                step = STEPS[(request.round - 1) % len(STEPS)]
+                if request.metadata.get("step") != step:
+                    return true
+                self.changed[step] += 1
+                return mutate_step(true, self.rng)
+            self.changed[request.kind] += 1
+            said = mutate(true, self.rng)
+            if request.kind == "train":
+                self.sent[index, request.round] = said
+            return said
 
         return HostileClient(index, answer, nodes=self.nodes)
 
@@ -58,55 +82,91 @@ def _delivered(request: Message) -> Message:
     return request.reply(metadata={"folder": "model", "form": "adapter", "reason": ""})
 
 
-def fuzz_config(config: Config, method: str, rounds: int = ROUNDS) -> Config:
+def fuzz_config(config: Config, method: str, *more: str, rounds: int = ROUNDS) -> Config:
     size = (f"federation.clients={CLIENTS}", f"federation.rounds={rounds}", "federation.quorum=0.4")
-    return config_of(config.model.path, f"{method}/tiny-tasks", *size, "evaluation.every=3")
+    return config_of(config.model.path, f"{method}/tiny-tasks", *size, "evaluation.every=3", *more)
 
 
-def honest_alone(config: Config, folder: Path, hostile: Driven) -> Driven:
-    """Runs the same federation, in which a hostile client answers honestly where its answer counted, or not at all."""
+def again(
+    config: Config, folder: Path, hostile: Driven, sent: Mapping[tuple[int, int], Message | bytes | None]
+) -> Driven:
+    """Runs the same federation, in which nothing of a hostile client arrives but the uploads that were valid.
+
+    A secure run is compared with a plain one.
+    """
 
     def client(index: int) -> HostileClient:
         def answer(request: Message, honest: Callable[[], Message]) -> Message:
             true = honest()
-            counts = request.kind != "train" or index in hostile.accepted[request.round]
-            return true if counts else true.reply(failure="no")
+            if request.kind != "train":
+                return true
+            compared = "(federation.norm_factor)" in hostile.rejected[request.round].get(index, "")
+            if index not in hostile.accepted[request.round] and not compared:
+                return true.reply(failure="no")
+            said = sent.get((index, request.round), true)
+            said = Message.from_bytes(said) if isinstance(said, bytes) else said or true
+            return true.reply(metadata=said.metadata, body=said.body)
 
         return HostileClient(index, answer)
 
-    quick = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": 999})})
-    return drive(quick, folder, [client(index) for index in HOSTILE], reads_data=True, sizes=SIZES)
+    secure = config.federation.secure
+    plain = config.federation.model_copy(update={"secure": False})
+    evaluation = config.evaluation.model_copy(update={"every": 999})
+    quick = config.model_copy(update={"evaluation": evaluation, "federation": plain})
+    sizes = {} if secure else SIZES
+    return drive(quick, folder, [client(index) for index in HOSTILE], reads_data=True, sizes=sizes)
 
 
-def fuzz(config: Config, folder: Path, seed: int, *, deliver: bool, nodes: int = NODES) -> int:
-    """Runs a federation with three hostile clients; returns the number of their changed answers."""
-    fuzzer = Fuzzer(seed, nodes)
-    clients = [fuzzer.client(index) for index in HOSTILE]
-    driven = drive(config, folder / "fuzzed", clients, deliver=deliver, sizes=SIZES)
+def fuzz(config: Config, folder: Path, seed: int, *, deliver: bool = False, nodes: int = NODES) -> Counter[str]:
+    """Runs a federation with hostile clients; returns the number of their changed answers by kind."""
+    secure = config.federation.secure
+    fuzzer = Fuzzer(seed, nodes, secure=secure)
+    clients = [fuzzer.client(index) for index in (HOSTILE[-1:] if secure else HOSTILE)]
+    sizes = {} if secure else SIZES
+    driven = drive(config, folder / "fuzzed", clients, deliver=deliver, sizes=sizes, reads_data=secure)
     assert driven.error is None
     assert len(driven.rounds) == config.federation.rounds
     assert driven.state is not None
     assert not not_finite(driven.state)
-    assert all({0, 1} <= set(accepted) for accepted in driven.accepted.values()), "an honest client was left out"
+    everybody = set(range(CLIENTS)) - {client.client for client in clients}
+    assert all(everybody <= set(accepted) for accepted in driven.accepted.values()), "an honest client was left out"
     assert_printable(driven)
     assert comparable(driven.records)
-    honest = honest_alone(config, folder / "honest", driven)
+    honest = again(config, folder / "honest", driven, fuzzer.sent)
     assert honest.error is None
     assert honest.accepted == driven.accepted
     assert honest.state is not None
     assert honest.state.scalars == driven.state.scalars
     assert honest.state.tensors.keys() == driven.state.tensors.keys()
     for name, value in honest.state.tensors.items():
-        assert torch.equal(driven.state.tensors[name], value), name
-    return fuzzer.mutations
+        if secure:
+            torch.testing.assert_close(driven.state.tensors[name], value, rtol=1e-3, atol=1e-5, msg=name.__add__)
+        else:
+            assert torch.equal(driven.state.tensors[name], value), name
+    print(f"Changed answers: {dict(fuzzer.changed)}")
+    return fuzzer.changed
 
 
-@pytest.mark.parametrize("method", QUICK_METHODS)
-def test_two_hundred_changed_answers(method: str, config: Config, tmp_path: Path) -> None:
-    """Fifty to a run, in four runs of four methods."""
-    quick = fuzz_config(config, method, FEW_ROUNDS)
-    seed = QUICK_METHODS.index(method)
-    assert fuzz(quick, tmp_path, seed, deliver=False, nodes=FEW_NODES) >= 200 / len(QUICK_METHODS)
+@pytest.mark.parametrize("run", QUICK)
+def test_two_hundred_changed_answers(run: str, config: Config, tmp_path: Path) -> None:
+    """Of every kind, in three runs of three methods and a secure one, in which every step is changed once."""
+    secure = run == "secure"
+    quick = (
+        fuzz_config(config, "fedit", *SECURE, rounds=len(STEPS))
+        if secure
+        else fuzz_config(config, run, rounds=FEW_ROUNDS)
+    )
+    changed = fuzz(quick, tmp_path, list(QUICK).index(run), deliver=run == "flora", nodes=FEW_NODES)
+    assert changed.total() >= QUICK[run]
+    if secure:
+        assert {step: changed[step] for step in STEPS} == dict.fromkeys(STEPS, 1)
+    else:
+        fewest = {"hello": 36, "train": 3 * FEW_ROUNDS, "score": 9, **({"deliver": 3} if run == "flora" else {})}
+        assert {kind: min(changed[kind], number) for kind, number in fewest.items()} == fewest
+
+
+def test_the_runs_have_two_hundred_changed_answers() -> None:
+    assert sum(QUICK.values()) >= 200
 
 
 @pytest.mark.long
@@ -114,4 +174,11 @@ def test_two_hundred_changed_answers(method: str, config: Config, tmp_path: Path
 def test_two_thousand_changed_answers(seed: int, config: Config, tmp_path: Path) -> None:
     """Two hundred to a run, in ten runs of five methods; the second run of each delivers its models."""
     method = METHODS[seed % len(METHODS)]
-    assert fuzz(fuzz_config(config, method), tmp_path, seed, deliver=seed > len(METHODS)) >= 200
+    assert fuzz(fuzz_config(config, method), tmp_path, seed, deliver=seed > len(METHODS)).total() >= 200
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+def test_every_step_of_a_secure_round_many_times(seed: int, config: Config, tmp_path: Path) -> None:
+    changed = fuzz(fuzz_config(config, "fedit", *SECURE, rounds=6 * len(STEPS)), tmp_path, seed)
+    assert {changed[step] for step in STEPS} == {6}
