@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from fedguild.server.guard import not_finite
 from fedguild.server.method import Method
 from fedguild.testing import HostileClient, Message, drive
 from tests.experiment.runs import says
-from tests.trust.attacks import uploading
+from tests.trust.attacks import Attack, uploading
 from tests.trust.conftest import config_of
 from tests.trust.test_attacks import changed
 
@@ -50,7 +49,7 @@ class Poisoner:
         self.parts: set[str] = set()
         self.filled: dict[int, str] = {}
 
-    def answer(self, request: Message, honest: Callable[[], Message]) -> Message:
+    def answer(self, request: Message, honest: Callable[[], Message]) -> Message | bytes:
         true = honest()
         if request.kind != "train":
             return true
@@ -62,7 +61,7 @@ class Poisoner:
         return filling(part, self.value_of(part))(true)
 
 
-def filling(part: str, value: float) -> Callable[[Message], Message]:
+def filling(part: str, value: float) -> Attack:
     """Returns the change of an upload that fills a part of it with one value."""
     return uploading(
         lambda tensors: {
@@ -76,8 +75,8 @@ def first_parts(config: Config) -> tuple[set[str], set[str]]:
     """Returns the parts of a method's first upload, and those of them whose values are shares with a largest sum."""
     backbone = setup.load_model(config)
     method, tiers = setup.fit_method(setup.method_of(config), config, backbone.info)
-    clients = [ClientInfo(index, tier, 10) for index, tier in enumerate(config.federation.budget_per_client())]
-    clients = [replace(client, budget=tiers[client.budget.name]) for client in clients]
+    dealt = config.federation.budget_per_client()
+    clients = [ClientInfo(index, tiers[tier.name], 10) for index, tier in enumerate(dealt)]
     state = method.start(backbone.info, list(tiers.values()), torch_rng(0, "start"))
     state = method.enroll(state, backbone.info, clients)
     download = method.download(state, backbone.info, clients[0])
