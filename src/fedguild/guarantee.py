@@ -77,7 +77,7 @@ def check_privacy(method: Method, config: Config, *, equal_shapes: bool) -> None
 
 
 def require_public_scores(config: Config) -> None:
-    """Raises ConfigError if the clients' own models are to be scored, and differential privacy does not declare that."""
+    """Raises ConfigError if differential privacy does not declare the scores of the clients' own models."""
     if config.privacy.unit != "none" and "scores" not in config.privacy.public:
         raise ConfigError(
             "There is no global model to score here, and scores of the clients' own models are not public.",

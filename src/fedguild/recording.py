@@ -17,7 +17,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.engine import Delivery
 from fedguild.server.method import Observation
-from fedguild.server.rounds import Outcome
+from fedguild.server.round import Outcome
 from fedguild.server.run_log import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
 
 DEVIATION = "deviation"

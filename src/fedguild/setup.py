@@ -68,7 +68,8 @@ from fedguild.server.engine import Engine
 from fedguild.server.guard import LARGEST_VALUE, NORM_FACTOR, Guard
 from fedguild.server.method import Method
 from fedguild.server.optimizer import takes_steps
-from fedguild.server.rounds import Outcome
+from fedguild.server.private_mean import PrivateMean
+from fedguild.server.round import Outcome
 from fedguild.server.run_log import EvaluationRecord
 from fedguild.server.sampling import wanted_count
 from fedguild.server.secure_round import SecureAggregation, unnoted
@@ -597,16 +598,26 @@ def make_engine(experiment: Experiment) -> Engine:
     return engine if federation.codec == "fp32" else CodedEngine(engine, federation.codec)
 
 
-def guard_of(experiment: Experiment) -> Guard | None:
-    """Returns the protection of a run's state: always with real clients, in a simulation where the config asks for it.
+def protection_of(experiment: Experiment) -> Guard | SecureAggregation | PrivateMean | None:
+    """Returns what stands between the uploads and the method's aggregate: one of three, or nothing.
 
-    A simulation's clients run this program's own code, and its engines agree bit for bit. Masked uploads cannot be
-    compared. Noise that the server adds itself bounds every upload, and comparing them would tell of them, so there is
-    no guard then.
+    With real clients there is always one, in a simulation where the config asks for it: its clients run this program's
+    own code, and its engines agree bit for bit. A guard compares uploads. Masked ones cannot be compared; and noise
+    that the server adds itself bounds every upload, and comparing them would tell of them.
     """
-    if experiment.config.federation.secure or experiment.config.privacy.is_central:
-        return None
-    rules, real = experiment.config.federation, experiment.remote is not None
+    rules, real, privacy = experiment.config.federation, experiment.remote is not None, experiment.privacy
+    if rules.secure:
+        return SecureAggregation(
+            run_identity(experiment.folder),
+            experiment.budgets,
+            rules.secure_share,
+            rules.secure_clients,
+            rules.secure_unheld,
+            reported=privacy is None,
+            note=unnoted if experiment.remote is None else experiment.remote.note_session,
+        )
+    if privacy is not None and (mean := privacy.mean()) is not None:
+        return mean
     factor = (NORM_FACTOR if real else None) if rules.norm_factor == "auto" else rules.norm_factor
     if not real and factor is None and rules.robust == "none":
         return None
@@ -616,22 +627,6 @@ def guard_of(experiment: Experiment) -> Guard | None:
         robust=rules.robust,
         trim=rules.trim,
         largest_value=LARGEST_VALUE if real else None,
-    )
-
-
-def secure_of(experiment: Experiment) -> SecureAggregation | None:
-    """Returns the secure aggregation of a run; None where the server sees the uploads."""
-    rules, remote = experiment.config.federation, experiment.remote
-    if not rules.secure:
-        return None
-    return SecureAggregation(
-        run_identity(experiment.folder),
-        experiment.budgets,
-        rules.secure_share,
-        rules.secure_clients,
-        rules.secure_unheld,
-        reported=experiment.privacy is None,
-        note=unnoted if remote is None else remote.note_session,
     )
 
 

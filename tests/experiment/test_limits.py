@@ -18,8 +18,9 @@ from fedguild.payload import Payload
 from fedguild.results import divergence, load_run
 from fedguild.server import checkpoint
 from fedguild.server.byte_budget import ByteBudget
+from fedguild.server.divergence import require_learning
 from fedguild.server.engine import Delivery, Task
-from fedguild.server.rounds import Outcome, require_learning
+from fedguild.server.round import Outcome
 from fedguild.server.run_log import EvaluationRecord, RunLog, TrafficRecord
 from tests.data.writing import write_jsonl
 from tests.experiment.conftest import Command

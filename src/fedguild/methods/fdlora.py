@@ -44,7 +44,6 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.config.privacy import Unit
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError
 from fedguild.model.adapters.lora import Lora
@@ -52,7 +51,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.seeding import derive
-from fedguild.server.method import Deployment, Method, ServerCosts, Upload
+from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload
 from fedguild.server.settings import Dropout, LoraSettings, Rank, Targets
 from fedguild.server.uploads import mean_adapter
 
@@ -97,10 +96,7 @@ class FDLoRA(Method):
     )
     is_mean = True
     is_stepped = False
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "searches its fusion weights on examples that it holds out" if unit == "example" else ""
+    not_private = NotPrivate(example="searches its fusion weights on examples that it holds out")
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns one LoRA, the same for every budget: the two adapters take turns in it."""

@@ -32,7 +32,6 @@ import torch
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.config.privacy import Unit
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
@@ -52,14 +51,11 @@ class FedAvg(Method):
     settings: FedAvgSettings
     costs = RUNNING_MEAN
     is_mean = True
+    not_private = ""  # its uploads are the received adapters, after plain training
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
         """Returns the method with LoRA on attention in place of gates and experts if the model is dense."""
         return self.with_options(**fitting_averaging_defaults(self.settings, model))
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns nothing: its uploads are the received adapters, after plain training."""
-        return ""
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the same plan for every budget."""

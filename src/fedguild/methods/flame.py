@@ -43,7 +43,6 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import activation_frequency, load_received, train
-from fedguild.config.privacy import Unit
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.info import ModelInfo
@@ -90,10 +89,7 @@ class Flame(Method):
     needs_experts = True
     costs = RUNNING_MEAN
     is_stepped = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "sends how often a client's tokens activated each expert"
+    not_private = "sends how often a client's tokens activated each expert"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's k_i active experts and the rescaler s_i."""

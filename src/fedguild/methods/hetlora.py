@@ -49,7 +49,6 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
-from fedguild.config.privacy import Unit
 from fedguild.errors import ConfigError
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.storage import SlotTensor
@@ -104,10 +103,7 @@ class HetLoRA(Method):
         note="Pruning takes ranks from a client for good; none is counted.",
     )
     is_stepped = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "tells by the form of an upload whether training shrank the client's last ranks"
+    not_private = "tells by the form of an upload whether training shrank the client's last ranks"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank, the highest that its clients ever have; all experts stay active."""

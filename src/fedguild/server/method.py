@@ -106,6 +106,19 @@ class ServerCosts:
     trains: Literal["own", "every budget"] = "own"
 
 
+@dataclass(frozen=True)
+class NotPrivate:
+    """Why a method cannot run with differential privacy of one unit or another; empty where it can.
+
+    Attributes:
+        client: Of a client's whole data.
+        example: Of one training example.
+    """
+
+    client: str = ""
+    example: str = ""
+
+
 RUNNING_MEAN = ServerCosts("O(n), whatever C is: a running mean", "O(C n)")
 
 
@@ -124,6 +137,8 @@ class Method(ABC):
             each client; a robust estimate may then take the mean's place (`federation.robust`).
         not_linear: Why the server needs single uploads, a clause without a subject's name; empty where it does not, or
             where nobody has said which sums it takes.
+        not_private: Why it cannot run with differential privacy, a clause without a subject; empty where it can. See
+            `privacy_refusal`.
         data_free_scalars: Names of the scalars of an upload whose values a client chooses without looking at its data.
         is_stepped: Whether the server may step from the old adapter towards the aggregated one, with momentum
             (`federation.server_step`); None: if `is_mean`. True also where each expert or rank has weights of its own,
@@ -141,6 +156,7 @@ class Method(ABC):
     costs: ClassVar[ServerCosts] = ServerCosts()
     is_mean: ClassVar[bool] = False
     not_linear: ClassVar[str] = ""
+    not_private: ClassVar[str | NotPrivate] = "does not say what its uploads tell about a client's data"
     data_free_scalars: ClassVar[frozenset[str]] = frozenset()
     is_stepped: ClassVar[bool | None] = None
     needs_float64: ClassVar[str] = ""
@@ -340,13 +356,14 @@ class Method(ABC):
 
         A method can run with the unit `example` if it trains by `fedguild.client.training.train` alone and once a
         round, and with `client` if its uploads are the adapters that its clients received, after a training. In
-        neither case may an upload hold anything else that was computed from data. By default a method says nothing
-        about it, and is refused.
+        neither case may an upload hold anything else that was computed from data. By default `not_private` says it, and
+        a method that declares nothing is refused.
 
         Args:
             unit: What is protected: a client's whole data, or one training example.
         """
-        return "does not say what its uploads tell about a client's data (Method.privacy_refusal)"
+        reason = self.not_private
+        return reason if isinstance(reason, str) else str(getattr(reason, unit))
 
     @property
     def merges_weights(self) -> bool:

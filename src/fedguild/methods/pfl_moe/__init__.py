@@ -41,7 +41,6 @@ from pydantic import Field
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.config.privacy import Unit
 from fedguild.config.training import TrainingSettings
 from fedguild.methods.pfl_moe.gate import GateSettings, train_gates
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture
@@ -49,7 +48,7 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
-from fedguild.server.method import Deployment, Method, ServerCosts, Upload
+from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload
 from fedguild.server.settings import Dropout, LoraSettings, Targets
 from fedguild.server.uploads import mean_adapter
 
@@ -94,10 +93,7 @@ class PflMoe(Method):
         note="A client's personal adapter and gate stay with it; their training comes on top of the FLOPs here.",
     )
     is_mean = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "trains a personal model and a gate on the same examples" if unit == "example" else ""
+    not_private = NotPrivate(example="trains a personal model and a gate on the same examples")
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns one LoRA, the same for every budget: in training the two adapters take turns in it."""
