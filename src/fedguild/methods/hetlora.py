@@ -59,7 +59,7 @@ from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import Weight, WeightedMean, pad_rank, rank_axis, truncate_rank
 from fedguild.server.limits import require_within_rank
 from fedguild.server.linear import RANK, SecureMeans, held_ranks, means_by_rank, one, values_of
-from fedguild.server.low_rank import DOWN, UP, by_module, product_norm
+from fedguild.server.low_rank import DOWN, UP, Factors, accurate, by_module
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
 from fedguild.server.settings import Dropout, Scale, UnequalRanksSettings
 from fedguild.server.uploads import weight_of
@@ -346,3 +346,9 @@ def _axis(name: str) -> int:
     axis = rank_axis(name)
     assert axis is not None, f"{name} has no rank"
     return axis
+
+
+def product_norm(factors: Factors) -> Tensor:
+    """Returns [..], the Frobenius norm of `up @ down`: √trace(upᵀ up · down downᵀ)."""
+    down, up = accurate(factors)
+    return ((up.mT @ up) * (down @ down.mT)).sum((-2, -1)).clamp(min=0).sqrt()

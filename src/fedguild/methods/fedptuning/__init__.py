@@ -5,6 +5,7 @@ Prompt Tuning Can Be Comparable to Fine-tuning Across Scales and Tasks", ACL 202
 
 The algorithm, in our words:
     1  server: start E (n_v x d) and the layers of MLP: d -> w -> w -> d with ReLU between
+                                                                       -> encoded_prompt.py
     2  each round, for the sampled clients i:
     3      client: E_i = E, MLP_i = MLP
     4      client: minimise the mean loss over its response tokens, MLP_i(E_i) in front of every text
@@ -32,7 +33,8 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.model.adapters.soft_prompt import PROMPT, EncodedPrompt, SoftPrompt, encoded_prompt
+from fedguild.methods.fedptuning.encoded_prompt import EncodedPrompt, encoded_prompt
+from fedguild.model.adapters.soft_prompt import PROMPT, SoftPrompt
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
