@@ -53,7 +53,7 @@ from fedguild.server.linear import (
     one,
 )
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
-from fedguild.server.settings import Dropout, Rank, Scale, UnequalRanksSettings, Weights
+from fedguild.server.settings import Rank, Scale, UnequalRanksSettings, Weights
 from fedguild.server.uploads import weight_of
 
 
@@ -63,7 +63,6 @@ class FedITSettings(UnequalRanksSettings):
     rank: Rank = 20
     scale: Scale = "common"
 
-    dropout: Dropout = 0.0
     weights: Weights = "size"
     rank_by_budget: bool = Field(False, description="whether each client trains at its budget's rank")
     active_experts: Literal["model", "budget"] = Field(
@@ -81,6 +80,7 @@ class FedIT(Method):
     settings: FedITSettings
     costs = RUNNING_MEAN
     is_mean = True
+    keeps_adapter = True  # where `personal` is set
     not_private = ""  # its uploads are the received adapters, after plain training
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
@@ -147,9 +147,3 @@ class FedIT(Method):
         """Returns the global A, B, at the budget's rank if ranks differ."""
         plan = self.plan(model, budget)
         return Deployment(plan, truncate_rank(state.part(ADAPTER), plan.lora.rank))
-
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the adapter that the client kept, or the global one if it kept none."""
-        if memory.tensors:
-            return Deployment(self.plan(model, client.budget), memory.tensors)
-        return self.deploy(excerpt, model, client.budget)

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from pydantic import Field
 
-from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
 from fedguild.model.adapters.soft_prompt import SoftPrompt
@@ -38,7 +38,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.payload import ADAPTER, Payload
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, NotPrivate, Upload
+from fedguild.server.method import RUNNING_MEAN, Method, NotPrivate, Upload
 from fedguild.server.settings import MethodSettings
 from fedguild.server.uploads import weight_of
 
@@ -69,6 +69,7 @@ class FedPrompt(Method):
     costs = RUNNING_MEAN
     is_mean = True
     not_private = NotPrivate(client="starts the prompt at the clients, which receive none at first")
+    keeps_adapter = True  # where `personal` is set
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a soft prompt and no LoRA, the same for every budget."""
@@ -91,7 +92,3 @@ class FedPrompt(Method):
             before = before or prompt
             mean.add(prompt, weight_of(upload, "uniform"))
         return Payload.of({ADAPTER: mean.result(before)})
-
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the prompt that the client kept, or the global one if it kept none."""
-        return Deployment(self.plan(model, client.budget), memory.tensors or excerpt.part(ADAPTER))

@@ -45,14 +45,12 @@ from fedguild.server.aggregation import truncate_rank
 from fedguild.server.limits import require_within_rank
 from fedguild.server.low_rank import Factors, by_module, decompose, named, stack, truncate, weighted_product
 from fedguild.server.method import Deployment, Method, ServerCosts, Upload
-from fedguild.server.settings import Dropout, UnequalRanksSettings
+from fedguild.server.settings import UnequalRanksSettings
 from fedguild.server.uploads import collected, scaled_products
 
 
 class FlexLoRASettings(UnequalRanksSettings):
     """The options of FlexLoRA; `rank` is also the highest that the server keeps."""
-
-    dropout: Dropout = 0.0
 
 
 class FlexLoRA(Method):

@@ -42,14 +42,12 @@ from fedguild.seeding import new_seed
 from fedguild.server.low_rank import weighted_product
 from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload
-from fedguild.server.settings import AnyRanksSettings, Dropout
+from fedguild.server.settings import AnyRanksSettings
 from fedguild.server.uploads import collected, scaled_products
 
 
 class FloraSettings(AnyRanksSettings):
     """The options of FLoRA; the released code's scale is 2, as its alpha is twice a client's rank."""
-
-    dropout: Dropout = 0.0
 
 
 class Flora(Method):
@@ -69,6 +67,7 @@ class Flora(Method):
         rounds=3,
     )
     not_private = NotPrivate(client="starts every round from an adapter that was not received")
+    server_only = (HOLDERS,)  # the record of participants
 
     @property
     def merges_weights(self) -> bool:
@@ -122,7 +121,3 @@ class Flora(Method):
         """Returns the merged backbone, whole for every budget, under an adapter of zeros."""
         plan = self.plan(model, budget)
         return Deployment(plan, zero_adapter(model, plan), merges(state))
-
-    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the state without the record of participants."""
-        return state.without(HOLDERS)

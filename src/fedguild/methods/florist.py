@@ -49,7 +49,7 @@ from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import Factors, Svd, by_module, decompose, named, weighted_product
 from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload
-from fedguild.server.settings import AnyRanksSettings, Dropout
+from fedguild.server.settings import AnyRanksSettings
 from fedguild.server.uploads import collected, scaled_products
 
 PAIR = "pair"
@@ -67,7 +67,6 @@ class FloristSettings(AnyRanksSettings):
         description="use of the pair in the next round: merged into the backbone under a fresh LoRA, or as the LoRA "
         "that clients start from at their rank",
     )
-    dropout: Dropout = 0.0
 
 
 class Florist(Method):
@@ -88,6 +87,7 @@ class Florist(Method):
         rounds=3,
     )
     not_private = NotPrivate(client="starts a round from an adapter that was not received")
+    server_only = (HOLDERS,)  # the record of participants
 
     @property
     def merges_weights(self) -> bool:
@@ -155,10 +155,6 @@ class Florist(Method):
             return Deployment(plan, zero_adapter(model, plan), merges(state))
         rank = max(factors.rank for factors in by_module(pair).values())
         return Deployment(AdapterPlan((Lora(rank, 1.0, self.settings.targets),)), pad_rank(pair, rank)[0])
-
-    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the state without the record of participants."""
-        return state.without(HOLDERS)
 
 
 def thresholded(svd: Svd, threshold: float) -> Factors:

@@ -61,7 +61,7 @@ from fedguild.server.limits import require_within_rank
 from fedguild.server.linear import RANK, SecureMeans, held_ranks, means_by_rank, one, values_of
 from fedguild.server.low_rank import DOWN, UP, Factors, accurate, by_module
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
-from fedguild.server.settings import Dropout, Scale, UnequalRanksSettings
+from fedguild.server.settings import Scale, UnequalRanksSettings
 from fedguild.server.uploads import weight_of
 from fedguild.server.validation import Omissible
 
@@ -78,7 +78,6 @@ class HetLoRASettings(UnequalRanksSettings):
 
     scale: Scale = "common"
 
-    dropout: Dropout = 0.0
     penalty_weight: float = Field(1e-3, ge=0, description="lambda, weight of the penalty on a client's last ranks")
     gamma: float = Field(0.99, gt=0, le=1, description="share of a client's ranks that penalty and pruning spare")
     minimum_rank: int = Field(1, ge=1, description="r_min, the rank below which no client is pruned")

@@ -40,7 +40,6 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.load_balancing import LoadBalancing
 from fedguild.client.observing import observing
 from fedguild.client.training import load_received, trained_adapters
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
@@ -72,8 +71,7 @@ class SmoeLlb(Method):
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts."""
         model.require_experts("SMoE-LLB")
-        lora = Lora(self.settings.rank, self.settings.scale, self.settings.targets)
-        return AdapterPlan((lora,), require_within_top_k(model, budget))
+        return AdapterPlan((self.settings.lora,), require_within_top_k(model, budget))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""

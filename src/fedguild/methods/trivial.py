@@ -37,7 +37,7 @@ from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.aggregation import rank_axis
 from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload, in_part
-from fedguild.server.settings import AnyRanksSettings, Dropout, Targets
+from fedguild.server.settings import AnyRanksSettings, Targets
 from fedguild.server.uploads import mean_adapter
 
 
@@ -45,7 +45,6 @@ class TrivialSettings(AnyRanksSettings):
     """The options of trivial."""
 
     targets: Targets = ("attention", "router", "experts")
-    dropout: Dropout = 0.0
 
 
 class Trivial(Method):

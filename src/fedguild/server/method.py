@@ -146,6 +146,9 @@ class Method(ABC):
         needs_float64: What it computes in fp64 on the clients' device, a clause without a subject's name; empty for
             nothing. Apple's GPUs have no fp64.
         has_global_model: Whether `deploy` returns a model; False where every client has its own and none is shared.
+        keeps_adapter: Whether what a client keeps is the adapter of its own model; `personalize` then returns it.
+        keeps_for_training: Whether a client goes on, in its next round, with what it kept; `as_received` then has it.
+        server_only: Whole names of the state's tensors that no client sees; `excerpt` leaves them out.
         settings: The options of this instance.
     """
 
@@ -161,6 +164,9 @@ class Method(ABC):
     is_stepped: ClassVar[bool | None] = None
     needs_float64: ClassVar[str] = ""
     has_global_model: ClassVar[bool] = True
+    keeps_adapter: ClassVar[bool] = False
+    keeps_for_training: ClassVar[bool] = False
+    server_only: ClassVar[tuple[str, ...]] = ()
     settings: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -234,11 +240,12 @@ class Method(ABC):
         return {}
 
     def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the part of the state that this client may see, enough for `personalize`; by default all of it.
+        """Returns the part of the state that this client may see, enough for `personalize`.
 
-        A method whose state holds data about individual clients, or meant for some of them, leaves that data out.
+        By default all of it but `server_only`. A method whose state holds data about individual clients, or meant for
+        some of them, leaves that data out.
         """
-        return state
+        return state.without(*self.server_only) if self.server_only else state
 
     # Secure aggregation
 
@@ -294,7 +301,9 @@ class Method(ABC):
         return Deployment(self.plan(model, budget), state.part(ADAPTER))
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the model that this client uses after the round; by default the global model.
+        """Returns the model that this client uses after the round.
+
+        By default the global model or, with `keeps_adapter`, the one that the client kept, if it ever took part.
 
         Args:
             excerpt: The client's excerpt of the state after the round.
@@ -303,6 +312,8 @@ class Method(ABC):
             memory: What the client kept from its last participation; empty if it never took part, and if `as_received`
                 asks for the model without it.
         """
+        if self.keeps_adapter and memory.tensors:
+            return Deployment(self.plan(model, client.budget), memory.tensors)
         deployment = self.deploy(excerpt, model, client.budget)
         assert deployment is not None, f"{self.name} has no global model, so it must override `personalize`"
         return deployment
@@ -328,10 +339,10 @@ class Method(ABC):
     def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the model with which the client would begin its next round: what it gets, and what it kept for that.
 
-        By default `personalize` without a memory. A method that goes on with what a client kept (a gate, a factor, a
-        scale) overrides it.
+        By default `personalize` without a memory, or with it where `keeps_for_training` says that the client goes on
+        with what it kept: a gate, a factor, a scale.
         """
-        return self.personalize(excerpt, model, client, Payload())
+        return self.personalize(excerpt, model, client, memory if self.keeps_for_training else Payload())
 
     # The federation
 

@@ -117,6 +117,7 @@ class FedSB(Method):
     )
 
     data_free_scalars = frozenset({LOST})
+    server_only = (HOLDERS,)  # the record of participants
 
     def privacy_refusal(self, unit: Unit) -> str:
         """Returns why its uploads tell more than an account could hold."""
@@ -222,10 +223,6 @@ class FedSB(Method):
         """Returns B R A; before the first round it is zero."""
         plan = self.plan(model, budget)
         return Deployment(plan, {**state.part(BASIS), **state.part(ADAPTER)} or zero_adapter(model, plan))
-
-    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the state without the record of participants."""
-        return state.without(HOLDERS)
 
     @property
     def sketch_rank(self) -> int:

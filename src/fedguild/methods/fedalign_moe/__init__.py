@@ -144,6 +144,7 @@ class FedAlignMoe(Method):
         "forward passes over its data, up to `statistics_tokens` tokens, that are not counted.",
     )
     not_private = "sends means of the routing and of the experts' inputs"
+    keeps_for_training = True  # its gate
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a full gate and LoRA on the experts, or full experts, with the budget's active experts."""
@@ -328,10 +329,6 @@ class FedAlignMoe(Method):
         gates = {name: torch.zeros(shape) for name, shape in FullRouter().shapes(model).items()}
         tensors = {**excerpt.part(EXPERTS), **excerpt.part(ADAPTER), **gates, **memory.part(GATE)}
         return Deployment(self.plan(model, client.budget), tensors)
-
-    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the new global experts behind the gate that the client kept."""
-        return self.personalize(excerpt, model, client, memory)
 
     def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
         """Returns per layer: o, the spread of omega, tau and the share of experts with an update that counted."""

@@ -89,6 +89,7 @@ class Flex(Method):
     costs = RUNNING_MEAN
     is_mean = True
     not_private = NotPrivate(example="chooses the experts that it grafts by their losses on the examples")
+    keeps_for_training = True  # its grafts
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the shared LoRA and a graft on every MoE layer, with the budget's active experts beside it."""
@@ -96,7 +97,7 @@ class Flex(Method):
         settings = self.settings
         start = 1 / (model.top_k + 1)
         graft = GraftedExpert(settings.graft_rank, settings.alpha / settings.graft_rank, start, settings.combine)
-        shared = Lora(settings.rank, settings.scale, settings.targets)
+        shared = settings.lora
         return AdapterPlan((shared, graft), active_experts_of(model, budget))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
@@ -155,10 +156,6 @@ class Flex(Method):
         if not kept:
             return self.deploy(excerpt, model, client.budget)
         return Deployment(self.plan(model, client.budget), {**excerpt.part(ADAPTER), **kept})
-
-    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the global LoRA with the grafts that the client kept, with which it begins the next round."""
-        return self.personalize(excerpt, model, client, memory)
 
     def _shared(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the plan without the graft."""

@@ -47,7 +47,6 @@ from fedguild.client.observing import observing
 from fedguild.client.training import load_received
 from fedguild.errors import ConfigError
 from fedguild.methods.hfedmoe.importance import Importance
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
@@ -106,7 +105,7 @@ class HFedMoe(Method):
         """Returns LoRA of the same rank for every budget; which experts train is chosen in every step."""
         model.require_experts("HFedMoE")
         settings, within = self.settings, require_within_top_k(model, budget)
-        lora = Lora(settings.rank, settings.scale, settings.targets)
+        lora = settings.lora
         return AdapterPlan((lora,), within if settings.active_experts == "budget" else None)
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:

@@ -45,24 +45,22 @@ from fedguild.config.training import TrainingSettings
 from fedguild.methods.pfl_moe.gate import GateSettings, train_gates
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture
 from fedguild.methods.pfl_moe.second_training import add_cost, second_training
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
 from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload
-from fedguild.server.settings import Dropout, LoraSettings, Targets
+from fedguild.server.settings import DropoutLoraSettings, Rank, Targets
 from fedguild.server.uploads import mean_adapter
 
 RECEIVED, PERSONAL, GATE = "received", "personal", "gate"
 """The parts of a client's memory: theta, theta_p, and w and b."""
 
 
-class PflMoeSettings(LoraSettings):
-    """The options of PFL-MoE."""
+class PflMoeSettings(DropoutLoraSettings):
+    """The options of PFL-MoE; LoRA's are those of both adapters."""
 
-    rank: int = Field(8, ge=1, description="LoRA rank r of both adapters")
+    rank: Rank = 8
     targets: Targets = ("router", "experts")
-    dropout: Dropout = 0.0
     features: Literal["hidden", "embedding"] = Field(
         "hidden",
         description="the gate's features of a prompt: the mean of the frozen backbone's last hidden states (MF), or of "
@@ -98,8 +96,7 @@ class PflMoe(Method):
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns one LoRA, the same for every budget: in training the two adapters take turns in it."""
-        settings = self.settings
-        return AdapterPlan((Lora(settings.rank, settings.scale, settings.targets, settings.dropout),))
+        return AdapterPlan((self.settings.lora,))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""

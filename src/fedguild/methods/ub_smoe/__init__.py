@@ -86,7 +86,6 @@ from fedguild.methods.ub_smoe.pseudo_gradient import (
     scaling_factor,
     unit_per_expert,
 )
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload
@@ -184,7 +183,7 @@ class UbSmoe(Method):
         """Returns LoRA at full rank with the budget's K_c active experts and modulated routing."""
         model.require_experts("UB-SMoE")
         settings = self.settings
-        lora = Lora(settings.rank, settings.scale, settings.targets)
+        lora = settings.lora
         routing = ModulatedRouting(settings.modulation, settings.candidates, settings.gating, settings.phi == "learned")
         return AdapterPlan((lora, routing), require_within_top_k(model, budget))
 
