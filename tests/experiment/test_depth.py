@@ -1,4 +1,4 @@
-"""How deep a run calls: the frames of FedGuild between `experiment.run` and the loss."""
+"""Depth of a run's calls: the frames of FedGuild between `experiment.run` and the loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a run early: the bytes that it may move, and training that diverges; and what is said of the data."""
+"""Early ends of a run: the bytes that it may move, and training that diverges; and what is said of the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the protocol promises, proved for every registered method: one table, one proof each.
+"""Promises of the protocol, proved for every registered method: one table, one proof each.
 
 `CASES` says under which small settings each method is looked at; a registered method that is not
 in it fails. The proofs know nothing of any method.

@@ -1,4 +1,4 @@
-"""What can go wrong between server and clients, on a scripted engine: each fault ends as documented."""
+"""Faults between server and clients, on a scripted engine: each ends as documented."""
 
 from __future__ import annotations
 
