@@ -15,6 +15,7 @@ from fedguild.evaluation.expert_usage import expert_utilisation
 from fedguild.evaluation.scores import Scores, Summary
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
+from fedguild.score_names import Score
 from fedguild.server.engine import Delivery
 from fedguild.server.method import Observation
 from fedguild.server.round import Outcome
@@ -97,10 +98,8 @@ def evaluation_record(
     )
 
 
-def summary_record(
-    name: Literal["mean", "mtal", "trained", "received", "pooled"], records: Sequence[EvaluationRecord]
-) -> EvaluationRecord:
-    """Returns the record of a mean over budgets (`mean`), or over the clients with examples (`mtal` and the others).
+def summary_record(name: Score, records: Sequence[EvaluationRecord]) -> EvaluationRecord:
+    """Returns the record of a mean over budgets (`mean`), or over the clients with examples (the others).
 
     With at least two clients the metric `deviation` is the sample standard deviation of their scores.
     """

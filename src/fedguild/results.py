@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fedguild.errors import CheckpointError, ConfigError, nearest
 from fedguild.files import write_json, write_text
 from fedguild.report import run_folder
+from fedguild.score_names import HEADLINES
 from fedguild.server.run_log import EvaluationRecord, Record
 
 if TYPE_CHECKING:
@@ -419,7 +420,7 @@ def result_of(folder: Path, number: int, records: Sequence[Record], report: Path
         for record in scored
         if record.scope == "summary" and "deviation" in record.metrics
     }
-    mean = next((summaries[name] for name in ("mean", "mtal", "trained", "received") if name in summaries), 0.0)
+    mean = next((summaries[name] for name in HEADLINES if name in summaries), 0.0)
     return RunResult(
         folder,
         number,

@@ -81,7 +81,7 @@ def test_a_run_per_example_records_its_guarantee_and_goes_on_after_a_kill(
     assert any("Whoever knows the config can take it away again" in line for line in progress.lines)
 
     with monkeypatch.context() as patch:
-        kill_at(patch, "fedguild.server.rounds.require_quorum", 2)
+        kill_at(patch, "fedguild.server.intake.require_quorum", 2)
         with pytest.raises(Killed):
             experiment.run(config, tmp_path / "killed")
     experiment.resume(tmp_path / "killed")

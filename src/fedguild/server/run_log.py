@@ -177,8 +177,8 @@ class EvaluationRecord(_Row):
             client's own model on its own data, `trained` for the model that its training left on its own
             data, `received` for the model with which it would begin its next round on its own data,
             `pooled` for the latter on all clients' data, `summary` for a mean over one of them.
-        name: Name of the budget, name of the client (`client-000`), or `mean` (over budgets), `mtal`
-            (over clients' own models), `trained`, `received` and `pooled` for a summary.
+        name: Name of the budget, name of the client (`client-000`), or for a summary one of
+            `fedguild.score_names.SCORES`.
         split: `test` or `validation`.
         score: The primary score, 0 to 1.
         metrics: Every metric by name, for example `accuracy`, `rouge_l`, `perplexity`; of a mean over
