@@ -15,7 +15,7 @@ from fedguild.evaluation.expert_usage import expert_utilisation
 from fedguild.evaluation.scores import Scores, Summary
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.score_names import Score
+from fedguild.score_names import Scope, Score
 from fedguild.server.engine import Delivery
 from fedguild.server.method import Observation
 from fedguild.server.round import Outcome
@@ -23,7 +23,7 @@ from fedguild.server.run_log import ClientRecord, EvaluationRecord, ObservationR
 
 DEVIATION = "deviation"
 """The metric of a mean over clients: the sample standard deviation of their scores."""
-Where = tuple[Literal["budget", "client", "trained", "received", "pooled"], int, Literal["test", "validation"]]
+Where = tuple[Scope, int, Literal["test", "validation"]]
 
 
 def client_records(outcome: Outcome, model: ModelInfo, rules: PrivacyRules | None = None) -> list[ClientRecord]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 Score = Literal["mean", "mtal", "trained", "received", "pooled"]
 """The mean over budgets of the global model, or a mean over clients; see `MEANINGS`."""
+Scope = Literal["budget", "client", "trained", "received", "pooled", "summary"]
+"""Whose score a record has: the global model at a budget; a client's own model, the same as trained, as received, and
+as received on all clients' data; or one of `SCORES`.
+"""
+SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 MEAN: Final = "mean"
 MTAL: Final = "mtal"
 TRAINED: Final = "trained"

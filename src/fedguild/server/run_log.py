@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from fedguild import chained
 from fedguild.errors import CheckpointError, FedGuildError
 from fedguild.files import PRIVATE_FILE, make_folder, write_bytes
+from fedguild.score_names import Scope
 
 MEASURED_FIELDS = frozenset({"seconds", "phase_seconds", "peak_memory_bytes"})
 """The fields that depend on the machine and on timing; all others are the same in every repetition."""
@@ -191,7 +192,7 @@ class EvaluationRecord(_Row):
 
     kind: Literal["evaluation"] = "evaluation"
     round: int = Field(ge=0)
-    scope: Literal["budget", "client", "trained", "received", "pooled", "summary"]
+    scope: Scope
     name: str
     split: Literal["test", "validation"]
     score: float
