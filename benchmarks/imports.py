@@ -1,4 +1,4 @@
-"""What importing a run's code costs beside torch and transformers' Auto classes: processor seconds, and their ratio.
+"""Cost of importing a run's code beside torch and transformers' Auto classes: processor seconds, and their ratio.
 
 Run: python benchmarks/imports.py; every import is of a process of its own, in turn.
 """

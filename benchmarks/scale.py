@@ -39,7 +39,8 @@ from fedguild.payload import Payload
 from fedguild.recording import client_records, routing_record
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
-from fedguild.server.rounds import Outcome, run_round
+from fedguild.server.round import Outcome, RoundSetup
+from fedguild.server.rounds import run_round
 from fedguild.server.run_log import RoundRecord, RunLog
 
 ASKED = 20
@@ -82,7 +83,7 @@ def federation(method_name: str, clients: int, rounds: int, folder: Path, trace:
     log, seconds, outside, writing = RunLog(folder), 0.0, 0.0, 0.0
     for number in range(1, rounds + 2):
         started = time.perf_counter()
-        outcome = run_round(number, method, state, backbone.info, infos, engine, rules, seed=0)
+        outcome = run_round(number, state, infos, RoundSetup(method, backbone.info, engine, rules, 0))
         state, over = outcome.state, time.perf_counter()
         log.append(*client_records(outcome, backbone.info), *routing(outcome), round_record(outcome))
         checkpoint.save(folder / "checkpoints", number, state, fingerprint="scale")

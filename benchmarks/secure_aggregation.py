@@ -28,7 +28,8 @@ from fedguild.secure.form import Form
 from fedguild.seeding import torch_rng
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms
 from fedguild.server.method import Method
-from fedguild.server.rounds import Outcome, run_round
+from fedguild.server.round import Outcome, RoundSetup
+from fedguild.server.rounds import run_round
 from fedguild.server.secure_round import SecureAggregation, whole_form
 
 TARGETS = ["attention", "experts"]
@@ -102,7 +103,7 @@ def one_round(name: str, model: ModelInfo, count: int, *, secure: bool, unheld: 
     TimedClients.seconds = 0.0
     started = time.process_time()
     outcome = run_round(
-        1, method, state, model, clients, engine, FederationSettings(clients=count), seed=0, secure=aggregation
+        1, state, clients, RoundSetup(method, model, engine, FederationSettings(clients=count), 0, aggregation)
     )
     return outcome, time.process_time() - started
 

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
-from fedguild.cli.profile_tables import server_markdown
+from fedguild.cli.profile_tables import published_markdown, server_markdown
 from fedguild.client.budget import Budget
 from fedguild.config import table_cells, tables
 from fedguild.config.reference import as_markdown, settings_of
 from fedguild.config.schema import Config
 from fedguild.config.table import ShippedTable
+from fedguild.costs.published import compare
+from fedguild.costs.published_claims import CLAIMS
 from fedguild.costs.several_gpus import gpus_markdown
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
@@ -94,6 +96,11 @@ def _settings(page: Path) -> str:
 def _server_costs(page: Path) -> str:
     """Returns the order of every method's server work."""
     return server_markdown({name: METHODS.load(name).costs for name in METHODS})
+
+
+def _published(page: Path) -> str:
+    """Returns the papers' figures beside ours."""
+    return published_markdown([compare(claim, build_method) for claim in CLAIMS])
 
 
 def _recorded(page: Path) -> str:
@@ -254,6 +261,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "options": _options,
     "settings": _settings,
     "server-costs": _server_costs,
+    "published": _published,
     "recorded": _recorded,
     "titles": _titles,
     "index": _index,

@@ -58,8 +58,8 @@ EXPECTED: dict[str, str] = {
 """Pattern of `case: round/what/who/name` (as a shell's) -> why this differs on purpose."""
 
 STATE, DOWNLOAD, UPLOAD, MEMORY, RECORD = "state", "download", "upload", "memory", "record"
-MEASURED = ("seconds", "phase_seconds", "peak_memory_bytes")
-"""The fields of records that depend on the machine and the moment."""
+MEASURED = ("seconds", "phase_seconds", "peak_memory_bytes", "seal")
+"""The fields of records that depend on the machine and the moment; a seal is a digest of a line with its times."""
 DIGEST_DIGITS = 16
 LONGEST_VALUE = 80
 """A value whose JSON is longer is stored as a digest."""

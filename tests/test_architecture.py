@@ -16,7 +16,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 STAGES = ("config", "data", "model", "client", "wire", "server", "evaluation", "costs", "report")
 BELOW = (
     *("errors", "plugins", "seeding", "heap", "files", "payload", "packing", "sealed", "chained", "locking", "secure"),
-    *("progress", "environment", "privacy", "hub", "activity", "tail", "student"),
+    *("progress", "environment", "privacy", "hub", "activity", "tail", "confidence", "score_names"),
 )
 """What every stage may use, and what uses no stage."""
 LAST = (
@@ -175,6 +175,16 @@ def test_the_rule_tells_good_imports_from_bad(module, name, expected):
 
 def test_every_part_has_its_place():
     assert parts() <= {*BELOW, *STAGES, "__init__", "methods", "engines", *LAST}
+
+
+def test_a_modules_docstring_says_what_the_module_is():
+    """It opens with a noun phrase or a verb, never with a question."""
+    asking = {"what", "which", "where", "when", "whether", "how", "why", "who", "whose"}
+    root = SOURCE.parents[1]
+    files = [*MODULES, *(root / "tests").rglob("*.py"), *(root / "benchmarks").rglob("*.py")]
+    opens = {path: (ast.get_docstring(parse(path)) or "-").split()[0].strip(":,.").lower() for path in files}
+    wrong = [str(path.relative_to(root)) for path, word in opens.items() if word in asking]
+    assert not wrong, f"Open with a noun phrase, for example 'Sub-model selection for FedMoE': {', '.join(wrong)}"
 
 
 def test_a_stages_docstring_opens_with_its_place():

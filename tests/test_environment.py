@@ -1,4 +1,4 @@
-"""What a run says about its machine: versions and hardware, and nothing that names anybody."""
+"""Record of a run's machine: versions and hardware, and nothing that names anybody."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Nine stages, each importing only from those before it: config, data, model, client, wire,
 server, evaluation, costs, report. Methods sit after the server, engines after the methods, the
-command line last. `experiment.run` is the whole flow in one function.
+command line last. `experiment.py` has the whole flow, from a config to the report.
 
 The names of `__all__` are the documented Python API (docs/guides/python.md). They are imported when they are first
 used, so that `import fedguild` is fast; `__init__.pyi` has their types.

@@ -1,4 +1,4 @@
-"""What a run does right now: events with their times in `activity.jsonl`, for whoever watches the run.
+"""Log of a run's activity: events with their times in `activity.jsonl`, for whoever watches the run.
 
 The file is no part of the run's state. Nothing reads it to go on, results do not depend on it, and a run whose events
 cannot be written goes on without them. What differential privacy withholds from the terminal is withheld here, too.

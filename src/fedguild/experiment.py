@@ -30,10 +30,12 @@ from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
 from fedguild.server.byte_budget import ByteBudget
 from fedguild.server.checkpoint import Checkpoint
+from fedguild.server.divergence import require_learning
 from fedguild.server.engine import Engine
 from fedguild.server.merge_history import merges
 from fedguild.server.optimizer import without_momentum
-from fedguild.server.rounds import Again, Outcome, require_learning, run_round
+from fedguild.server.round import Again, Outcome, RoundSetup
+from fedguild.server.rounds import run_round
 from fedguild.server.run_log import (
     EvaluationRecord,
     PartitionRecord,
@@ -52,14 +54,13 @@ from fedguild.setup import (
     check_config,
     cut_of,
     dropped_of,
-    guard_of,
     make_engine,
     method_of,
     method_record,
     prepare,
     prepare_data,
+    protection_of,
     require_split,
-    secure_of,
 )
 from fedguild.tracking.sending import Tracking
 
@@ -112,7 +113,7 @@ def run(
         with noted(output, progress, CONFIG) as told, _divergence_noted(output):
             experiment = (preparation or prepare)(config, output, told)
             with closing(make_engine(experiment)) as engine:
-                return _rounds(experiment, engine, _begin(experiment), first=1, callbacks=every)
+                return _Rounds(experiment, engine, _begin(experiment), first=1, callbacks=every).run()
 
 
 def resume(
@@ -149,7 +150,7 @@ def resume(
                 (output / RunLog.FILE).unlink(missing_ok=True)
                 experiment = (preparation or prepare)(config, output, told)
                 with closing(make_engine(experiment)) as engine:
-                    return _rounds(experiment, engine, _begin(experiment), first=1, callbacks=every)
+                    return _Rounds(experiment, engine, _begin(experiment), first=1, callbacks=every).run()
             RunLog(output).truncate_after(saved.round, saved.extra.get(LOG_SEAL))
             if round is not None:
                 checkpoint.remove_after(output / CHECKPOINTS, round)
@@ -160,7 +161,8 @@ def resume(
             (output / STOPPED).unlink(missing_ok=True)
             again = not was_stopped and round is None and saved.round > 0
             with closing(make_engine(experiment)) as engine:
-                return _rounds(experiment, engine, saved.state, saved.round + 1, accepted, every, saved_again=again)
+                rounds = _Rounds(experiment, engine, saved.state, saved.round + 1, accepted, every)
+                return rounds.run(saved_again=again)
 
 
 @contextmanager
@@ -266,97 +268,155 @@ def _tracking(config: Config, progress: Progress | None) -> Tracking:
     return Tracking(config, (progress or Silent()).message)
 
 
-def _rounds(
-    experiment: Experiment,
-    engine: Engine,
-    state: Payload,
-    first: int,
-    accepted: Collection[int] = (),
-    callbacks: Iterable[Callback] = (),
-    *,
-    saved_again: bool = False,
-) -> RunResult:
-    """Runs the rounds from `first` on: train, aggregate, evaluate, record, checkpoint.
+class _Rounds:
+    """The rounds of one run: what is the same in all of them, and what each leaves to the next.
 
-    With `saved_again` the callbacks get the `Saved` of the round before once more.
+    Args:
+        experiment: The run.
+        engine: Its engine.
+        state: The state before the first of these rounds.
+        first: That round's number.
+        accepted: The clients whose uploads of the round before are in the state.
+        callbacks: Receivers of the run's events.
     """
-    config, log, note = experiment.config, RunLog(experiment.folder), ActivityLog(experiment.folder).append
-    rules, model = config.federation, experiment.backbone.info
-    total, saving_seconds = config.federation.rounds, 0.0
-    last = first - 1
-    delivery = Delivery(callbacks, experiment.folder, total, _evaluations(log.read()))
-    if saved_again:
-        delivery.saved(last)
-    guard, secure, privacy = guard_of(experiment), secure_of(experiment), experiment.privacy
-    private_mean = None if privacy is None else privacy.mean()
-    judged = config.training.loss_limit == "auto" and experiment.remote is None and privacy is None
-    untrained = untrained_loss(experiment) if judged else None
-    bytes_left = None if rules.byte_limit is None else ByteBudget.after(rules.byte_limit, log.read())
-    for number in range(first, total + 1):
-        if delivery.reason:
-            break
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        engine: Engine,
+        state: Payload,
+        first: int,
+        accepted: Collection[int] = (),
+        callbacks: Iterable[Callback] = (),
+    ) -> None:
+        config, folder, privacy = experiment.config, experiment.folder, experiment.privacy
+        self.experiment, self.state, self.accepted, self.last = experiment, state, accepted, first - 1
+        self.log, self.note, self.privacy = RunLog(folder), ActivityLog(folder).append, privacy
+        self.saving_seconds = 0.0
+        self.delivery = Delivery(callbacks, folder, config.federation.rounds, _evaluations(self.log.read()))
+        judged = config.training.loss_limit == "auto" and experiment.remote is None and privacy is None
+        self.untrained = untrained_loss(experiment) if judged else None
+        limit = config.federation.byte_limit
+        self.bytes_left = None if limit is None else ByteBudget.after(limit, self.log.read())
+        self.setup = RoundSetup(
+            experiment.method,
+            experiment.backbone.info,
+            engine,
+            config.federation,
+            config.seed,
+            protection_of(experiment),
+            _again(privacy, self.bytes_left),
+            config.evaluation.diagnosis,
+            self.note,
+        )
+
+    def run(self, *, saved_again: bool = False) -> RunResult:
+        """Runs the rounds: each is trained and aggregated, evaluated, recorded, and saved.
+
+        Args:
+            saved_again: Whether the callbacks get the `Saved` of the round before once more.
+        """
+        if saved_again:
+            self.delivery.saved(self.last)
+        for number in range(self.last + 1, self.setup.rules.rounds + 1):
+            clients = self._begin(number)
+            if not clients:
+                break
+            started = time.perf_counter()
+            outcome = run_round(number, self.state, clients, self.setup, self.accepted)
+            self.state, self.accepted = outcome.state, outcome.accepted
+            self._judge(outcome)
+            records = [*self._records_of(outcome), *self._scores_of(outcome)]
+            self._record(outcome, records, started)
+            self._save(number)
+        return _ended(self.experiment, self.last, self.delivery)
+
+    def _begin(self, number: int) -> Sequence[ClientInfo]:
+        """Returns the clients that a round may ask, after telling that it begins; none if the run ends before it."""
+        experiment = self.experiment
+        if self.delivery.reason:
+            return ()
         if experiment.remote is not None:
             experiment.clients = experiment.remote.current()
-        clients = _charged(experiment, number) if privacy is not None else experiment.clients
+        clients = experiment.clients if self.privacy is None else _charged(experiment, number)
         if not clients:
-            _all_stopped(experiment, state, last, accepted)
-            break
-        if bytes_left is not None and (refusal := _bytes_refusal(experiment, bytes_left, state, clients, number)):
-            _score_last(experiment, state, last, accepted)
-            delivery.stop(refusal)
-            break
-        experiment.progress.round_started(number, total)
-        delivery.round_started(number)
-        started = time.perf_counter()
-        outcome = run_round(
-            number,
-            experiment.method,
-            state,
-            model,
-            clients,
-            engine,
-            rules,
-            accepted,
-            seed=config.seed,
-            guard=guard,
-            secure=secure,
-            private_mean=private_mean,
-            diagnose=config.evaluation.diagnosis,
-            again=_again(privacy, bytes_left),
-            note=note,
-        )
-        state, accepted = outcome.state, outcome.accepted
+            _all_stopped(experiment, self.state, self.last, self.accepted)
+            return ()
+        refusal = "" if self.bytes_left is None else self._bytes_refusal(self.bytes_left, clients, number)
+        if refusal:
+            _score_last(experiment, self.state, self.last, self.accepted)
+            self.delivery.stop(refusal)
+            return ()
+        experiment.progress.round_started(number, self.setup.rules.rounds)
+        self.delivery.round_started(number)
+        return clients
+
+    def _bytes_refusal(self, bytes_left: ByteBudget, clients: Sequence[ClientInfo], number: int) -> str:
+        """Returns why a round would pass the limit on the run's bytes; empty if it does not.
+
+        Raises:
+            ConfigError: not even the first round is within the limit.
+        """
+        setup, rules = self.setup, self.setup.rules
+        asked = sample(number, clients, rules.participation, setup.seed, over_selection=rules.over_selection)
+        bytes_left.plan(setup.method, without_momentum(self.state), setup.model, asked, rules.codec)
+        refusal = bytes_left.refusal(number)
+        if refusal and number == 1:
+            raise ConfigError(
+                f"The run cannot begin: {refusal}.",
+                "Raise federation.byte_limit, lower method.rank or federation.participation, or set "
+                "federation.codec=bf16.",
+            )
+        return refusal
+
+    def _judge(self, outcome: Outcome) -> None:
+        """Tells of a round's faults, and ends the run if its training diverged."""
+        experiment = self.experiment
         _tell(experiment.progress, outcome)
-        require_learning(outcome, config.training.loss_limit, model.vocabulary, untrained)
+        limit = experiment.config.training.loss_limit
+        require_learning(outcome, limit, self.setup.model.vocabulary, self.untrained)
         if experiment.remote is not None:
             experiment.remote.note(outcome)
-        records: list[Record] = [*client_records(outcome, model, privacy.rules if privacy else None)]
-        if privacy is not None:
-            spent = privacy.accounts.record(number, experiment.clients)
+
+    def _records_of(self, outcome: Outcome) -> list[Record]:
+        """Returns what a round's clients, privacy, bytes and method leave for the log."""
+        experiment, number, model = self.experiment, outcome.round, self.setup.model
+        records: list[Record] = [*client_records(outcome, model, self.privacy.rules if self.privacy else None)]
+        if self.privacy is not None:
+            spent = self.privacy.accounts.record(number, experiment.clients)
             records.append(spent)
             _tell_spent(experiment.progress, spent)
-        if bytes_left is not None:
-            records.append(bytes_left.record(number, outcome.moved_bytes))
+        if self.bytes_left is not None:
+            records.append(self.bytes_left.record(number, outcome.moved_bytes))
         tokens = outcome.tokens()
         if experiment.remote is not None:
-            tokens = believable_tokens(outcome.asked, tokens, config.training)
+            tokens = believable_tokens(outcome.asked, tokens, experiment.config.training)
         records += routing_record(number, outcome.frequencies(), tokens)
-        observed = [*experiment.method.observe(state, model), *outcome.observations]
-        records += observation_records(number, observed)
+        observed = [*self.setup.method.observe(self.state, model), *outcome.observations]
+        return [*records, *observation_records(number, observed)]
+
+    def _scores_of(self, outcome: Outcome) -> list[Record]:
+        """Returns the scores after a round, where the config asks for them in it."""
+        config, number = self.experiment.config, outcome.round
         with outcome.clock.phase("evaluate"):
-            if number % config.evaluation.every == 0 or number == total:
-                note("phase", phase="evaluate")
-                records += evaluate_state(experiment, state, number)
-        outcome.phase_seconds["checkpoint"] = saving_seconds
-        records.append(_round_record(outcome, time.perf_counter() - started + saving_seconds))
-        log.append(*records)
-        delivery.recorded(number, records)
+            if number % config.evaluation.every and number < config.federation.rounds:
+                return []
+            self.note("phase", phase="evaluate")
+            return evaluate_state(self.experiment, self.state, number)
+
+    def _record(self, outcome: Outcome, records: list[Record], started: float) -> None:
+        """Writes a round's records to the log, with the time that it took from `started`, and hands them on."""
+        outcome.phase_seconds["checkpoint"] = self.saving_seconds
+        records.append(_round_record(outcome, time.perf_counter() - started + self.saving_seconds))
+        self.log.append(*records)
+        self.delivery.recorded(outcome.round, records)
+
+    def _save(self, number: int) -> None:
+        """Writes a round's checkpoint, with which it is complete."""
         started = time.perf_counter()
-        state = _save(experiment, number, state, accepted)
-        saving_seconds = time.perf_counter() - started
-        last = number
-        delivery.saved(number)
-    return _ended(experiment, last, delivery)
+        self.state = _save(self.experiment, number, self.state, self.accepted)
+        self.saving_seconds, self.last = time.perf_counter() - started, number
+        self.delivery.saved(number)
 
 
 def write_report(folder: Path) -> Path:
@@ -425,26 +485,6 @@ def _again(privacy: Privacy | None, bytes_left: ByteBudget | None) -> Again | No
         return affordable if privacy is None else privacy.accounts.again(round_index, affordable)
 
     return able
-
-
-def _bytes_refusal(
-    experiment: Experiment, bytes_left: ByteBudget, state: Payload, clients: Sequence[ClientInfo], number: int
-) -> str:
-    """Returns why a round would pass the limit on the run's bytes; empty if it does not.
-
-    Raises:
-        ConfigError: not even the first round is within the limit.
-    """
-    rules, model = experiment.config.federation, experiment.backbone.info
-    asked = sample(number, clients, rules.participation, experiment.config.seed, over_selection=rules.over_selection)
-    bytes_left.plan(experiment.method, without_momentum(state), model, asked, rules.codec)
-    refusal = bytes_left.refusal(number)
-    if refusal and number == 1:
-        raise ConfigError(
-            f"The run cannot begin: {refusal}.",
-            "Raise federation.byte_limit, lower method.rank or federation.participation, or set federation.codec=bf16.",
-        )
-    return refusal
 
 
 def _score_last(experiment: Experiment, state: Payload, last: int, accepted: Collection[int]) -> None:

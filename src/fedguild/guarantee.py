@@ -58,6 +58,8 @@ def check_privacy(method: Method, config: Config, *, equal_shapes: bool) -> None
             f"evaluation.{asked[0]} asks for scores of the clients' own models, which no privacy noise covers.",
             f"Set evaluation.{asked[0]}=false, or declare them: privacy.public=[scores].",
         )
+    if not method.has_global_model:
+        require_public_scores(config)
     if privacy.is_central and federation.secure:
         raise ConfigError(
             "privacy.noise is central, but with federation.secure the server has no single upload to clip.",
@@ -72,6 +74,15 @@ def check_privacy(method: Method, config: Config, *, equal_shapes: bool) -> None
         )
     if (rules := rules_of(config)) is not None:
         rules.check()
+
+
+def require_public_scores(config: Config) -> None:
+    """Raises ConfigError if differential privacy does not declare the scores of the clients' own models."""
+    if config.privacy.unit != "none" and "scores" not in config.privacy.public:
+        raise ConfigError(
+            "There is no global model to score here, and scores of the clients' own models are not public.",
+            "Declare them, privacy.public=[scores], or let a server with examples of its own score (reads_data).",
+        )
 
 
 def _check_central(method: Method, config: Config, *, equal_shapes: bool) -> None:

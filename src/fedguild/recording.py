@@ -19,16 +19,17 @@ from fedguild.evaluation.expert_usage import expert_utilisation
 from fedguild.evaluation.scores import Scores, Summary
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
+from fedguild.score_names import Scope, Score
 from fedguild.server.engine import Delivery
 from fedguild.server.method import Observation
-from fedguild.server.rounds import Outcome
+from fedguild.server.round import Outcome
 from fedguild.server.run_log import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
 
 LONGEST_TEXTS = 2.0
 """How much longer than the median client's the texts of a real client count, where tokens are weights."""
 DEVIATION = "deviation"
 """The metric of a mean over clients: the sample standard deviation of their scores."""
-Where = tuple[Literal["budget", "client", "trained", "received", "pooled"], int, Literal["test", "validation"]]
+Where = tuple[Scope, int, Literal["test", "validation"]]
 
 
 def client_records(outcome: Outcome, model: ModelInfo, rules: PrivacyRules | None = None) -> list[ClientRecord]:
@@ -103,10 +104,8 @@ def evaluation_record(
     )
 
 
-def summary_record(
-    name: Literal["mean", "mtal", "trained", "received", "pooled"], records: Sequence[EvaluationRecord]
-) -> EvaluationRecord:
-    """Returns the record of a mean over budgets (`mean`), or over the clients with examples (`mtal` and the others).
+def summary_record(name: Score, records: Sequence[EvaluationRecord]) -> EvaluationRecord:
+    """Returns the record of a mean over budgets (`mean`), or over the clients with examples (the others).
 
     With at least two clients the metric `deviation` is the sample standard deviation of their scores.
     """

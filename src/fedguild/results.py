@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fedguild.errors import CheckpointError, ConfigError, nearest
 from fedguild.files import write_json, write_text
 from fedguild.report import run_folder
+from fedguild.score_names import HEADLINES, SCOPES
 from fedguild.server.run_log import EvaluationRecord, Record
 
 if TYPE_CHECKING:
@@ -411,15 +412,14 @@ def result_of(folder: Path, number: int, records: Sequence[Record], report: Path
     """Returns the result of a run after a round, from the records of that round."""
     scored = [record for record in records if isinstance(record, EvaluationRecord)]
     scores, own_scores, trained_scores, received_scores, pooled_scores, summaries = (
-        {record.name: record.score for record in scored if record.scope == scope}
-        for scope in ("budget", "client", "trained", "received", "pooled", "summary")
+        {record.name: record.score for record in scored if record.scope == scope} for scope in SCOPES
     )
     deviations = {
         record.name: record.metrics["deviation"]
         for record in scored
         if record.scope == "summary" and "deviation" in record.metrics
     }
-    mean = next((summaries[name] for name in ("mean", "mtal", "trained", "received") if name in summaries), 0.0)
+    mean = next((summaries[name] for name in HEADLINES if name in summaries), 0.0)
     return RunResult(
         folder,
         number,

@@ -19,11 +19,11 @@ from fedguild.costs.memory import evaluation_batch_tokens
 from fedguild.data import Example
 from fedguild.data.corpora import corpus_spec
 from fedguild.engines.cohorts import MEMORY_SHARE, free_bytes
-from fedguild.errors import ConfigError
 from fedguild.evaluation.likelihood import Candidates, candidate_losses
 from fedguild.evaluation.metrics import METRICS, load_metrics
 from fedguild.evaluation.tasks import EvaluatedModel, Scoring, pad_id
 from fedguild.evaluation.tasks import evaluate as score
+from fedguild.guarantee import require_public_scores
 from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
@@ -54,7 +54,7 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
     records = _scored(experiment, global_models, [pooled] * len(global_models), ("budget", number, split))
     summary: list[Record] = [summary_record("mean", records)] if records else []
     if settings.clients or not (global_models or settings.trained):
-        _require_public_scores(experiment)
+        require_public_scores(experiment.config)
         scored = _client_scores(experiment, "client", state, number, split)
         summary.append(summary_record("mtal", scored))
         records += scored
@@ -93,16 +93,6 @@ def recorded_scores(config: Config, method: Method) -> dict[str, set[str]]:
         scores["mtal"] = {DEVIATION}
     scores |= {name: {DEVIATION} for name in ("trained", "received", "pooled") if getattr(settings, name)}
     return scores
-
-
-def _require_public_scores(experiment: Experiment) -> None:
-    """Raises ConfigError if clients would score their own models, and differential privacy does not declare that."""
-    privacy = experiment.config.privacy
-    if privacy.unit != "none" and "scores" not in privacy.public:
-        raise ConfigError(
-            "There is no global model to score here, and scores of the clients' own models are not public.",
-            "Declare them, privacy.public=[scores], or let a server with examples of its own score (reads_data).",
-        )
 
 
 def _client_scores(

@@ -22,6 +22,7 @@ from fedguild.client.memory import ClientMemory
 from fedguild.config import Config
 from fedguild.config.data import GIVEN
 from fedguild.config.federation import FederationSettings
+from fedguild.costs.shapes_only import ShapesOnly
 from fedguild.data import (
     ClientData,
     Corpus,
@@ -40,7 +41,7 @@ from fedguild.engines.coded import CodedEngine
 from fedguild.engines.cohorts import OnStep
 from fedguild.engines.local import LocalEngine
 from fedguild.engines.torchrun import TorchrunEngine, torchrun_ranks
-from fedguild.errors import ConfigError
+from fedguild.errors import ConfigError, FedGuildError
 from fedguild.evaluation.metrics import Metric, load_metrics
 from fedguild.evaluation.tasks import EvaluatedModel
 from fedguild.files import write_text
@@ -62,12 +63,13 @@ from fedguild.progress import Progress, Silent
 from fedguild.secure.fixed_point import MOST_CLIENTS
 from fedguild.secure.form import require_disclosure
 from fedguild.secure.graph import FEWEST_CLIENTS
-from fedguild.seeding import numpy_rng
+from fedguild.seeding import numpy_rng, torch_rng
 from fedguild.server.engine import Engine
 from fedguild.server.guard import LARGEST_VALUE, NORM_FACTOR, Guard
 from fedguild.server.method import Method
 from fedguild.server.optimizer import takes_steps
-from fedguild.server.rounds import Outcome
+from fedguild.server.private_mean import PrivateMean
+from fedguild.server.round import Outcome
 from fedguild.server.run_log import EvaluationRecord
 from fedguild.server.sampling import wanted_count
 from fedguild.server.secure_round import SecureAggregation, unnoted
@@ -295,7 +297,8 @@ def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method
     Raises:
         ModelError: the method needs experts, and the model has none.
         ConfigError: an option does not fit the model or the federation, a budget asks for more active experts than
-            the model has, or a plan does not fit the model, for example because a target names no layer of it.
+            the model has, a plan does not fit the model, for example because a target names no layer of it, or the
+            method cannot begin with these budgets and clients.
     """
     federation = config.federation
     if method.needs_experts:
@@ -325,8 +328,39 @@ def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method
             "Set evaluation.diagnosis=false, or diagnose a run without federation.secure and privacy.unit.",
         )
     check_privacy(method, config, equal_shapes=equal_shapes)
+    _require_room(config, generates=config.evaluation.by == "generation")
     _require_device(method, config)
+    _require_beginning(method, config, model, budgets)
     return method, budgets
+
+
+def _require_room(config: Config, *, generates: bool) -> None:
+    """Raises ConfigError if answers are generated, and nothing of the longest sequence is left for their prompts."""
+    longest, new = config.data.max_tokens, config.evaluation.max_new_tokens
+    if generates and new >= longest:
+        raise ConfigError(
+            f"evaluation.max_new_tokens is {new}, which leaves no room for a prompt within data.max_tokens {longest}.",
+            "Lower evaluation.max_new_tokens or raise data.max_tokens.",
+        )
+
+
+def _require_beginning(method: Method, config: Config, model: ModelInfo, budgets: Mapping[str, Budget]) -> None:
+    """Raises ConfigError if the method refuses these budgets or clients as it begins, before any round.
+
+    It begins on shapes alone, with one example for each client. What only values or examples can tell, the run tells as
+    it begins itself; that is also where anything but a refusal belongs that a method runs into here.
+    """
+    clients = [
+        ClientInfo(index, budgets[tier.name], 1) for index, tier in enumerate(config.federation.budget_per_client())
+    ]
+    rng = torch_rng(config.seed, "start", method.name)
+    try:
+        with ShapesOnly():
+            method.enroll(method.start(model, list(budgets.values()), rng), model, clients)
+    except FedGuildError:
+        raise
+    except Exception:
+        return
 
 
 def _require_device(method: Method, config: Config) -> None:
@@ -507,6 +541,8 @@ def prepare(
     if data is not None:
         data.write(output)
     prepared = prepare_data(config, output, data)
+    scored = prepared.pooled(config.evaluation.split, config.evaluation.max_examples, config.seed)
+    _require_room(config, generates=any(not example.choices for example in scored))
     for sentence in dropped_sentences(dropped_of(prepared, config)):
         progress.message(sentence)
     if config.federation.engine.name == "ray" or torchrun_ranks() > 1:  # the engine holds the backbone
@@ -566,16 +602,26 @@ def make_engine(experiment: Experiment) -> Engine:
     return engine if federation.codec == "fp32" else CodedEngine(engine, federation.codec)
 
 
-def guard_of(experiment: Experiment) -> Guard | None:
-    """Returns the protection of a run's state: always with real clients, in a simulation where the config asks for it.
+def protection_of(experiment: Experiment) -> Guard | SecureAggregation | PrivateMean | None:
+    """Returns what stands between the uploads and the method's aggregate: one of three, or nothing.
 
-    A simulation's clients run this program's own code, and its engines agree bit for bit. Masked uploads cannot be
-    compared. Noise that the server adds itself bounds every upload, and comparing them would tell of them, so there is
-    no guard then.
+    With real clients there is always one, in a simulation where the config asks for it: its clients run this program's
+    own code, and its engines agree bit for bit. A guard compares uploads. Masked ones cannot be compared; and noise
+    that the server adds itself bounds every upload, and comparing them would tell of them.
     """
-    if experiment.config.federation.secure or experiment.config.privacy.is_central:
-        return None
-    rules, real = experiment.config.federation, experiment.remote is not None
+    rules, real, privacy = experiment.config.federation, experiment.remote is not None, experiment.privacy
+    if rules.secure:
+        return SecureAggregation(
+            run_identity(experiment.folder),
+            experiment.budgets,
+            rules.secure_share,
+            rules.secure_clients,
+            rules.secure_unheld,
+            reported=privacy is None,
+            note=unnoted if experiment.remote is None else experiment.remote.note_session,
+        )
+    if privacy is not None and (mean := privacy.mean()) is not None:
+        return mean
     factor = (NORM_FACTOR if real else None) if rules.norm_factor == "auto" else rules.norm_factor
     if not real and factor is None and rules.robust == "none":
         return None
@@ -586,22 +632,6 @@ def guard_of(experiment: Experiment) -> Guard | None:
         trim=rules.trim,
         largest_value=LARGEST_VALUE if real else None,
         revoked=experiment.remote.is_revoked if experiment.remote is not None else lambda client: False,
-    )
-
-
-def secure_of(experiment: Experiment) -> SecureAggregation | None:
-    """Returns the secure aggregation of a run; None where the server sees the uploads."""
-    rules, remote = experiment.config.federation, experiment.remote
-    if not rules.secure:
-        return None
-    return SecureAggregation(
-        run_identity(experiment.folder),
-        experiment.budgets,
-        rules.secure_share,
-        rules.secure_clients,
-        rules.secure_unheld,
-        reported=experiment.privacy is None,
-        note=unnoted if remote is None else remote.note_session,
     )
 
 

@@ -14,6 +14,7 @@ from fedguild.client.training import train
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import collate
 from fedguild.errors import ConfigError, DataError
+from fedguild.methods.pfl_moe.second_training import second_training
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.privacy.dp_sgd import DpSgd
@@ -165,7 +166,7 @@ def test_no_other_look_at_the_examples_is_possible(private_cohort: Cohort) -> No
         lambda: next(private_cohort.steps()),
         lambda: next(private_cohort.passes([private_cohort.work[0].examples])),
         lambda: private_cohort.hold_out(0, 0.5, 3),
-        lambda: private_cohort.another(SETTINGS, "again"),
+        lambda: second_training(private_cohort, SETTINGS, "again"),
     ]
     for look in looks:
         with pytest.raises(ConfigError, match=r"privacy\.unit is example"):

@@ -1,4 +1,4 @@
-"""Which examples and which learning rate a client gets at each step, counted by hand."""
+"""Examples and learning rate of a client at each step, counted by hand."""
 
 from __future__ import annotations
 

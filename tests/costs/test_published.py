@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from fedguild.cli.profile_tables import published_markdown, server_markdown
 from fedguild.costs.published import Comparison, compare
 from fedguild.costs.published_claims import CLAIMS
 from fedguild.errors import ModelError
-from fedguild.methods import METHODS, build_method
-
-PAGE = Path(__file__).parents[2] / "docs" / "methods" / "costs.md"
+from fedguild.methods import build_method
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +100,3 @@ def test_an_unknown_model_lists_the_known() -> None:
     claim = replace(CLAIMS[0], setup=replace(CLAIMS[0].setup, model="olmoe-2b"))
     with pytest.raises(ModelError, match=r"olmoe-2b[\s\S]*Known: .*olmoe-1b-7b"):
         compare(claim, build_method)
-
-
-def test_the_page_shows_the_figures_of_today(compared: list[Comparison]) -> None:
-    """Renew it with `fedguild profile --published --markdown`."""
-    assert published_markdown(compared) in PAGE.read_text()
-
-
-def test_the_page_shows_what_every_server_does() -> None:
-    assert server_markdown({name: METHODS.load(name).costs for name in METHODS}) in PAGE.read_text()

@@ -1,4 +1,4 @@
-"""What the profile says that crosses the wire, against what a real run of every method counts."""
+"""Bytes that the profile counts, against those of a real run of every method."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from fedguild.methods.flora import Flora, FloraSettings
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
 from fedguild.server.engine import Task
+from fedguild.server.round import RoundSetup
 from fedguild.server.rounds import run_round
 from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client
 
@@ -94,7 +95,7 @@ def test_a_round_that_fails_half_way_gives_the_backbone_back(
     monkeypatch.setattr(Flora, "aggregate", broken)
     engine = engine_of(federation)
     with pytest.raises(RuntimeError, match="the disk is full") as caught:
-        run_round(2, federation.method, state, federation.model, CLIENTS, engine, RULES, seed=1)
+        run_round(2, state, CLIENTS, RoundSetup(federation.method, federation.model, engine, RULES, 1))
     assert caught.traceback
     assert not federation.backbone.is_merged
     assert federation.backbone.fingerprint() == before

@@ -1,4 +1,4 @@
-"""What leaves a private client: a clipped change with noise, and no figures."""
+"""Uploads of a private client: a clipped change with noise, and no figures."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ from fedguild.methods import METHODS
 from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms
-from fedguild.server.rounds import Outcome, run_round
+from fedguild.server.round import Outcome, RoundSetup
+from fedguild.server.rounds import run_round
 from fedguild.setup import Experiment, make_engine, prepare
 from tests.engines.equality import assert_equal_to_local, case_config, save_models
 from tests.experiment.runs import assert_same, ended
@@ -142,7 +143,7 @@ class PreparedRun:
 
     def round(self, engine: Any) -> Outcome:
         model, rules = self.run.backbone.info, FederationSettings(quorum=1.0)
-        return run_round(1, self.run.method, self.state, model, self.run.clients, engine, rules, seed=0)
+        return run_round(1, self.state, self.run.clients, RoundSetup(self.run.method, model, engine, rules, 0))
 
 
 @pytest.fixture

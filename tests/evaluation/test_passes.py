@@ -1,4 +1,4 @@
-"""What an evaluation computes, counted: passes, tokens, casts; and the batch that fits a device."""
+"""Work of an evaluation, counted: passes, tokens, casts; and the batch that fits a device."""
 
 from __future__ import annotations
 

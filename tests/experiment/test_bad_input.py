@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from fedguild import experiment
+from fedguild import experiment, setup
 from fedguild.api.cells import Cell
 from fedguild.config import load_config
-from fedguild.errors import FedGuildError, QuorumError
+from fedguild.errors import ConfigError, FedGuildError, QuorumError
 from fedguild.experiment import CHECKPOINTS
 from fedguild.methods import METHODS
 from fedguild.methods.flame import Flame
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
-from fedguild.server.run_log import ClientRecord, RoundRecord, RunLog
+from fedguild.server.run_log import ClientRecord, Record, RoundRecord, RunLog
 from tests.data.writing import write_jsonl
 from tests.experiment.conftest import Command
 from tests.experiment.runs import assert_same, ended, says, small_config, small_settings
@@ -79,6 +80,59 @@ def test_an_assignment_that_cannot_be_is_told_before_the_data_is_read(
     says(complaint("run", "fedamole/tiny-tasks", override, "--output", "out"), *told)
 
 
+FEDMOE, HFEDMOE = "fedmoe/tiny-tasks", "hfedmoe/tiny-tasks"
+FEDMOE_CASES = [
+    (["method.memory={b9: 0.5}"], ["method.memory: no budget is called b9", "Known: "]),
+    (["method.memory={small: 0.01}"], ["method.memory: budget 'small' can hold 0.01 of all expert parameters"]),
+    (["method.tasks=[one, two]"], ["method.tasks names 2 tasks, but there are"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "told"),
+    [
+        *((FEDMOE, *case) for case in FEDMOE_CASES),
+        (HFEDMOE, ["method.experts={b9: 0.5}"], ["method.experts: no budget is called b9", "Known: "]),
+        ("fdlora/tiny-tasks", [], ["nevergrad, which is not installed", "fedguild[fusion]"]),
+        (
+            TASKS,
+            ["data.max_tokens=64", "evaluation.by=generation", "evaluation.max_new_tokens=64"],
+            ["evaluation.max_new_tokens is 64", "no room for a prompt within data.max_tokens 64"],
+        ),
+        (
+            "fedsa-lora/tiny-tasks",
+            ["privacy={unit: client, noise_multiplier: 1.0, clip: 1.0}"],
+            ["no global model to score", "privacy.public=[scores]"],
+        ),
+    ],
+)
+@pytest.mark.usefixtures("nothing_is_read")
+def test_what_the_method_and_the_scores_will_refuse_is_told_before_anything_is_read(
+    complaint: Complaint, monkeypatch: pytest.MonkeyPatch, preset: str, overrides: list[str], told: list[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "nevergrad", None)
+    says(complaint("run", preset, *overrides, "--output", "out"), *told)
+
+
+@pytest.mark.parametrize(("preset", "overrides", "told"), [(FEDMOE, *case) for case in FEDMOE_CASES])
+def test_a_profile_refuses_what_a_run_would(
+    complaint: Complaint, preset: str, overrides: list[str], told: list[str]
+) -> None:
+    says(complaint("profile", preset, *overrides), *told)
+
+
+def test_a_start_that_only_values_can_take_is_left_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method of another package may do with its tensors what shapes alone do not allow."""
+
+    def start(*_: object) -> Payload:
+        raise NotImplementedError("no values on the meta device")
+
+    monkeypatch.setattr(Flame, "start", start)
+    config = load_config(TASKS)
+    method, budgets = setup.fit_method(setup.method_of(config), config, setup.model_of(config))
+    assert (method.name, list(budgets)) == ("flame", ["b1", "b2", "b3", "b4"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
@@ -133,6 +187,19 @@ def test_what_the_rounds_will_have_is_not_refused(
     monkeypatch.setattr("fedguild.setup.prepare_data", read)
     with pytest.raises(KeyError, match="the data is read"):
         experiment.run(load_config(TASKS, overrides), tmp_path / "out")
+
+
+def test_a_prompt_without_room_is_told_before_the_weights_are_read(
+    complaint: Complaint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whether free text is generated, the data tells."""
+    monkeypatch.setattr("fedguild.setup.load_backbone", lambda **_: pytest.fail("the weights were read"))
+    rows = [{"instruction": f"Say {i}.", "context": "", "response": "x", "category": "a"} for i in range(40)]
+    file = write_jsonl(tmp_path / "mine.jsonl", rows)
+    few = ["federation.clients=2", "data.partition={scheme: iid, minimum: 1}", f"data.train={file}"]
+    told = complaint("run", DOLLY, *few, "data.max_tokens=32", "evaluation.max_new_tokens=32", "--output", "out")
+    says(told, "evaluation.max_new_tokens is 32", "no room for a prompt within data.max_tokens 32")
+    assert not (Path("out") / "config.yaml").exists()
 
 
 def test_a_split_without_examples_is_not_scored_afterwards(
@@ -256,10 +323,15 @@ def test_a_start_that_failed_leaves_no_folder_that_blocks_the_next(
     command: Command, complaint: Complaint, olmoe_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The score before training is taken after the config is written."""
-    settings = small_settings(olmoe_folder, "federation.rounds=1", "data.max_tokens=64", "evaluation.by=generation")
-    told = complaint("run", TASKS, *settings, "evaluation.max_new_tokens=64", "--output", "out")
-    says(told, "max_new_tokens is 64, which leaves no room for a prompt")
-    mended = [*settings, "evaluation.max_new_tokens=2"]
+
+    def refused(*_: object) -> list[Record]:
+        raise ConfigError("The scores cannot be taken.")
+
+    mended = small_settings(olmoe_folder, "federation.rounds=1")
+    with monkeypatch.context() as patch:
+        patch.setattr("fedguild.experiment.evaluate_state", refused)
+        says(complaint("run", TASKS, *mended, "--output", "out"), "The scores cannot be taken.")
+    assert (Path("out") / "config.yaml").is_file()
     assert Cell("", load_config(TASKS, mended), Path("out")).state() == "absent"
     result = command("run", TASKS, *mended, "--output", "out")
     assert result.exit_code == 0, result.output

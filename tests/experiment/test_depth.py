@@ -1,4 +1,4 @@
-"""How deep a run calls: the frames of FedGuild between `experiment.run` and the loss."""
+"""Depth of a run's calls: the frames of FedGuild between `experiment.run` and the loss."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 
 import fedguild
 from fedguild import experiment
+from fedguild.config import load_config
 from fedguild.model.slots import SlotModel
-from tests.experiment.runs import save_model, small_config
+from tests.experiment.runs import SETTINGS, save_model
 
 MOST = 12
 """docs/log.md, 0.2.0: from 18 or 19 before."""
@@ -20,7 +21,26 @@ class ReachedError(Exception):
     """The loss of the first optimizer step is about to be computed."""
 
 
-def test_a_loss_is_a_dozen_calls_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "olmoe")
+
+
+AGGREGATES = {
+    "a mean": "fedavg",
+    "weights of their own for each expert": "flame",
+    "all uploads at once": "flora",
+    "sketches of gradients": "fed-sb, rank: 2, start: sketch",
+    "one of each client's experts": "fedmoe",
+    "an average at every budget": "trivial",
+}
+"""What a server makes of the uploads -> a method that does."""
+
+
+@pytest.mark.parametrize("method", AGGREGATES.values(), ids=AGGREGATES)
+def test_a_loss_is_a_dozen_calls_from_the_run(
+    method: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`run` and `token_losses` count; contexts and decorators of other packages do not."""
     source, names = str(Path(fedguild.__file__).parent), []
 
@@ -28,14 +48,17 @@ def test_a_loss_is_a_dozen_calls_from_the_run(tmp_path: Path, monkeypatch: pytes
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename.startswith(source):
-                names.insert(0, frame.f_code.co_name)
+                names.insert(0, frame.f_code.co_qualname)
             frame = frame.f_back
         raise ReachedError
 
     monkeypatch.setattr("fedguild.experiment.evaluate_state", lambda *_: [])
+    monkeypatch.setattr("fedguild.experiment.untrained_loss", lambda *_: None)
     monkeypatch.setattr(SlotModel, "token_losses", record)
-    config = small_config(save_model(tmp_path / "model"), "method={name: fedavg, rank: 2, gate: lora}")
+    settings = [setting for setting in SETTINGS if not setting.startswith("method.")]
+    config = load_config("flame/tiny-tasks", [f"model.path={model}", *settings, f"method={{name: {method}}}"])
     with pytest.raises(ReachedError):
         experiment.run(config, tmp_path / "run")
     assert names[0] == "run"
+    assert "aggregate" in names[3], "the server's half asks for the uploads"
     assert len([*names, "token_losses"]) <= MOST, " > ".join(names)

@@ -12,6 +12,7 @@ from fedguild import experiment
 from fedguild.engines.local import LocalEngine
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 from fedguild.server.method import Method
+from fedguild.server.round import RoundSetup
 from fedguild.server.run_log import RoundRecord, RunLog
 from fedguild.setup import Experiment, make_engine, run_identity
 from tests.experiment.runs import Killed, kill_at, small_config
@@ -130,14 +131,14 @@ def test_the_rules_of_a_round_are_those_of_the_config(olmoe_folder, monkeypatch,
     )
     given: dict[str, object] = {}
 
-    def round_begun(*arguments: object, seed: int, guard: object, **others: object) -> None:
-        given.update(rules=arguments[6], seed=seed, guard=guard)
+    def round_begun(number: int, state: object, clients: object, setup: RoundSetup, *_: object) -> None:
+        given.update(rules=setup.rules, seed=setup.seed, protection=setup.protection)
         raise Killed
 
     monkeypatch.setattr("fedguild.experiment.run_round", round_begun)
     with pytest.raises(Killed):
         experiment.run(config, tmp_path / "run")
-    assert given == {"rules": config.federation, "seed": 5, "guard": None}, "a simulation compares no uploads"
+    assert given == {"rules": config.federation, "seed": 5, "protection": None}, "a simulation compares no uploads"
     assert config.federation.norm_limit == 7.0
 
 

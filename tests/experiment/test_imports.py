@@ -1,4 +1,4 @@
-"""What a run imports before it has a model: so little that a mistake in its settings is told at once."""
+"""Imports of a run before it has a model: so little that a mistake in its settings is told at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a run early: the bytes that it may move, and training that diverges; and what is said of the data."""
+"""Early ends of a run: the bytes that it may move, and training that diverges; and what is said of the data."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from fedguild.payload import Payload
 from fedguild.results import divergence, load_run
 from fedguild.server import checkpoint
 from fedguild.server.byte_budget import ByteBudget
+from fedguild.server.divergence import require_learning
 from fedguild.server.engine import Delivery, Task
-from fedguild.server.rounds import Outcome, require_learning
+from fedguild.server.round import Outcome
 from fedguild.server.run_log import EvaluationRecord, RunLog, TrafficRecord
 from tests.data.writing import write_jsonl
 from tests.experiment.conftest import Command

@@ -21,6 +21,7 @@ from fedguild.report.html import write_report
 from fedguild.report.run_folder import load_run
 from fedguild.report.tables import privacy_grid
 from fedguild.server.privacy_accounts import PrivacyAccounts
+from fedguild.server.round import RoundSetup
 from fedguild.server.run_log import ClientRecord, PrivacyRecord, RoundRecord, RoutingRecord, RunLog
 from fedguild.setup import check_config
 from tests.experiment.runs import Killed, assert_same, ended, kill_at, load_models_once, small_config
@@ -80,7 +81,7 @@ def test_a_run_per_example_records_its_guarantee_and_goes_on_after_a_kill(
     assert any("Whoever knows the config can take it away again" in line for line in progress.lines)
 
     with monkeypatch.context() as patch:
-        kill_at(patch, "fedguild.server.rounds.require_quorum", 2)
+        kill_at(patch, "fedguild.server.intake.require_quorum", 2)
         with pytest.raises(Killed):
             experiment.run(config, tmp_path / "killed")
     experiment.resume(tmp_path / "killed")
@@ -138,8 +139,8 @@ def test_a_run_lets_its_accounts_decide_about_further_attempts(
 ) -> None:
     asked: list[Any] = []
 
-    def stopping(*_: Any, again: Any = None, **__: Any) -> None:
-        asked.append(again)
+    def stopping(number: int, state: Any, clients: Any, setup: RoundSetup, *_: Any) -> None:
+        asked.append(setup.again)
         raise Killed
 
     monkeypatch.setattr("fedguild.experiment.run_round", stopping)

@@ -1,4 +1,4 @@
-"""What a run writes down: scores of budgets and clients, costs, and an untouched backbone."""
+"""Records of a run: scores of budgets and clients, costs, and an untouched backbone."""
 
 from __future__ import annotations
 

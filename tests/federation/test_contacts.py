@@ -1,4 +1,4 @@
-"""What a federation's server notes of its contacts with clients."""
+"""Notes of a federation's server about its contacts with clients."""
 
 from __future__ import annotations
 

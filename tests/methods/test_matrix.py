@@ -1,4 +1,4 @@
-"""What the protocol promises, proved for every registered method: one table, one proof each.
+"""Promises of the protocol, proved for every registered method: one table, one proof each.
 
 `CASES` says under which small settings each method is looked at; a registered method that is not
 in it fails. The proofs know nothing of any method.
@@ -45,21 +45,40 @@ CLIENTS = (client(0, LARGE, 4), client(1, SMALL, 5), client(2, MIDDLE, 3), clien
 class Case:
     """Small settings of a method.
 
+    The fields with a default say what few methods do; the test that needs one of them names it when it fails.
+
     Attributes:
         options: The method's options.
         family: A family of `tests.backbones`.
+        refuses: Models of `tests/methods/test_defaults.py` that the method refuses, beside the dense ones where it
+            needs experts.
+        mixes: Whether a client uses a mixture of what its slot held and of what it keeps, tested in the method's own
+            file.
+        runs_whole: Whether a client trains on from a part of a global model that it runs whole.
+        is_product: Whether the aggregate is a product, of which noise as large as in tests makes anything.
+        secure: The options under which secure rounds are compared with plain ones; None for `options`.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     family: str = "olmoe"
+    refuses: frozenset[str] = frozenset()
+    mixes: bool = False
+    runs_whole: bool = False
+    is_product: bool = False
+    secure: Mapping[str, Any] | None = None
 
 
 _EVERYTHING = ["attention", "router", "experts"]
+_SIGMOID = frozenset({"deepseek-v3"})
+"""Whose routers are no softmax."""
+_ENCODER_DECODER = frozenset({"switch-base-16"})
 _MOLE = {"rank": 2, "experts": 6, "active_experts": 2, "experts_per_client": 4, "embedding_share": 0.3}
 CASES = {
     "a3smoe": Case({"rank": 2, "targets": _EVERYTHING}),
-    "fdlora": Case({"rank": 2, "synchronise_every": 2, "held_out": 0.3, "fusion_batches": 2}, "llama"),
-    "fdlora on experts": Case({"rank": 2, "targets": ["q_proj", "experts"], "held_out": 0.3, "dropout": 0.0}),
+    "fdlora": Case({"rank": 2, "synchronise_every": 2, "held_out": 0.3, "fusion_batches": 2}, "llama", mixes=True),
+    "fdlora on experts": Case(
+        {"rank": 2, "targets": ["q_proj", "experts"], "held_out": 0.3, "dropout": 0.0}, mixes=True
+    ),
     "fedalign-moe": Case({"rank": 2, "targets": ["attention"]}),
     "fedalign-moe with full experts": Case({"experts": "full", "gate": "averaged"}),
     "fedamole": Case(_MOLE, "llama"),
@@ -73,43 +92,63 @@ CASES = {
         {"rank": 2, "targets": ["attention"], "start": "dense", "step_size": 0.05, "weights": "uniform"}, "llama"
     ),
     "fed-sb from random factors": Case({"rank": 3, "start": "random", "send_basis": "always"}),
-    "fedit": Case({"rank": 3, "targets": _EVERYTHING, "rank_by_budget": True}),
+    "fedit": Case({"rank": 3, "targets": _EVERYTHING, "rank_by_budget": True}, secure={"rank": 2}),
     "fedit with the budget's experts": Case({"rank": 2, "active_experts": "budget"}),
     "fedit with personal adapters": Case({"rank": 2, "targets": ["q_proj"], "dropout": 0.3, "personal": True}, "llama"),
     "fedprox": Case({"rank": 2, "mu": 0.5, "targets": ["attention"]}),
     "fedprox on full experts": Case({"experts": "full", "gate": "lora", "personal": True}),
-    "fedmoe": Case({"rank": 2, "stage_one_rounds": 1, "held_out": 0.4, "memory": {"small": 0.75}, "patience": 1}),
+    "fedmoe": Case(
+        {"rank": 2, "stage_one_rounds": 1, "held_out": 0.4, "memory": {"small": 0.75}, "patience": 1},
+        refuses=_SIGMOID,
+        secure={
+            "rank": 2,
+            "stage_one_rounds": 1,
+            "memory": {"small": 0.75},
+            "memory_share": 1.0,
+            "patience": 1,
+            "gain": "loss",
+        },
+    ),
     "fedmoe in its first stage": Case({"rank": 2, "targets": [], "gain": "loss", "held_out": 0.4}, "mixtral"),
-    "fedprompt": Case({"tokens": 3}, "llama"),
-    "fedptuning": Case({"tokens": 3, "width": 8}, "llama"),
+    "fedprompt": Case({"tokens": 3}, "llama", refuses=_ENCODER_DECODER),
+    "fedptuning": Case({"tokens": 3, "width": 8}, "llama", refuses=_ENCODER_DECODER),
     "fedex-lora": Case({"rank": 2, "targets": _EVERYTHING}),
     "fedsa-lora": Case({"rank": 2, "targets": _EVERYTHING}),
-    "ffa-lora": Case({"rank": 2, "targets": _EVERYTHING}),
+    "ffa-lora": Case({"rank": 2, "targets": _EVERYTHING}, secure={"rank": 2}),
     "ffa-lora on a dense model": Case(
         {"rank": 2, "targets": ["q_proj"], "dropout": 0.3, "weights": "uniform"}, "llama"
     ),
-    "flame": Case({"rank": 2, "targets": _EVERYTHING}),
+    "flame": Case({"rank": 2, "targets": _EVERYTHING}, secure={"rank": 2}),
     "flame by steps": Case({"rank": 2, "rescaler": "shared", "frequency": "step"}),
     "flex": Case({"rank": 2, "graft_rank": 2, "selection_examples": 3}),
     "flex that mixes": Case({"rank": 2, "graft_rank": 3, "combine": "mix", "targets": ["q_proj", "router"]}),
     "flexlora": Case({"rank": 3, "targets": _EVERYTHING}),
     "flexlora on a dense model": Case({"rank": 4, "targets": ["attention", "mlp"], "dropout": 0.2}, "llama"),
     "hfedmoe": Case({"rank": 2, "experts": {"small": 0.25}, "threshold": 0.6}),
-    "hetlora": Case({"rank": 3, "targets": _EVERYTHING, "penalty_weight": 0.1}),
+    "hetlora": Case(
+        {"rank": 3, "targets": _EVERYTHING, "penalty_weight": 0.1},
+        secure={"rank": 3, "penalty_weight": 0.1, "gamma": 0.7},
+    ),
     "hetlora that prunes hard": Case({"rank": 3, "penalty_weight": 10.0, "gamma": 0.7, "norm_scope": "module"}),
     "rolora": Case({"rank": 2, "targets": _EVERYTHING}),
     "smoe-llb": Case({"rank": 2, "balance_weight": 0.5, "z_weight": 0.1}),
     "trivial": Case({"targets": _EVERYTHING}),
     "trivial on a dense model": Case({"targets": ["q_proj", "mlp"], "dropout": 0.2}, "llama"),
-    "flora": Case({"targets": _EVERYTHING}),
+    "flora": Case({"targets": _EVERYTHING}, is_product=True),
     "flora on a dense model": Case({"targets": ["q_proj", "v_proj"], "scale": 2.0, "dropout": 0.3}, "llama"),
-    "florist": Case({"targets": _EVERYTHING}),
-    "florist by truncation": Case({"targets": _EVERYTHING, "next_round": "truncate"}),
-    "pfl-moe": Case({"rank": 2, "targets": ["q_proj", "experts"]}),
+    "florist": Case({"targets": _EVERYTHING}, is_product=True),
+    "florist by truncation": Case({"targets": _EVERYTHING, "next_round": "truncate"}, runs_whole=True, is_product=True),
+    "pfl-moe": Case({"rank": 2, "targets": ["q_proj", "experts"]}, mixes=True),
     "pfl-moe with embeddings": Case(
-        {"rank": 2, "targets": ["q_proj"], "dropout": 0.3, "features": "embedding", "personal_epochs": 1}, "llama"
+        {"rank": 2, "targets": ["q_proj"], "dropout": 0.3, "features": "embedding", "personal_epochs": 1},
+        "llama",
+        mixes=True,
     ),
-    "ub-smoe": Case({"rank": 2, "targets": _EVERYTHING, "candidates": 3}),
+    "ub-smoe": Case(
+        {"rank": 2, "targets": _EVERYTHING, "candidates": 3},
+        refuses=_SIGMOID,
+        secure={"rank": 2, "targets": ["attention", "experts"]},
+    ),
     "ub-smoe by tokens": Case(
         {"rank": 2, "pseudo_gradient": "token", "send_pseudo_gradient": "always", "measure_cosine": True}
     ),

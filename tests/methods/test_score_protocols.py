@@ -16,14 +16,10 @@ from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.server.method import Deployment
 from tests.methods.federation import Federation
-from tests.methods.test_matrix import cases_variants_long, fresh, train
+from tests.methods.test_matrix import CASES, cases_variants_long, fresh, train
 
 ROW = Encoded((1, 9, 4, 17, 22, 8, 30, 5), 2)
 """What every model is asked."""
-MIXTURES = {"fdlora", "pfl-moe"}
-"""Methods whose client uses a mixture of what its slot held and of what it keeps: tested with their own tests."""
-WHOLE_ANYWAY = {"florist by truncation"}
-"""Where a client trains on from its rank's part of a global model that it runs whole."""
 
 Seen = dict[int, list[Tensor]]
 """Client index -> the answers of its slot, a training after the other."""
@@ -90,7 +86,10 @@ def after_two_rounds(label: str, folder: Path, seen: Seen) -> tuple[Federation, 
 
 def assert_among(found: Tensor, expected: list[Tensor]) -> None:
     apart = [float((found - value).abs().max()) for value in expected]
-    assert min(apart) < 2e-5, apart
+    assert min(apart) < 2e-5, (
+        f"The model is not what the slot held, by {apart}: override as_trained or as_received. Where that is meant, "
+        "say so in the method's case in tests/methods/test_matrix.py (mixes, runs_whole), and test it in its own file."
+    )
 
 
 @pytest.mark.parametrize("label", cases_variants_long())
@@ -106,7 +105,7 @@ def test_as_trained_is_what_the_slot_held_after_the_last_step(label: str, tmp_pa
             memory.trained.load(who.name, 3),
         )
         found = asked(federation, method.as_trained(excerpt, model, who, kept, left))
-        if method.name not in MIXTURES:
+        if not CASES[label].mixes:
             assert_among(found, at_end[who.index])
             received = asked(federation, method.as_received(excerpt, model, who, kept))
             assert not torch.allclose(found, received, atol=1e-6), "the average changed nothing"
@@ -125,7 +124,7 @@ def test_as_received_is_what_the_slot_holds_before_the_next_first_step(
         )
         for who in federation.clients
     }
-    if method.name in MIXTURES or label in WHOLE_ANYWAY:
+    if CASES[label].mixes or CASES[label].runs_whole:
         assert all(bool(answer.isfinite().all()) for answer in found.values())
         return
     at_start.clear()

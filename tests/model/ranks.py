@@ -1,4 +1,4 @@
-"""What one of several ranks does in the tests of sharding; a program: RANK SIZE PORT FOLDER.
+"""One of several ranks in the tests of sharding; a program: RANK SIZE PORT FOLDER.
 
 `alone` computes the same on one backbone that is not sharded.
 """

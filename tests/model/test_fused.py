@@ -1,4 +1,4 @@
-"""Which modules of a frozen model compute by fused kernels, and that nothing else changes."""
+"""Modules of a frozen model that compute by fused kernels, and nothing else that changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the kernels run, and that every path through them equals the path without."""
+"""Places where the kernels run; every path through them equals the path without."""
 
 from __future__ import annotations
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError, ModelError
 from fedguild.evaluation.likelihood import Candidates, candidate_losses
+from fedguild.methods.fedptuning.encoded_prompt import EncodedPrompt, encoded_prompt
 from fedguild.model.adapters.lora import Lora
-from fedguild.model.adapters.soft_prompt import EncodedPrompt, SoftPrompt, encoded_prompt, widened
+from fedguild.model.adapters.soft_prompt import SoftPrompt, widened
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel

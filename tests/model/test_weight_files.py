@@ -1,4 +1,4 @@
-"""What is told of a model's folder before a weight is read: every family's own files agree, spoilt ones do not."""
+"""Faults of a model's folder, told before a weight is read: every family's own files agree, spoilt ones do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What averaging does to the clients' changes, from the definitions, one product after the other."""
+"""Effects of averaging on the clients' changes, from the definitions, one product after the other."""
 
 from __future__ import annotations
 

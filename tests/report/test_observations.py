@@ -1,4 +1,4 @@
-"""What methods report of their own: gathered by name, drawn, and compared over the seeds."""
+"""Figures that methods report of their own: gathered by name, drawn, and compared over the seeds."""
 
 from __future__ import annotations
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,33 +24,29 @@ from fedguild.secure.fixed_point import weight_words
 from fedguild.secure.server import ServerSession
 from fedguild.secure.session import STEPS
 from fedguild.server.method import Method
+from fedguild.server.round import RoundSetup
 from fedguild.server.rounds import run_round
 from fedguild.server.secure_round import SecureAggregation
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client
+from tests.methods.test_matrix import CASES
 
 BUDGETS = (LARGE, SMALL)
 CLIENTS = tuple(client(index, BUDGETS[index % 2], 2 + index) for index in range(6))
 """Three clients of each budget, which is the fewest behind any mean."""
 RULES = FederationSettings(clients=6)
 ROUNDS = 3
-LINEAR = {
-    "flame": {"rank": 2},
-    "fedit": {"rank": 2},
-    "ffa-lora": {"rank": 2},
-    "ub-smoe": {"rank": 2, "targets": ["attention", "experts"]},
-    "hetlora": {"rank": 3, "penalty_weight": 0.1, "gamma": 0.7},
-    "fedmoe": {
-        "rank": 2,
-        "stage_one_rounds": 1,
-        "memory": {"small": 0.75},
-        "memory_share": 1.0,
-        "patience": 1,
-        "gain": "loss",
-    },
-    "fedit by rank": {"rank": 3, "rank_by_budget": True},
-}
-"""The first four have equal shapes for all clients, the others unequal ones."""
+
+
+def secure_options(name: str) -> Mapping[str, Any]:
+    """Returns the options under which a method's secure rounds are compared with its plain ones."""
+    case = CASES[name]
+    return case.options if case.secure is None else case.secure
+
+
+WITH_FORM = [name for name in METHODS if METHODS.load(name).linear_form is not Method.linear_form]
+LINEAR = {name: secure_options(name) for name in WITH_FORM} | {"fedit by rank": {"rank": 3, "rank_by_budget": True}}
+"""Every method that says which sums its server takes, under the options `secure` of its case in the matrix."""
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +78,8 @@ class Run:
 
     def round(self, number, rules=RULES):
         federation = self.federation
-        outcome = run_round(
-            number, federation.method, self.state, federation.model, federation.clients, self.engine, rules, seed=3,
-            secure=self.secure,
-        )  # fmt: skip
+        setup = RoundSetup(federation.method, federation.model, self.engine, rules, 3, self.secure)
+        outcome = run_round(number, self.state, federation.clients, setup)
         self.state = outcome.state
         return outcome
 
@@ -393,7 +389,9 @@ class TestRefusals:
             except ConfigError as error:
                 refusals.append(error.message)
         assert all("federation.secure" in refusal for refusal in refusals)
-        assert forms == {label for label in LINEAR if " " not in label}
+        assert forms == set(WITH_FORM), (
+            "Give options that are linear: `secure` of the case in tests/methods/test_matrix.py"
+        )
 
     @pytest.mark.parametrize(
         ("name", "options"), [("hetlora", {"norm_scope": "module"}), ("ub-smoe", {"measure_cosine": True})]

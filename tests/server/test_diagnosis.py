@@ -53,8 +53,8 @@ def figures(
 ) -> dict[str, Observation]:
     diagnosis = Diagnosis(state, MODEL)
     budget = Budget("all", 2, RANK)
-    sent = [Upload(1, ClientInfo(i, budget, EXAMPLES[i]), each) for i, each in enumerate(uploads)]
-    assert list(diagnosis.watched(sent)) == sent
+    for i, each in enumerate(uploads):
+        diagnosis.look_at(Upload(1, ClientInfo(i, budget, EXAMPLES[i]), each))
     return {one.name: one for one in diagnosis.observations(frequency)}
 
 
@@ -101,7 +101,8 @@ def test_equal_changes_do_not_shrink_and_orthogonal_ones_by_their_number() -> No
             tensor.view(-1)[client] = 2.0
         apart.append(Payload.of({ADAPTER: tensors}))
     budget, diagnosis = Budget("all", 2, RANK), Diagnosis(state, MODEL)
-    list(diagnosis.watched(Upload(1, ClientInfo(i, budget, 5), each) for i, each in enumerate(apart)))
+    for i, each in enumerate(apart):
+        diagnosis.look_at(Upload(1, ClientInfo(i, budget, 5), each))
     (shrunk, *_) = diagnosis.observations()
     assert shrunk.values.tolist() == pytest.approx([3.0] * 6)
 

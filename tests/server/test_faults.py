@@ -1,4 +1,4 @@
-"""What can go wrong between server and clients, on a scripted engine: each fault ends as documented."""
+"""Faults between server and clients, on a scripted engine: each ends as documented."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from fedguild.privacy.noise import Noise
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late
 from fedguild.server.method import Method, Upload
 from fedguild.server.private_mean import PrivateMean
-from fedguild.server.rounds import Outcome, Stray, run_round
+from fedguild.server.round import Outcome, RoundSetup, Stray
+from fedguild.server.rounds import run_round
 from fedguild.wire.accounting import size_bytes
 
 CLIENTS = [ClientInfo(index, Budget("all", 4, 2), examples=10) for index in range(6)]
@@ -112,8 +113,8 @@ def state(method, model) -> Payload:
 def play(method, state, model):
     def run(engine: Scripted, accepted_before: Sequence[int] = (), again=None, private_mean=None, **rules) -> Outcome:
         settings = RULES.model_copy(update=rules)
-        given = {"again": again, "private_mean": private_mean}
-        return run_round(ROUND, method, state, model, CLIENTS, engine, settings, accepted_before, seed=3, **given)
+        setup = RoundSetup(method, model, engine, settings, 3, private_mean, again)
+        return run_round(ROUND, state, CLIENTS, setup, accepted_before)
 
     return run
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedguild.methods.hetlora import product_norm
 from fedguild.server.low_rank import (
     Factors,
     by_module,
     decompose,
     named,
-    product_norm,
     stack,
     truncate,
     weighted_product,

@@ -18,6 +18,7 @@ from fedguild.payload import ADAPTER, Payload
 from fedguild.server import checkpoint
 from fedguild.server.engine import Delivery, Task
 from fedguild.server.optimizer import MOMENTUM, server_step, takes_steps, without_momentum
+from fedguild.server.round import RoundSetup
 from fedguild.server.rounds import run_round
 from fedguild.setup import check_config
 from tests.methods.federation import LARGE, SMALL, client, upload
@@ -76,7 +77,7 @@ def test_rolora_moves_the_factor_of_the_round_alone(olmoe_backbone: Any) -> None
     engine, rules = _Scripted(), FederationSettings(clients=2, server_step=1.5, server_momentum=0.5)
     found = method.start(model, [LARGE, SMALL], torch.Generator().manual_seed(0))
     for number, trained in ((1, "lora_B"), (2, "lora_A"), (3, "lora_B")):
-        after = run_round(number, method, found, model, clients, engine, rules, seed=0).state
+        after = run_round(number, found, clients, RoundSetup(method, model, engine, rules, 0)).state
         before, moved = found.part(ADAPTER), after.part(ADAPTER)
         assert {name.rsplit(".")[-1] for name in moved if not torch.equal(moved[name], before[name])} == {trained}
         assert all({name.partition("/")[0] for name in sent.tensors} == {ADAPTER} for sent in engine.downloads)
@@ -132,7 +133,7 @@ def test_momentum_survives_its_checkpoint(olmoe_backbone: Any, tmp_path: Path) -
     rules = FederationSettings(clients=2, server_step=1.5, server_momentum=0.5)
 
     def after(number: int, before: Payload) -> Payload:
-        return run_round(number, method, before, model, clients, _Scripted(), rules, seed=0).state
+        return run_round(number, before, clients, RoundSetup(method, model, _Scripted(), rules, 0)).state
 
     first = after(1, method.start(model, [LARGE, SMALL], torch.Generator().manual_seed(0)))
     checkpoint.save(tmp_path, 1, first, fingerprint="x")

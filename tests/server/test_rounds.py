@@ -23,7 +23,8 @@ from fedguild.server.diagnosis import SHRINKAGE
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms
 from fedguild.server.guard import Guard
 from fedguild.server.method import Method
-from fedguild.server.rounds import Outcome, run_round
+from fedguild.server.round import Outcome, RoundSetup
+from fedguild.server.rounds import run_round
 from fedguild.server.sampling import sample
 from fedguild.wire.codec import encode
 
@@ -100,7 +101,7 @@ def play(
     clients: Sequence[ClientInfo] = CLIENTS,
     **more: Any,
 ) -> Outcome:
-    return run_round(5, method, state, model, clients, engine, rules, seed=3, **more)
+    return run_round(5, state, clients, RoundSetup(method, model, engine, rules, 3, **more))
 
 
 def moved(outcome: Outcome, state: Payload) -> float:
@@ -132,7 +133,7 @@ def test_an_upload_that_the_guard_leaves_out_is_not_diagnosed(method, state, mod
     five = [*CLIENTS, ClientInfo(4, CLIENTS[0].budget, examples=10)]
     engine = Scripted({3: lambda honest: plus(honest, 1e4), 4: nothing})
     rules = FederationSettings(quorum=0.5)
-    far = play(method, state, model, engine, rules, five, guard=Guard(tmp_path), diagnose=True)
+    far = play(method, state, model, engine, rules, five, protection=Guard(tmp_path), diagnose=True)
     assert far.accepted == [0, 1, 2]
     found = {one.name: one.values for one in far.observations}
     assert found[SHRINKAGE].tolist() == pytest.approx([14 / 12] * len(found[SHRINKAGE]))

@@ -1,4 +1,4 @@
-"""How records reach trackers: once each, whatever happens to the run, and never to the run's harm."""
+"""Sending of records to trackers: once each, whatever happens to the run, and never to the run's harm."""
 
 from __future__ import annotations
 

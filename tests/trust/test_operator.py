@@ -1,4 +1,4 @@
-"""What the operator does while a run goes on: stop it, revoke a key, read the audit log."""
+"""Acts of the operator while a run goes on: stop it, revoke a key, read the audit log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page knows of a folder, read from its files as they grow."""
+"""Views of a folder, read from its files as they grow."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def _method_options(answers: Answers, experts: bool) -> list[str]:
     known = {option.key for option in settings_of(METHODS.load(answers.method).Settings)}
     rank = max(_ranks(answers.budgets, experts))
     lines = []
-    if "rank" in known and answers.method != "fed-sb":
+    if {"rank", "alpha"} <= known:  # without an alpha it is not LoRA's
         lines.append(f"  rank: {rank}".ljust(34) + "# LoRA rank: larger learns more and sends more")
     if "rank_by_budget" in known and len(answers.budgets) > 1 and not experts:
         lines.append("  rank_by_budget: true".ljust(34) + "# each client at its budget's rank")

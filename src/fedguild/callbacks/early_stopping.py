@@ -8,9 +8,8 @@ from typing import Literal
 
 from fedguild.callbacks import Event, Saved
 from fedguild.errors import ConfigError, nearest
+from fedguild.score_names import SCORES
 from fedguild.server.run_log import EvaluationRecord
-
-_SUMMARIES = ("mean", "mtal", "trained", "received", "pooled")
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class EarlyStopping:
         return self._named(dict.fromkeys(record.name for record in history if record.scope in ("summary", "budget")))
 
     def _named(self, names: Collection[str]) -> str:
-        monitor = next((name for name in _SUMMARIES if name in names), "") if self.monitor == "auto" else self.monitor
+        monitor = next((name for name in SCORES if name in names), "") if self.monitor == "auto" else self.monitor
         if monitor not in names:
             raise ConfigError(f"early-stopping: the run has no score '{monitor}' to monitor.", nearest(monitor, names))
         return monitor

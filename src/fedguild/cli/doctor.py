@@ -31,7 +31,7 @@ EXTRAS = {
     **{name: ((name,), f"tracking: [{name}] cannot be used") for name in ("tensorboard", "wandb", "mlflow", "trackio")},
     "four-bit": (("bitsandbytes", "accelerate"), "model.load_in_4bit cannot be enabled"),
     "gpu": (("triton", "liger_kernel"), "training on a GPU takes longer: no fused kernels"),
-    "fusion": (("nevergrad",), "fdlora cannot search its fusion weights"),
+    "fusion": (("nevergrad",), "no method can search its fusion weights"),
     "ray": (("ray",), "runs cannot be spread over GPUs and machines"),
     "flower": (("flwr",), "clients cannot take part over the network"),
     "secure": (("cryptography", "Crypto"), "federation.secure cannot be enabled"),

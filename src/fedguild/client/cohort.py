@@ -232,39 +232,6 @@ class Cohort:
         else:
             self.routing.add(again.routing)
 
-    def another(self, settings: TrainingSettings, purpose: str) -> Cohort:
-        """Returns the same clients in the same slots, for a separate training within the round.
-
-        Its optimizer and its reports are new; `add_cost` adds the reports. Its held-out examples, batches and dropout
-        are drawn anew.
-
-        Args:
-            settings: The settings of this training.
-            purpose: Separates its randomness from this cohort's.
-        """
-        self.require_not_private("trains twice in a round")
-        return Cohort(
-            self.model,
-            self.work,
-            settings,
-            round_index=self.round,
-            seed=derive(self.seed, purpose),
-            pad_id=self.pad_id,
-        )
-
-    def add_cost(self, another: Cohort, seconds: float) -> None:
-        """Adds the tokens and examples of another training to the reports, and its time; steps and loss stay.
-
-        Args:
-            another: The cohort that `another` returned, after its training.
-            seconds: Its duration, shared among the clients in proportion to their tokens.
-        """
-        total = sum(report.tokens for report in another.reports)
-        for report, more in zip(self.reports, another.reports, strict=True):
-            report.tokens += more.tokens
-            report.examples += more.examples
-            report.seconds += seconds * more.tokens / max(1, total)
-
     def require_not_private(self, what: str) -> None:
         """Refuses a use of the examples that differential privacy per example does not account for.
 

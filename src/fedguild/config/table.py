@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -15,10 +15,9 @@ from fedguild.config.loading import first_sentence, load_config, presets
 from fedguild.config.schema import Config
 from fedguild.config.yaml_reading import parse
 from fedguild.errors import ConfigError, nearest
+from fedguild.score_names import Score
 
 TABLES_FOLDER = Path(__file__).parent / "tables"
-Score = Literal["mean", "mtal", "trained", "received", "pooled"]
-"""Mean over budgets of the global model, or a mean over clients; see `evaluation` in the config."""
 ONLY_COLUMN = "all"
 """The column of a table that has no others."""
 

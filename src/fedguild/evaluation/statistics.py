@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from fedguild import student
+from fedguild import confidence
 from fedguild.errors import DataError
 
 
@@ -38,7 +38,7 @@ def half_width(values: Spread) -> float:
 
     Infinite for one seed, which says nothing about the spread.
     """
-    return student.half_width(values.std, values.count)
+    return confidence.half_width(values.std, values.count)
 
 
 def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Spread:

@@ -41,7 +41,7 @@ from fedguild.progress import Progress, Silent
 from fedguild.server import checkpoint
 from fedguild.server.method import Method
 from fedguild.server.optimizer import without_momentum
-from fedguild.server.rounds import Outcome
+from fedguild.server.round import Outcome
 from fedguild.server.run_log import EvaluationRecord
 from fedguild.server.sampling import quorum_count, wanted_count
 from fedguild.setup import (

@@ -32,8 +32,6 @@ import torch
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import activation_frequency, load_received, train
-from fedguild.config.privacy import Unit
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, ROUTING, Payload, with_part
@@ -58,16 +56,12 @@ class A3Smoe(Method):
     needs_experts = True
     costs = RUNNING_MEAN
     is_stepped = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "sends how often a client's tokens activated each expert"
+    not_private = "sends how often a client's tokens activated each expert"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts."""
         model.require_experts("A3SMoE")
-        lora = Lora(self.settings.rank, self.settings.scale, self.settings.targets)
-        return AdapterPlan((lora,), require_within_top_k(model, budget))
+        return AdapterPlan((self.settings.lora,), require_within_top_k(model, budget))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""

@@ -44,16 +44,14 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.config.privacy import Unit
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.seeding import derive
-from fedguild.server.method import Deployment, Method, ServerCosts, Upload
-from fedguild.server.settings import Dropout, LoraSettings, Rank, Targets
+from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload
+from fedguild.server.settings import Dropout, DropoutLoraSettings, Rank, Targets
 from fedguild.server.uploads import mean_adapter
 
 VELOCITY = "velocity"
@@ -63,7 +61,7 @@ WEIGHTS = "fusion/weights"
 BOUND = 1.5
 
 
-class FDLoRASettings(LoraSettings):
+class FDLoRASettings(DropoutLoraSettings):
     """The options of FDLoRA; the LoRA rank is that of both adapters."""
 
     rank: Rank = 8
@@ -97,15 +95,12 @@ class FDLoRA(Method):
     )
     is_mean = True
     is_stepped = False
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "searches its fusion weights on examples that it holds out" if unit == "example" else ""
+    not_private = NotPrivate(example="searches its fusion weights on examples that it holds out")
+    keeps_for_training = True  # its theta_p
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns one LoRA, the same for every budget: the two adapters take turns in it."""
-        settings = self.settings
-        return AdapterPlan((Lora(settings.rank, settings.scale, settings.targets, settings.dropout),))
+        return AdapterPlan((self.settings.lora,))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Returns the LoRA that stage 1 begins with (A random, B = 0), and v = 0.
@@ -156,10 +151,6 @@ class FDLoRA(Method):
         if not memory.tensors:
             return deployment
         return Deployment(deployment.plan, fused(memory.tensors[WEIGHTS], deployment.tensors, memory.part(PERSONAL)))
-
-    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the new theta_s fused with the theta_p that the client kept."""
-        return self.personalize(excerpt, model, client, memory)
 
     def _search(
         self, cohort: Cohort, personal: Sequence[Mapping[str, Tensor]], few_shot: Sequence[Sequence[Encoded]]

@@ -29,14 +29,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.config.privacy import Unit
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
+from fedguild.server.method import RUNNING_MEAN, Method, Upload
 from fedguild.server.settings import AveragingSettings, averaging_plan, fitting_averaging_defaults
 from fedguild.server.uploads import mean_adapter
 
@@ -52,14 +51,12 @@ class FedAvg(Method):
     settings: FedAvgSettings
     costs = RUNNING_MEAN
     is_mean = True
+    not_private = ""  # its uploads are the received adapters, after plain training
+    keeps_adapter = True  # where `personal` is set
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
         """Returns the method with LoRA on attention in place of gates and experts if the model is dense."""
         return self.with_options(**fitting_averaging_defaults(self.settings, model))
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns nothing: its uploads are the received adapters, after plain training."""
-        return ""
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the same plan for every budget."""
@@ -77,7 +74,3 @@ class FedAvg(Method):
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5."""
         return Payload.of({ADAPTER: mean_adapter(state, uploads)})
-
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the model that the client trained, if it kept one, and the global model otherwise."""
-        return Deployment(self.plan(model, client.budget), memory.tensors or excerpt.part(ADAPTER))

@@ -37,8 +37,6 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.config.privacy import Unit
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload, Scalar, with_part
@@ -47,17 +45,16 @@ from fedguild.server.limits import active_experts_of
 from fedguild.server.low_rank import Factors, by_module, stack
 from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Deployment, Method, ServerCosts, Upload
-from fedguild.server.settings import Dropout, LoraSettings, Weights
+from fedguild.server.settings import DropoutLoraSettings, Weights
 from fedguild.server.uploads import collected, size_shares
 
 
-class FedExLoRASettings(LoraSettings):
+class FedExLoRASettings(DropoutLoraSettings):
     """The options of FedEx-LoRA; the LoRA rank is the same for every client."""
 
     scaling: Literal["rank", "root"] = Field(
         "rank", description="the scale s: alpha / rank, or alpha / sqrt(rank) (rsLoRA)"
     )
-    dropout: Dropout = 0.0
     weights: Weights = "uniform"
 
     @property
@@ -80,10 +77,8 @@ class FedExLoRA(Method):
         holds="all",
         rounds=3,
     )
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns nothing: its uploads are the received adapters, after plain training."""
-        return ""
+    not_private = ""  # its uploads are the received adapters, after plain training
+    server_only = (HOLDERS,)  # the record of participants
 
     @property
     def merges_weights(self) -> bool:
@@ -93,7 +88,7 @@ class FedExLoRA(Method):
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget, with the budget's active experts."""
         settings = self.settings
-        lora = Lora(settings.rank, settings.scale, settings.targets, settings.dropout)
+        lora = settings.lora
         return AdapterPlan((lora,), active_experts_of(model, budget))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
@@ -135,10 +130,6 @@ class FedExLoRA(Method):
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global A, B on the backbone with all residuals."""
         return Deployment(self.plan(model, budget), state.part(ADAPTER), merges(state))
-
-    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the state without the record of participants."""
-        return state.without(HOLDERS)
 
 
 def residual(

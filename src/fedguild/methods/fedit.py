@@ -35,7 +35,6 @@ from pydantic import Field
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.config.privacy import Unit
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
@@ -54,7 +53,7 @@ from fedguild.server.linear import (
     one,
 )
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
-from fedguild.server.settings import Dropout, Rank, Scale, UnequalRanksSettings, Weights
+from fedguild.server.settings import Rank, Scale, UnequalRanksSettings, Weights
 from fedguild.server.uploads import weight_of
 
 
@@ -64,7 +63,6 @@ class FedITSettings(UnequalRanksSettings):
     rank: Rank = 20
     scale: Scale = "common"
 
-    dropout: Dropout = 0.0
     weights: Weights = "size"
     rank_by_budget: bool = Field(False, description="whether each client trains at its budget's rank")
     active_experts: Literal["model", "budget"] = Field(
@@ -82,10 +80,8 @@ class FedIT(Method):
     settings: FedITSettings
     costs = RUNNING_MEAN
     is_mean = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns nothing: its uploads are the received adapters, after plain training."""
-        return ""
+    keeps_adapter = True  # where `personal` is set
+    not_private = ""  # its uploads are the received adapters, after plain training
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the method's rank, or at the budget's, with the model's active experts or the budget's."""
@@ -151,9 +147,3 @@ class FedIT(Method):
         """Returns the global A, B, at the budget's rank if ranks differ."""
         plan = self.plan(model, budget)
         return Deployment(plan, truncate_rank(state.part(ADAPTER), plan.lora.rank))
-
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the adapter that the client kept, or the global one if it kept none."""
-        if memory.tensors:
-            return Deployment(self.plan(model, client.budget), memory.tensors)
-        return self.deploy(excerpt, model, client.budget)

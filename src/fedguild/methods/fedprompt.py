@@ -30,16 +30,15 @@ from collections.abc import Iterable, Sequence
 import torch
 from pydantic import Field
 
-from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.config.privacy import Unit
 from fedguild.model.adapters.soft_prompt import SoftPrompt
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.payload import ADAPTER, Payload
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
+from fedguild.server.method import RUNNING_MEAN, Method, NotPrivate, Upload
 from fedguild.server.settings import MethodSettings
 from fedguild.server.uploads import weight_of
 
@@ -69,10 +68,8 @@ class FedPrompt(Method):
     settings: FedPromptSettings
     costs = RUNNING_MEAN
     is_mean = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "starts the prompt at the clients, which receive none at first" if unit == "client" else ""
+    not_private = NotPrivate(client="starts the prompt at the clients, which receive none at first")
+    keeps_adapter = True  # where `personal` is set
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a soft prompt and no LoRA, the same for every budget."""
@@ -95,7 +92,3 @@ class FedPrompt(Method):
             before = before or prompt
             mean.add(prompt, weight_of(upload, "uniform"))
         return Payload.of({ADAPTER: mean.result(before)})
-
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the prompt that the client kept, or the global one if it kept none."""
-        return Deployment(self.plan(model, client.budget), memory.tensors or excerpt.part(ADAPTER))

@@ -30,15 +30,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.config.privacy import Unit
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
+from fedguild.server.method import RUNNING_MEAN, Method, Upload
 from fedguild.server.settings import AveragingSettings, averaging_plan, fitting_averaging_defaults
 from fedguild.server.uploads import mean_adapter
 
@@ -56,14 +55,12 @@ class FedProx(Method):
     settings: FedProxSettings
     costs = RUNNING_MEAN
     is_mean = True
+    not_private = ""  # its uploads are the received adapters, after plain training
+    keeps_adapter = True  # where `personal` is set
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
         """Returns the method with LoRA on attention in place of gates and experts if the model is dense."""
         return self.with_options(**fitting_averaging_defaults(self.settings, model))
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns nothing: its uploads are the received adapters, after plain training."""
-        return ""
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the same plan for every budget."""
@@ -86,10 +83,6 @@ class FedProx(Method):
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 5."""
         return Payload.of({ADAPTER: mean_adapter(state, uploads)})
-
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the model that the client trained, if it kept one, and the global model otherwise."""
-        return Deployment(self.plan(model, client.budget), memory.tensors or excerpt.part(ADAPTER))
 
 
 def squared_distance(trainables: Mapping[str, SlotTensor], received: Mapping[str, Tensor]) -> Tensor:

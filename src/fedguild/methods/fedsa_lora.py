@@ -32,23 +32,21 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
-from fedguild.config.privacy import Unit
-from fedguild.model.adapters.lora import DOWN, UP, Lora
+from fedguild.model.adapters.lora import DOWN, UP
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes, zero_adapter
 from fedguild.model.targets import leaf
 from fedguild.payload import ADAPTER, Payload
 from fedguild.server.limits import active_experts_of
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload, in_part
-from fedguild.server.settings import Dropout, LoraSettings, Rank, Weights
+from fedguild.server.settings import DropoutLoraSettings, Rank, Weights
 from fedguild.server.uploads import mean_adapter
 
 
-class FedSALoRASettings(LoraSettings):
+class FedSALoRASettings(DropoutLoraSettings):
     """The options of FedSA-LoRA; the LoRA rank is the same for every client."""
 
     rank: Rank = 8
-    dropout: Dropout = 0.0
     weights: Weights = "size"
 
 
@@ -63,16 +61,12 @@ class FedSALoRA(Method):
     costs = RUNNING_MEAN
     has_global_model = False
     is_mean = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns nothing: its uploads are the received adapters, after plain training."""
-        return ""
+    not_private = ""  # its uploads are the received adapters, after plain training
+    keeps_for_training = True  # its B
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget, with the budget's active experts."""
-        settings = self.settings
-        lora = Lora(settings.rank, settings.scale, settings.targets, settings.dropout)
-        return AdapterPlan((lora,), active_experts_of(model, budget))
+        return AdapterPlan((self.settings.lora,), active_experts_of(model, budget))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
@@ -103,10 +97,6 @@ class FedSALoRA(Method):
         """Line 7; B = 0 for a client that never took part."""
         plan = self.plan(model, client.budget)
         return Deployment(plan, own_adapter(model, plan, excerpt, memory))
-
-    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the shared A with the B that the client kept."""
-        return self.personalize(excerpt, model, client, memory)
 
 
 def own_adapter(model: ModelInfo, plan: AdapterPlan, shared: Payload, memory: Payload) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ Readings and deviations (docs/methods/ffa-lora.md):
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,8 +32,7 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.config.privacy import Unit
-from fedguild.model.adapters.lora import Lora, kaiming_uniform
+from fedguild.model.adapters.lora import kaiming_uniform
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
 from fedguild.payload import ADAPTER, Payload
@@ -41,17 +41,16 @@ from fedguild.seeding import new_seed, torch_rng
 from fedguild.server.limits import active_experts_of
 from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
-from fedguild.server.settings import Dropout, LoraSettings, Weights
+from fedguild.server.settings import DropoutLoraSettings, Weights
 from fedguild.server.uploads import mean_adapter, weight_of
 
 SEED = "seed"
 """The seed of A, a scalar in the state and in every download."""
 
 
-class FFALoRASettings(LoraSettings):
+class FFALoRASettings(DropoutLoraSettings):
     """The options of FFA-LoRA; the LoRA rank is the same for every client."""
 
-    dropout: Dropout = 0.0
     weights: Weights = "size"
 
 
@@ -62,16 +61,11 @@ class FFALoRA(Method):
     settings: FFALoRASettings
     costs = RUNNING_MEAN
     is_mean = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns nothing: its uploads are the received adapters, after plain training."""
-        return ""
+    not_private = ""  # its uploads are the received adapters, after plain training
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA whose A is frozen, with the budget's active experts."""
-        settings = self.settings
-        lora = Lora(settings.rank, settings.scale, settings.targets, settings.dropout, frozen=("lora_A",))
-        return AdapterPlan((lora,), active_experts_of(model, budget))
+        return AdapterPlan((replace(self.settings.lora, frozen=("lora_A",)),), active_experts_of(model, budget))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""

@@ -43,8 +43,6 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import activation_frequency, load_received, train
-from fedguild.config.privacy import Unit
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
@@ -90,16 +88,14 @@ class Flame(Method):
     needs_experts = True
     costs = RUNNING_MEAN
     is_stepped = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "sends how often a client's tokens activated each expert"
+    not_private = "sends how often a client's tokens activated each expert"
+    keeps_for_training = True  # its s_i
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's k_i active experts and the rescaler s_i."""
         model.require_experts("FLAME")
         settings, active = self.settings, require_within_top_k(model, budget)
-        lora = Lora(settings.rank, settings.scale, settings.targets)
+        lora = settings.lora
         if settings.rescaler == "none":
             return AdapterPlan((lora,), active)
         if settings.rescaler == "static":
@@ -210,10 +206,6 @@ class Flame(Method):
         """Returns the global LoRA with the client's own k_i and s_i."""
         deployment = self.deploy(excerpt, model, client.budget)
         return Deployment(deployment.plan, {**deployment.tensors, **memory.tensors})
-
-    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the global LoRA with the client's own s_i, with which it begins the next round."""
-        return self.personalize(excerpt, model, client, memory)
 
 
 def split(tensors: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:

@@ -37,7 +37,6 @@ from torch.nn.functional import pad
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.config.privacy import Unit
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
@@ -46,14 +45,12 @@ from fedguild.server.aggregation import truncate_rank
 from fedguild.server.limits import require_within_rank
 from fedguild.server.low_rank import Factors, by_module, decompose, named, stack, truncate, weighted_product
 from fedguild.server.method import Deployment, Method, ServerCosts, Upload
-from fedguild.server.settings import Dropout, UnequalRanksSettings
+from fedguild.server.settings import UnequalRanksSettings
 from fedguild.server.uploads import collected, scaled_products
 
 
 class FlexLoRASettings(UnequalRanksSettings):
     """The options of FlexLoRA; `rank` is also the highest that the server keeps."""
-
-    dropout: Dropout = 0.0
 
 
 class FlexLoRA(Method):
@@ -69,10 +66,7 @@ class FlexLoRA(Method):
         "O((in + out) R² + R³) a module, R the sum of the clients' ranks",
         holds="all",
     )
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns nothing: its uploads are the received adapters, after plain training."""
-        return ""
+    not_private = ""  # its uploads are the received adapters, after plain training
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with its scale; all of the model's experts stay active."""

@@ -34,7 +34,6 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.fresh_adapter import ADAPTER_SEED, fresh_adapter, fresh_seed
 from fedguild.client.merge_ledger import VERSION
 from fedguild.client.training import train
-from fedguild.config.privacy import Unit
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
@@ -42,15 +41,13 @@ from fedguild.payload import Payload, Scalar
 from fedguild.seeding import new_seed
 from fedguild.server.low_rank import weighted_product
 from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import Deployment, Method, ServerCosts, Upload
-from fedguild.server.settings import AnyRanksSettings, Dropout
+from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload
+from fedguild.server.settings import AnyRanksSettings
 from fedguild.server.uploads import collected, scaled_products
 
 
 class FloraSettings(AnyRanksSettings):
     """The options of FLoRA; the released code's scale is 2, as its alpha is twice a client's rank."""
-
-    dropout: Dropout = 0.0
 
 
 class Flora(Method):
@@ -69,10 +66,8 @@ class Flora(Method):
         note="The download is the whole stack of the round before.",
         rounds=3,
     )
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "starts every round from an adapter that was not received" if unit == "client" else ""
+    not_private = NotPrivate(client="starts every round from an adapter that was not received")
+    server_only = (HOLDERS,)  # the record of participants
 
     @property
     def merges_weights(self) -> bool:
@@ -126,7 +121,3 @@ class Flora(Method):
         """Returns the merged backbone, whole for every budget, under an adapter of zeros."""
         plan = self.plan(model, budget)
         return Deployment(plan, zero_adapter(model, plan), merges(state))
-
-    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the state without the record of participants."""
-        return state.without(HOLDERS)

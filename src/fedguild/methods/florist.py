@@ -40,7 +40,6 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.fresh_adapter import ADAPTER_SEED, fresh_adapter, fresh_seed
 from fedguild.client.training import train
-from fedguild.config.privacy import Unit
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
@@ -49,8 +48,8 @@ from fedguild.seeding import new_seed
 from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import Factors, Svd, by_module, decompose, named, weighted_product
 from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import Deployment, Method, ServerCosts, Upload
-from fedguild.server.settings import AnyRanksSettings, Dropout
+from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload
+from fedguild.server.settings import AnyRanksSettings
 from fedguild.server.uploads import collected, scaled_products
 
 PAIR = "pair"
@@ -68,7 +67,6 @@ class FloristSettings(AnyRanksSettings):
         description="use of the pair in the next round: merged into the backbone under a fresh LoRA, or as the LoRA "
         "that clients start from at their rank",
     )
-    dropout: Dropout = 0.0
 
 
 class Florist(Method):
@@ -88,10 +86,8 @@ class Florist(Method):
         note="The threshold keeps as many ranks as the uploads need; all of them are counted.",
         rounds=3,
     )
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "starts a round from an adapter that was not received" if unit == "client" else ""
+    not_private = NotPrivate(client="starts a round from an adapter that was not received")
+    server_only = (HOLDERS,)  # the record of participants
 
     @property
     def merges_weights(self) -> bool:
@@ -159,10 +155,6 @@ class Florist(Method):
             return Deployment(plan, zero_adapter(model, plan), merges(state))
         rank = max(factors.rank for factors in by_module(pair).values())
         return Deployment(AdapterPlan((Lora(rank, 1.0, self.settings.targets),)), pad_rank(pair, rank)[0])
-
-    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the state without the record of participants."""
-        return state.without(HOLDERS)
 
 
 def thresholded(svd: Svd, threshold: float) -> Factors:

@@ -49,7 +49,6 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
-from fedguild.config.privacy import Unit
 from fedguild.errors import ConfigError
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.storage import SlotTensor
@@ -60,9 +59,9 @@ from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import Weight, WeightedMean, pad_rank, rank_axis, truncate_rank
 from fedguild.server.limits import require_within_rank
 from fedguild.server.linear import RANK, SecureMeans, held_ranks, means_by_rank, one, values_of
-from fedguild.server.low_rank import DOWN, UP, by_module, product_norm
+from fedguild.server.low_rank import DOWN, UP, Factors, accurate, by_module
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
-from fedguild.server.settings import Dropout, Scale, UnequalRanksSettings
+from fedguild.server.settings import Scale, UnequalRanksSettings
 from fedguild.server.uploads import weight_of
 from fedguild.server.validation import Omissible
 
@@ -79,7 +78,6 @@ class HetLoRASettings(UnequalRanksSettings):
 
     scale: Scale = "common"
 
-    dropout: Dropout = 0.0
     penalty_weight: float = Field(1e-3, ge=0, description="lambda, weight of the penalty on a client's last ranks")
     gamma: float = Field(0.99, gt=0, le=1, description="share of a client's ranks that penalty and pruning spare")
     minimum_rank: int = Field(1, ge=1, description="r_min, the rank below which no client is pruned")
@@ -104,10 +102,7 @@ class HetLoRA(Method):
         note="Pruning takes ranks from a client for good; none is counted.",
     )
     is_stepped = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "tells by the form of an upload whether training shrank the client's last ranks"
+    not_private = "tells by the form of an upload whether training shrank the client's last ranks"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank, the highest that its clients ever have; all experts stay active."""
@@ -350,3 +345,9 @@ def _axis(name: str) -> int:
     axis = rank_axis(name)
     assert axis is not None, f"{name} has no rank"
     return axis
+
+
+def product_norm(factors: Factors) -> Tensor:
+    """Returns [..], the Frobenius norm of `up @ down`: √trace(upᵀ up · down downᵀ)."""
+    down, up = accurate(factors)
+    return ((up.mT @ up) * (down @ down.mT)).sum((-2, -1)).clamp(min=0).sqrt()

@@ -39,8 +39,7 @@ import torch
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.config.privacy import Unit
-from fedguild.model.adapters.lora import DOWN, UP, Lora
+from fedguild.model.adapters.lora import DOWN, UP
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.model.targets import leaf
@@ -48,17 +47,16 @@ from fedguild.payload import ADAPTER, Payload
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
 from fedguild.server.method import RUNNING_MEAN, Method, Upload, in_part
-from fedguild.server.settings import Dropout, LoraSettings, Weights
+from fedguild.server.settings import DropoutLoraSettings, Weights
 from fedguild.server.uploads import weight_of
 
 ROUND = "round"
 """The scalar t of a state and of every download: the number of the next round, from 1."""
 
 
-class RoLoRASettings(LoraSettings):
+class RoLoRASettings(DropoutLoraSettings):
     """The options of RoLoRA; the LoRA rank is the same for every client."""
 
-    dropout: Dropout = 0.0
     weights: Weights = "size"
 
 
@@ -73,16 +71,11 @@ class RoLoRA(Method):
         note="Parameters, FLOPs and memory are those of training A and B together: an upper bound, as they take turns.",
     )
     is_mean = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns nothing: its uploads are the received adapters, after plain training."""
-        return ""
+    not_private = ""  # its uploads are the received adapters, after plain training
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget, with the budget's active experts and both factors."""
-        settings = self.settings
-        lora = Lora(settings.rank, settings.scale, settings.targets, settings.dropout)
-        return AdapterPlan((lora,), active_experts_of(model, budget))
+        return AdapterPlan((self.settings.lora,), active_experts_of(model, budget))
 
     def further_plan(self, model: ModelInfo, budget: Budget, round_index: int) -> AdapterPlan:
         """Returns the plan of the slots that train, one factor of which is frozen."""

@@ -40,13 +40,11 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.load_balancing import LoadBalancing
 from fedguild.client.observing import observing
 from fedguild.client.training import load_received, trained_adapters
-from fedguild.config.privacy import Unit
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import RUNNING_MEAN, Method, Upload
+from fedguild.server.method import RUNNING_MEAN, Method, NotPrivate, Upload
 from fedguild.server.settings import Alpha, LoraSettings, Targets
 from fedguild.server.uploads import mean_adapter
 
@@ -68,16 +66,12 @@ class SmoeLlb(Method):
     needs_experts = True
     costs = RUNNING_MEAN
     is_mean = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "balances routers over a batch's tokens, which couples its examples" if unit == "example" else ""
+    not_private = NotPrivate(example="balances routers over a batch's tokens, which couples its examples")
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts."""
         model.require_experts("SMoE-LLB")
-        lora = Lora(self.settings.rank, self.settings.scale, self.settings.targets)
-        return AdapterPlan((lora,), require_within_top_k(model, budget))
+        return AdapterPlan((self.settings.lora,), require_within_top_k(model, budget))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""

@@ -31,14 +31,13 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
-from fedguild.config.privacy import Unit
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.aggregation import rank_axis
-from fedguild.server.method import Deployment, Method, ServerCosts, Upload, in_part
-from fedguild.server.settings import AnyRanksSettings, Dropout, Targets
+from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload, in_part
+from fedguild.server.settings import AnyRanksSettings, Targets
 from fedguild.server.uploads import mean_adapter
 
 
@@ -46,7 +45,6 @@ class TrivialSettings(AnyRanksSettings):
     """The options of trivial."""
 
     targets: Targets = ("attention", "router", "experts")
-    dropout: Dropout = 0.0
 
 
 class Trivial(Method):
@@ -64,10 +62,7 @@ class Trivial(Method):
         note="Every client takes part in the federation of every budget: FLOPs and bytes of a round are their sum.",
     )
     is_mean = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "trains once for every budget in a round" if unit == "example" else ""
+    not_private = NotPrivate(example="trains once for every budget in a round")
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank; all of the model's experts stay active."""

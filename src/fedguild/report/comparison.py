@@ -15,12 +15,8 @@ from fedguild.report.costs import Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
 from fedguild.report.run_folder import BudgetFacts, Run
 from fedguild.report.tables import RunTable, run_table, size_of
+from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, SCORES, TRAINED
 
-MEAN = "mean"
-MTAL = "mtal"
-TRAINED = "trained"
-RECEIVED = "received"
-POOLED = "pooled"
 _SAME_FLOPS = 0.01
 _PROTOCOLS = (
     (MTAL, "clients", "The clients' own models (MTAL)"),
@@ -85,8 +81,7 @@ class ComparisonTable:
     @property
     def columns(self) -> tuple[str, ...]:
         """The budgets' names, then `mean`, `mtal`, `trained`, `received`, `pooled` where some method has them."""
-        summaries = (MEAN, MTAL, TRAINED, RECEIVED, POOLED)
-        present = [column for column in summaries if any(row.scores.get(column) for row in self.rows)]
+        present = [column for column in SCORES if any(row.scores.get(column) for row in self.rows)]
         names = [budget.name for budget in self.budgets]
         return tuple(names + [column for column in present if column != MEAN or len(names) != 1])
 
@@ -282,7 +277,7 @@ def _method_row(label: str, runs: Sequence[Run], tables: Sequence[RunTable]) -> 
     scores: dict[str, dict[int, float]] = {}
     flops: dict[str, list[float]] = {}
     for table in tables:
-        summaries = {name: getattr(table, name) for name in (MEAN, MTAL, TRAINED, RECEIVED, POOLED)}
+        summaries = {name: getattr(table, name) for name in SCORES}
         for column, value in [*((row.budget.name, row.score) for row in table.rows), *summaries.items()]:
             if value is not None:
                 scores.setdefault(column, {})[table.seed] = value

@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from fedguild.activity import ActivityLog
 from fedguild.locking import HOLDER
 from fedguild.report.standing import CONFIG, Word, read_yaml, standing
+from fedguild.score_names import HEADLINES
 from fedguild.server.run_log import RunLog
 from fedguild.tail import Tail
 
@@ -25,7 +26,6 @@ PLAN_FILE = "cells.json"
 """The file in which a comparison says which runs it consists of, before it begins them."""
 DEPTH = 4
 """Levels of folders below the given one in which runs are looked for."""
-_MEANS = ("mean", "mtal", "trained", "received")
 _KINDS = (b'{"kind":"round"', b'{"kind":"evaluation"')
 _LAST_BYTES = 1 << 16
 _ENDINGS = ("ended", "stopped", "interrupted", "failed")
@@ -146,7 +146,7 @@ class SummaryReader:
     def _headline(self) -> tuple[float | None, float | None]:
         """Returns the last score and that before training, of the first mean that was recorded."""
         for split in ("test", "validation"):
-            for name in _MEANS:
+            for name in HEADLINES:
                 scores = self._scores.get(("summary", name, split))
                 if scores:
                     return scores[max(scores)], scores.get(0)

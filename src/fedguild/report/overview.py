@@ -10,15 +10,9 @@ from fedguild.files import write_text
 from fedguild.report import units
 from fedguild.report.comparison import ComparisonTable
 from fedguild.report.grid import Cell, Grid
+from fedguild.score_names import MEANINGS
 
 OVERVIEW_FILE = "table.md"
-_MEANING = {
-    "mean": "global model, mean over budgets",
-    "mtal": "own models on own data (MTAL)",
-    "trained": "clients' models as trained, on own data",
-    "received": "clients' models as received, on own data",
-    "pooled": "clients' models as received, on all data",
-}
 
 
 def overview(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str], title: str) -> Grid:
@@ -26,7 +20,7 @@ def overview(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str], t
 
     Args:
         tables: Column -> its comparison; all have the same methods.
-        scores: Label -> its score: `mean`, `mtal`, `trained`, `received` or `pooled`.
+        scores: Label -> its score, one of `SCORES`.
         title: The title.
     """
     first = next(iter(tables.values()))
@@ -69,10 +63,10 @@ def adds_to(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str]) ->
 def _meaning(scores: Mapping[str, str]) -> str:
     """Returns what is shown, in words: the score of most rows, then the rows with another one."""
     (usual, _), *others = Counter(scores.values()).most_common()
-    parts = [_MEANING[usual]]
+    parts = [MEANINGS[usual]]
     for score, _ in others:
         names = [label for label, shown in scores.items() if shown == score]
-        parts.append(f"{', '.join(names)}: {_MEANING[score]}")
+        parts.append(f"{', '.join(names)}: {MEANINGS[score]}")
     return "; ".join(parts)
 
 

@@ -24,19 +24,13 @@ from fedguild.report.costs import client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
 from fedguild.report.run_folder import MEANS, Run
 from fedguild.report.tables import run_table
+from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, TITLES, TRAINED
 
 Word = Literal["holds", "does not hold", "undecided at this scale", "not recorded"]
-SUMMARIES = ("mean", "trained", "received", "pooled", "mtal")
+SUMMARIES = (MEAN, TRAINED, RECEIVED, POOLED, MTAL)
 """Scores that are means over budgets or clients, in the order of their columns."""
 _ROUNDING = 1e-9
 """A deviation of scores below this is rounding."""
-_TITLES = {
-    "mean": "mean",
-    "trained": "as trained",
-    "received": "as received",
-    "pooled": "pooled",
-    "mtal": "MTAL",
-}
 
 
 class CellRecord(BaseModel):
@@ -337,7 +331,7 @@ def score_grid(cells: Mapping[str, Sequence[CellRecord]]) -> Grid:
     columns = _columns(cells)
     perplexed = [name for name in columns if any(name in record.perplexity for record in _all(cells))]
     smallest = _smallest_budget(cells)
-    header = [Cell("row"), *(Cell(_TITLES.get(name, name)) for name in columns)]
+    header = [Cell("row"), *(Cell(TITLES.get(name, name)) for name in columns)]
     header += [Cell("perplexity", name) for name in perplexed]
     header += [Cell("training FLOPs", smallest)] if smallest else []
     header += [Cell("up"), Cell("down"), Cell("seeds")]
@@ -375,7 +369,7 @@ def difference_grid(cells: Mapping[str, Sequence[CellRecord]], reference: str) -
         (Cell(f"{row} − {reference}"), *(Cell(_interval(difference(cells, row, reference, name))) for name in columns))
         for row in others
     ]
-    header = (Cell("difference"), *(Cell(_TITLES.get(name, name)) for name in columns))
+    header = (Cell("difference"), *(Cell(TITLES.get(name, name)) for name in columns))
     return Grid("Paired by seed, with the 95 % interval", header, tuple(body))
 
 
@@ -400,7 +394,7 @@ def _resolution(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> str:
     if found < _ROUNDING:
         return "The differences are the same in every seed, which leaves open what these seeds could have shown."
     return (
-        f"The smallest difference in the {_TITLES[table.score]} score that these seeds could have shown is {found:.3f}."
+        f"The smallest difference in the {TITLES[table.score]} score that these seeds could have shown is {found:.3f}."
     )
 
 
@@ -423,7 +417,7 @@ def _chosen(choices: Sequence[ChoiceRecord]) -> str:
         where = "" if column == ONLY_COLUMN else f", {column}"
         found = "; ".join(f"{choice.row} {choice.chosen}" for choice in members)
         sentences.append(
-            f"`{setting}` was chosen for each row before, among {values}, by the {_TITLES.get(score, score)} score on "
+            f"`{setting}` was chosen for each row before, among {values}, by the {TITLES.get(score, score)} score on "
             f"the validation examples (seed {seed}{where}): {found}."
         )
     return "\n".join(sentences)

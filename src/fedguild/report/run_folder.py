@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from fedguild.errors import CheckpointError
+from fedguild.score_names import MTAL, POOLED, RECEIVED, TRAINED, Scope
 from fedguild.server.run_log import (
     ClientRecord,
     EvaluationRecord,
@@ -24,15 +25,9 @@ from fedguild.server.run_log import (
     RunLog,
 )
 
-Scope = Literal["budget", "client", "trained", "received", "pooled", "summary"]
 ClientScope = Literal["client", "trained", "received", "pooled"]
 """A client's own model, the same as trained, as received, and as received on all clients' data."""
-MEANS: Mapping[ClientScope, str] = {
-    "client": "mtal",
-    "trained": "trained",
-    "received": "received",
-    "pooled": "pooled",
-}
+MEANS: Mapping[ClientScope, str] = {"client": MTAL, "trained": TRAINED, "received": RECEIVED, "pooled": POOLED}
 """Scope -> name of its mean over clients."""
 
 

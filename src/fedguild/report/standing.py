@@ -1,4 +1,4 @@
-"""What a run's folder says of how the run stands: waiting, running, ended, or gone without a word."""
+"""Standing of a run, read off its folder: waiting, running, ended, or gone without a word."""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from fedguild.evaluation.statistics import Spread
 from fedguild.report import units
-from fedguild.report.comparison import MEAN, MTAL, TRAINED, ComparisonTable, MethodRow
+from fedguild.report.comparison import ComparisonTable, MethodRow
 from fedguild.report.run_folder import BudgetFacts
 from fedguild.report.tables import RunTable
+from fedguild.score_names import MEAN, MTAL, TRAINED
 
 
 def run_summary(table: RunTable) -> list[str]:

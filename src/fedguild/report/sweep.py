@@ -14,10 +14,11 @@ from matplotlib.ticker import MaxNLocator
 from fedguild.errors import ConfigError
 from fedguild.evaluation.statistics import Spread, half_width, paired_difference
 from fedguild.report import units
-from fedguild.report.comparison import MEAN, MTAL, POOLED, RECEIVED, TRAINED, MethodRow, compare
+from fedguild.report.comparison import MethodRow, compare
 from fedguild.report.grid import Cell, Grid
 from fedguild.report.run_folder import Run
 from fedguild.report.style import FULL_WIDTH, HEAT, INK, MUTED, gridlines, key_at, styled, tilt_if_long, to_svg
+from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, TRAINED
 
 _SCORES = {
     MEAN: "mean over the budgets",

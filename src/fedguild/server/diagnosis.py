@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,18 +39,16 @@ class Diagnosis:
         self._before, self._model = state.part(ADAPTER), model
         self._seen: dict[tuple[int, int], tuple[float, Mapping[str, Tensor]]] = {}
 
-    def watched(self, uploads: Iterable[Upload]) -> Iterator[Upload]:
-        """Yields the uploads as they are, and keeps what it has seen of them."""
-        for upload in uploads:
-            adapter = upload.payload.part(ADAPTER)
-            alike = {
-                name: tensor
-                for name, tensor in adapter.items()
-                if name in self._before and tensor.shape == self._before[name].shape
-            }
-            if alike and upload.client.examples > 0:
-                self._seen[upload.round, upload.client.index] = (float(upload.client.examples), alike)
-            yield upload
+    def look_at(self, upload: Upload) -> None:
+        """Keeps what there is to see of an upload."""
+        adapter = upload.payload.part(ADAPTER)
+        alike = {
+            name: tensor
+            for name, tensor in adapter.items()
+            if name in self._before and tensor.shape == self._before[name].shape
+        }
+        if alike and upload.client.examples > 0:
+            self._seen[upload.round, upload.client.index] = (float(upload.client.examples), alike)
 
     def forget(self, upload: Upload) -> None:
         """Leaves out an upload that is not aggregated after all."""

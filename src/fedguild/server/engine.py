@@ -1,6 +1,6 @@
 """The protocol of engines, which carry tasks to the clients and deliveries back.
 
-Failures are handled by the round loop (`fedguild.server.rounds`), which is the same on every engine.
+Failures are handled by the round loop (`fedguild.server.intake`), which is the same on every engine.
 """
 
 from __future__ import annotations

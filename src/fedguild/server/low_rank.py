@@ -72,7 +72,7 @@ def stack(parts: Iterable[tuple[Factors, float]]) -> Factors:
     downs: list[Tensor] = []
     ups: list[Tensor] = []
     for factors, weight in parts:
-        down, up = _accurate(factors)
+        down, up = accurate(factors)
         downs.append(down * weight)
         ups.append(up)
     if not downs:
@@ -110,7 +110,7 @@ def decompose(factors: Factors) -> Svd:
     R rows and columns. It is formed and decomposed in fp64, which costs little and makes fp32 products five times as
     accurate. Singular vectors of a zero singular value are orthonormal too.
     """
-    down, up = _accurate(factors)
+    down, up = accurate(factors)
     left, left_triangle = torch.linalg.qr(up)
     right, right_triangle = torch.linalg.qr(down.mT)
     middle = left_triangle.double() @ right_triangle.double().mT
@@ -130,12 +130,6 @@ def truncate(svd: Svd, rank: int) -> Factors:
     if rank < 1:
         raise ValueError(f"A product cannot be truncated to rank {rank}.")
     return Factors(svd.vh[..., :rank, :], svd.u[..., :, :rank] * svd.s[..., None, :rank])
-
-
-def product_norm(factors: Factors) -> Tensor:
-    """Returns [..], the Frobenius norm of `up @ down`: √trace(upᵀ up · down downᵀ)."""
-    down, up = _accurate(factors)
-    return ((up.mT @ up) * (down @ down.mT)).sum((-2, -1)).clamp(min=0).sqrt()
 
 
 def by_module(tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
@@ -166,7 +160,7 @@ def named(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
     }
 
 
-def _accurate(factors: Factors) -> tuple[Tensor, Tensor]:
+def accurate(factors: Factors) -> tuple[Tensor, Tensor]:
     """Returns `down` and `up` in fp32, or both in fp64 if one of them is."""
     dtype = torch.promote_types(torch.promote_types(factors.down.dtype, factors.up.dtype), torch.float32)
     return factors.down.detach().to(dtype), factors.up.detach().to(dtype)

@@ -106,6 +106,19 @@ class ServerCosts:
     trains: Literal["own", "every budget"] = "own"
 
 
+@dataclass(frozen=True)
+class NotPrivate:
+    """Why a method cannot run with differential privacy of one unit or another; empty where it can.
+
+    Attributes:
+        client: Of a client's whole data.
+        example: Of one training example.
+    """
+
+    client: str = ""
+    example: str = ""
+
+
 RUNNING_MEAN = ServerCosts("O(n), whatever C is: a running mean", "O(C n)")
 
 
@@ -124,6 +137,8 @@ class Method(ABC):
             each client; a robust estimate may then take the mean's place (`federation.robust`).
         not_linear: Why the server needs single uploads, a clause without a subject's name; empty where it does not, or
             where nobody has said which sums it takes.
+        not_private: Why it cannot run with differential privacy, a clause without a subject; empty where it can. See
+            `privacy_refusal`.
         data_free_scalars: Names of the scalars of an upload whose values a client chooses without looking at its data.
         is_stepped: Whether the server may step from the old adapter towards the aggregated one, with momentum
             (`federation.server_step`); None: if `is_mean`. True also where each expert or rank has weights of its own,
@@ -131,6 +146,9 @@ class Method(ABC):
         needs_float64: What it computes in fp64 on the clients' device, a clause without a subject's name; empty for
             nothing. Apple's GPUs have no fp64.
         has_global_model: Whether `deploy` returns a model; False where every client has its own and none is shared.
+        keeps_adapter: Whether what a client keeps is the adapter of its own model; `personalize` then returns it.
+        keeps_for_training: Whether a client goes on, in its next round, with what it kept; `as_received` then has it.
+        server_only: Whole names of the state's tensors that no client sees; `excerpt` leaves them out.
         settings: The options of this instance.
     """
 
@@ -141,10 +159,14 @@ class Method(ABC):
     costs: ClassVar[ServerCosts] = ServerCosts()
     is_mean: ClassVar[bool] = False
     not_linear: ClassVar[str] = ""
+    not_private: ClassVar[str | NotPrivate] = "does not say what its uploads tell about a client's data"
     data_free_scalars: ClassVar[frozenset[str]] = frozenset()
     is_stepped: ClassVar[bool | None] = None
     needs_float64: ClassVar[str] = ""
     has_global_model: ClassVar[bool] = True
+    keeps_adapter: ClassVar[bool] = False
+    keeps_for_training: ClassVar[bool] = False
+    server_only: ClassVar[tuple[str, ...]] = ()
     settings: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -218,11 +240,12 @@ class Method(ABC):
         return {}
 
     def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the part of the state that this client may see, enough for `personalize`; by default all of it.
+        """Returns the part of the state that this client may see, enough for `personalize`.
 
-        A method whose state holds data about individual clients, or meant for some of them, leaves that data out.
+        By default all of it but `server_only`. A method whose state holds data about individual clients, or meant for
+        some of them, leaves that data out.
         """
-        return state
+        return state.without(*self.server_only) if self.server_only else state
 
     # Secure aggregation
 
@@ -278,7 +301,9 @@ class Method(ABC):
         return Deployment(self.plan(model, budget), state.part(ADAPTER))
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the model that this client uses after the round; by default the global model.
+        """Returns the model that this client uses after the round.
+
+        By default the global model or, with `keeps_adapter`, the one that the client kept, if it ever took part.
 
         Args:
             excerpt: The client's excerpt of the state after the round.
@@ -287,6 +312,8 @@ class Method(ABC):
             memory: What the client kept from its last participation; empty if it never took part, and if `as_received`
                 asks for the model without it.
         """
+        if self.keeps_adapter and memory.tensors:
+            return Deployment(self.plan(model, client.budget), memory.tensors)
         deployment = self.deploy(excerpt, model, client.budget)
         assert deployment is not None, f"{self.name} has no global model, so it must override `personalize`"
         return deployment
@@ -312,10 +339,10 @@ class Method(ABC):
     def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns the model with which the client would begin its next round: what it gets, and what it kept for that.
 
-        By default `personalize` without a memory. A method that goes on with what a client kept (a gate, a factor, a
-        scale) overrides it.
+        By default `personalize` without a memory, or with it where `keeps_for_training` says that the client goes on
+        with what it kept: a gate, a factor, a scale.
         """
-        return self.personalize(excerpt, model, client, Payload())
+        return self.personalize(excerpt, model, client, memory if self.keeps_for_training else Payload())
 
     # The federation
 
@@ -340,13 +367,14 @@ class Method(ABC):
 
         A method can run with the unit `example` if it trains by `fedguild.client.training.train` alone and once a
         round, and with `client` if its uploads are the adapters that its clients received, after a training. In
-        neither case may an upload hold anything else that was computed from data. By default a method says nothing
-        about it, and is refused.
+        neither case may an upload hold anything else that was computed from data. By default `not_private` says it, and
+        a method that declares nothing is refused.
 
         Args:
             unit: What is protected: a client's whole data, or one training example.
         """
-        return "does not say what its uploads tell about a client's data (Method.privacy_refusal)"
+        reason = self.not_private
+        return reason if isinstance(reason, str) else str(getattr(reason, unit))
 
     @property
     def merges_weights(self) -> bool:

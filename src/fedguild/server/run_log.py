@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from fedguild import chained
 from fedguild.errors import CheckpointError, FedGuildError
 from fedguild.files import PRIVATE_FILE, make_folder, write_bytes
+from fedguild.score_names import Scope
 
 MEASURED_FIELDS = frozenset({"seconds", "phase_seconds", "peak_memory_bytes"})
 """The fields that depend on the machine and on timing; all others are the same in every repetition."""
@@ -177,8 +178,8 @@ class EvaluationRecord(_Row):
             client's own model on its own data, `trained` for the model that its training left on its own
             data, `received` for the model with which it would begin its next round on its own data,
             `pooled` for the latter on all clients' data, `summary` for a mean over one of them.
-        name: Name of the budget, name of the client (`client-000`), or `mean` (over budgets), `mtal`
-            (over clients' own models), `trained`, `received` and `pooled` for a summary.
+        name: Name of the budget, name of the client (`client-000`), or for a summary one of
+            `fedguild.score_names.SCORES`.
         split: `test` or `validation`.
         score: The primary score, 0 to 1.
         metrics: Every metric by name, for example `accuracy`, `rouge_l`, `perplexity`; of a mean over
@@ -191,7 +192,7 @@ class EvaluationRecord(_Row):
 
     kind: Literal["evaluation"] = "evaluation"
     round: int = Field(ge=0)
-    scope: Literal["budget", "client", "trained", "received", "pooled", "summary"]
+    scope: Scope
     name: str
     split: Literal["test", "validation"]
     score: float

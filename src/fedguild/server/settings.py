@@ -54,6 +54,22 @@ class LoraSettings(MethodSettings):
         """Factor on the product of a LoRA of rank r, alpha / r."""
         return self.alpha / self.rank
 
+    @property
+    def lora(self) -> Lora:
+        """The LoRA that these options describe."""
+        return Lora(self.rank, self.scale, self.targets)
+
+
+class DropoutLoraSettings(LoraSettings):
+    """The same, with dropout on the input of LoRA."""
+
+    dropout: Dropout = 0.0
+
+    @property
+    def lora(self) -> Lora:
+        """The LoRA that these options describe."""
+        return Lora(self.rank, self.scale, self.targets, self.dropout)
+
 
 class UnequalRanksSettings(MethodSettings):
     """The options of a method whose clients train LoRA of unequal ranks, up to the rank that the server keeps."""
@@ -62,6 +78,7 @@ class UnequalRanksSettings(MethodSettings):
     alpha: float = Field(16.0, gt=0, description="LoRA's alpha; `scale` says what divides it")
     scale: Scale = "own"
     targets: Targets = ("attention", "experts")
+    dropout: Dropout = 0.0
 
     def scale_of(self, budget: Budget) -> float:
         """Returns the factor on the product of a budget's LoRA; see `scale_by_rank`."""
@@ -75,6 +92,7 @@ class AnyRanksSettings(MethodSettings):
     scale: Scale = "own"
     highest_rank: int = Field(20, ge=1, description="the highest LoRA rank of all clients, which scale common needs")
     targets: Targets = ("attention", "experts")
+    dropout: Dropout = 0.0
 
     def scale_of(self, budget: Budget) -> float:
         """Returns the factor on the product of a budget's LoRA; see `scale_by_rank`.

@@ -37,7 +37,9 @@ def weight_of(upload: Upload, weights: Literal["size", "uniform"]) -> float:
 
 def collected(uploads: Iterable[Upload]) -> list[Upload]:
     """Returns copies of all uploads in client order, for a sum that needs them all at once."""
-    copies = [replace(upload, payload=_copy(upload.payload)) for upload in uploads]
+    copies = []
+    for upload in uploads:  # a comprehension would be a call on Python 3.11
+        copies.append(replace(upload, payload=_copy(upload.payload)))
     return sorted(copies, key=lambda upload: (upload.client.index, upload.round))
 
 

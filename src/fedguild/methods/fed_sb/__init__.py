@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
@@ -51,9 +52,9 @@ from fedguild.client.training import train
 from fedguild.config.privacy import Unit
 from fedguild.errors import ConfigError
 from fedguild.methods.fed_sb.basis import BASIS, HOLDERS, LOST, Holders, basis_of
-from fedguild.methods.fed_sb.gradient import GRADIENT, full_weight_plan, mean_upload, whole_gradients
+from fedguild.methods.fed_sb.gradient import GRADIENT, full_weight_plan, mean_gradients, mean_upload
 from fedguild.methods.fed_sb.singular_vectors import leading, random_orthonormal
-from fedguild.methods.fed_sb.sketch import gradient_sketches, rebuilt, sketch_plan, sketch_shapes
+from fedguild.methods.fed_sb.sketch import rebuilt, sketch_of, sketch_plan, sketch_shapes, sketching
 from fedguild.model.adapters.lora import DOWN, MIDDLE, UP, Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
@@ -116,6 +117,7 @@ class FedSB(Method):
     )
 
     data_free_scalars = frozenset({LOST})
+    server_only = (HOLDERS,)  # the record of participants
 
     def privacy_refusal(self, unit: Unit) -> str:
         """Returns why its uploads tell more than an account could hold."""
@@ -155,10 +157,11 @@ class FedSB(Method):
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Line 2, or lines 6 and 7."""
         if cohort.work[0].download.scalars[STAGE] == "gradient":
-            uploads = [Payload.of({GRADIENT: gradients}) for gradients in self.gradients(cohort)]  # line 2
-            for slot in range(len(uploads)):
+            with self.watching(cohort) as again:
+                gradients = mean_gradients(again, self.settings.sample)  # line 2
+            for slot in range(len(gradients)):
                 cohort.leave(slot, {})  # nothing has been trained
-            return uploads
+            return [Payload.of({GRADIENT: sketch_of(each, self.sketch_rank)}) for each in gradients]
         bases = [basis_of(work) for work in cohort.work]
         for slot, (work, basis) in enumerate(zip(cohort.work, bases, strict=True)):
             cohort.load(slot, {**basis, **work.download.part(ADAPTER)})  # line 6
@@ -167,12 +170,11 @@ class FedSB(Method):
         train(cohort)  # line 7
         return [Payload.of({ADAPTER: cohort.read(slot)}, {LOST: not basis}) for slot, basis in enumerate(bases)]
 
-    def gradients(self, cohort: Cohort) -> list[dict[str, Tensor]]:
-        """Returns each client's G_c, or its sketch (line 2)."""
+    def watching(self, cohort: Cohort) -> AbstractContextManager[Cohort]:
+        """Returns the clients in slots whose gradients are G_c, or give its sketch, for the duration of a block."""
         if self.start_on(cohort.model.backbone.info) == "dense":
-            return whole_gradients(cohort, self.settings.sample)
-        seed = int(cohort.work[0].download.scalars[SEED])
-        return gradient_sketches(cohort, self.settings.sample, self.sketch_rank, seed)
+            return cohort.afresh([full_weight_plan(plan) for plan in cohort.model.plans])
+        return sketching(cohort, self.sketch_rank, int(cohort.work[0].download.scalars[SEED]))
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 3 and 4, or line 8; the R of a client without A and B does not count."""
@@ -221,10 +223,6 @@ class FedSB(Method):
         """Returns B R A; before the first round it is zero."""
         plan = self.plan(model, budget)
         return Deployment(plan, {**state.part(BASIS), **state.part(ADAPTER)} or zero_adapter(model, plan))
-
-    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the state without the record of participants."""
-        return state.without(HOLDERS)
 
     @property
     def sketch_rank(self) -> int:

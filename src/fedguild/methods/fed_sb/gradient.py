@@ -26,12 +26,6 @@ GRADIENT = "gradient"
 """The part of an upload with G_c, `{module}.delta`, or its sketch."""
 
 
-def whole_gradients(cohort: Cohort, sample: float) -> list[dict[str, Tensor]]:
-    """Returns each client's gradients of all adapted weights, `{module}.delta`; see `mean_gradients`."""
-    with cohort.afresh([full_weight_plan(plan) for plan in cohort.model.plans]) as again:
-        return mean_gradients(again, sample)
-
-
 def full_weight_plan(plan: AdapterPlan) -> AdapterPlan:
     """Returns a plan whose trainables are changes `{module}.delta` of all weights that a plan's LoRA adapts."""
     targets = plan.lora.targets

@@ -13,12 +13,12 @@ holds exactly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from fedguild.client.cohort import Cohort
-from fedguild.methods.fed_sb.gradient import mean_gradients
 from fedguild.model.adapters.lora import DOWN, UP, Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
@@ -27,28 +27,28 @@ from fedguild.seeding import torch_rng
 from fedguild.server.low_rank import Factors
 
 
-def gradient_sketches(cohort: Cohort, sample: float, size: int, seed: int) -> list[dict[str, Tensor]]:
-    """Returns the sketches of each client's gradients of all adapted weights.
+@contextmanager
+def sketching(cohort: Cohort, size: int, seed: int) -> Iterator[Cohort]:
+    """Puts clients, for the duration of a block, in slots of LoRA whose gradients hold the sketches of the weights'.
 
     Args:
         cohort: The clients, in slots of the plans whose LoRA names the adapted layers.
-        sample: See `mean_gradients`.
         size: k.
         seed: The seed of Ω and Ψ.
 
-    Returns:
-        For each slot `{module}.lora_B` -> G Ω [.., out, k] and `{module}.lora_A` -> Ψ G [.., l, in].
+    Yields:
+        The clients; `sketch_of` takes the sketches out of their gradients.
     """
     plans, model = cohort.model.plans, cohort.model.backbone.info
     factors = sketching_factors(targeted_shapes(model, plans[0].lora.targets), seed, size)
     with cohort.afresh([sketch_plan(plan, size) for plan in plans]) as again:
         for slot in range(len(cohort.work)):
             again.load(slot, factors)
-        return [sketch_of(gradients, size) for gradients in mean_gradients(again, sample)]
+        yield again
 
 
 def sketch_shapes(model: ModelInfo, targets: tuple[str, ...], size: int) -> dict[str, tuple[int, ...]]:
-    """Returns the names and shapes of `gradient_sketches`, those of G Ω first."""
+    """Returns the names and shapes of `sketch_of`, those of G Ω first."""
     weights = targeted_shapes(model, targets)
     left = {f"{module}.{UP}": (*shape[:-1], size) for module, shape in weights.items()}
     right = {f"{module}.{DOWN}": (*shape[:-2], rows_of_psi(size), shape[-1]) for module, shape in weights.items()}
@@ -119,9 +119,13 @@ def sketching_factors(weights: Mapping[str, tuple[int, ...]], seed: int, size: i
 
 
 def sketch_of(gradients: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
-    """Returns Ψ G as `{module}.lora_A` [.., l, in] and G Ω as `{module}.lora_B` [.., out, k], from LoRA's gradients."""
+    """Returns Ψ G as `{module}.lora_A` [.., l, in] and G Ω as `{module}.lora_B` [.., out, k], from LoRA's gradients.
+
+    Gradients of whole weights, `{module}.delta`, stay as they are.
+    """
+    halves = {DOWN: lambda gradient: gradient[..., size:, :], UP: lambda gradient: gradient[..., :size]}
     return {
-        name: (gradient[..., size:, :] if name.endswith("lora_A") else gradient[..., :size]).contiguous()
+        name: halves[leaf](gradient).contiguous() if (leaf := name.rpartition(".")[2]) in halves else gradient
         for name, gradient in gradients.items()
     }
 

@@ -51,7 +51,6 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.observing import observing
-from fedguild.config.privacy import Unit
 from fedguild.methods.fedalign_moe import aggregation as region
 from fedguild.methods.fedalign_moe.measuring import RoutingProfile, measure_routing
 from fedguild.methods.fedalign_moe.observations import FIGURES, expert_figures, observations, reference_figures
@@ -144,10 +143,8 @@ class FedAlignMoe(Method):
         note="An upload leaves out the experts that the client did not activate. After its training a client runs "
         "forward passes over its data, up to `statistics_tokens` tokens, that are not counted.",
     )
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "sends means of the routing and of the experts' inputs"
+    not_private = "sends means of the routing and of the experts' inputs"
+    keeps_for_training = True  # its gate
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a full gate and LoRA on the experts, or full experts, with the budget's active experts."""
@@ -332,10 +329,6 @@ class FedAlignMoe(Method):
         gates = {name: torch.zeros(shape) for name, shape in FullRouter().shapes(model).items()}
         tensors = {**excerpt.part(EXPERTS), **excerpt.part(ADAPTER), **gates, **memory.part(GATE)}
         return Deployment(self.plan(model, client.budget), tensors)
-
-    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the new global experts behind the gate that the client kept."""
-        return self.personalize(excerpt, model, client, memory)
 
     def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
         """Returns per layer: o, the spread of omega, tau and the share of experts with an update that counted."""

@@ -52,7 +52,6 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.config.privacy import Unit
 from fedguild.methods.fedamole.assignment import AssignmentRules, assign_experts, selection_probability
 from fedguild.methods.fedamole.embedding_privacy import privatised
 from fedguild.methods.fedamole.embeddings import Embeddings
@@ -134,6 +133,7 @@ class FedAMoLE(Method):
         note="Clients hold between k^e and b experts of a module; over all of them the mean is E k^c / C.",
     )
     has_global_model = False
+    not_private = "sends embeddings of the clients' examples (method.privacy_eta adds noise that nobody accounts for)"
 
     def __init__(self, settings: FedAMoLESettings, secret: int | None = None) -> None:
         super().__init__(settings)
@@ -154,10 +154,6 @@ class FedAMoLE(Method):
         method.mixture()
         method.rules(clients).require_feasible(clients, method.settings.experts)
         return method
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "sends embeddings of the clients' examples (method.privacy_eta adds noise that nobody accounts for)"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a mixture with room for b experts on every target, whatever the budget."""

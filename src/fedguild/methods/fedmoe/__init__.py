@@ -53,7 +53,6 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.load_balancing import LoadBalancing
 from fedguild.client.observing import observing
-from fedguild.config.privacy import Unit
 from fedguild.methods.fedmoe.adjusting import adjusted_sets, recommendation, similarities, top_peers
 from fedguild.methods.fedmoe.fitting import fitted_sets
 from fedguild.methods.fedmoe.held_experts import HeldExperts
@@ -125,10 +124,7 @@ class FedMoe(Method):
         "many.",
         rounds=3,
     )
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "sends activations of the experts and what its validation says of them"
+    not_private = "sends activations of the experts and what its validation says of them"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA, full routers and a restricted routing; the held experts come with the download."""

@@ -39,7 +39,6 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
-from fedguild.config.privacy import Unit
 from fedguild.methods.flex.grafted_expert import Combine, GraftedExpert, Grafts, source_name
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
@@ -47,7 +46,7 @@ from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.seeding import numpy_rng, torch_rng
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload, in_part
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method, NotPrivate, Upload, in_part
 from fedguild.server.settings import LoraSettings, Rank, Targets, Weights
 from fedguild.server.uploads import mean_adapter
 
@@ -89,10 +88,8 @@ class Flex(Method):
     needs_experts = True
     costs = RUNNING_MEAN
     is_mean = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "chooses the experts that it grafts by their losses on the examples" if unit == "example" else ""
+    not_private = NotPrivate(example="chooses the experts that it grafts by their losses on the examples")
+    keeps_for_training = True  # its grafts
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the shared LoRA and a graft on every MoE layer, with the budget's active experts beside it."""
@@ -100,7 +97,7 @@ class Flex(Method):
         settings = self.settings
         start = 1 / (model.top_k + 1)
         graft = GraftedExpert(settings.graft_rank, settings.alpha / settings.graft_rank, start, settings.combine)
-        shared = Lora(settings.rank, settings.scale, settings.targets)
+        shared = settings.lora
         return AdapterPlan((shared, graft), active_experts_of(model, budget))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
@@ -159,10 +156,6 @@ class Flex(Method):
         if not kept:
             return self.deploy(excerpt, model, client.budget)
         return Deployment(self.plan(model, client.budget), {**excerpt.part(ADAPTER), **kept})
-
-    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the global LoRA with the grafts that the client kept, with which it begins the next round."""
-        return self.personalize(excerpt, model, client, memory)
 
     def _shared(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the plan without the graft."""

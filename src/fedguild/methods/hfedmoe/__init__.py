@@ -45,10 +45,8 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.observing import observing
 from fedguild.client.training import load_received
-from fedguild.config.privacy import Unit
 from fedguild.errors import ConfigError
 from fedguild.methods.hfedmoe.importance import Importance
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
@@ -101,16 +99,13 @@ class HFedMoe(Method):
         note="A client's FLOPs are those of training all experts: the gradients of those not chosen are discarded.",
     )
     is_stepped = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "sends how important each expert is to a client's examples"
+    not_private = "sends how important each expert is to a client's examples"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget; which experts train is chosen in every step."""
         model.require_experts("HFedMoE")
         settings, within = self.settings, require_within_top_k(model, budget)
-        lora = Lora(settings.rank, settings.scale, settings.targets)
+        lora = settings.lora
         return AdapterPlan((lora,), within if settings.active_experts == "budget" else None)
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:

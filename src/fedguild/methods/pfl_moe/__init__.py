@@ -10,7 +10,7 @@ The algorithm, in our words:
     3      client: load the global theta and minimise the mean loss over its response tokens
     4      server: theta = mean_i theta_i, every client alike
     5      client: split its data, 3/4 to personalise with and 1/4 for the gate
-    6      client: theta_p = theta, trained on the 3/4
+    6      client: theta_p = theta, trained on the 3/4                          -> second_training.py
     7      client: freeze both; train g(x) = sigmoid(w . phi(x) + b) on the 1/4 with
                z(x) = g(x) z(x; theta) + (1 - g(x)) z(x; theta_p), z the logits -> gate.py
     8      client: its own model is z(x)                                        -> logit_mixture.py
@@ -41,28 +41,26 @@ from pydantic import Field
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.config.privacy import Unit
 from fedguild.config.training import TrainingSettings
 from fedguild.methods.pfl_moe.gate import GateSettings, train_gates
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture
-from fedguild.model.adapters.lora import Lora
+from fedguild.methods.pfl_moe.second_training import add_cost, second_training
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
-from fedguild.server.method import Deployment, Method, ServerCosts, Upload
-from fedguild.server.settings import Dropout, LoraSettings, Targets
+from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload
+from fedguild.server.settings import DropoutLoraSettings, Rank, Targets
 from fedguild.server.uploads import mean_adapter
 
 RECEIVED, PERSONAL, GATE = "received", "personal", "gate"
 """The parts of a client's memory: theta, theta_p, and w and b."""
 
 
-class PflMoeSettings(LoraSettings):
-    """The options of PFL-MoE."""
+class PflMoeSettings(DropoutLoraSettings):
+    """The options of PFL-MoE; LoRA's are those of both adapters."""
 
-    rank: int = Field(8, ge=1, description="LoRA rank r of both adapters")
+    rank: Rank = 8
     targets: Targets = ("router", "experts")
-    dropout: Dropout = 0.0
     features: Literal["hidden", "embedding"] = Field(
         "hidden",
         description="the gate's features of a prompt: the mean of the frozen backbone's last hidden states (MF), or of "
@@ -94,15 +92,11 @@ class PflMoe(Method):
         note="A client's personal adapter and gate stay with it; their training comes on top of the FLOPs here.",
     )
     is_mean = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "trains a personal model and a gate on the same examples" if unit == "example" else ""
+    not_private = NotPrivate(example="trains a personal model and a gate on the same examples")
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns one LoRA, the same for every budget: in training the two adapters take turns in it."""
-        settings = self.settings
-        return AdapterPlan((Lora(settings.rank, settings.scale, settings.targets, settings.dropout),))
+        return AdapterPlan((self.settings.lora,))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
@@ -119,7 +113,7 @@ class PflMoe(Method):
     def _personalise(self, cohort: Cohort) -> None:
         """Lines 5 to 7, for all clients of the cohort at once; what they keep replaces what they kept before."""
         settings, started = self.settings, time.perf_counter()
-        another = cohort.another(self._personal_training(cohort.settings), "personal")
+        another = second_training(cohort, self._personal_training(cohort.settings), "personal")
         for_gate = [  # line 5
             another.hold_out(slot, settings.gate_share, len(work.examples)) if len(work.examples) > 1 else []
             for slot, work in enumerate(cohort.work)
@@ -134,7 +128,7 @@ class PflMoe(Method):
         gates = train_gates(another, for_gate, received, personal, gate_settings)  # line 7
         for slot, (theta, theta_p, gate) in enumerate(zip(received, personal, gates, strict=True)):
             cohort.keep(slot, Payload.of({RECEIVED: theta, PERSONAL: theta_p, GATE: gate}).tensors)
-        cohort.add_cost(another, time.perf_counter() - started)
+        add_cost(cohort, another, time.perf_counter() - started)
 
     def _personal_training(self, training: TrainingSettings) -> TrainingSettings:
         """Returns the training settings of line 6."""

@@ -52,7 +52,6 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.schedule import learning_rate
 from fedguild.client.training import activation_frequency
-from fedguild.config.privacy import Unit
 from fedguild.errors import ConfigError
 from fedguild.methods.ub_smoe.cosine import CosineMean, cosine_shapes, measured_cosines
 from fedguild.methods.ub_smoe.delivery import Deliveries, can_derive, keep_received, received_gradient
@@ -87,7 +86,6 @@ from fedguild.methods.ub_smoe.pseudo_gradient import (
     scaling_factor,
     unit_per_expert,
 )
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload
@@ -179,16 +177,13 @@ class UbSmoe(Method):
         "O(C n)",
         note="A client that took part in the round before derives the pseudo-gradient; others download it.",
     )
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns why its uploads tell more than an account could hold."""
-        return "sends how often a client's tokens used each expert"
+    not_private = "sends how often a client's tokens used each expert"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts and modulated routing."""
         model.require_experts("UB-SMoE")
         settings = self.settings
-        lora = Lora(settings.rank, settings.scale, settings.targets)
+        lora = settings.lora
         routing = ModulatedRouting(settings.modulation, settings.candidates, settings.gating, settings.phi == "learned")
         return AdapterPlan((lora, routing), require_within_top_k(model, budget))
 

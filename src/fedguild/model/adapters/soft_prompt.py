@@ -1,8 +1,7 @@
 """Soft prompts: n trained vectors in front of every row, in place of the embeddings of n tokens.
 
 B. Lester, R. Al-Rfou, N. Constant, "The Power of Scale for Parameter-Efficient Prompt Tuning",
-EMNLP 2021 (`SoftPrompt`); X. Liu et al., "P-Tuning", ACL 2022 (`EncodedPrompt`, with the MLP of
-peft's PromptEncoder).
+EMNLP 2021.
 
 The rows get n positions in front (`widened`), which a hook on the input embedding fills. Layers, routers and counts
 treat these as ordinary tokens; nothing is predicted at these positions.
@@ -10,16 +9,15 @@ treat these as ordinary tokens; nothing is predicted at these positions.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, relu
+from torch.nn.functional import pad
 
 from fedguild.data.batches import SlotBatch, encode_prompt
 from fedguild.errors import ConfigError
@@ -28,9 +26,6 @@ from fedguild.model.info import ModelInfo
 
 PROMPT = "soft_prompt"
 """Name of the prompt [n, d], which the backbone reads directly."""
-EMBEDDING = "prompt_encoder.embedding"
-"""Name of the encoder's input, [n, d]."""
-LAYERS = 3
 
 
 @dataclass(frozen=True)
@@ -68,71 +63,7 @@ class SoftPrompt(AdapterPart):
         for slot, part in enumerate(parts):
             if part.text:
                 trainable.write(slot, _text_embeddings(host, part.text, part.tokens))
-        _prepend(host, parts, lambda: trainable.stored)
-
-
-@dataclass(frozen=True)
-class EncodedPrompt(AdapterPart):
-    """Trains an embedding [n, d] and the MLP that maps it to the prompt: d -> w -> w -> d with ReLU.
-
-    The trainables are `prompt_encoder.embedding` and, for layer k = 0, 1, 2,
-    `prompt_encoder.layers.k.weight` [out, in] and `.bias` [out].
-
-    Attributes:
-        tokens: n.
-        width: w, the MLP's inner width.
-        hidden: d, the model's hidden size.
-    """
-
-    packs = False
-
-    tokens: int
-    width: int
-    hidden: int
-
-    def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the embedding and of the MLP's weights and biases.
-
-        Raises:
-            ConfigError: the model has another hidden size.
-            ModelError: it is an encoder-decoder model.
-        """
-        model.require_causal("A soft prompt")
-        if model.hidden != self.hidden:
-            raise ConfigError(
-                f"The prompt encoder is made for hidden size {self.hidden}; {model.name} has {model.hidden}."
-            )
-        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.tokens, self.hidden)}
-        for layer, (inputs, outputs) in enumerate(self._sizes()):
-            shapes[_weight(layer)], shapes[_bias(layer)] = (outputs, inputs), (outputs,)
-        return shapes
-
-    def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
-        """Returns torch's initialisation: a normal embedding, weights and biases uniform in ±1/√in."""
-        if name == EMBEDDING:
-            return torch.randn(shape, generator=rng)
-        inputs, _ = self._sizes()[int(name.split(".")[2])]
-        return (torch.rand(shape, generator=rng) * 2 - 1) / math.sqrt(inputs)
-
-    def attach(self, host: AdapterHost, parts: Sequence[EncodedPrompt]) -> None:
-        """Puts the encoded prompt in front of every row and encodes it anew in every pass.
-
-        Raises:
-            ConfigError: the slots' prompts differ in length or width.
-        """
-        if len({part.width for part in parts}) > 1:
-            raise ConfigError("The clients of a cohort must share the width of the prompt encoder.")
-        names = self.shapes(host.backbone.info)
-        _prepend(host, parts, lambda: _encoded({name: host.loaded[name].stored for name in names}))
-
-    def _sizes(self) -> list[tuple[int, int]]:
-        """Returns each layer's (inputs, outputs)."""
-        return list(pairwise([self.hidden, self.width, self.width, self.hidden]))
-
-
-def encoded_prompt(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Returns the prompt [n, d] encoded by the trainables of one slot's `EncodedPrompt`."""
-    return _encoded({name: tensor[None] for name, tensor in tensors.items()})[0]
+        prepend(host, [part.tokens for part in parts], lambda: trainable.stored)
 
 
 def widened(batch: SlotBatch, count: int) -> SlotBatch:
@@ -160,12 +91,19 @@ def widened(batch: SlotBatch, count: int) -> SlotBatch:
     )
 
 
-def _prepend(
-    host: AdapterHost, parts: Sequence[SoftPrompt] | Sequence[EncodedPrompt], prompt: Callable[[], Tensor]
-) -> None:
-    """Widens every batch, and fills the new positions' embeddings with `prompt()` [S, n, d]."""
-    count = parts[0].tokens
-    if any(part.tokens != count for part in parts):
+def prepend(host: AdapterHost, tokens: Sequence[int], prompt: Callable[[], Tensor]) -> None:
+    """Widens every batch, and fills the new positions' embeddings.
+
+    Args:
+        host: Where the part attaches.
+        tokens: n, by slot.
+        prompt: Returns the prompts, [S, n, d].
+
+    Raises:
+        ConfigError: the slots' prompts differ in length.
+    """
+    count = tokens[0]
+    if any(other != count for other in tokens):
         raise ConfigError("The clients of a cohort must have soft prompts of the same number of tokens.")
 
     def fill(_: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -190,20 +128,3 @@ def _text_embeddings(host: AdapterHost, text: str, count: int) -> Tensor:
     chosen = torch.tensor(list(islice(cycle(ids), count)), device=host.device)
     embeddings: Tensor = host.backbone.model.get_input_embeddings().weight.detach()[chosen]
     return embeddings
-
-
-def _encoded(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Returns the prompts [S, n, d] of the slots' embeddings, weights and biases, slots first."""
-    hidden = tensors[EMBEDDING]
-    for layer in range(LAYERS):
-        hidden = torch.baddbmm(tensors[_bias(layer)][:, None], hidden, tensors[_weight(layer)].transpose(1, 2))
-        hidden = relu(hidden) if layer < LAYERS - 1 else hidden
-    return hidden
-
-
-def _weight(layer: int) -> str:
-    return f"prompt_encoder.layers.{layer}.weight"
-
-
-def _bias(layer: int) -> str:
-    return f"prompt_encoder.layers.{layer}.bias"

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
-from fedguild import student
+from fedguild import confidence
 from fedguild.errors import ModelError
 from fedguild.files import write_text
 
@@ -115,7 +115,7 @@ def interval_over_seeds(differences: Sequence[float]) -> Interval:
     Raises:
         ValueError: there are fewer than two seeds.
     """
-    mean, half = fmean(differences), student.half_width(stdev(differences), len(differences))
+    mean, half = fmean(differences), confidence.half_width(stdev(differences), len(differences))
     return Interval(mean, mean - half, mean + half)
 
 
@@ -136,7 +136,7 @@ def interval_over_questions(differences: Sequence[float], weights: Sequence[floa
     mean = math.fsum(differences) / total
     residuals = [difference - mean * weight for difference, weight in zip(differences, weights, strict=True)]
     deviation = math.sqrt(math.fsum(residual**2 for residual in residuals) / (count - 1))
-    half = NormalDist().inv_cdf((1 + student.CONFIDENCE) / 2) * deviation * math.sqrt(count) / total
+    half = NormalDist().inv_cdf((1 + confidence.CONFIDENCE) / 2) * deviation * math.sqrt(count) / total
     return Interval(mean, mean - half, mean + half)
 
 

@@ -1,4 +1,4 @@
-"""Student's t for a mean of few values."""
+"""Confidence interval of a mean of few values, by Student's t."""
 
 from __future__ import annotations
 

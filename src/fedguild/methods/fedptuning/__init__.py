@@ -5,6 +5,7 @@ Prompt Tuning Can Be Comparable to Fine-tuning Across Scales and Tasks", ACL 202
 
 The algorithm, in our words:
     1  server: start E (n_v x d) and the layers of MLP: d -> w -> w -> d with ReLU between
+                                                                       -> encoded_prompt.py
     2  each round, for the sampled clients i:
     3      client: E_i = E, MLP_i = MLP
     4      client: minimise the mean loss over its response tokens, MLP_i(E_i) in front of every text
@@ -32,8 +33,8 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.config.privacy import Unit
-from fedguild.model.adapters.soft_prompt import PROMPT, EncodedPrompt, SoftPrompt, encoded_prompt
+from fedguild.methods.fedptuning.encoded_prompt import EncodedPrompt, encoded_prompt
+from fedguild.model.adapters.soft_prompt import PROMPT, SoftPrompt
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
@@ -60,10 +61,7 @@ class FedPTuning(Method):
     settings: FedPTuningSettings
     costs = RUNNING_MEAN
     is_mean = True
-
-    def privacy_refusal(self, unit: Unit) -> str:
-        """Returns nothing: its uploads are the received adapters, after plain training."""
-        return ""
+    not_private = ""  # its uploads are the received adapters, after plain training
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns an encoded prompt and no LoRA, the same for every budget."""

@@ -1,0 +1,47 @@
+"""A second training of the same clients within a round, in the same slots."""
+
+from __future__ import annotations
+
+from fedguild.client.cohort import Cohort
+from fedguild.config.training import TrainingSettings
+from fedguild.seeding import derive
+
+
+def second_training(cohort: Cohort, settings: TrainingSettings, purpose: str) -> Cohort:
+    """Returns the same clients in the same slots, for a training beside the round's own.
+
+    Its optimizer and its reports are new; `add_cost` adds the reports. Its held-out examples, batches and dropout are
+    drawn anew.
+
+    Args:
+        cohort: The clients.
+        settings: The settings of this training.
+        purpose: Separates its randomness from the cohort's.
+
+    Raises:
+        ConfigError: the cohort trains with differential privacy per example, whose account is for one training.
+    """
+    cohort.require_not_private("trains twice in a round")
+    return Cohort(
+        cohort.model,
+        cohort.work,
+        settings,
+        round_index=cohort.round,
+        seed=derive(cohort.seed, purpose),
+        pad_id=cohort.pad_id,
+    )
+
+
+def add_cost(cohort: Cohort, second: Cohort, seconds: float) -> None:
+    """Adds the tokens and examples of a second training to a cohort's reports, and its time; steps and loss stay.
+
+    Args:
+        cohort: The clients.
+        second: What `second_training` returned, after its training.
+        seconds: Its duration, shared among the clients in proportion to their tokens.
+    """
+    total = sum(report.tokens for report in second.reports)
+    for report, more in zip(cohort.reports, second.reports, strict=True):
+        report.tokens += more.tokens
+        report.examples += more.examples
+        report.seconds += seconds * more.tokens / max(1, total)

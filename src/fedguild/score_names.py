@@ -1,0 +1,37 @@
+"""Names of a run's summary scores: means over its budgets or its clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal, get_args
+
+Score = Literal["mean", "mtal", "trained", "received", "pooled"]
+"""The mean over budgets of the global model, or a mean over clients; see `MEANINGS`."""
+Scope = Literal["budget", "client", "trained", "received", "pooled", "summary"]
+"""Whose score a record has: the global model at a budget; a client's own model, the same as trained, as received, and
+as received on all clients' data; or one of `SCORES`.
+"""
+SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
+MEAN: Final = "mean"
+MTAL: Final = "mtal"
+TRAINED: Final = "trained"
+RECEIVED: Final = "received"
+POOLED: Final = "pooled"
+SCORES: Final[tuple[Score, ...]] = (MEAN, MTAL, TRAINED, RECEIVED, POOLED)
+HEADLINES: Final[tuple[Score, ...]] = (MEAN, MTAL, TRAINED, RECEIVED)
+"""The scores of which the first that a run has stands for it."""
+MEANINGS: Final[Mapping[str, str]] = {
+    MEAN: "global model, mean over budgets",
+    MTAL: "own models on own data (MTAL)",
+    TRAINED: "clients' models as trained, on own data",
+    RECEIVED: "clients' models as received, on own data",
+    POOLED: "clients' models as received, on all data",
+}
+TITLES: Final[Mapping[str, str]] = {
+    MEAN: "mean",
+    MTAL: "MTAL",
+    TRAINED: "as trained",
+    RECEIVED: "as received",
+    POOLED: "pooled",
+}
+"""The columns' titles in a table."""

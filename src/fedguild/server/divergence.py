@@ -1,0 +1,83 @@
+"""Training that diverges: checks of a round's state, uploads and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from fedguild.errors import CheckpointError, DivergedError
+from fedguild.payload import Payload
+from fedguild.server.guard import not_finite
+from fedguild.server.round import Outcome
+
+NEARLY_GUESSING, WORSE_THAN_UNTRAINED, WORSE_THAN_GUESSING = 0.85, 1.5, 2.0
+"""Multiples of losses above which training is taken to have diverged; see `require_learning`."""
+DIVERGED_HINT = (
+    "The last complete round is untouched, but resuming repeats this one: start again with a lower "
+    "training.learning_rate or training.clip_norm."
+)
+
+
+def require_finite_uploads(outcome: Outcome, reasons: Mapping[str, str]) -> None:
+    """Raises DivergedError where every client trained until its values were no longer finite."""
+    if outcome.accepted or not outcome.asked or any(one.index not in outcome.not_finite for one in outcome.asked):
+        return
+    listed = "".join(f"\n  {client}: {reason}" for client, reason in sorted(reasons.items()))
+    raise DivergedError(
+        f"The training of round {outcome.round} diverged: 0 of {len(outcome.asked)} clients delivered a valid upload."
+        f"{listed}",
+        DIVERGED_HINT,
+    )
+
+
+def require_finite(state: Payload, when: str) -> None:
+    """Raises CheckpointError where a state has NaN or infinity."""
+    broken = not_finite(state)
+    if broken:
+        raise CheckpointError(
+            f"The state {when} has NaN or infinity in '{broken}'; it is not saved.",
+            "`fedguild resume FOLDER --round N` goes back to the checkpoint of an earlier round; training that "
+            "diverges needs a lower learning rate or training.clip_norm.",
+        )
+
+
+def require_learning(
+    outcome: Outcome, limit: float | Literal["auto"] | None, vocabulary: int, untrained: float | None = None
+) -> None:
+    """Raises if a round's training diverged by its clients' losses, each the mean over its steps.
+
+    The median client counts, so that a minority cannot stop a run by what it reports; losses that are withheld for
+    privacy do not count. A model whose values overflow predicts every token alike, with the loss ln V.
+
+    Args:
+        outcome: The round.
+        limit: `training.loss_limit`; auto: 2 ln V or, if `untrained` is known, the larger of 0.85 ln V and 1.5 times
+            that.
+        vocabulary: V, the number of tokens that the model chooses from.
+        untrained: The backbone's own loss on training texts, nats per response token; None if it is not known.
+
+    Raises:
+        DivergedError: the loss is not finite, or above the limit.
+    """
+    if limit is None:
+        return
+    guessing = math.log(vocabulary)
+    if limit != "auto":
+        highest = limit
+    elif untrained is None:
+        highest = WORSE_THAN_GUESSING * guessing
+    else:
+        highest = max(NEARLY_GUESSING * guessing, WORSE_THAN_UNTRAINED * untrained)
+    reports = [one.report for one in outcome.deliveries if one.task.client.index in outcome.accepted]
+    losses = sorted(math.inf if math.isnan(one.loss) else one.loss for one in reports if not one.withheld and one.steps)
+    middle = losses[(len(losses) - 1) // 2] if losses else 0.0
+    if middle <= highest:
+        return
+    others = f"guessing every token alike has {guessing:.4g}"
+    others += "" if untrained is None else f", the backbone without training {untrained:.4g}"
+    raise DivergedError(
+        f"The training of round {outcome.round} diverged: the median client's loss is {middle:.4g} nats per token, "
+        f"above the limit of {highest:.4g} (training.loss_limit); {others}.",
+        DIVERGED_HINT,
+    )

@@ -1,0 +1,292 @@
+"""Intake of a round's uploads: asking, checking, counting, and handing the valid ones to the aggregate.
+
+All failures of clients and of the network are handled here: a missing upload is requested again or skipped, an invalid
+or unexpected one is left out and recorded, and too few valid uploads are an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import cast
+
+from fedguild.errors import NotFiniteError, UploadError
+from fedguild.payload import Payload
+from fedguild.server.diagnosis import Diagnosis
+from fedguild.server.divergence import require_finite_uploads
+from fedguild.server.engine import Delivery, Task, Terms
+from fedguild.server.guard import LARGEST_TRAINED, LARGEST_VALUE, Guard, largest_value
+from fedguild.server.method import Upload
+from fedguild.server.optimizer import without_momentum
+from fedguild.server.private_mean import PrivateMean
+from fedguild.server.round import Outcome, RoundSetup, Stray
+from fedguild.server.sampling import require_quorum
+from fedguild.server.secure_round import Peers, SecureAggregation
+from fedguild.server.validation import check_size, check_upload, unusable
+from fedguild.wire.accounting import count_traffic, size_bytes
+from fedguild.wire.codec import shrunk_shapes
+from fedguild.wire.schema import printable
+
+NOTHING = "nothing was delivered"
+
+
+class Intake:
+    """Asks the clients of one round and sorts their deliveries into an outcome."""
+
+    def __init__(
+        self,
+        setup: RoundSetup,
+        outcome: Outcome,
+        tasks: Sequence[Task],
+        wanted: int,
+        accepted_before: Collection[int],
+    ) -> None:
+        self.setup, self.outcome, self.wanted = setup, outcome, wanted
+        self.method, self.model, self.rules, self.note = setup.method, setup.model, setup.rules, setup.note
+        self.accepted_before = frozenset(accepted_before)
+        self.tasks = {task.client.index: task for task in tasks}
+        self.accepted: set[int] = set()
+        self.unneeded: set[int] = set()
+        self.retried: set[int] = set()
+        self.arrived: dict[int, Delivery] = {}
+        self.late: dict[int, Delivery] = {}
+        self.diagnosis = Diagnosis(without_momentum(outcome.state), setup.model) if setup.diagnose else None
+
+    def uploads(self) -> Generator[Upload, None, None]:
+        """Trains the clients, with the retries that the rules allow; yields the uploads to aggregate, records all."""
+        for attempt in range(1 + self.rules.retries):
+            tasks = [task for index, task in self.tasks.items() if index not in self.accepted]
+            missing = self.wanted - len(self.accepted)
+            if missing == 0:
+                break
+            if attempt and self.setup.again is not None:
+                may = {client.index for client in self.setup.again(self.outcome.round, [task.client for task in tasks])}
+                tasks = [task for task in tasks if task.client.index in may]
+            if not tasks:
+                break
+            if attempt:
+                self.retried.update(task.client.index for task in tasks)
+            terms = Terms(self.rules.deadline_seconds, enough=missing if missing < len(tasks) else None)
+            asked = [task.client.index for task in tasks]
+            self.note("asked", round=self.outcome.round, attempt=attempt, clients=asked)
+            arriving = self.setup.engine.train(self.method, self.model, tasks, terms)
+            while True:
+                with self.outcome.clock.phase("train"):
+                    delivery = next(arriving, None)
+                if delivery is None:
+                    break
+                with self.outcome.clock.phase("validate"):
+                    upload = self._sorted_in(delivery)
+                self._tell_of(delivery)
+                if upload is not None:
+                    yield self._seen(upload)
+        self.note("phase", phase="aggregate")
+        yield from self._late_uploads()
+
+    def _seen(self, upload: Upload) -> Upload:
+        """Returns an upload that is to be aggregated, after the diagnosis has looked at it."""
+        if self.diagnosis is not None:
+            self.diagnosis.look_at(upload)
+        return upload
+
+    def _with_downloads(self, uploads: Iterable[Upload]) -> Iterator[tuple[Upload, Payload]]:
+        """Yields each upload with the download that it answers."""
+        for upload in uploads:
+            index = upload.client.index
+            task = self.tasks[index] if upload.round == self.outcome.round else self.late[index].task
+            yield upload, task.download
+
+    def withdraw(self, upload: Upload, reason: str) -> None:
+        """Records that an upload, accepted as it arrived, is not aggregated after all."""
+        index, reason = upload.client.index, printable(reason)
+        if upload.round == self.outcome.round:
+            self.accepted.discard(index)
+            self.outcome.rejected[index] = reason
+            self.note("withdrawn", client=index, reason=reason)
+        strays = self.outcome.strays
+        for position, stray in enumerate(strays):
+            if (stray.round, stray.client, stray.dropped) == (upload.round, index, ""):
+                strays[position] = replace(stray, dropped=reason)
+        if self.diagnosis is not None:
+            self.diagnosis.forget(upload)
+
+    def protected(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+        """Returns the method's next state by way of the round's protection."""
+        number, protection = self.outcome.round, self.setup.protection
+        if isinstance(protection, SecureAggregation):
+            return self._aggregated_securely(protection, state, list(uploads))
+        answered = self._with_downloads(uploads)
+        if isinstance(protection, PrivateMean):
+            return protection.aggregate(
+                self.method, state, answered, self.withdraw, round_index=number, wanted=self.wanted
+            )
+        assert protection is not None
+        bounded = {name for task in self.tasks.values() for name in self.method.bounds(self.model, task.client)}
+        return protection.aggregate(self.method, state, answered, self.withdraw, bounded)
+
+    def _aggregated_securely(self, secure: SecureAggregation, state: Payload, uploads: Sequence[Upload]) -> Payload:
+        """Returns the aggregate of what the clients keep; each client's report becomes the mean over the clients."""
+        outcome, peers = self.outcome, cast(Peers, self.setup.engine)
+        reasons = {self.tasks[index].client.name: reason for index, reason in outcome.rejected.items()}
+        require_quorum(len(self.accepted), self.wanted, self.rules.quorum, reasons)
+        result = secure.aggregate(outcome.round, self.method, state, self.model, peers, uploads)
+        for upload in uploads:
+            index = upload.client.index
+            outcome.traffic[index] = outcome.traffic[index] + result.traffic[index]
+            if index in result.dropped:
+                self.withdraw(upload, result.dropped[index])
+            self.arrived[index] = replace(self.arrived[index], report=result.report, frequency=result.frequency)
+        outcome.faults = {index: printable(fault) for index, fault in result.faults.items()}
+        outcome.bounds = dict(result.bounds)
+        return result.state
+
+    def close(self) -> None:
+        """Completes the outcome: every client that was asked is accepted, rejected or not needed.
+
+        Raises:
+            DivergedError: every upload has NaN or infinity.
+            QuorumError: there were too few valid uploads.
+        """
+        outcome = self.outcome
+        for index, task in self.tasks.items():
+            if index not in self.arrived:
+                self._count(task, None)
+                outcome.rejected[index] = NOTHING
+        outcome.accepted = sorted(self.accepted)
+        outcome.unneeded = sorted(self.unneeded)
+        outcome.retried = sorted(self.retried)
+        outcome.deliveries = [self.arrived[index] for index in self.tasks if index in self.arrived]
+        if self.diagnosis is not None:
+            outcome.observations = self.diagnosis.observations(outcome.frequencies())
+        reasons = {
+            self.tasks[index].client.name: outcome.rejected[index] for index in self.tasks if index in outcome.rejected
+        }
+        require_finite_uploads(outcome, reasons)
+        require_quorum(len(outcome.accepted), self.wanted, self.rules.quorum, reasons)
+
+    def _sorted_in(self, delivery: Delivery) -> Upload | None:
+        """Records a delivery; returns its upload if it is to be aggregated now."""
+        outcome, index = self.outcome, delivery.task.client.index
+        if delivery.task.round != outcome.round or index not in self.tasks:
+            self._set_aside(delivery)
+            return None
+        if index in self.accepted:
+            self._stray(delivery, f"the client's upload of round {outcome.round} was aggregated already")
+            return None
+        delivery = self._counted(delivery)
+        self.arrived[index] = replace(delivery, upload=None)
+        outcome.rejected.pop(index, None)
+        self.unneeded.discard(index)
+        if not delivery.needed or len(self.accepted) == self.wanted:
+            self.unneeded.add(index)
+            return None
+        reason = delivery.failure or ("" if delivery.kept else self._rejection(self.tasks[index], delivery.upload))
+        if reason or delivery.upload is None:
+            outcome.rejected[index] = printable(reason or NOTHING) + _blame(self.tasks[index].download)
+            return None
+        self.accepted.add(index)
+        return Upload(outcome.round, delivery.task.client, delivery.upload)
+
+    def _tell_of(self, delivery: Delivery) -> None:
+        """Notes what became of a delivery of this round."""
+        index, outcome = delivery.task.client.index, self.outcome
+        if delivery.task.round == outcome.round and index in self.tasks:
+            reason, needed = outcome.rejected.get(index, ""), index not in self.unneeded
+            self.note("delivered", client=index, reason=reason, needed=needed)
+
+    def _set_aside(self, delivery: Delivery) -> None:
+        """Keeps an upload of the round before if the rules allow it; drops all others."""
+        if delivery.upload is None:
+            return
+        index, age = delivery.task.client.index, self.outcome.round - delivery.task.round
+        if age == 0:
+            self._stray(delivery, "the client was not asked in this round")
+        elif age < 0:
+            self._stray(delivery, f"it is of round {delivery.task.round}, but this is round {self.outcome.round}")
+        elif age > 1 or self.rules.late == "drop":
+            self._stray(delivery, f"it is {age} round(s) late")
+        elif index in self.accepted_before or index in self.late:
+            self._stray(delivery, f"the client's upload of round {delivery.task.round} was aggregated already")
+        else:
+            self.late[index] = delivery
+
+    def _late_uploads(self) -> Iterator[Upload]:
+        """Yields the uploads of the round before whose clients delivered no newer one, in client order."""
+        for index, delivery in sorted(self.late.items()):
+            if index in self.accepted:
+                self._stray(delivery, f"the client's upload of round {self.outcome.round} was aggregated instead")
+                continue
+            with self.outcome.clock.phase("validate"):
+                reason = self._rejection(delivery.task, delivery.upload)
+            self._stray(delivery, reason)
+            if not reason and delivery.upload is not None:
+                yield self._seen(Upload(delivery.task.round, delivery.task.client, delivery.upload))
+
+    def _rejection(self, task: Task, upload: Payload | None) -> str:
+        """Returns the fault of a task's upload; empty if it has none."""
+        if upload is None:
+            return NOTHING
+        client = task.client.name
+        if isinstance(
+            self.setup.protection, PrivateMean
+        ):  # a rejection would tell of the upload, before there is noise on it
+            upload = Payload(
+                {name: tensor.nan_to_num(0, 0, 0) for name, tensor in upload.tensors.items()}, upload.scalars
+            )
+        try:
+            if self.rules.upload_limit_bytes is not None:
+                check_size(self._size_bytes(upload), self.rules.upload_limit_bytes, client=client)
+            expected = self.method.expected_upload(self.model, task.client, task.download)
+            check_upload(
+                upload,
+                expected,
+                client=client,
+                norm_limit=self.rules.norm_limit,
+                expected_scalars=self.method.expected_scalars(task.download),
+                largest_value=guard.largest_value if isinstance(guard := self.setup.protection, Guard) else None,
+                bounds=self.method.bounds(self.model, task.client),
+            )
+        except UploadError as error:
+            if isinstance(error, NotFiniteError):
+                self.outcome.not_finite.add(task.client.index)
+            return error.message
+        return ""
+
+    def _counted(self, delivery: Delivery) -> Delivery:
+        """Counts a delivery's bytes; returns it, without its upload if that cannot even be counted."""
+        task = self.tasks[delivery.task.client.index]
+        try:
+            self._count(task, None if delivery.kept else delivery.upload)
+        except Exception as error:
+            self._count(task, None)
+            return replace(delivery, upload=None, failure=unusable(error))
+        return delivery
+
+    def _count(self, task: Task, upload: Payload | None) -> None:
+        """Adds an attempt's bytes to its client's."""
+        index = task.client.index
+        traffic = count_traffic(self.outcome.round, index, task.download, upload, self.rules.codec)
+        before = self.outcome.traffic.get(index)
+        self.outcome.traffic[index] = traffic if before is None else before + traffic
+
+    def _size_bytes(self, upload: Payload) -> int:
+        return size_bytes(shrunk_shapes(upload, self.rules.codec))
+
+    def _stray(self, delivery: Delivery, dropped: str) -> None:
+        try:
+            size = 0 if delivery.upload is None else self._size_bytes(delivery.upload)
+        except Exception as error:
+            size, dropped = 0, unusable(error)
+        self.outcome.strays.append(Stray(delivery.task.round, delivery.task.client.index, size, printable(dropped)))
+
+
+def _blame(download: Payload) -> str:
+    """Returns what a rejection adds where the client was given values from which nobody could train."""
+    largest = largest_value(download)
+    if largest <= LARGEST_TRAINED:
+        return ""
+    verb = "is not" if largest > LARGEST_VALUE else "may not be"
+    return (
+        f" The client {verb} to blame: it was sent values up to {largest:.4g}, which an earlier round brought into the "
+        "state; `resume --round` goes back before it."
+    )

@@ -1,0 +1,131 @@
+"""One round: the objects that it is run with, the same in all rounds, and its outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from fedguild.activity import Note, unnoted
+from fedguild.client.budget import ClientInfo
+from fedguild.config.federation import FederationSettings
+from fedguild.model.info import ModelInfo
+from fedguild.payload import Payload
+from fedguild.server.clock import Clock
+from fedguild.server.engine import Delivery, Engine
+from fedguild.server.guard import Guard
+from fedguild.server.method import Method, Observation
+from fedguild.server.private_mean import PrivateMean
+from fedguild.server.secure_round import SecureAggregation
+from fedguild.wire.accounting import Traffic
+
+Again = Callable[[int, Sequence[ClientInfo]], Sequence[ClientInfo]]
+"""Round and clients -> those of them that may be asked once more."""
+
+
+@dataclass(frozen=True)
+class RoundSetup:
+    """The objects that every round of a run is run with.
+
+    Attributes:
+        method: The method.
+        model: The backbone's description.
+        engine: The engine that trains the clients.
+        rules: The rules of sampling, quorum and valid uploads.
+        seed: The run's seed, for the sampling.
+        protection: What stands between the uploads and the method's own `aggregate`, with `None` nothing. A guard
+            protects the state against valid uploads: the server holds them on disk and aggregates after the last. With
+            secure aggregation the server sees no upload, and the engine is one of its `Peers`. A private mean is
+            central differential privacy.
+        again: Decides before each further attempt who is asked once more; None for everybody whose upload is missing.
+        diagnose: Whether to look at what averaging does to the uploads; a round's uploads are then all held.
+        note: Takes what happens in a round, for whoever watches.
+    """
+
+    method: Method
+    model: ModelInfo
+    engine: Engine
+    rules: FederationSettings
+    seed: int
+    protection: Guard | SecureAggregation | PrivateMean | None = None
+    again: Again | None = None
+    diagnose: bool = False
+    note: Note = unnoted
+
+
+@dataclass(frozen=True)
+class Stray:
+    """An unexpected upload: of an earlier round, a second time, or unrequested.
+
+    Attributes:
+        round: The round that it belongs to.
+        client: The index of its client.
+        upload_bytes: Its size.
+        dropped: The reason why it was not aggregated; empty if it was.
+    """
+
+    round: int
+    client: int
+    upload_bytes: int
+    dropped: str = ""
+
+
+@dataclass
+class Outcome:
+    """A completed round.
+
+    Attributes:
+        round: Its number, from 1.
+        state: The method's state after it.
+        asked: The clients that were asked.
+        deliveries: The last delivery of each of them, without its upload, in client order.
+        traffic: Bytes of each asked client over all its attempts.
+        rejected: Client index -> the reason why its upload was not aggregated.
+        accepted: Indices of the clients whose upload of this round was aggregated.
+        unneeded: Indices of the clients that the engine did not wait for because enough others had delivered.
+        retried: Indices of the clients that were asked more than once.
+        strays: Unexpected uploads.
+        faults: Client index -> what it did wrong in a secure aggregation that the others could make good.
+        bounds: Name of a mean of a secure round -> the largest error of fixed point in it.
+        observations: What averaging did to the uploads, where that is asked for.
+        not_finite: Indices of the clients that sent an upload with NaN or infinity.
+        phase_seconds: Wall time by phase.
+    """
+
+    round: int
+    state: Payload
+    asked: list[ClientInfo]
+    deliveries: list[Delivery] = field(default_factory=list)
+    traffic: dict[int, Traffic] = field(default_factory=dict)
+    rejected: dict[int, str] = field(default_factory=dict)
+    accepted: list[int] = field(default_factory=list)
+    unneeded: list[int] = field(default_factory=list)
+    retried: list[int] = field(default_factory=list)
+    strays: list[Stray] = field(default_factory=list)
+    faults: dict[int, str] = field(default_factory=dict)
+    bounds: dict[str, float] = field(default_factory=dict)
+    observations: list[Observation] = field(default_factory=list)
+    not_finite: set[int] = field(default_factory=set)
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.phase_seconds)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that the round moved, both ways, further attempts and unexpected uploads included."""
+        counted = sum(one.download_bytes + one.upload_bytes for one in self.traffic.values())
+        return counted + sum(stray.upload_bytes for stray in self.strays)
+
+    def tokens(self) -> dict[int, int]:
+        """Returns client index -> training tokens."""
+        return {delivery.task.client.index: delivery.report.tokens for delivery in self.deliveries}
+
+    def frequencies(self) -> dict[int, Tensor]:
+        """Returns client index -> [L, M] activation frequency, of the accepted clients that reported one."""
+        return {
+            delivery.task.client.index: delivery.frequency
+            for delivery in self.deliveries
+            if delivery.frequency is not None and delivery.task.client.index in self.accepted
+        }
