@@ -22,8 +22,9 @@ Invoke = Callable[..., Result]
 
 @pytest.fixture
 def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
-    """Calls `fedguild ARGUMENTS...` in an empty folder."""
+    """Calls `fedguild ARGUMENTS...` in an empty folder, with its output piped."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)  # some libraries set it for the whole process
     runner = CliRunner()
     return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
 

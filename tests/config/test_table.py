@@ -31,10 +31,14 @@ def test_every_cell_of_a_shipped_table_is_a_config_of_a_known_method(name: str) 
     table = shipped(name).load()
     cells = table_cells(name, table)
     assert len(cells) == len(table.rows) * len(table.columns)
+    seen = set()
     for cell in cells:
         config = cell.config()
         assert config.name == cell.row
-        check_config(config)
+        what = config.model_dump_json(exclude={"name": True, "data": {"partition"}, "training": {"learning_rate"}})
+        if what not in seen:
+            check_config(config)
+        seen.add(what)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
     if path.resolve() in children:
         raise ConfigError(f"{path} extends itself, through {', '.join(str(child) for child in children)}.")
     try:
-        settings = parse(path.read_text("utf-8"), str(path))
+        settings = _packaged(path) if path.is_relative_to(PRESETS_FOLDER) else parse(path.read_text("utf-8"), str(path))
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(
@@ -149,6 +150,12 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
             raise ConfigError(f"{path}: extends: must name one preset or file, got {parent!r}.")
         yield from _file_layers(_find(parent, beside=path.parent), (*children, path.resolve()))
     yield Layer(str(path), _written_out(settings))
+
+
+@cache
+def _packaged(path: Path) -> Any:
+    """Returns what a preset's file says, read once in a process; nobody changes it."""
+    return parse(path.read_text("utf-8"), str(path))
 
 
 def _override_layer(override: str) -> Layer:
