@@ -15,6 +15,7 @@ from fedguild.api.cells import Cell
 from fedguild.config import load_config, tables
 from fedguild.model.english import tasks as english
 from fedguild.report.recorded import CellRecord
+from tests.costs.test_published import all_compared
 from tests.report.runs import FLAME_FINAL, write_run
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +38,9 @@ def generate() -> ModuleType:
     return loaded("generate")
 
 
-def test_tables_and_indexes_are_up_to_date(generate: ModuleType) -> None:
+def test_tables_and_indexes_are_up_to_date(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = {id(row.claim): row for row in all_compared()}
+    monkeypatch.setattr(generate, "compare", lambda claim, build: ours[id(claim)])
     pages = sorted(str(page.relative_to(ROOT)) for page in generate.outdated())
     assert not pages, f"{', '.join(pages)}: not up to date. Run `make docs`."
 

@@ -37,6 +37,7 @@ def rehearse(gpu: Any, folder: Path, only: str, *more: str) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())["cases"]
 
 
+@pytest.mark.long
 def test_every_system_at_small_sizes(gpu, tmp_path):
     """One layout; a second call measures nothing again; the page shows each case and the gain over peft."""
     found = rehearse(gpu, tmp_path, "OLMoE-1B-7B | ")

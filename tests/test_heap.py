@@ -45,7 +45,11 @@ def test_a_freed_tensors_pages_serve_the_next_one():
 
 @pytest.mark.skipif(not is_glibc(), reason="needs glibc")
 @pytest.mark.parametrize(
-    "setting", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}]
+    "setting",
+    [
+        {"MALLOC_TRIM_THRESHOLD_": "131072"},
+        pytest.param({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, marks=pytest.mark.long),
+    ],
 )
 def test_settings_of_the_user_stay(setting):
     kept, part = freed_and_needed_again(**setting)

@@ -101,7 +101,7 @@ def train(backbone, slots, monkeypatch, *, dropout=0.3, active=(2, 4), lengths=(
 
 @pytest.mark.parametrize(
     ("names", "lengths"),
-    [((), (9, 3, 5, 5)), ((), (6, 6, 6, 6)), (OURS, (9, 3, 5, 5))],
+    [((), (9, 3, 5, 5)), ((), (6, 6, 6, 6)), pytest.param(OURS, (9, 3, 5, 5), marks=pytest.mark.long)],
     ids=["packed", "without padding", "by kernels"],
 )
 def test_the_host_waits_for_the_losses_alone(names, lengths, monkeypatch):

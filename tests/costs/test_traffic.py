@@ -23,7 +23,7 @@ from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.wire.accounting import HEADER, bytes_by_part
 from fedguild.wire.codec import encode
-from tests.methods.test_matrix import ALIKE, CASES, CLIENTS, cases, cases_variants_long, fresh, train
+from tests.methods.test_matrix import ALIKE, CASES, CLIENTS, cases, cases_alike_long, cases_variants_long, fresh, train
 
 FLOAT_DIGITS = 24
 """A floating-point scalar is JSON in the header, `0.1` or `0.30000000000000004`."""
@@ -78,7 +78,7 @@ def assert_between(found: Counted, exchange: Exchange) -> None:
         assert_same(found, most)
 
 
-@pytest.mark.parametrize("label", cases_variants_long())
+@pytest.mark.parametrize("label", cases_alike_long())
 def test_the_bytes_of_the_profile_are_those_of_a_real_run(label: str, tmp_path: Path) -> None:
     """Part by part, for every client, in the first round and in later ones."""
     varies = METHODS.load(label.partition(" ")[0]).costs.varies

@@ -1,6 +1,6 @@
 """Every preset that ships fits its data and its model; one per (method with options, model) runs a step.
 
-Those on the English model, which have the methods and data of those on the embedded one, run in `make test-long`.
+Where only the model differs, and on the English model, it runs in `make test-long`.
 
 Tiny presets run as they are, others on a tiny model of the same architecture; so does the English model, whose weights
 may be absent.
@@ -87,6 +87,13 @@ DEALT = first_of_each(
 """One preset per way of dealing data to clients."""
 AS_IT_IS = {name.split("/")[0]: name for name in RUN if SHIPPED[name].model.path not in PACKAGED}.values()
 """One preset of each method on a real model, in its own dtype; for bfloat16 a CPU compiles a kernel for every shape."""
+SOON = {
+    *AS_IT_IS,
+    *first_of_each(
+        (name, (SHIPPED[name].method.name, json.dumps(SHIPPED[name].method.options, sort_keys=True))) for name in RUN
+    ),
+}
+"""What runs in `make test`: one preset per method with options, and one of each method on a real model."""
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +232,8 @@ def test_a_preset_deals_its_data(preset: str, data: dict[str, list[str]]) -> Non
 
 
 @pytest.mark.parametrize(
-    "preset", [pytest.param(name, marks=pytest.mark.long if "/english-" in name else ()) for name in RUN]
+    "preset",
+    [pytest.param(name, marks=pytest.mark.long if "/english-" in name or name not in SOON else ()) for name in RUN],
 )
 def test_a_preset_runs_a_step(preset: str, data: dict[str, list[str]], models: dict[str, Path], tmp_path: Path) -> None:
     shipped = SHIPPED[preset]

@@ -161,6 +161,18 @@ def test_every_registered_method_has_its_case() -> None:
     assert not missing, f"Give {', '.join(sorted(missing))} small settings in CASES, so that the proofs cover it."
 
 
+ALIKE = (
+    *("a3smoe", "fedavg", "fedex-lora", "fedprompt", "fedprox", "fedptuning", "fedsa-lora", "ffa-lora", "flexlora"),
+    *("florist", "hetlora", "smoe-llb", "trivial"),
+)
+"""Methods whose runs keep and send nothing of a kind that another's do not.
+
+Their training beside others, their uploads and rounds without some clients are proven in `make test`; what else is
+proven of a method, by whole runs and over Flower too, in `make test-long`. All others, new ones among them, have all of
+it in `make test`.
+"""
+
+
 def cases() -> list[str]:
     """The cases of the methods that are registered."""
     return [label for label in CASES if label.partition(" ")[0] in METHODS]
@@ -169,6 +181,14 @@ def cases() -> list[str]:
 def cases_variants_long() -> list[Any]:
     """The same; a method's further cases, with other options, belong to `make test-long`."""
     return [pytest.param(label, marks=pytest.mark.long if " " in label else ()) for label in cases()]
+
+
+def cases_alike_long() -> list[Any]:
+    """The same; so do the cases of methods like others."""
+    return [pytest.param(label, marks=pytest.mark.long if " " in label or label in ALIKE else ()) for label in cases()]
+
+
+WHOLE_RUNS = [pytest.param(label, marks=pytest.mark.long if label in ALIKE else ()) for label in sorted(METHODS)]
 
 
 def method_of(label: str) -> Method:
@@ -226,7 +246,7 @@ def norm(tensors: Iterator[Tensor]) -> float:
 # What a real client is sent of the state
 
 
-@pytest.mark.parametrize("label", cases_variants_long())
+@pytest.mark.parametrize("label", cases_alike_long())
 def test_a_client_has_its_model_from_what_it_is_sent(label: str, tmp_path: Path) -> None:
     """Before it ever took part and after each round, through the wire's bytes and back."""
     federation = fresh(label, tmp_path)
@@ -286,7 +306,7 @@ def test_one_step_together_and_alone(label: str, tmp_path: Path) -> None:
         state = together.method.aggregate(state, iter(uploads))
 
 
-@pytest.mark.parametrize("label", cases_variants_long())
+@pytest.mark.parametrize("label", cases_alike_long())
 def test_ten_steps_in_double_precision_together_and_alone(label: str, tmp_path: Path) -> None:
     """Two cohorts of two, against one after the other; figures that travel in fp32 agree to its rounding."""
     federations = [fresh(label, tmp_path / name, torch.float64) for name in ("together", "alone")]
@@ -308,7 +328,7 @@ def test_ten_steps_in_double_precision_together_and_alone(label: str, tmp_path: 
 # The backbone
 
 
-@pytest.mark.parametrize("label", cases_variants_long())
+@pytest.mark.parametrize("label", cases_alike_long())
 def test_a_round_leaves_the_backbone_as_it_was(label: str, tmp_path: Path) -> None:
     """Bit by bit, in its weights and in what it computes."""
     federation = fresh(label, tmp_path)
@@ -316,7 +336,7 @@ def test_a_round_leaves_the_backbone_as_it_was(label: str, tmp_path: Path) -> No
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         said = model(input_ids=tokens).logits
-    state, _ = second_round(federation, TEN_STEPS, cohort=2)
+    state, _ = second_round(federation, SGD_STEP, cohort=2)
     deployed(federation, state)
     assert_same_tensors(model.state_dict(), before)
     assert not any(weight.requires_grad or weight.grad is not None for weight in model.parameters())
@@ -328,7 +348,7 @@ def test_a_round_leaves_the_backbone_as_it_was(label: str, tmp_path: Path) -> No
 # The server
 
 
-@pytest.mark.parametrize("label", cases_variants_long())
+@pytest.mark.parametrize("label", cases_alike_long())
 def test_the_state_survives_its_checkpoint(label: str, tmp_path: Path) -> None:
     """Bit by bit, and so does the round that follows from it."""
     federation = fresh(label, tmp_path)
@@ -375,7 +395,7 @@ def test_uploads_are_what_the_server_expects(label: str, tmp_path: Path) -> None
         state = method.aggregate(state, iter(uploads))
 
 
-@pytest.mark.parametrize("label", cases_variants_long())
+@pytest.mark.parametrize("label", cases_alike_long())
 def test_aggregation_neither_depends_on_the_order_nor_holds_on_to_uploads(label: str, tmp_path: Path) -> None:
     """An iterator is read once, front to back; an upload may be overwritten as soon as the next is asked for."""
     federation = fresh(label, tmp_path)
@@ -415,7 +435,7 @@ def test_a_round_without_some_clients(label: str, tmp_path: Path) -> None:
         deployed(federation, state, round)
 
 
-@pytest.mark.parametrize("label", cases_variants_long())
+@pytest.mark.parametrize("label", cases_alike_long())
 def test_an_upload_of_the_round_before_arrives_in_the_next(label: str, tmp_path: Path) -> None:
     """It is aggregated behind the others' or by itself, and whoever sent it takes part again like anybody else."""
     federation = fresh(label, tmp_path)
@@ -432,7 +452,7 @@ def test_an_upload_of_the_round_before_arrives_in_the_next(label: str, tmp_path:
         deployed(federation, after, 3)
 
 
-@pytest.mark.parametrize("label", cases_variants_long())
+@pytest.mark.parametrize("label", cases_alike_long())
 def test_a_client_that_lost_its_memory_takes_part_again(label: str, tmp_path: Path) -> None:
     federation = fresh(label, tmp_path)
     method, model, state = federation.method, federation.model, federation.start()
@@ -470,17 +490,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Family -> the folder of a random model with a tokenizer."""
     root = tmp_path_factory.mktemp("models")
     return {family: save_model(root / family, family) for family in {case.family for case in CASES.values()}}
-
-
-ALIKE = (
-    *("a3smoe", "fedavg", "fedex-lora", "fedprompt", "fedprox", "fedptuning", "fedsa-lora", "ffa-lora", "flexlora"),
-    *("florist", "hetlora", "smoe-llb", "trivial"),
-)
-"""Methods whose runs keep and send nothing of a kind that another's do not.
-
-They are resumed, and run over Flower, in `make test-long`; all others, new ones among them, in `make test`.
-"""
-WHOLE_RUNS = [pytest.param(label, marks=pytest.mark.long if label in ALIKE else ()) for label in sorted(METHODS)]
 
 
 @pytest.mark.parametrize("label", WHOLE_RUNS)

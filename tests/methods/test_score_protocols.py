@@ -16,7 +16,7 @@ from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.server.method import Deployment
 from tests.methods.federation import Federation
-from tests.methods.test_matrix import CASES, cases_variants_long, fresh, train
+from tests.methods.test_matrix import CASES, cases_alike_long, fresh, train
 
 ROW = Encoded((1, 9, 4, 17, 22, 8, 30, 5), 2)
 """What every model is asked."""
@@ -92,7 +92,7 @@ def assert_among(found: Tensor, expected: list[Tensor]) -> None:
     )
 
 
-@pytest.mark.parametrize("label", cases_variants_long())
+@pytest.mark.parametrize("label", cases_alike_long())
 def test_as_trained_is_what_the_slot_held_after_the_last_step(label: str, tmp_path: Path, at_end: Seen) -> None:
     """On the backbone of that round, with the aggregation of the round already in the state."""
     federation, state = after_two_rounds(label, tmp_path, at_end)
@@ -111,7 +111,7 @@ def test_as_trained_is_what_the_slot_held_after_the_last_step(label: str, tmp_pa
             assert not torch.allclose(found, received, atol=1e-6), "the average changed nothing"
 
 
-@pytest.mark.parametrize("label", cases_variants_long())
+@pytest.mark.parametrize("label", cases_alike_long())
 def test_as_received_is_what_the_slot_holds_before_the_next_first_step(
     label: str, tmp_path: Path, at_start: Seen
 ) -> None:

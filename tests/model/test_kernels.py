@@ -38,7 +38,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     ("name", "dtype"),
     [
         (MIXED, torch.float64),
-        (MIXED, torch.bfloat16),
+        pytest.param(MIXED, torch.bfloat16, marks=pytest.mark.long),
         ("a slot without rows", torch.float32),
         ("one expert for all", torch.float32),
     ],
