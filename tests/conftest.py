@@ -39,20 +39,14 @@ TOGETHER = {
 UNTRACED = frozenset(
     f"tests/{file}.py"
     for file in (
-        "client/test_synchronisations",
         "config/test_table",
         "costs/test_published",
         "costs/test_traffic",
         "engines/flower/test_equality",
-        "experiment/test_disk",
         "experiment/test_presets",
-        "experiment/test_records",
         "experiment/test_resume",
         "methods/test_matrix",
-        "methods/test_private_methods",
         "methods/test_score_protocols",
-        "methods/ub_smoe/test_delivery",
-        "test_contributing",
         "test_gpu_benchmark",
     )
 )
