@@ -124,7 +124,8 @@ def fuzz(config: Config, folder: Path, seed: int, *, deliver: bool = False, node
     clients = [fuzzer.client(index) for index in (HOSTILE[-1:] if secure else HOSTILE)]
     sizes = {} if secure else SIZES
     driven = drive(config, folder / "fuzzed", clients, deliver=deliver, sizes=sizes, reads_data=secure)
-    assert driven.error is None
+    if driven.error is not None:
+        raise driven.error
     assert len(driven.rounds) == config.federation.rounds
     assert driven.state is not None
     assert not not_finite(driven.state)

@@ -20,8 +20,6 @@ from flwr.cli.supernode.register import try_load_public_key
 from flwr.cli.utils import flwr_cli_exc_handler, init_http_client_from_connection
 from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
 
-DELETED = "deleted"
-"""Status of a node whose key was revoked before."""
 UNKNOWN = "no key is registered under this name"
 
 
