@@ -51,6 +51,7 @@ def test_cells_end_as_they_do_here(model: Path, tmp_path: Path) -> None:
     assert sum("already finished" in line for line in told) == 2
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 def test_a_cell_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(FedGuildError, match=r"seed 0 failed: .*nowhere"):
