@@ -173,7 +173,7 @@ def _other_tensors(answer: Message, rng: random.Random) -> Message:
     elif choice == 4:
         tensors[rng.choice(("", "adapter/", "\x00", "../x", f"{name}#int8", "x" * 100_000))] = tensors.pop(name)
     elif choice == 5:
-        tensors[name] = torch.cat([tensor, tensor])
+        tensors[name] = torch.cat([torch.atleast_1d(tensor)] * 2)
     else:
         tensors[name].view(-1)[rng.randrange(tensor.numel())] = math.nan
     return replace(answer, body=encode(Payload(tensors, payload.scalars)))

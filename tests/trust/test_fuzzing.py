@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from fedguild.config import Config
+from fedguild.payload import Payload
 from fedguild.secure.session import STEPS
 from fedguild.server.guard import not_finite
 from fedguild.server.run_log import comparable
 from fedguild.testing import Driven, HostileClient, Message, drive
+from fedguild.wire.codec import encode
 from tests.trust.conftest import config_of
 from tests.trust.fuzzing import mutate, mutate_step
 from tests.trust.test_attacks import assert_printable
@@ -146,6 +148,13 @@ def fuzz(config: Config, folder: Path, seed: int, *, deliver: bool = False, node
             assert torch.equal(driven.state.tensors[name], value), name
     print(f"Changed answers: {dict(fuzzer.changed)}")
     return fuzzer.changed
+
+
+def test_any_tensor_of_an_answer_can_be_changed() -> None:
+    """Also one without dimensions, as FLAME's rescaler: a fuzzer that fails would look like a run that stops."""
+    honest = Message("train", "run", 1, 0, body=encode(Payload({"rescaler/layer": torch.tensor(2.0)})))
+    changed = [mutate(honest, random.Random(seed)) for seed in range(300)]
+    assert any(isinstance(message, Message) and message.body != honest.body for message in changed)
 
 
 @pytest.mark.parametrize("run", QUICK)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import fedguild
-from fedguild.cli.options import JsonOption
+from fedguild.cli.options import (
+    AddressOption,
+    CellEngine,
+    CellEngineOption,
+    CoresOption,
+    JobsOption,
+    JsonOption,
+    parsed_seeds,
+)
 from fedguild.cli.output import note, show, show_json
 from fedguild.cli.progress import TerminalProgress
 from fedguild.cli.watch import WatchOption, watching
@@ -25,13 +32,6 @@ EXAMPLES = (
     "fedguild compare ub-smoe/table-4 --engine ray --address auto --output /shared/table-4",
     "fedguild compare flame/table-2 --rows flame,trivial --columns dolly-0.5 --seeds 0 data.train=dolly.jsonl",
 )
-
-
-class CellEngine(StrEnum):
-    """Engine that executes the runs of a comparison."""
-
-    LOCAL = "local"
-    RAY = "ray"
 
 
 def command(
@@ -64,20 +64,10 @@ def command(
             metavar="PATH",
         ),
     ] = None,
-    jobs: Annotated[
-        int,
-        typer.Option(
-            "--jobs", "-j", min=1, help="Runs at the same time, each in a process with its share of the CPU cores."
-        ),
-    ] = 1,
-    engine: Annotated[
-        CellEngine, typer.Option("--engine", help="local: on this machine; ray: each run as a task of a Ray cluster.")
-    ] = CellEngine.LOCAL,
-    address: Annotated[
-        str | None,
-        typer.Option("--address", help="The Ray cluster, for example auto; by default Ray is started on this machine."),
-    ] = None,
-    cores: Annotated[int, typer.Option("--cores", min=1, help="With ray: CPU cores of each run.")] = 1,
+    jobs: JobsOption = 1,
+    engine: CellEngineOption = CellEngine.LOCAL,
+    address: AddressOption = None,
+    cores: CoresOption = 1,
     watch: WatchOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -141,16 +131,3 @@ def _show(comparison: Comparison, as_json: bool) -> None:
 
 def _parts(text: str | None) -> list[str]:
     return [part.strip() for part in text.split(",")] if text else []
-
-
-def parsed_seeds(text: str | None) -> tuple[int, ...] | None:
-    """Returns the seeds that an option names; None where it was not given."""
-    if text is None:
-        return None
-    try:
-        seeds = tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(f"--seeds takes whole numbers separated by commas, got '{text}'.") from error
-    if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds names a seed twice: '{text}'.")
-    return seeds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +32,29 @@ RunFolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="The f
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
+class CellEngine(StrEnum):
+    """Engine that executes the runs of a comparison or a sweep."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
+
+JobsOption = Annotated[
+    int,
+    typer.Option(
+        "--jobs", "-j", min=1, help="Runs at the same time, each in a process with its share of the CPU cores."
+    ),
+]
+CellEngineOption = Annotated[
+    CellEngine, typer.Option("--engine", help="local: on this machine; ray: each run as a task of a Ray cluster.")
+]
+AddressOption = Annotated[
+    str | None,
+    typer.Option("--address", help="The Ray cluster, for example auto; by default Ray is started on this machine."),
+]
+CoresOption = Annotated[int, typer.Option("--cores", min=1, help="With ray: CPU cores of each run.")]
+
+
 def config_and_settings(config: str | None, settings: Sequence[str] | None) -> tuple[str, list[str]]:
     """Returns the config and the settings of a command line that may name no config.
 
@@ -49,3 +73,16 @@ def config_and_settings(config: str | None, settings: Sequence[str] | None) -> t
             "`fedguild init` writes one, `fedguild presets --all` lists those that ship, for example flame/tiny-tasks.",
         )
     return CONFIG, given
+
+
+def parsed_seeds(text: str | None) -> tuple[int, ...] | None:
+    """Returns the seeds that an option names; None where it was not given."""
+    if text is None:
+        return None
+    try:
+        seeds = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--seeds takes whole numbers separated by commas, got '{text}'.") from error
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--seeds names a seed twice: '{text}'.")
+    return seeds

@@ -8,8 +8,17 @@ from typing import Annotated
 import typer
 
 import fedguild
-from fedguild.cli.compare import CellEngine, parsed_seeds
-from fedguild.cli.options import ConfigArgument, JsonOption, config_and_settings
+from fedguild.cli.options import (
+    AddressOption,
+    CellEngine,
+    CellEngineOption,
+    ConfigArgument,
+    CoresOption,
+    JobsOption,
+    JsonOption,
+    config_and_settings,
+    parsed_seeds,
+)
 from fedguild.cli.output import note, show, show_json
 from fedguild.cli.progress import TerminalProgress
 from fedguild.cli.watch import WatchOption, watching
@@ -39,20 +48,10 @@ def command(
         Path | None,
         typer.Option("--output", "-o", help="Folder for all the runs; by default runs/sweep-NAME.", metavar="PATH"),
     ] = None,
-    jobs: Annotated[
-        int,
-        typer.Option(
-            "--jobs", "-j", min=1, help="Runs at the same time, each in a process with its share of the CPU cores."
-        ),
-    ] = 1,
-    engine: Annotated[
-        CellEngine, typer.Option("--engine", help="local: on this machine; ray: each run as a task of a Ray cluster.")
-    ] = CellEngine.LOCAL,
-    address: Annotated[
-        str | None,
-        typer.Option("--address", help="The Ray cluster, for example auto; by default Ray is started on this machine."),
-    ] = None,
-    cores: Annotated[int, typer.Option("--cores", min=1, help="With ray: CPU cores of each run.")] = 1,
+    jobs: JobsOption = 1,
+    engine: CellEngineOption = CellEngine.LOCAL,
+    address: AddressOption = None,
+    cores: CoresOption = 1,
     watch: WatchOption = False,
     as_json: JsonOption = False,
 ) -> None:

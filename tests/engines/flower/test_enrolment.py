@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from fedguild.engines.flower import enrolment
 from fedguild.federation.keys import write_key
@@ -51,12 +54,17 @@ def told(**work: object) -> dict[str, str]:
 
 def test_keys_are_registered_and_revoked_each_by_itself(control: Control, tmp_path: Path) -> None:
     key = write_key(tmp_path / "node.key")
-    broken = tmp_path / "broken.pub"
+    broken, other = tmp_path / "broken.pub", tmp_path / "other.pub"
     broken.write_text("no key")
-    faults = told(register={"client-000": str(key), "client-001": str(broken), "client-002": str(tmp_path / "gone")})
+    other.write_bytes(Ed25519PrivateKey.generate().public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+    files = {"client-001": broken, "client-002": tmp_path / "gone", "client-003": other, "client-000": key}
+    threads = set(threading.enumerate())
+    faults = told(register={name: str(path) for name, path in files.items()})
+    assert set(threading.enumerate()) == threads, "Flower's way to read a key ends the process some seconds later"
     assert faults["client-000"] == ""
-    assert faults["client-001"]
-    assert faults["client-002"]
+    assert "Unsupported key type" in faults["client-001"]
+    assert "No such file" in faults["client-002"]
+    assert "no key on a NIST curve" in faults["client-003"]
     assert [node.name for node in control.nodes] == ["client-000"]
     assert "\n" not in told(register={"client-000": str(key)})["client-000"]
     assert told(revoke=["client-000", "client-009"]) == {"client-000": "", "client-009": enrolment.UNKNOWN}

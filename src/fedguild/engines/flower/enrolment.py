@@ -15,10 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.cli.flower_config import read_superlink_connection
-from flwr.cli.supernode.register import try_load_public_key
 from flwr.cli.utils import flwr_cli_exc_handler, init_http_client_from_connection
 from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_ec_curve
 
 UNKNOWN = "no key is registered under this name"
 
@@ -42,9 +44,26 @@ def main(connection: str, work: Mapping[str, Any], write: Callable[[str], None])
 
 
 def _register(client: Any, name: str, path: Path) -> str:
+    request = RegisterNodeRequest(public_key=_public_key(path), name=name)
     with flwr_cli_exc_handler():
-        client.RegisterNode(request=RegisterNodeRequest(public_key=try_load_public_key(path), name=name))
+        client.RegisterNode(request=request)
     return ""
+
+
+def _public_key(path: Path) -> bytes:
+    """Returns a client's public key as Flower's server wants it.
+
+    Flower's own function for this ends the whole process a few seconds after it met a bad key.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It holds no public key on a NIST curve.
+        cryptography.exceptions.UnsupportedAlgorithm: It holds a key of a kind that is not known.
+    """
+    key = load_ssh_public_key(path.read_bytes())
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not uses_nist_ec_curve(key):
+        raise ValueError(f"{path} has no key on a NIST curve, as `fedguild federation key` writes one.")
+    return public_key_to_bytes(key)
 
 
 def _revoke(client: Any, name: str) -> str:
@@ -60,7 +79,7 @@ def _line(name: str, work: Callable[[], str]) -> str:
     """Returns the line of one key; the fault of one is none of the others'."""
     try:
         fault = work()
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         fault = " ".join(f"{getattr(error, 'message', '')} {error}".split()) or type(error).__name__
     return json.dumps({"name": name, "fault": fault})
 
