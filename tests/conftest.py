@@ -40,20 +40,37 @@ TOGETHER = {
 UNTRACED = frozenset(
     f"tests/{file}.py"
     for file in (
+        "client/test_cohort",
         "config/test_table",
+        "costs/test_memory_table",
         "costs/test_published",
         "costs/test_traffic",
         "engines/flower/test_equality",
+        "experiment/test_disk",
+        "experiment/test_faults",
+        "experiment/test_fitted",
         "experiment/test_presets",
+        "experiment/test_protocols",
+        "experiment/test_records",
         "experiment/test_resume",
+        "experiment/test_switch",
+        "methods/fedamole/test_runs",
         "methods/test_matrix",
+        "methods/test_private_methods",
         "methods/test_score_protocols",
+        "model/test_experts",
+        "model/test_full_experts",
+        "model/test_segmented",
+        "test_commands",
         "test_gpu_benchmark",
+        "tracking/test_in_runs",
+        "trust/test_fuzzing",
+        "trust/test_poisoned_parts",
     )
 )
 """Files of tests that go through whole runs or many cases of one kind, outside of the measured coverage.
 
-Tracing lines takes a quarter of their time, and the tests of the parts reach those lines.
+Tracing lines takes a quarter of their time, and the tests of the parts reach all those lines but a dozen.
 """
 
 
@@ -78,6 +95,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What was imported stays, and the collector need not go through it again."""
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Lets libraries find what they count as leaked else (Triton's)."""
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -129,6 +151,12 @@ def browser(one_browser: Browser) -> Browser:
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets runs in this process write no report, which takes longer than two rounds of a small run."""
     monkeypatch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the figures of pages undrawn, which take most of a page's time; tests/report draws them."""
+    monkeypatch.setattr("fedguild.report.html.wide_and_narrow", lambda draw: "")
 
 
 @pytest.fixture(scope="session")

@@ -48,8 +48,8 @@ def _once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs write an empty report."""
+def _no_report(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
+    """Runs write an empty report, and comparisons pages without figures."""
     monkeypatch.setattr("fedguild.experiment.write_report", empty_report)
 
 

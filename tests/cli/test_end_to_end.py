@@ -39,6 +39,7 @@ def test_run_evaluate_partition_and_report_agree(invoke: Invoke, tmp_path: Path)
     assert "run already holds a run" in twice.stderr
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compare_trains_both_methods_here_and_in_processes_alike(invoke: Invoke) -> None:
     arguments = ["flame/tiny-tasks", "fedit/tiny-tasks-ranks", *SMALL, "--seeds", "0", "--json"]
     here = invoke("compare", *arguments, "--output", "here")

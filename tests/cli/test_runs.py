@@ -14,6 +14,8 @@ from fedguild.report.index import read_plan
 from tests.cli.conftest import FakeExperiment, Invoke
 from tests.report.runs import write_run
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 PAIR = ("flame/tiny-tasks", "fedit/tiny-tasks-ranks")
 
 

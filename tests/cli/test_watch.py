@@ -70,6 +70,7 @@ WATCHED = [
 ]
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(("arguments", "folder", "kind"), WATCHED)
 def test_a_command_is_watched_until_it_ends(
     invoke: Invoke,

@@ -41,7 +41,7 @@ def presets() -> tuple[Preset, ...]:
     return tuple(
         Preset(
             name=path.relative_to(PRESETS_FOLDER).with_suffix("").as_posix(),
-            description=first_sentence(path.read_text("utf-8")),
+            description=_described(path),
             path=path,
         )
         for path in sorted(PRESETS_FOLDER.rglob("*.yaml"))
@@ -150,6 +150,12 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
             raise ConfigError(f"{path}: extends: must name one preset or file, got {parent!r}.")
         yield from _file_layers(_find(parent, beside=path.parent), (*children, path.resolve()))
     yield Layer(str(path), _written_out(settings))
+
+
+@cache
+def _described(path: Path) -> str:
+    """Returns a preset's description, read once in a process."""
+    return first_sentence(path.read_text("utf-8"))
 
 
 @cache

@@ -6,6 +6,7 @@ client, by expert (FLAME Eq. 7) and by rank row, because they broadcast.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -62,17 +63,20 @@ class WeightedMean:
         return {name: self._result(name, kept.to(torch.float32)) for name, kept in fallback.items()}
 
     def _add(self, name: str, tensor: Tensor, weight: Weight) -> None:
-        broadcast = _over_leading(name, tensor, weight)
+        broadcast, smallest = _over_leading(name, tensor, weight)
         value = tensor.detach().to(torch.float32)
-        mean = self._means.setdefault(name, torch.zeros_like(value))
+        mean = self._means.get(name)
+        if mean is None:
+            mean = self._means[name] = torch.zeros_like(value)
         _require_shape(name, mean, value)
-        total = self._totals.get(name, torch.zeros_like(broadcast)) + broadcast
-        counts = broadcast > 0
-        if not bool(counts.all()):  # 0 * NaN is NaN, and 0 * infinity too
-            value = torch.where(counts, value, mean)
-        share = torch.where(total > 0, broadcast / total, 0.0)
-        self._means[name] = mean.lerp_(value, share.to(torch.float32))
-        self._totals[name] = total
+        before = self._totals.get(name)
+        total = self._totals[name] = broadcast.clone() if before is None else before + broadcast
+        if smallest > 0:
+            share = broadcast / total
+        else:
+            value = torch.where(broadcast > 0, value, mean)  # 0 * NaN is NaN, and 0 * infinity too
+            share = torch.where(total > 0, broadcast / total, 0.0)
+        mean.lerp_(value, share.to(torch.float32))
 
     def _result(self, name: str, fallback: Tensor) -> Tensor:
         if name not in self._means:
@@ -165,17 +169,18 @@ def weights_by_name(names: Iterable[str], experts: Mapping[str, Tensor], otherwi
     return {name: experts.get(name.rsplit(".", 2)[0], otherwise) for name in names}
 
 
-def _over_leading(name: str, tensor: Tensor, weight: Weight) -> Tensor:
-    """Returns the weight in fp64 with as many dimensions as the tensor, to broadcast over it."""
+def _over_leading(name: str, tensor: Tensor, weight: Weight) -> tuple[Tensor, float]:
+    """Returns the weight in fp64, with as many dimensions as the tensor to broadcast over, and its smallest value."""
     values = torch.as_tensor(weight, dtype=torch.float64, device=tensor.device).detach()
-    if not bool((torch.isfinite(values) & (values >= 0)).all()):
+    smallest, largest = (float(value) for value in values.aminmax()) if values.numel() else (1.0, 1.0)
+    if not (smallest >= 0 and largest < math.inf):
         raise UploadError(f"A weight of '{name}' is negative, NaN or infinite.")
     sizes = tensor.shape[: values.dim()]
     if values.dim() > tensor.dim() or any(w not in (1, x) for w, x in zip(values.shape, sizes, strict=True)):
         raise ValueError(
             f"Weights {list(values.shape)} do not fit the leading dimensions of '{name}' {list(tensor.shape)}."
         )
-    return values.reshape([*values.shape, *[1] * (tensor.dim() - values.dim())])
+    return values.reshape([*values.shape, *[1] * (tensor.dim() - values.dim())]), smallest
 
 
 def _require_shape(name: str, known: Tensor, found: Tensor) -> None:

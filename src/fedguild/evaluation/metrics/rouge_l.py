@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from rouge_score.rouge_scorer import RougeScorer
-
 from fedguild.evaluation.metrics import exact_match
 
 
@@ -23,4 +21,6 @@ def score(prediction: str, reference: str) -> float:
 
 @cache
 def _scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer  # it imports nltk, which takes a second
+
     return RougeScorer(["rougeL"], use_stemmer=False)
