@@ -1,4 +1,4 @@
-"""Real processes over TLS with node authentication: the results of `local`, also after kill -9 of the server."""
+"""Real processes over TLS with node authentication: the results of `local`, and who stays outside."""
 
 from __future__ import annotations
 
@@ -48,13 +48,39 @@ def federation(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield started
 
 
-def test_a_run_over_tls_gives_the_results_of_local_after_kill_minus_nine_of_the_server(
+def assert_ended_alike(federation: FederationProcesses, config: Config, local: Path) -> None:
+    """Fails unless a federation's last run ended as the one on this machine did, and is its user's alone to read."""
+    identity = (federation.run_folder / "run-id").read_text().strip()
+    memory = {}
+    for index in range(config.federation.clients):
+        memory |= site_memory(federation.site(index) / "work" / "runs" / identity)
+    assert_same(replace(ended(federation.run_folder), memory=memory), newest_memory(ended(local)))
+    private = [federation.folder / "server" / "state", federation.site(2) / "work"]
+    files = [path for folder in private for path in folder.rglob("*") if not path.is_symlink()]
+    assert any(path.name == "flower.db" for path in files)
+    assert not {str(path): oct(path.stat().st_mode) for path in files if path.stat().st_mode & 0o077}
+
+
+def test_a_run_over_tls_gives_the_results_of_local(
+    config: Config, federation: FederationProcesses, tmp_path: Path
+) -> None:
+    """Killed servers and clients: in `make test-long`."""
+    experiment.run(config, tmp_path / "local")
+    federation.run()
+    assert_ended_alike(federation, config, tmp_path / "local")
+    assert federation.trainer_log(2).count("Loading ") == 1
+
+
+@pytest.mark.long
+def test_and_after_kill_minus_nine_of_the_server(
     config: Config, federation: FederationProcesses, tmp_path: Path
 ) -> None:
     experiment.run(config, tmp_path / "local")
+    federation.set_run(config)
+    loads, rounds = (federation.trainer_log(2).count(words) for words in ("Loading ", "train, round 2."))
     run = federation.start_run()
     try:
-        wait_for(lambda: "train, round 2." in federation.trainer_log(2), run)
+        wait_for(lambda: federation.trainer_log(2).count("train, round 2.") > rounds, run)
         assert federation.server is not None
         os.kill(federation.pid_of(federation.server, "flower-superlink"), signal.SIGKILL)
         assert run.process.wait(120) != 0
@@ -65,62 +91,8 @@ def test_a_run_over_tls_gives_the_results_of_local_after_kill_minus_nine_of_the_
     assert checkpoints[-1] == "round-00001"
     federation.start_server()
     assert "Resuming after round 1." in federation.run()
-    identity = (federation.run_folder / "run-id").read_text().strip()
-    memory = {}
-    for index in range(config.federation.clients):
-        memory |= site_memory(federation.site(index) / "work" / "runs" / identity)
-    assert_same(replace(ended(federation.run_folder), memory=memory), newest_memory(ended(tmp_path / "local")))
-    assert federation.trainer_log(2).count("Loading ") == 1
-    private = [federation.folder / "server" / "state", federation.site(2) / "work"]
-    files = [path for folder in private for path in folder.rglob("*") if not path.is_symlink()]
-    assert any(path.name == "flower.db" for path in files)
-    assert not {str(path): oct(path.stat().st_mode) for path in files if path.stat().st_mode & 0o077}
-
-
-@pytest.mark.long
-def test_a_run_is_stopped_and_a_key_is_revoked(federation: FederationProcesses, config: Config) -> None:
-    """A second `run` is refused meanwhile; after the revocation the run goes on without its client, until Ctrl-C."""
-    rounds = config.federation.model_copy(update={"rounds": 60})
-    federation.set_run(config.model_copy(update={"federation": rounds}))
-    server = str(federation.folder / "server")
-
-    def command(*words: str) -> Command:
-        return Command(["federation", *words], federation.folder / f"{words[0]}.out")
-
-    def last() -> int:
-        return max((record.round for record in complete()), default=0)
-
-    def complete() -> list[RoundRecord]:
-        return [record for record in RunLog(federation.run_folder).read() if isinstance(record, RoundRecord)]
-
-    def stopped(run: Command) -> None:
-        stop = command("stop", server)
-        assert stop.process.wait(120) == 0, stop.output()
-        assert run.process.wait(60) == 130, run.output()
-
-    run = federation.start_run()
-    try:
-        wait_for(lambda: last() >= 1, run)
-        second = command("run", server)
-        assert second.process.wait(60) == 2
-        assert "is already in progress: process" in " ".join(second.output().split())
-        stopped(run)
-    finally:
-        run.terminate()
-    revoke = command("revoke", server, "client-001")
-    assert revoke.process.wait(60) == 0, revoke.output()
-    assert "client-001 is out" in revoke.output()
-    path = federation.folder / "server" / "server.yaml"
-    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "grace_seconds": 1, "reconnect_seconds": 0}))
-    before, run = last(), federation.start_run()
-    try:
-        wait_for(lambda: last() > before, run)
-        run.process.send_signal(signal.SIGINT)
-        assert run.process.wait(120) == 130, run.output()
-        assert "The run was stopped by its operator" in run.output()
-    finally:
-        run.terminate()
-    assert [rejection.client for rejection in complete()[-1].rejected] == [1]
+    assert_ended_alike(federation, config, tmp_path / "local")
+    assert federation.trainer_log(2).count("Loading ") <= loads + 1
 
 
 def test_a_node_whose_key_is_not_registered_stays_outside(federation: FederationProcesses) -> None:
@@ -171,3 +143,52 @@ def test_a_foreign_app_runs_nowhere(federation: FederationProcesses, config: Con
     assert not app.mark.exists()
     exec(app.code, {})
     assert app.mark.exists(), "the mark shows nothing"
+
+
+@pytest.mark.long
+def test_a_run_is_stopped_and_a_key_is_revoked(federation: FederationProcesses, config: Config) -> None:
+    """A second `run` is refused meanwhile; after the revocation the run goes on without its client, until Ctrl-C.
+
+    The last test of this federation, which has lost a client then.
+    """
+    rounds = config.federation.model_copy(update={"rounds": 60})
+    federation.set_run(config.model_copy(update={"federation": rounds}))
+    server = str(federation.folder / "server")
+
+    def command(*words: str) -> Command:
+        return Command(["federation", *words], federation.folder / f"{words[0]}.out")
+
+    def last() -> int:
+        return max((record.round for record in complete()), default=0)
+
+    def complete() -> list[RoundRecord]:
+        return [record for record in RunLog(federation.run_folder).read() if isinstance(record, RoundRecord)]
+
+    def stopped(run: Command) -> None:
+        stop = command("stop", server)
+        assert stop.process.wait(120) == 0, stop.output()
+        assert run.process.wait(60) == 130, run.output()
+
+    run = federation.start_run()
+    try:
+        wait_for(lambda: last() >= 1, run)
+        second = command("run", server)
+        assert second.process.wait(60) == 2
+        assert "is already in progress: process" in " ".join(second.output().split())
+        stopped(run)
+    finally:
+        run.terminate()
+    revoke = command("revoke", server, "client-001")
+    assert revoke.process.wait(60) == 0, revoke.output()
+    assert "client-001 is out" in revoke.output()
+    path = federation.folder / "server" / "server.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "grace_seconds": 1, "reconnect_seconds": 0}))
+    before, run = last(), federation.start_run()
+    try:
+        wait_for(lambda: last() > before, run)
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(120) == 130, run.output()
+        assert "The run was stopped by its operator" in run.output()
+    finally:
+        run.terminate()
+    assert [rejection.client for rejection in complete()[-1].rejected] == [1]
