@@ -61,6 +61,9 @@ def test_a_run_of_it(comparison: fedguild.Comparison) -> None:
     run = comparison.run("flame", seed=1)
     assert (run.folder, run.stopped) == (comparison.folder / "flame" / "seed-1", "enough")
     assert "length" in run.frame().columns
+    assert repr(run.figures()) == f"Figures({', '.join(run.figures())})"
+    assert "<svg" in run.figures()._repr_html_()
+    assert "flame" in run._repr_html_()
     with pytest.raises(ConfigError, match="no run with seed 7"):
         comparison.run("flame", seed=7)
     with pytest.raises(ConfigError, match="has no run 'flam'"):

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from fedguild.cli.app import app
 from fedguild.config import load_config
 from fedguild.config.site import load_server, load_site
+from fedguild.federation.audit import AuditLog
 from fedguild.federation.operations import Status
 
 pytest.importorskip("flwr")
@@ -131,3 +132,94 @@ def test_the_site_file_explains_itself(guild: Path) -> None:
     text = (guild / "client-000" / "site.yaml").read_text()
     assert yaml.safe_load(text)["accept"]["leave"] == ["*"]
     assert "It stays with its organisation." in text
+
+
+def test_audit_checks_the_chain_and_shows_the_log(guild: Path) -> None:
+    path = guild / "server" / load_server(guild / "server").state
+    log = AuditLog(path)
+    log.append("joined", client=1, node=7)
+    log.append("revoked", client=1)
+    status, output = call("audit", str(guild / "server"))
+    assert status == 0
+    assert "joined: client 1, node 7" in output
+    assert "2 entries; none was changed, moved or removed before the last." in output
+    assert [entry["event"] for entry in json.loads(call("audit", str(guild / "server"), "--json")[1])] == [
+        "joined",
+        "revoked",
+    ]
+    (file,) = path.glob("audit*")
+    file.write_text(file.read_text().replace('"node":7', '"node":8').replace('"node": 7', '"node": 8'))
+    assert call("audit", str(guild / "server"))[0] == 2
+    file.unlink()
+
+
+def test_status_of_a_server_that_is_up(guild: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    description = {"node": 5, "sizes": {"train": 40}, "budget": "b2"}
+    nodes = [{"node-id": 5, "status": "online", "online-at": "2026-01-02"}, {"node-id": 6, "status": "offline"}]
+    state = Status(up=True, nodes=nodes, round=3, running="process 17", stopping=True, clients={"1": description})
+    monkeypatch.setattr("fedguild.federation.operations.status_of", lambda folder: state)
+    status, output = call("status", str(guild / "server"))
+    assert status == 0
+    assert "2 key(s) are registered, 1 client(s) online." in output
+    assert "The server is up; round 3 is complete." in output
+    assert "A run is stopping: process 17." in output
+    assert ["client-001", "online", "2026-01-02", "40", "b2"] in [line.split() for line in output.splitlines()]
+
+
+@pytest.mark.parametrize(("outcome", "status"), [("done", 0), ("stopped", 130)])
+def test_run_tells_how_it_ended(
+    guild: Path, monkeypatch: pytest.MonkeyPatch, outcome: str, status: int, tmp_path: Path
+) -> None:
+    asked: list[dict[str, object]] = []
+
+    def run(folder: Path, echo: object, **how: object) -> dict[str, str]:
+        asked.append(how)
+        return {"status": outcome, "folder": str(tmp_path)}
+
+    monkeypatch.setattr("fedguild.federation.operations.run_federation", run)
+    server = str(guild / "server")
+    assert call("run", server, "--round", "4") == (status, f"{tmp_path}\n" if outcome == "done" else "")
+    assert json.loads(call("run", server, "--json", "--fresh")[1])["status"] == outcome
+    assert asked == [
+        {"fresh": False, "detach": False, "round": 4},
+        {"fresh": True, "detach": False, "round": None},
+    ]
+    status, said = call("run", server, "--watch", "--detach")
+    assert (status, "--watch ends with the command" in said) == (2, True)
+
+
+def test_stop_and_revoke_are_passed_on(guild: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = guild / "server"
+    monkeypatch.setattr("fedguild.federation.operations.stop_federation", lambda folder, echo: echo(f"{folder} ends"))
+    monkeypatch.setattr("fedguild.federation.operations.revoke", lambda folder, client: f"{client} is out")
+    for words, said in (
+        (["stop", str(server)], f"{server} ends"),
+        (["revoke", str(server), "client-001"], "client-001 is out"),
+    ):
+        status, output = call(*words)
+        assert (status, set(output.splitlines())) == (0, {said})
+
+
+@pytest.mark.parametrize("limit", [None, 4096])
+def test_the_gateway_takes_its_settings(guild: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
+    from fedguild.engines.flower import gateway, listening
+
+    served: list[tuple[gateway.Gateway, dict[str, object]]] = []
+    monkeypatch.setattr(listening, "serve", lambda app, **how: served.append((app, how)))
+    files = guild / "server" / "certificates"
+    certificate, key, authority = (str(files / name) for name in ("server.pem", "server.key", "ca.pem"))
+    words = ["--host", "127.0.0.1", "--port", "9443", "--certificate", certificate, "--key", key]
+    words += ["--authority", authority, "--server", "https://127.0.0.1:9444"]
+    more = [] if limit is None else ["--client-bytes", str(limit), "--connections-per-address", "5"]
+    monkeypatch.setattr("sys.argv", ["gateway", *words, *more])
+    gateway.main()
+    ((app, how),) = served
+    assert how == {
+        "host": "127.0.0.1",
+        "port": 9443,
+        "certificate": certificate,
+        "key": key,
+        "header_seconds": 10.0,
+        "connections_per_address": None if limit is None else 5,
+    }
+    assert (app._quota is None) == (limit is None)

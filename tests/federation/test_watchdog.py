@@ -7,7 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -90,6 +93,43 @@ def test_a_loop_in_a_session_of_its_own_ends_with_its_ancestors(tmp_path: Path) 
             member.kill()
         assert not [member for member in alive if member.status() != psutil.STATUS_ZOMBIE]
     assert said.read_text() == "flower-superlink"
+
+
+class Ancestor:
+    """A process that is alive for a while."""
+
+    def __init__(self, *words: str, looks: int = 10**9, status: str = "running") -> None:
+        self.words, self.looks, self.state = list(words), looks, status
+
+    def cmdline(self) -> list[str]:
+        if not self.words:
+            raise psutil.AccessDenied
+        return self.words
+
+    def is_running(self) -> bool:
+        self.looks -= 1
+        return self.looks > 0
+
+    def status(self) -> str:
+        return self.state
+
+
+@pytest.mark.parametrize("gone", [{"looks": 3}, {"status": psutil.STATUS_ZOMBIE}])
+def test_the_ancestor_that_ended_is_named(gone: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with other programs, or of which nothing may be known, do not count."""
+    family = [Ancestor(), Ancestor("/bin/bash", looks=1), Ancestor("/opt/flower-superlink", "--insecure", **gone)]
+    ended, said = threading.Event(), []
+    monkeypatch.setattr(watchdog, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(watchdog.psutil, "Process", lambda: SimpleNamespace(parents=lambda: family))
+
+    def exit(status: int) -> None:
+        ended.set()
+        threading.Event().wait()  # never to return, as the real one
+
+    monkeypatch.setattr(watchdog.os, "_exit", exit)
+    watchdog.end_with_ancestors(["flower-superlink", "flower-superexec"], said.append)
+    assert ended.wait(20)
+    assert said == ["flower-superlink"]
 
 
 def test_a_watchdog_that_is_dismissed_leaves_the_group_alone() -> None:
