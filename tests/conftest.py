@@ -6,15 +6,15 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from xdist.scheduler import LoadScopeScheduling
 
-from fedguild.model.backbone import Backbone
-from tests.backbones import tiny_backbone
 from tests.watch.browser import NO_BROWSER, Browser, require_chromium
+
+if TYPE_CHECKING:
+    from fedguild.model.backbone import Backbone
 
 pytest.register_assert_rewrite("tests.experiment.runs", "tests.engines.equality")
 
@@ -41,6 +41,7 @@ UNTRACED = frozenset(
     f"tests/{file}.py"
     for file in (
         "client/test_cohort",
+        "client/test_synchronisations",
         "config/test_table",
         "costs/test_memory_table",
         "costs/test_published",
@@ -82,6 +83,8 @@ def pytest_configure() -> None:
     """
     gc.set_threshold(50_000, 20, 50)
     if "OMP_NUM_THREADS" not in os.environ:
+        import torch  # not above: the process that hands out the tests does without
+
         os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
         torch.set_num_threads(1)
 
@@ -180,10 +183,14 @@ def small_english(monkeypatch: pytest.MonkeyPatch, english_stand_in: Path) -> No
 @pytest.fixture(scope="session")
 def olmoe_backbone() -> Backbone:
     """A frozen random OLMoE of two layers with 8 experts, of which 4 are active."""
+    from tests.backbones import tiny_backbone
+
     return tiny_backbone("olmoe")
 
 
 @pytest.fixture(scope="session")
 def llama_backbone() -> Backbone:
     """A frozen random dense Llama of two layers."""
+    from tests.backbones import tiny_backbone
+
     return tiny_backbone("llama")

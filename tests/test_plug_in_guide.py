@@ -64,6 +64,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_the_package_is_found_and_runs(python: Path) -> None:
     folder = python.parents[2]
     ran = subprocess.run(

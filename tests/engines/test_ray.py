@@ -180,6 +180,7 @@ class KillingEngine:
         yield from deliveries
 
 
+@pytest.mark.long
 def test_an_actor_that_is_killed_in_a_round_is_replaced_and_the_round_is_unaffected(prepared):
     undisturbed = prepared.round(prepared.engine)
     first, second = (actor["pid"] for actor in prepared.engine.describe())

@@ -82,6 +82,7 @@ def alone(started) -> Iterator[dict[str, list[dict[str, Any]]]]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rank", range(SIZE))
 def test_every_rank_gets_the_results_of_a_whole_backbone(found, alone, family, rank):
@@ -95,6 +96,7 @@ def test_every_rank_gets_the_results_of_a_whole_backbone(found, alone, family, r
     assert not torch.equal(ours["merged"], ours["after the merge"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_rank_holds_half_of_every_layer(found, alone, family):
     whole, halves = alone[family][0]["held"], [found[rank][family]["held"] for rank in range(SIZE)]
@@ -107,6 +109,7 @@ def test_every_rank_holds_half_of_every_layer(found, alone, family):
     assert each == [0.5, 0.5]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_without_work_runs_empty_passes(found, family):
     counts = [found[rank][family]["empty passes"] for rank in range(SIZE)]
@@ -114,6 +117,7 @@ def test_a_rank_without_work_runs_empty_passes(found, family):
     assert counts[1] >= 2 * 2 + 3
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_report")
 def test_a_run_under_torchrun_ends_as_in_one_process(found, tmp_path):
     """Four clients in cohorts of one on two ranks, changes to the backbone, and every client's own model scored."""
@@ -122,6 +126,7 @@ def test_a_run_under_torchrun_ends_as_in_one_process(found, tmp_path):
     assert_same(ended(folder / "together"), ended(tmp_path / "alone"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["before", "within"])
 def test_a_timeout_names_the_rank_that_hangs(found, place):
     assert found[0]["hanging"][place].startswith(f"Rank 1 of {SIZE} did not come to pass ")
