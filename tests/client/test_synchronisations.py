@@ -142,12 +142,14 @@ def test_there_is_no_cliff_in_the_number_of_groups(monkeypatch):
     assert 0 < operations[16] - operations[15] - by_slot < 2 * 150
 
 
+@pytest.mark.long
 def test_a_kernel_has_no_number_of_groups_at_which_it_takes_another_way(monkeypatch):
     let_run(monkeypatch, OURS, "meta")
     operations = [train(meta_backbone(num_experts=64), slots, monkeypatch)[1] for slots in (15, 16, 17)]
     assert len({after - before for before, after in pairwise(operations)}) == 1
 
 
+@pytest.mark.long
 def test_a_layers_launches_do_not_grow_with_experts_or_slots(monkeypatch):
     """Operations of torch and launches of our kernels, of the layers that a deeper model has more."""
     let_run(monkeypatch, OURS, "meta")

@@ -46,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: save_model(models / family, family) for family in ("llama", "olmoe")}
 
 
-@pytest.mark.parametrize("family", ["llama", "olmoe"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.long), "olmoe"])
 def test_a_resumed_run_is_an_uninterrupted_one(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """Half of the clients a round, noise on the embeddings, killed in round 2; on attention, dense or with experts."""
     settings = small_settings(folders[family], *OPTIONS, "federation.budgets=[{name: all}]")
