@@ -2,7 +2,7 @@
 
 Run: python benchmarks/secure_aggregation.py [--clients 8 64] [--repeats 3] [--methods flame fedit ...]
 The uploads are random numbers of the form that each method sends; nothing is trained. One process plays the server and
-all clients in turn: a client's CPU seconds are the sum over its seven answers, told as the mean over the clients, and
+all clients in turn: a client's CPU seconds are the sum over its eight answers, told as the mean over the clients, and
 the server's are all the rest of the round. The aim is at most 1.15 times the plain bytes for methods of equal shapes.
 """
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from fedguild.activity import ActivityLog, noted
 from fedguild.callbacks import Callback, Delivery, check_scores, make_callback
@@ -15,7 +16,7 @@ from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config import Config, load_config
 from fedguild.data.batches import count_cut_prompts
 from fedguild.environment import describe_environment
-from fedguild.errors import CheckpointError, ConfigError, DivergedError
+from fedguild.errors import CheckpointError, ConfigError, DivergedError, FedGuildError
 from fedguild.evaluation.metrics import Metric
 from fedguild.files import write_json, write_text
 from fedguild.guarantee import Privacy
@@ -291,7 +292,7 @@ class _Rounds:
     ) -> None:
         config, folder, privacy = experiment.config, experiment.folder, experiment.privacy
         self.experiment, self.state, self.accepted, self.last = experiment, state, accepted, first - 1
-        self.log, self.note, self.privacy = RunLog(folder), ActivityLog(folder).append, privacy
+        self.log, self.activity, self.privacy = RunLog(folder), ActivityLog(folder), privacy
         self.saving_seconds = 0.0
         self.delivery = Delivery(callbacks, folder, config.federation.rounds, _evaluations(self.log.read()))
         judged = config.training.loss_limit == "auto" and experiment.remote is None and privacy is None
@@ -323,7 +324,7 @@ class _Rounds:
             if not clients:
                 break
             started = time.perf_counter()
-            outcome = run_round(number, self.state, clients, self.setup, self.accepted)
+            outcome = self._round(number, clients)
             self.state, self.accepted = outcome.state, outcome.accepted
             self._judge(outcome)
             records = [*self._records_of(outcome), *self._scores_of(outcome)]
@@ -369,14 +370,40 @@ class _Rounds:
             )
         return refusal
 
+    def note(self, event: str, **values: Any) -> None:
+        """Takes what happens: for whoever watches, and whom a server asks for its audit log."""
+        self.activity.append(event, **values)
+        if event == "asked" and self.experiment.remote is not None:
+            self.experiment.remote.note_asked(**values)
+
+    def _round(self, number: int, clients: Sequence[ClientInfo]) -> Outcome:
+        """Trains and aggregates a round; one that fails is noted, too."""
+        try:
+            return run_round(number, self.state, clients, self.setup, self.accepted)
+        except FedGuildError as error:
+            if self.experiment.remote is not None:
+                self.experiment.remote.note_failure(number, error.message)
+            raise
+
     def _judge(self, outcome: Outcome) -> None:
-        """Tells of a round's faults, and ends the run if its training diverged."""
+        """Tells of a round's faults, and ends the run if its training diverged.
+
+        Under `federation.secure` the server has a mean of the losses, which one client can make what it wants.
+        """
         experiment = self.experiment
         _tell(experiment.progress, outcome)
-        limit = experiment.config.training.loss_limit
-        require_learning(outcome, limit, self.setup.model.vocabulary, self.untrained)
         if experiment.remote is not None:
             experiment.remote.note(outcome)
+        limit = experiment.config.training.loss_limit
+        try:
+            require_learning(outcome, limit, self.setup.model.vocabulary, self.untrained)
+        except DivergedError:
+            if not experiment.config.federation.secure:
+                raise
+            experiment.progress.message(
+                f"Warning: by the clients' mean loss, the training of round {outcome.round} diverged "
+                "(training.loss_limit). Under federation.secure one client's report may have done that: it goes on."
+            )
 
     def _records_of(self, outcome: Outcome) -> list[Record]:
         """Returns what a round's clients, privacy, bytes and method leave for the log."""

@@ -43,6 +43,8 @@ _DTYPE_NAMES = {
 _ITEM_BYTES = {name: dtype.itemsize for dtype, name in _DTYPE_NAMES.items()}
 MOST_DIMENSIONS = 8
 LARGEST_DIMENSION = 2**40
+LARGEST_SHAPE = 2**48
+"""Largest product of a tensor's sizes, in which a 0 counts as 1."""
 
 
 def pack(tensors: Mapping[str, Tensor], scalars: Mapping[str, Scalar]) -> bytes:
@@ -165,6 +167,8 @@ def _checked_header(data: bytes) -> dict[str, str]:
         if entry.dtype not in _ITEM_BYTES:
             raise FedGuildError(f"unsupported dtype {entry.dtype!r:.20} of {name!r:.80}")
         begin, end = entry.data_offsets
+        if prod(max(size, 1) for size in entry.shape) > LARGEST_SHAPE:  # libraries overflow, even where a size is 0
+            raise FedGuildError(f"the shape {entry.shape} of {name!r:.80} is beyond every tensor")
         if end - begin != prod(entry.shape) * _ITEM_BYTES[entry.dtype]:
             raise FedGuildError(f"the shape {entry.shape} of {name!r:.80} does not fit its {end - begin} bytes")
     return metadata

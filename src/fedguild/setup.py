@@ -129,6 +129,14 @@ class Remote(Protocol):
         """Takes note of a complete round, for those who audit it."""
         ...
 
+    def note_asked(self, *, round: int, attempt: int, clients: Sequence[int]) -> None:
+        """Takes note of whom a round asks to train."""
+        ...
+
+    def note_failure(self, round: int, reason: str) -> None:
+        """Takes note of a round that failed."""
+        ...
+
     def note_session(self, facts: Mapping[str, Any]) -> None:
         """Takes note of a session of a secure aggregation that has ended, well or not."""
         ...

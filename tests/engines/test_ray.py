@@ -71,6 +71,11 @@ class SharedEngines:
     def __init__(self) -> None:
         self.engines: dict[str, RayEngine] = {}
 
+    def close(self) -> None:
+        """Ends all actors."""
+        while self.engines:
+            self.engines.popitem()[1].close()
+
     def make(self, run: Experiment) -> Engine:
         """Replaces `make_engine`: returns the engine of the run's model, with the run's memory."""
         model = run.config.model.path
@@ -100,8 +105,7 @@ class BorrowedEngine:
 def shared(_one_ray: None) -> Iterator[SharedEngines]:
     engines = SharedEngines()
     yield engines
-    for engine in engines.engines.values():
-        engine.close()
+    engines.close()
 
 
 @pytest.mark.long
@@ -279,8 +283,12 @@ def test_an_address_without_a_cluster_is_told_with_what_to_do(monkeypatch: pytes
 
 
 @pytest.mark.long
-def test_processes_that_share_a_backbone_end_as_the_local_engine(models, tmp_path):
-    """Two processes hold half the layers each, train cohorts of their own, three in all, and score."""
+def test_processes_that_share_a_backbone_end_as_the_local_engine(models, shared, tmp_path):
+    """Two processes hold half the layers each, train cohorts of their own, three in all, and score.
+
+    The last test here: they need the cores of the actors that the others share.
+    """
+    shared.close()
     experiment.run(case_config("flame", models), tmp_path / "local")
     sharded = "federation.engine={name: ray, timeout_seconds: 60, ray: {actors: 1, gpus_per_actor: 2}}"
     experiment.run(case_config("flame", models, sharded), tmp_path / "ray")

@@ -13,6 +13,7 @@ import torch
 from fedguild import experiment
 from fedguild.config import load_config
 from fedguild.config.site import ServerSettings, load_site
+from fedguild.engines import secure
 from fedguild.engines.flower.message import Message
 from fedguild.errors import ConfigError, QuorumError
 from fedguild.experiment import CHECKPOINTS
@@ -124,7 +125,11 @@ def test_a_session_that_fails_is_in_the_audit_log_too(model, tmp_path):
         trainer.handle = refusing(trainer.handle, "weigh")
     with pytest.raises(QuorumError, match="2 of 4 clients are left after 'weigh'"):
         serve_on(grid_of(trainers), config, tmp_path / "server")
-    (entry,) = [entry for entry in AuditLog(tmp_path / "server/state").read() if entry["event"] == "session"]
+    entries = AuditLog(tmp_path / "server/state").read()
+    assert [entry["event"] for entry in entries][-4:] == ["asked", "session", "failed", "stopped"]
+    assert entries[-4]["clients"] == [0, 1, 2, 3]
+    assert "2 of 4 clients are left after 'weigh'" in entries[-2]["reason"]
+    (entry,) = [entry for entry in entries if entry["event"] == "session"]
     assert "2 of 4 clients are left after 'weigh'" in entry["failed"]
     assert entry["left"] == [0, 1]
     assert sorted(entry["dropped"]) == ["2", "3"]
@@ -229,6 +234,59 @@ def test_an_answer_that_is_none_is_one_clients_dropout(step, model, tmp_path):
     serve_on(grid_of(trainers), config, tmp_path / "server", lines)
     reason = "it sent an upload in the clear" if step == "train" else "cannot be decoded"
     assert lines.says("client 1 was rejected", reason)
+
+
+@pytest.mark.parametrize("entry", [("U8", [0, 2**40, 2**40]), ("I64", [0, 2**31, 2**31])], ids=str)
+@pytest.mark.parametrize("step", ["join", "send"])
+def test_an_array_without_values_and_beyond_every_size_drops_its_client_alone(entry, step, model, tmp_path):
+    """It takes no byte, but torch or NumPy cannot compute its strides."""
+    config = small_config(model, *SECURE)
+    trainers, lines = sites(config, tmp_path / "sites"), Lines()
+    handle = trainers[1].handle
+    dtype, shape = entry
+    header = json.dumps({"secure/keys": {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}}).encode()
+    body = len(header).to_bytes(8, "little") + header
+
+    def vast(message):
+        answer = handle(message)
+        return replace(answer, body=body) if message.metadata.get("step") == step else answer
+
+    trainers[1].handle = vast
+    serve_on(grid_of(trainers), config, tmp_path / "server", lines)
+    assert lines.says("client 1 was rejected", "is beyond every tensor")
+
+
+def test_what_an_answer_raises_is_its_clients_dropout(model, tmp_path, monkeypatch):
+    """Whatever the library that reads it meets."""
+    config = small_config(model, *SECURE)
+    trainers, lines = sites(config, tmp_path / "sites"), Lines()
+
+    def failing(data, who):
+        if who == "client-001":
+            raise OverflowError("of a kind that nobody thought of")
+        return decode(data, who)
+
+    monkeypatch.setattr("fedguild.engines.flower.engine.decode", failing)
+    serve_on(grid_of(trainers), config, tmp_path / "server", lines)
+    assert lines.says("client 1 was rejected", "its answer cannot be used: OverflowError")
+
+
+def test_a_loss_that_one_client_made_up_ends_no_run(model, tmp_path, monkeypatch):
+    """The server has the mean of the losses, in which one client's may be as large as a value may be."""
+    config = small_config(model, *SECURE)
+    trainers, lines = sites(config, tmp_path / "sites"), Lines()
+    terms, calls = secure.whole_terms, []
+
+    def lying(own, report, frequency):
+        calls.append(report.loss)
+        return terms(own, replace(report, loss=1000.0) if len(calls) == 1 else report, frequency)
+
+    monkeypatch.setattr(secure, "whole_terms", lying)
+    serve_on(grid_of(trainers), config, tmp_path / "server", lines)
+    assert lines.says("Warning: by the clients' mean loss, the training of round 1 diverged", "it goes on")
+    assert checkpoint.latest(tmp_path / "server/state/run" / CHECKPOINTS) == 1
+    (whole,) = [record for record in RunLog(tmp_path / "server/state/run").read() if isinstance(record, RoundRecord)]
+    assert len(whole.participants) == 4
 
 
 def test_a_site_keeps_its_scores_and_refuses_another_session_than_the_configs(model, tmp_path):

@@ -21,6 +21,10 @@ from fedguild.wire.codec import encode
 _LENGTH_BYTES = 8
 MASKED = ("secure/masked", "secure/values")
 """Words under a mask, of which any are as good as any others to all but their client."""
+COMPLAINTS = "secure/complaints"
+"""Another number here is a dispute, in which an honest client is left out, too (tests/secure)."""
+NO_TENSOR = {"dtype": "U8", "shape": [0, 2**40, 2**40], "data_offsets": [0, 0]}
+"""An entry of a file's header that needs no byte, and of which a library cannot compute the strides."""
 VALUES: tuple[Any, ...] = (
     None,
     True,
@@ -149,7 +153,7 @@ def _other_file(answer: Message, rng: random.Random) -> Message:
     else:
         header = json.loads(body[_LENGTH_BYTES : _LENGTH_BYTES + length])
         name = rng.choice(sorted(header))
-        header[name] = rng.choice(VALUES)
+        header[name] = rng.choice((*VALUES, NO_TENSOR))
         text = json.dumps(header).encode()
         body = bytearray(len(text).to_bytes(_LENGTH_BYTES, "little") + text + body[_LENGTH_BYTES + length :])
     return replace(answer, body=bytes(body))
@@ -193,7 +197,7 @@ def _other_arrays(answer: Message, rng: random.Random) -> Message:
     payload = read_payload(answer.body, "test")
     tensors = dict(payload.tensors)
     name = rng.choice(sorted(tensors))
-    tensor, choice = tensors.pop(name), rng.randrange(6)
+    tensor, choice = tensors.pop(name), rng.randrange(3 if name == COMPLAINTS else 6)
     if choice == 0:
         tensors[rng.choice(("", "secure/", "x", f"{name}#int8", "x" * 100_000))] = tensor
     elif choice == 1:

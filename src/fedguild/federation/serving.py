@@ -117,6 +117,14 @@ class RemoteClients:
             faults={str(client): fault for client, fault in sorted(outcome.faults.items())},
         )
 
+    def note_asked(self, *, round: int, attempt: int, clients: Sequence[int]) -> None:
+        """Writes whom a round asks to train into the audit log; a later attempt asks those that did not deliver."""
+        self.audit.append("asked", round=round, attempt=attempt, clients=list(clients))
+
+    def note_failure(self, round: int, reason: str) -> None:
+        """Writes a round that failed into the audit log."""
+        self.audit.append("failed", round=round, reason=reason)
+
     def note_session(self, facts: Mapping[str, Any]) -> None:
         """Writes a session of a secure aggregation into the audit log."""
         self.audit.append("session", **facts)
@@ -262,9 +270,10 @@ def serve(
             with run_lock(output):
                 saved = checkpoint.load(output / runs.CHECKPOINTS, result.rounds, fingerprint=config.fingerprint())
                 remote.deliver(saved.state, result.rounds)
-    except FedGuildError as error:
+    except Exception as error:
         if holds_lock:
-            audit.append("stopped", reason=error.message)
+            known = isinstance(error, FedGuildError)
+            audit.append("stopped", reason=error.message if known else f"{type(error).__name__}: {error}")
             withdraw_request(state)
         raise
     audit.append("ended", rounds=result.rounds)

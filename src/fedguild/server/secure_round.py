@@ -27,6 +27,7 @@ from fedguild.secure.form import Contribution, Form, LinearMean
 from fedguild.secure.session import STEPS, Arrays, Session, Step, Unheld
 from fedguild.server.linear import EXAMPLES, Contributor, SecureMeans, one
 from fedguild.server.method import Method, Upload
+from fedguild.server.validation import unusable
 from fedguild.wire.accounting import Traffic, size_bytes
 
 if TYPE_CHECKING:
@@ -160,7 +161,12 @@ class SecureAggregation:
                 disclosed = {client: Payload(answer.part(DISCLOSED)) for client, answer in read.items()}
             failed = {client: why for client, why in answers.items() if isinstance(why, str)}
             failed |= _unfit(method, state, clients, disclosed)
-            arrays = {client: to_arrays(answer) for client, answer in read.items() if client not in failed}
+            arrays: dict[int, dict[str, NDArray[np.generic]]] = {}
+            for client, answer in read.items():
+                try:
+                    arrays |= {} if client in failed else {client: to_arrays(answer)}
+                except Exception as error:
+                    failed[client] = unusable(error)
             server.receive(step, arrays, failed)
             if step == "open_weights":
                 _require_known_sizes(server.weights, [clients[client] for client in server.weighers])

@@ -245,6 +245,8 @@ class FlowerEngine:
                 answers[client] = reply.failure or decode(reply.body, f"client-{client:03d}")
             except UploadError as error:
                 answers[client] = error.message
+            except Exception as error:
+                answers[client] = unusable(error)
         return answers
 
     def _ask(
