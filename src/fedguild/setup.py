@@ -545,6 +545,8 @@ def prepare(
     model = model_of(config)
     method, tiers = fit_method(given, config, model)
     tell_fitted(given, method, progress.message)
+    if not model.moe and any(tier.active_experts for tier in config.federation.budgets):
+        progress.message("federation.budgets: active_experts has no effect here, as the model has no experts.")
     progress.stage("Reading the data")
     if data is not None:
         data.write(output)

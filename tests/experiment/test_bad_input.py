@@ -21,6 +21,7 @@ from fedguild.methods.flame import Flame
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
 from fedguild.server.run_log import ClientRecord, Record, RoundRecord, RunLog
+from tests.backbones import tiny_model
 from tests.data.writing import write_jsonl
 from tests.experiment.conftest import Command
 from tests.experiment.runs import assert_same, ended, says, small_config, small_settings
@@ -308,6 +309,15 @@ def test_a_models_folder_that_cannot_be_loaded(
     folder = shutil.copytree(olmoe_folder, tmp_path / "model")
     spoil(folder)
     says(complaint("run", TASKS, *small_settings(folder), "--output", "out"), reason.format(folder=folder))
+
+
+@pytest.mark.usefixtures("nothing_is_read")
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2"])
+def test_other_families_without_a_tokenizer(complaint: Complaint, family: str, tmp_path: Path) -> None:
+    """Their tokenizers do not load at all, where OLMoE's is an empty one."""
+    tiny_model(family).save_pretrained(tmp_path / "model")
+    told = complaint("run", TASKS, *small_settings(tmp_path / "model"), "method=fedit", "--output", "out")
+    says(told, f"{tmp_path / 'model'} has no tokenizer: none of", "tokenizer.json")
 
 
 def test_a_folder_that_holds_a_run(command: Command, complaint: Complaint, olmoe_folder: Path) -> None:

@@ -122,7 +122,7 @@ def test_the_audit_log_says_who_joined_and_what_became_of_every_upload(config: C
     assert driven.error is None
     entries = AuditLog(tmp_path / "state").read()
     events = [entry["event"] for entry in entries]
-    kinds = ["started", *["joined"] * 3, *["round"] * 2, *["delivered"] * 3, "ended"]
+    kinds = ["started", *["joined"] * 3, *["asked", "round"] * 2, *["delivered"] * 3, "ended"]
     assert [event for event in events if event != "scored"] == kinds
     first, second = (entry for entry in entries if entry["event"] == "round")
     assert (first["asked"], first["accepted"], list(first["rejected"])) == ([0, 1, 2], [0, 1], ["2"])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedguild.cli.options import JsonOption
-from fedguild.cli.output import listing, setting_table, show, show_json
+from fedguild.cli.output import listing, note, setting_table, show, show_json
 from fedguild.cli.presets import methods_with_presets
 from fedguild.config.reference import settings_of
 from fedguild.errors import FedGuildError
@@ -57,6 +57,7 @@ def command(
         show_json([{"name": one.name, "title": one.title, "from": one.origin, "fault": one.fault} for one in plugins])
     else:
         _show_all(plugins)
+        note("Those without a package in brackets come with fedguild.")
     if check and any(one.fault for one in plugins):
         raise FedGuildError("; ".join(one.warning for one in plugins if one.fault))
 

@@ -272,8 +272,8 @@ def serve(
                 remote.deliver(saved.state, result.rounds)
     except Exception as error:
         if holds_lock:
-            known = isinstance(error, FedGuildError)
-            audit.append("stopped", reason=error.message if known else f"{type(error).__name__}: {error}")
+            reason = error.message if isinstance(error, FedGuildError) else f"{type(error).__name__}: {error}"
+            audit.append("stopped", reason=reason)
             withdraw_request(state)
         raise
     audit.append("ended", rounds=result.rounds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from fedguild.errors import ModelError
 from fedguild.hub import reach_hub
 from fedguild.model.packaged import packaged
 
+_TOKENIZER_FILES = ("spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Of these, every tokenizer that loads has one."""
 _PATHS = "model.path takes a hub id, a folder with config.json, a tokenizer and safetensors weights, or 'embedded'."
 
 
@@ -69,18 +71,27 @@ def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code:
     Raises:
         ModelError: the model has none.
     """
-    with loading(path, "the tokenizer of "):
-        tokenizer = AutoTokenizer.from_pretrained(
-            source_of(path), revision=revision, trust_remote_code=trust_remote_code
-        )
-    folder, files = Path(source_of(path)), set(tokenizer.vocab_files_names.values())
+    folder = Path(source_of(path))
+    try:
+        with loading(path, "the tokenizer of "):
+            tokenizer = AutoTokenizer.from_pretrained(
+                source_of(path), revision=revision, trust_remote_code=trust_remote_code
+            )
+    except ModelError as error:
+        _require_one_of(_TOKENIZER_FILES, folder, error)
+        raise
+    # transformers creates an empty one for a folder without its files
+    _require_one_of(set(tokenizer.vocab_files_names.values()), folder)
+    return tokenizer
+
+
+def _require_one_of(files: Collection[str], folder: Path, cause: Exception | None = None) -> None:
+    """Raises ModelError for a model's folder with none of a tokenizer's files."""
     if folder.is_dir() and files and not any((folder / file).is_file() for file in files):
-        # transformers creates an empty one for a folder without these files
         raise ModelError(
             f"{folder} has no tokenizer: none of {', '.join(sorted(files))} is there.",
             "Put the tokenizer's files beside config.json: `tokenizer.save_pretrained` writes them.",
-        )
-    return tokenizer
+        ) from cause
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
