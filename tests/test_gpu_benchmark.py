@@ -58,6 +58,7 @@ def test_every_system_at_small_sizes(gpu, tmp_path):
     assert page_module.gain(equal, found.values()) == pytest.approx(2 * alone["seconds"] / equal["seconds"])
 
 
+@pytest.mark.long
 def test_no_case_begins_after_its_time(gpu, pages, tmp_path):
     only = "Qwen3-30B-A3B, 12 layers | ours | 2 x 8"
     gpu.main(["--device", "cpu", "--dtype", "float32", "--small", "--output", str(tmp_path), "--minutes", "0"])

@@ -324,7 +324,8 @@ class _Rounds:
             if not clients:
                 break
             started = time.perf_counter()
-            outcome = self._round(number, clients)
+            with self._failures_noted(number):
+                outcome = run_round(number, self.state, clients, self.setup, self.accepted)
             self.state, self.accepted = outcome.state, outcome.accepted
             self._judge(outcome)
             records = [*self._records_of(outcome), *self._scores_of(outcome)]
@@ -376,10 +377,11 @@ class _Rounds:
         if event == "asked" and self.experiment.remote is not None:
             self.experiment.remote.note_asked(**values)
 
-    def _round(self, number: int, clients: Sequence[ClientInfo]) -> Outcome:
-        """Trains and aggregates a round; one that fails is noted, too."""
+    @contextmanager
+    def _failures_noted(self, number: int) -> Iterator[None]:
+        """Notes a round that fails, too, where a server has an audit log."""
         try:
-            return run_round(number, self.state, clients, self.setup, self.accepted)
+            yield
         except FedGuildError as error:
             if self.experiment.remote is not None:
                 self.experiment.remote.note_failure(number, error.message)

@@ -51,12 +51,20 @@ def test_every_file_of_the_folder_is_a_table_with_a_description() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_cell_of_a_shipped_table_is_a_config_of_a_known_method(name: str) -> None:
+def test_a_column_of_a_shipped_table_fits_its_models(name: str) -> None:
     table = shipped(name).load()
     configs = configs_of(name)
     assert len(configs) == len(table.rows) * len(table.columns)
     assert all(config.name == cell.row for cell, config in configs)
-    for config in {checked_settings(config): config for _, config in configs}.values():
+    last = list(table.columns)[-1]
+    for config in {checked_settings(config): config for cell, config in configs if cell.column == last}.values():
+        check_config(config)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_every_cell_of_a_shipped_table_fits_its_model(name: str) -> None:
+    for config in {checked_settings(config): config for _, config in configs_of(name)}.values():
         check_config(config)
 
 

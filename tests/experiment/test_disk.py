@@ -50,9 +50,9 @@ def fill_up(patch: pytest.MonkeyPatch, folder: Path, name: str, after_round: int
     ("file", "after_round"),
     [
         ("metrics.jsonl", -1),
-        ("round-00000.checkpoint", -1),
-        ("round-00001.memory", 0),
-        ("metrics.jsonl", 1),
+        pytest.param("round-00000.checkpoint", -1, marks=pytest.mark.long),
+        pytest.param("round-00001.memory", 0, marks=pytest.mark.long),
+        pytest.param("metrics.jsonl", 1, marks=pytest.mark.long),
         ("round-00002.checkpoint", 1),
         ("round-00003.memory", 2),
     ],

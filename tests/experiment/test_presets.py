@@ -91,6 +91,11 @@ SOON = first_of_each((name, (SHIPPED[name].method.name,)) for name in RUN if SHI
 """One preset of each method on the embedded model: what runs in `make test`."""
 
 
+def english(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Presets on the English model differ from others in their data."""
+    return (pytest.mark.long,) if "/english-" in name else ()
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Corpus -> overrides that name small local files in its layout."""
@@ -210,7 +215,7 @@ def on_a_small_model(preset: str, models: dict[str, Path]) -> list[str]:
     return stand_in if preset in AS_IT_IS else [*stand_in, "model.dtype=float32"]
 
 
-@pytest.mark.parametrize("preset", SHIPPED)
+@pytest.mark.parametrize("preset", [pytest.param(name, marks=english(name)) for name in SHIPPED])
 def test_a_preset_fits_its_model(preset: str, models: dict[str, Path]) -> None:
     cheaper = CHEAPER.get(SHIPPED[preset].method.name, [])
     config = load_config(preset, [*on_a_small_model(preset, models), *cheaper])

@@ -421,7 +421,7 @@ def test_aggregation_neither_depends_on_the_order_nor_holds_on_to_uploads(label:
             torch.testing.assert_close(turned.tensors[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("label", cases())
+@pytest.mark.parametrize("label", cases_variants_long())
 def test_a_round_without_some_clients(label: str, tmp_path: Path) -> None:
     """One client alone, then the others, then all: nothing is lost, nothing is not a number."""
     federation = fresh(label, tmp_path)

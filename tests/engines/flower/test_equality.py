@@ -32,6 +32,7 @@ def test_flower_gives_the_results_of_local(label: str, models: dict[str, Path], 
     assert {trainer.loads for trainer in trainers} == {1}
 
 
+@pytest.mark.long
 def test_a_codec_rounds_alike_on_every_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedguild.wire.codec.SMALLEST_SHRUNK", 1)
     model = save_model(tmp_path / "model")

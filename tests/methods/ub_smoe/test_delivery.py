@@ -125,7 +125,7 @@ def test_a_late_upload_does_not_make_its_client_a_holder(olmoe_backbone: Backbon
     assert [float(each.payload.tensors[WITHOUT]) for each in federation.train(state, 3)] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
+@pytest.mark.parametrize("codec", ["bf16", pytest.param("int8", marks=pytest.mark.long)])
 def test_with_a_codec_that_rounds_the_buffer_is_sent_to_all(
     codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
