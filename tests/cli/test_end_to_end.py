@@ -40,7 +40,7 @@ def test_run_evaluate_partition_and_report_agree(invoke: Invoke, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_compare_trains_both_methods(invoke: Invoke) -> None:
+def test_compare_trains_both_methods_here_and_in_processes_alike(invoke: Invoke) -> None:
     arguments = ["flame/tiny-tasks", "fedit/tiny-tasks-ranks", *SMALL, "--seeds", "0", "--json"]
     here = invoke("compare", *arguments, "--output", "here")
     assert here.exit_code == 0, here.output
@@ -50,13 +50,6 @@ def test_compare_trains_both_methods(invoke: Invoke) -> None:
     assert flops["flame-tiny-tasks"] < 0.7 * flops["fedit-tiny-tasks-ranks"]
     assert table["equal_inference"]
     assert json.loads(invoke("compare", *arguments, "--output", "here").stdout) == table
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("undrawn")
-def test_compare_trains_in_processes_as_it_does_here(invoke: Invoke) -> None:
-    arguments = ["flame/tiny-tasks", "fedit/tiny-tasks-ranks", *SMALL, "--seeds", "0", "--json"]
-    table = json.loads(invoke("compare", *arguments, "--output", "here").stdout)
     apart = invoke("compare", *arguments, "--output", "apart", "--jobs", "2")
     assert apart.exit_code == 0, apart.output
     for name in ("flame-tiny-tasks", "fedit-tiny-tasks-ranks"):
