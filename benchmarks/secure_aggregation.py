@@ -31,6 +31,7 @@ from fedguild.server.method import Method
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.rounds import run_round
 from fedguild.server.secure_round import SecureAggregation, whole_form
+from fedguild.server.validation import bound_of
 
 TARGETS = ["attention", "experts"]
 METHODS = {
@@ -56,12 +57,16 @@ class Answering:
         """Yields every task's delivery."""
         for task in tasks:
             rng = torch_rng(task.client.index, "upload")
-            tensors = {}
+            tensors, bounds = {}, method.bounds(model, task.client)
             for name, shape in method.expected_upload(model, task.client, task.download).items():
                 noise, before = torch.rand(tuple(shape), generator=rng), task.download.tensors.get(name)
                 tensors[name] = noise if before is None or before.shape != noise.shape else before + 0.01 * noise
+                bound = bound_of(name, bounds)
+                if bound is not None and bound.total is not None:  # shares of a token's experts
+                    tensors[name] = 0.9 * bound.total * noise / noise.sum(-1, keepdim=True)
             report = LocalReport(10, TOKENS, EXAMPLES, 1.5, 2.0)
-            frequency = torch.rand((len(model.moe), model.moe[0].num_experts), generator=rng)
+            shares = torch.rand((len(model.moe), model.moe[0].num_experts), generator=rng)
+            frequency = 0.9 * task.client.budget.active_experts * shares / shares.sum(-1, keepdim=True)
             yield Delivery(task, Payload(tensors), method.plan(model, task.client.budget), report, frequency)
 
     def close(self) -> None:
