@@ -92,6 +92,7 @@ def test_a_slot_that_does_not_step_keeps_weights_and_moments(backbone, settings)
         before, moving = of_slot(1), of_slot(0)
         put_gradients(model, 1)
         optimizer.step((0.1, None, 0.1))
+        optimizer.step((None, None, None))
         assert all(torch.equal(left, right) for left, right in zip(before, of_slot(1), strict=True))
         assert not any(torch.equal(left, right) for left, right in zip(moving, of_slot(0), strict=True))
         assert optimizer.steps == [2, 1, 2]

@@ -1,9 +1,10 @@
 """SGD, Adam and AdamW for all clients of a cohort at once, each with its own learning rate and step count.
 
 torch's fused kernels do the work. While all clients are at the same step with the same rate, they update each tensor as
-it is stored. Otherwise the moments lie slot by slot (`slot_major.py`), and every client's part of them is updated in a
-few large pieces at its own rate. A client that does not step keeps its weights and its moments untouched, which a
-zero gradient alone would not ensure.
+it is stored. They still do when some clients rest or have finished, as long as most have not: the others' gradients and
+moments are zero then, which changes no weight, and their moments wait elsewhere (`_Resting`). At rates of
+their own, the moments lie slot by slot (`slot_major.py`), and every client's part of them is updated in a few large
+pieces. A client that does not step keeps its weights and its moments untouched.
 
 A client gets the same bits either way, and the same as alone.
 """
@@ -42,6 +43,7 @@ class SlotOptimizer:
         self.first: list[Tensor] = []
         self.second: list[Tensor] = []
         self._apart: list[SlotMajor] = []
+        self._resting: dict[int, _Resting] = {}
 
     def zero_grad(self) -> None:
         """Discards the gradients."""
@@ -88,14 +90,19 @@ class SlotOptimizer:
         graded = [index for index, trainable in enumerate(self.trainables) if trainable.stored.grad is not None]
         chosen = {index: updated.get(self.trainables[index].name) if updated else None for index in graded}
         whole = [index for index, mask in chosen.items() if mask is None]
-        if not (len(together) == 1 and len(next(iter(together.values()))) == self.slots):
-            self._set_apart([index for index in whole if not self._owner(index)])
+        stored = [index for index in whole if not self._owner(index)]
+        resting = [slot for slot, rate in enumerate(rates) if rate is None]
+        at_once = len(together) == 1 and 2 * len(resting) <= self.slots
+        self._rest(resting if at_once else [])
+        if not at_once:
+            self._set_apart(stored)
         for decays in (True, False):
             decay = self.settings.weight_decay if decays else 0.0
-            of_kind = [index for index in whole if self.trainables[index].decays == decays]
-            self._update_stored([index for index in of_kind if not self._owner(index)], together, decay)
+            of_kind = {index for index in whole if self.trainables[index].decays == decays}
+            if at_once:
+                self._update_stored([index for index in stored if index in of_kind], together, decay, resting)
             for owner in self._apart:
-                self._update_apart(owner, [index for index in of_kind if index in owner.places], together, decay)
+                self._update_apart(owner, [index for index in owner.places if index in of_kind], together, decay)
         for index, mask in chosen.items():
             if mask is not None:
                 self._update_entries(index, mask, together)
@@ -129,14 +136,35 @@ class SlotOptimizer:
                         kind[index] = owner.view(index, rows).copy_(kind[index])
                 self._apart.append(owner)
 
-    def _update_stored(self, indices: list[int], together: Together, decay: float) -> None:
-        """Updates whole tensors, all of whose slots take the same step."""
-        if indices:
-            ((rate, count),) = together
-            values = [self.trainables[index].stored.detach() for index in indices]
-            grads = [_grad(self.trainables[index]) for index in indices]
-            moments = [[kind[index] for index in indices] for kind in self._moments()]
-            self._kernel(values, grads, moments, rate, count, decay)
+    def _rest(self, slots: Sequence[int]) -> None:
+        """Puts the moments of these slots aside and leaves zeros; gives all others theirs back."""
+        for slot in [slot for slot in self._resting if slot not in slots]:
+            self._resting.pop(slot).end()
+        for slot in slots:
+            if slot not in self._resting:
+                own = [index for index in range(len(self.trainables)) if not self._owner(index)]
+                self._resting[slot] = _Resting(
+                    [kind[index].select(self.trainables[index].axis, slot) for kind in self._moments() for index in own]
+                )
+
+    def _update_stored(self, indices: list[int], together: Together, decay: float, resting: Sequence[int]) -> None:
+        """Updates whole tensors, all of whose slots take the same step, or rest."""
+        if not indices:
+            return
+        ((rate, count),) = together
+        trainables = [self.trainables[index] for index in indices]
+        values = [trainable.stored.detach() for trainable in trainables]
+        grads = [_grad(trainable) for trainable in trainables]
+        moments = [[kind[index] for index in indices] for kind in self._moments()]
+        if resting:
+            places = torch.tensor(resting).to(values[0].device, non_blocking=True)
+            for trainable, grad in zip(trainables, grads, strict=True):
+                grad.index_fill_(trainable.axis, places, 0.0)
+        still = [value.select(t.axis, slot) for slot in resting for t, value in zip(trainables, values, strict=True)]
+        before = [value.clone() for value in still] if decay else []
+        self._kernel(values, grads, moments, rate, count, decay)
+        if before:
+            torch._foreach_copy_(still, before)
 
     def _update_apart(self, owner: SlotMajor, indices: list[int], together: Together, decay: float) -> None:
         """Updates each slot's part of some trainables at its own rate and count."""
@@ -206,6 +234,25 @@ class SlotOptimizer:
             amsgrad=False,
             maximize=False,
         )
+
+
+class _Resting:
+    """Moments that wait while their slot rests.
+
+    Args:
+        places: Where they are stored, views; zero from now on.
+    """
+
+    def __init__(self, places: list[Tensor]) -> None:
+        self._places = places
+        self._values = [place.clone() for place in places]
+        if places:
+            torch._foreach_zero_(places)
+
+    def end(self) -> None:
+        """Puts them back."""
+        if self._places:
+            torch._foreach_copy_(self._places, self._values)
 
 
 def _entries(tensor: Tensor, wanted: Tensor, *, one_by_one: bool) -> Iterable[Tensor]:
