@@ -10,6 +10,7 @@ the validation examples. The pages are written by `docs/generate.py`, which read
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ import yaml
 from fedguild.api.cells import Cell, complete, plan_table
 from fedguild.config import load_config, table_cells, tables
 from fedguild.config.table import ONLY_COLUMN, TableCell, require_claimed_scores
+from fedguild.errors import ConfigError
 from fedguild.report.recorded import CellRecord, ChoiceRecord, choice_path, read_records, record_of, record_path
 from fedguild.report.run_folder import load_run
 
@@ -230,16 +232,27 @@ def outdated() -> list[CellRecord]:
     return [one for one in read_records(RECORDS) if one.table not in known or not known[one.table].is_current(one)]
 
 
+def finish(runs: Sequence[Planned], jobs: int) -> None:
+    """Completes runs; a folder of one whose settings have changed since is begun anew."""
+    for one in runs:
+        try:
+            one.cell.state()
+        except ConfigError:
+            print(f"{one.cell.folder.relative_to(ROOT)} held other settings and is removed.", flush=True)
+            shutil.rmtree(one.cell.folder)
+    complete([one.cell for one in runs], jobs, tell=print)
+
+
 def run(plan: Plan, jobs: int) -> None:
     """Chooses what is to be chosen, runs and records what is missing of a table, seed after seed."""
     for row in plan.table.rows if "choose" in plan.settings else ():
         if plan.choice(row) is None:
-            complete([one.cell for one in plan.candidates(row).values()], jobs, tell=print)
+            finish(list(plan.candidates(row).values()), jobs)
             print(f"recorded {plan.chosen(row).relative_to(ROOT)}", flush=True)
     missing = [one for one in plan.cells() if not one.is_recorded()]
     for start in range(0, len(missing), jobs):
         several = missing[start : start + jobs]
-        complete([one.cell for one in several], jobs, tell=print)
+        finish(several, jobs)
         for one in several:
             print(f"recorded {one.record().relative_to(ROOT)}", flush=True)
 

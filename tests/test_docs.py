@@ -14,7 +14,9 @@ import yaml
 from fedguild.api.cells import Cell
 from fedguild.config import load_config, tables
 from fedguild.model.english import tasks as english
+from fedguild.payload import Payload
 from fedguild.report.recorded import CellRecord
+from fedguild.server import checkpoint
 from tests.costs.test_published import all_compared
 from tests.report.runs import FLAME_FINAL, write_run
 
@@ -133,6 +135,27 @@ def test_a_record_of_other_settings_is_found(
         assert recording.outdated() == [other], change
         path.unlink()
         good.write(records)
+
+
+def test_a_run_of_other_settings_is_begun_anew(
+    recording: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As is one whose row chose another setting since; a run of these settings is kept."""
+    monkeypatch.setattr(recording, "ROOT", tmp_path)
+    monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
+    completed: list[str] = []
+    monkeypatch.setattr(recording, "complete", lambda cells, jobs, tell: completed.extend(c.title for c in cells))
+    plan = recording.plans(["flame/table-2-tiny"])[0]
+    column = next(iter(plan.table.columns))
+    same, other = plan.runs(["flame"], [column], plan.overrides, [0, 1], "t")
+    for planned, config in ((same, same.cell.config), (other, same.cell.config)):
+        (planned.cell.folder / "checkpoints").mkdir(parents=True)
+        checkpoint.save(planned.cell.folder / "checkpoints", 1, Payload({}), fingerprint="any", keep=1)
+        (planned.cell.folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    recording.finish([same, other], jobs=1)
+    assert same.cell.folder.is_dir()
+    assert not other.cell.folder.exists()
+    assert completed == [same.cell.title, other.cell.title]
 
 
 def test_a_table_that_needs_data_says_how_to_give_it(

@@ -156,15 +156,18 @@ class SlotOptimizer:
         values = [trainable.stored.detach() for trainable in trainables]
         grads = [_grad(trainable) for trainable in trainables]
         moments = [[kind[index] for index in indices] for kind in self._moments()]
-        if resting:
-            places = torch.tensor(resting).to(values[0].device, non_blocking=True)
-            for trainable, grad in zip(trainables, grads, strict=True):
-                grad.index_fill_(trainable.axis, places, 0.0)
-        still = [value.select(t.axis, slot) for slot in resting for t, value in zip(trainables, values, strict=True)]
-        before = [value.clone() for value in still] if decay else []
+        axes = [trainable.axis for trainable in trainables]
+        for slot in resting:
+            torch._foreach_zero_([grad.select(axis, slot) for axis, grad in zip(axes, grads, strict=True)])
+        resting_values = (
+            [value.select(axis, slot) for slot in resting for axis, value in zip(axes, values, strict=True)]
+            if decay
+            else []
+        )
+        before = [value.clone() for value in resting_values]
         self._kernel(values, grads, moments, rate, count, decay)
         if before:
-            torch._foreach_copy_(still, before)
+            torch._foreach_copy_(resting_values, before)
 
     def _update_apart(self, owner: SlotMajor, indices: list[int], together: Together, decay: float) -> None:
         """Updates each slot's part of some trainables at its own rate and count."""

@@ -23,7 +23,7 @@ from fedguild.model.adapters.storage import SlotTensor
 
 LANES = 16
 """Elements that a fused kernel hands out at a time; a multiple of any vector's width."""
-PIECE = {"cpu": 1 << 18}
+PIECE = {"cpu": 1 << 20}
 """Elements of all slots in one piece, by type of device."""
 PIECE_ELSEWHERE = 1 << 23
 
