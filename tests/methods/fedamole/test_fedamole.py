@@ -17,7 +17,7 @@ from fedguild.engines.local import LocalEngine
 from fedguild.errors import ConfigError, UploadError
 from fedguild.methods import build_method
 from fedguild.methods.fedamole import FedAMoLE, FedAMoLESettings
-from fedguild.methods.fedamole.pool import COMMON, EXPERT, EXPERTS, TOKEN, Pool, held_experts
+from fedguild.methods.fedamole.pool import COMMON, EXPERT, EXPERTS, TOKEN, Pool, held_experts, relative_change
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
@@ -35,6 +35,7 @@ VARIANTS = {
     "-S": {"shared_expert": False},
     "-R": {"assignment": "fixed"},
     "Random": {"assignment": "random"},
+    "once": {"assignment": "once"},
 }
 QUERY, VALUE = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
 
@@ -133,6 +134,7 @@ def test_two_clients_by_hand() -> None:
     assert pool.experts["m.experts.lora_B"].flatten().tolist() == [1.0, 3.0, 7.0]
     assert pool.experts["m.experts.embedding"].flatten().tolist() == [1.0, 1.0, 0.5]
     assert pool.common["m.router"].item() == 2.0
+    assert pool.drift["m"].item() == pytest.approx(0.6)  # |2 - 5| / 5
     assert method.relevance(pool).tolist() == [[[2.0, 2.0, 1.0], [-1.0, -1.0, -0.5]]]
     assert pool.assigned["m"].int().tolist() == [[1, 1, 0], [0, 0, 1]]
 
@@ -150,6 +152,39 @@ def test_who_sits_out_keeps_its_embedding_and_a_stranger_has_the_mean() -> None:
     assert pool.known.tolist() == [True, True]
     assert pool.experts["m.experts.lora_A"].flatten().tolist() == [4.0, 6.0, -9.0]
     assert pool.experts["m.experts.embedding"].flatten().tolist() == [1.0, -1.0, 0.5]
+
+
+def test_an_assignment_made_once_follows_the_first_embeddings_alone() -> None:
+    """As above, then a round with h^t turned around: by relevance expert 2 would go to client 0, and 0 or 1 to client 1.
+
+    A first round without any upload has no embeddings to go by and is not the one.
+    """
+    sent = [
+        sent_by_hand(0, 1.0, 2.0, {0: (4.0, 1.0, 1.0), 1: (2.0, 2.0, 3.0)}),
+        sent_by_hand(1, 3.0, -1.0, {1: (6.0, 4.0, -1.0)}),
+    ]
+    turned = [
+        sent_by_hand(0, 1.0, -1.0, {0: (4.0, 1.0, 1.0), 1: (2.0, 2.0, 1.0)}),
+        sent_by_hand(1, 3.0, 2.0, {2: (6.0, 4.0, 0.5)}),
+    ]
+    found = {}
+    for assignment in ("relevance", "once", "fixed"):
+        method = fedamole(**HAND, assignment=assignment)
+        first = method.aggregate(method.aggregate(by_hand(), []), sent)
+        states = (by_hand(), first, method.aggregate(first, turned))
+        found[assignment] = [Pool.of(state).assigned["m"].int().tolist() for state in states]
+    start, best = found["fixed"][0], [[1, 1, 0], [0, 0, 1]]
+    assert start != best
+    assert found["fixed"] == [start, start, start]
+    assert found["once"] == [start, best, best]
+    assert found["relevance"][:2] == [start, best]
+    assert found["relevance"][2] not in (start, best)
+
+
+def test_the_drift_of_the_router_is_the_norm_of_its_change_over_its_norm() -> None:
+    """(3, 4) to (3, 10): 6 / 5. A router of zeros that stays has none."""
+    assert relative_change(torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 10.0]])).item() == pytest.approx(1.2)
+    assert relative_change(torch.zeros(2, 2), torch.zeros(2, 2)).item() == 0.0
 
 
 def test_one_round_without_any_upload_changes_nothing_but_the_assignment() -> None:
@@ -192,7 +227,7 @@ def test_aggregation(variant: str, who: Sequence[int] | None, llama_backbone: Ba
         torch.testing.assert_close(value.double(), mean, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("variant", ["FedAMoLE", "-H", "-S"])
+@pytest.mark.parametrize("variant", ["FedAMoLE", "-H", "-S", "once"])
 def test_the_next_assignment_is_the_best_of_all(variant: str, llama_backbone: Backbone, tmp_path: Path) -> None:
     """Eq. 14, the softmax over clients and Definition 4.1, from the uploads on; every assignment tried."""
     known = federation(llama_backbone, tmp_path, clients=3, clients_per_expert=2, **VARIANTS[variant])
@@ -465,10 +500,10 @@ def test_the_first_assignment_is_random_and_modules_differ(llama_backbone: Backb
 
 
 def test_the_variants_differ_in_how_they_assign(llama_backbone: Backbone, tmp_path: Path) -> None:
-    """All begin alike; -R stays, Random changes whatever the clients learn, FedAMoLE follows the embeddings."""
+    """All begin alike; -R stays, Random changes whatever the clients learn, FedAMoLE follows the embeddings, once: once."""
     found = {
         name: assignments(federation(llama_backbone, tmp_path / name, **VARIANTS[name]), 2)
-        for name in ("FedAMoLE", "-R", "Random")
+        for name in ("FedAMoLE", "-R", "Random", "once")
     }
     untrained = assignments(federation(llama_backbone, tmp_path / "0", assignment="random"), 2, learning_rate=0.0)
     assert all(same(rounds[0], found["-R"][0]) for rounds in found.values())
@@ -477,6 +512,9 @@ def test_the_variants_differ_in_how_they_assign(llama_backbone: Backbone, tmp_pa
     assert not same(found["Random"][1], found["Random"][2])
     assert same(found["Random"][1], untrained[1])
     assert not same(found["FedAMoLE"][1], found["Random"][1])
+    assert same(found["once"][1], found["FedAMoLE"][1])
+    assert same(found["once"][2], found["once"][1])
+    assert not same(found["FedAMoLE"][2], found["FedAMoLE"][1])
 
 
 def test_a_clients_own_model_is_the_one_it_trained(llama_backbone: Backbone, tmp_path: Path) -> None:
@@ -508,7 +546,7 @@ def test_observations(llama_backbone: Backbone, tmp_path: Path) -> None:
     state = known.method.aggregate(known.start(), known.train(known.start()))
     after = known.method.aggregate(state, known.train(state, 2))
     pool, before = Pool.of(after), Pool.of(state)
-    probability, held_next, kept, traced = known.method.observe(after, known.model)
+    probability, held_next, kept, traced, drift = known.method.observe(after, known.model)
     assert probability.name == f"selection probability, {VALUE}"
     assert list(probability.values.shape) == [len(probability.rows), len(probability.columns)] == [5, 4]
     torch.testing.assert_close(probability.values.sum(1), torch.ones(5, dtype=torch.float64))
@@ -521,6 +559,12 @@ def test_observations(llama_backbone: Backbone, tmp_path: Path) -> None:
     assert list(traced.rows) == ["client 0"]
     assert traced.columns == probability.rows
     assert traced.values.tolist() == [before.assigned[VALUE][0].float().tolist()]
+    assert drift.name == "router drift"
+    for module, moved in zip(drift.rows, drift.values.tolist(), strict=True):
+        old, new = (one.common[f"{module}.router"].double() for one in (before, pool))
+        assert moved == pytest.approx(float(((new - old) ** 2).sum().sqrt() / (old**2).sum().sqrt()), rel=1e-5)
+        assert moved > 0
+    assert len(known.method.observe(known.start(), known.model)) == 4
 
 
 # bad input
@@ -538,7 +582,7 @@ def test_a_federation_without_an_assignment(llama_backbone: Backbone, tmp_path: 
     [
         ({"embedding_share": 1.0}, r"method\.embedding_share: .*less than 1"),
         ({"privacy_eta": 0}, r"method\.privacy_eta: .*greater than 0"),
-        ({"assignment": "best"}, r"method\.assignment: .*'relevance', 'fixed' or 'random', got 'best'"),
+        ({"assignment": "best"}, r"method\.assignment: .*'relevance', 'once', 'fixed' or 'random', got 'best'"),
         ({"client_per_expert": 2}, r"clients_per_expert"),
     ],
 )

@@ -28,7 +28,8 @@ Symbols: E `experts`, k^e `active_experts`, k^c `clients_per_expert`, b `experts
 The state is a `Pool` (pool.py), which also defines the names of experts in payloads.
 
 The variants of Table 3: -H `router: vanilla`, -S `shared_expert: false`, -R `assignment: fixed`,
-Random `assignment: random`.
+Random `assignment: random`. `assignment: once`, not in the paper, runs lines 8 to 10 after the first
+round alone.
 
 Readings and deviations (docs/methods/fedamole.md):
     - s is scaled by sqrt(r), the active weights are renormalised and alpha / r applies, as in the
@@ -105,8 +106,10 @@ class FedAMoLESettings(MethodSettings):
         "invariant", description="HMoLE's router, or a row of W_r for each expert (the variant -H)"
     )
     shared_expert: bool = Field(True, description="whether there is a shared expert (false: the variant -S)")
-    assignment: Literal["relevance", "fixed", "random"] = Field(
-        "relevance", description="by relevance, as in the first round for good (-R), or by new random scores each round"
+    assignment: Literal["relevance", "once", "fixed", "random"] = Field(
+        "relevance",
+        description="relevance: anew after each round; once: after the first round, then kept; fixed: the first, random "
+        "one for good (-R); random: by new random scores each round",
     )
     embedding_share: float = Field(0.05, gt=0, lt=1, description="share of a client's examples in its embedding set")
     embedding_limit: int = Field(200, ge=1, description="largest number of examples in an embedding set")
@@ -238,20 +241,25 @@ class FedAMoLE(Method):
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 7 to 10."""
-        pool, mean, token = Pool.of(state), WeightedMean(), dict[int, dict[str, Tensor]]()
+        before, mean, token = Pool.of(state), WeightedMean(), dict[int, dict[str, Tensor]]()
         for upload in uploads:
             mean.add(uploaded_tensors(upload.payload), weight_of(upload, "uniform"))  # Eq. 10, 12
             embeddings = upload.payload.part(TOKEN)
             token[upload.client.index] = {module: embedding.clone() for module, embedding in embeddings.items()}
-        pool = pool.after_round(mean.result(pool.one_by_one()), token)  # line 7
-        return replace(pool, assigned=self.next_assignment(pool)).state()
+        pool = before.after_round(mean.result(before.one_by_one()), token)  # line 7
+        return replace(pool, assigned=self.next_assignment(pool, is_first=not before.known.any())).state()
 
-    def next_assignment(self, pool: Pool) -> dict[str, Tensor]:
-        """Lines 8 to 10, or their replacement in the variants -R and Random."""
-        if self.settings.assignment == "fixed":
+    def next_assignment(self, pool: Pool, *, is_first: bool) -> dict[str, Tensor]:
+        """Lines 8 to 10, or what stands in their place.
+
+        Args:
+            pool: After the round.
+            is_first: Whether no client had uploaded its embeddings before this round.
+        """
+        assignment = self.settings.assignment
+        if assignment == "fixed" or (assignment == "once" and not is_first):
             return pool.assigned
-        random = self.settings.assignment == "random"
-        return self.assigned(pool, self.random_scores(pool) if random else self.relevance(pool))
+        return self.assigned(pool, self.random_scores(pool) if assignment == "random" else self.relevance(pool))
 
     def relevance(self, pool: Pool) -> Tensor:
         """Returns s [modules, C, E] in fp64 (line 8, Eq. 14)."""
@@ -305,7 +313,7 @@ class FedAMoLE(Method):
         return self.personalize(excerpt, model, client, memory)
 
     def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
-        """Returns P of the last module (Figure 8), experts per client, the share kept, and client 0's (Table 6)."""
+        """Returns P of the last module (Figure 8), experts per client, the share kept, client 0's (Table 6), and drift."""
         pool, modules = Pool.of(state), [linear.name for linear in self.mixture().linears(model)]
         return observations(pool, selection_probability(self.relevance(pool)), modules)
 

@@ -12,7 +12,7 @@ from fedguild.server.method import Observation
 
 
 def observations(pool: Pool, probability: Tensor, modules: Sequence[str]) -> Sequence[Observation]:
-    """Returns P of the last module (Figure 8), experts per client, the share kept, and client 0's (Table 6).
+    """Returns P of the last module (Figure 8), experts per client, the share kept, client 0's (Table 6), and the drift.
 
     Args:
         pool: After the round.
@@ -26,9 +26,11 @@ def observations(pool: Pool, probability: Tensor, modules: Sequence[str]) -> Seq
     counts = torch.stack([pool.assigned[module].sum(dim=1) for module in modules])
     kept = torch.stack([pool.assigned[module] & pool.before[module] for module in modules])
     traced = pool.before[last][:1].float()
+    drift = [pool.drift[module] for module in modules if module in pool.drift]
     return (
         Observation(f"selection probability, {last}", chosen, experts, clients),
         Observation("experts held in the next round", counts, modules, clients, unit="experts"),
         Observation("assignment kept", kept.sum(dim=(1, 2)) / counts.sum(dim=1), modules),
         Observation(f"experts of client 0, {last}", traced, clients[:1], experts),
+        *([Observation("router drift", torch.stack(drift), modules)] if drift else []),
     )

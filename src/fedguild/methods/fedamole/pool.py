@@ -9,7 +9,7 @@ every client holds different ones.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -27,6 +27,7 @@ TOKEN = "token_embedding"
 EXPERT = "expert_embedding"
 """The part with h^e_mij: for each module [held, r], in ascending order of the ids."""
 STACK = ".experts"
+ROUTER = "router"
 FACTORS = ("lora_A", "lora_B")
 EMBEDDING = "embedding"
 
@@ -44,6 +45,8 @@ class Pool:
         known: [C] bool, whether a client has ever uploaded its h^t.
         seed: The seed of the random scores.
         round: Number of completed rounds.
+        drift: Module -> the norm of the last round's change of W^t (of W_r with a vanilla router) over its norm before;
+            empty before the first round.
     """
 
     common: dict[str, Tensor]
@@ -54,6 +57,7 @@ class Pool:
     known: Tensor
     seed: int
     round: int
+    drift: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def new(cls, tensors: Mapping[str, Tensor], embedding_width: int | None, seed: int) -> Pool:
@@ -86,12 +90,13 @@ class Pool:
             known=state.tensors["known"],
             seed=int(state.scalars["seed"]),
             round=int(state.scalars["round"]),
+            drift=state.part("drift"),
         )
 
     def state(self) -> Payload:
         """Returns it as a state."""
         parts = {COMMON: self.common, EXPERTS: self.experts, TOKEN: self.token}
-        parts |= {"assigned": self.assigned, "before": self.before}
+        parts |= {"assigned": self.assigned, "before": self.before, "drift": self.drift}
         tensors = {**Payload.of(parts).tensors, "known": self.known}
         return Payload(tensors, {"seed": self.seed, "round": self.round})
 
@@ -148,7 +153,12 @@ class Pool:
             known=known,
             before=self.assigned,
             round=self.round + 1,
+            drift={module: relative_change(self.common[name], means[name]) for module, name in self._routers()},
         )
+
+    def _routers(self) -> list[tuple[str, str]]:
+        """Returns every module with the name of its W^t, or W_r."""
+        return [(module, f"{module}.{ROUTER}") for module in self.modules]
 
     def token_embeddings(self) -> Tensor:
         """Returns h^t [modules, C, r] in fp64; a client that never took part has the others' mean."""
@@ -165,6 +175,12 @@ class Pool:
         """Returns r of every module, or the width of its input, [modules]."""
         axis = 1 if of == "rank" else 2
         return torch.tensor([self.experts[f"{module}{STACK}.lora_A"].shape[axis] for module in self.modules])
+
+
+def relative_change(before: Tensor, after: Tensor) -> Tensor:
+    """Returns ||after - before|| / ||before||, a scalar in fp32; 0 where nothing changed."""
+    change = torch.linalg.vector_norm(after.double() - before.double())
+    return torch.where(change > 0, change / torch.linalg.vector_norm(before.double()), 0.0).float()
 
 
 def uploaded_tensors(payload: Payload) -> dict[str, Tensor]:
