@@ -120,6 +120,11 @@ def reference(routing: list[list[float]], omega: list[list[float]]) -> list[floa
     return [value / sum(mixed) for value in mixed]
 
 
+def distance(routing: list[float], reference: list[float]) -> float:
+    """KL(p-bar_i || p_g) of one client, in nats."""
+    return math.fsum(p * math.log(p / g) for p, g in zip(routing, reference, strict=True) if p > 0)
+
+
 def cosine(a: Tensor, b: Tensor) -> float:
     """Sim of Eq. 13; 0 where a norm is zero."""
     a, b = a.double().flatten(), b.double().flatten()

@@ -55,6 +55,22 @@ def test_the_reference(clients: int, experts: int, margins: str) -> None:
     assert float(reference.sum()) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(("clients", "experts"), [(1, 4), (7, 5)])
+def test_the_distance_to_the_reference(clients: int, experts: int) -> None:
+    routing, reference = distributions(clients, experts), distributions(1, experts, seed=3)[0]
+    expected = [oracle.distance(row, reference.tolist()) for row in routing.tolist()]
+    close(region.distances(routing, reference), expected)
+    assert min(expected) > 0
+    close(region.distances(reference[None], reference), [0.0])
+
+
+def test_the_distance_by_hand() -> None:
+    """From (1/2, 1/4, 1/4): (1, 0, 0) is ln 2 away, (1/4, 1/2, 1/4) (ln 1/2 + 2 ln 2) / 4 = ln 2 / 4."""
+    found = region.distances(torch.tensor([[1.0, 0.0, 0.0], [0.25, 0.5, 0.25]]), torch.tensor([0.5, 0.25, 0.25]))
+    close(found, [math.log(2), math.log(2) / 4], 1e-6)
+    assert math.isfinite(float(region.distances(torch.tensor([[0.5, 0.5]]), torch.tensor([1.0, 0.0]))[0]))
+
+
 def test_two_clients_routing_by_hand() -> None:
     """p-bar_1 = (.6, .4), p-bar_2 = (.2, .8): the consensus is (.4, .6), o_1 = (.24, .24), o_2 = (.08, .48).
 

@@ -199,7 +199,7 @@ def test_what_is_observed(olmoe_backbone: Backbone) -> None:
     method = fedalign()
     state, uploads = random_round(method, olmoe_backbone, 4)
     seen = method.observe(method.aggregate(state, uploads), olmoe_backbone.info)
-    assert [part.name.split()[0] for part in seen] == ["mean", "spread", "similarity", "share"]
+    assert [part.name.split()[0] for part in seen] == ["mean", "spread", "distance", "similarity", "share"]
     rows = [part.payload.part("routing")[LAYERS[0]].tolist() for part in uploads]
     margins = [part.payload.part("margin")[LAYERS[0]].tolist() for part in uploads]
     overlap = sum(oracle.overlap(rows, i, e) for i in range(4) for e in range(EXPERTS)) / (4 * EXPERTS)
@@ -208,9 +208,24 @@ def test_what_is_observed(olmoe_backbone: Backbone) -> None:
     held = [[part.payload.tensors[name] for part in uploads if name in part.payload.tensors] for name in names]
     taus = [oracle.threshold(regions, 1.0) for regions in held if regions]
     spread = float(omega.std(dim=0, correction=0).mean())
+    p_g = oracle.reference(rows, omega.tolist())
+    distance = sum(oracle.distance(row, p_g) for row in rows) / 4
     found = [float(part.values[0]) for part in seen]
-    assert found == pytest.approx([overlap, spread, sum(taus) / len(taus), 7 / 8], rel=1e-5)
+    assert found == pytest.approx([overlap, spread, distance, sum(taus) / len(taus), 7 / 8], rel=1e-5)
+    assert seen[2].unit == "nats"
     assert all(part.rows == ["layer 0", "layer 1"] for part in seen)
+
+
+def test_the_distance_is_observed_without_the_regulariser_too(olmoe_backbone: Backbone) -> None:
+    method = fedalign(regularisation=0.0)
+    state, uploads = random_round(method, olmoe_backbone, 4)
+    (distance,) = (
+        one.values
+        for one in method.observe(method.aggregate(state, uploads), olmoe_backbone.info)
+        if one.name.startswith("distance of the gates to p_g")
+    )
+    assert len(distance) == 2
+    assert float(distance[0]) > 0
 
 
 def test_an_expert_whose_updates_are_all_zero_is_not_counted_as_aggregated(olmoe_backbone: Backbone) -> None:

@@ -257,10 +257,11 @@ class FedAlignMoe(Method):
         omega = region.consistency_weights(overlap, margin)  # Eq. 6
         if not self.settings.consistency_weights:
             omega = torch.full_like(omega, 1 / len(omega))
+        reference = region.global_reference(routing, omega)  # Eq. 7
         return {
-            f"{REFERENCE}/{experts}": region.global_reference(routing, omega).float(),  # Eq. 7
+            f"{REFERENCE}/{experts}": reference.float(),
             f"{CONSENSUS}/{experts}": routing.mean(dim=0).float(),
-            **reference_figures(experts, overlap, omega),
+            **reference_figures(experts, overlap, omega, region.distances(routing, reference)),
         }
 
     def _experts(self, experts: str, trained: Mapping[str, Tensor], received: RegionUploads) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedguild.methods.fedalign_moe.parts import from_expert_vectors
+from fedguild.methods.fedalign_moe.regulariser import SMALLEST
 
 COLUMNS = 2**18
 """Columns of the updates that are multiplied at once."""
@@ -49,6 +50,17 @@ def global_reference(routing: Tensor, weights: Tensor) -> Tensor:
     """
     mixed = (weights * routing).sum(dim=0)
     return mixed / mixed.sum()
+
+
+def distances(routing: Tensor, reference: Tensor) -> Tensor:
+    """Returns KL(p-bar_i || p_g) [N] over all experts, in nats: the distance of each client's gate to the reference.
+
+    Args:
+        routing: [N, M] p-bar.
+        reference: [M] p_g; where it is 0, it counts as 1e-8.
+    """
+    ratio = routing.clamp(min=SMALLEST) / reference.clamp(min=SMALLEST)
+    return (routing * ratio.log()).sum(dim=1)
 
 
 def gram(rows: Tensor) -> Tensor:

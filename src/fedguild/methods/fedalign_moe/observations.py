@@ -1,4 +1,4 @@
-"""Figures of FedAlign-MoE's report: overlap, consistency weights and thresholds of every layer."""
+"""Figures of FedAlign-MoE's report: overlap, consistency weights, distance to p_g and thresholds of every layer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,28 @@ FIGURES = "figures"
 OBSERVED = {
     "overlap": "mean expert overlap o",
     "spread": "spread of the consistency weights (standard deviation over clients)",
+    "distance": "distance of the gates to p_g (mean KL over clients)",
     "threshold": "similarity threshold tau",
     "aggregated": "share of experts aggregated",
 }
 
 
-def reference_figures(experts: str, overlap: Tensor, omega: Tensor) -> dict[str, Tensor]:
-    """Returns a layer's figures of the reference: the mean of o, and the spread of omega over the clients."""
+UNITS = {"distance": "nats"}
+
+
+def reference_figures(experts: str, overlap: Tensor, omega: Tensor, distance: Tensor) -> dict[str, Tensor]:
+    """Returns a layer's figures of the reference: the mean of o, the spread of omega and the mean distance to p_g.
+
+    Args:
+        experts: The path of the layer's experts.
+        overlap: [N, M] o.
+        omega: [N, M].
+        distance: [N] KL(p-bar_i || p_g), with the p_g that these clients' p-bar make (Eq. 7).
+    """
     return {
         f"{FIGURES}/overlap/{experts}": overlap.mean().float(),
         f"{FIGURES}/spread/{experts}": omega.std(dim=0, correction=0).mean().float(),
+        f"{FIGURES}/distance/{experts}": distance.mean().float(),
     }
 
 
@@ -38,7 +50,7 @@ def expert_figures(experts: str, thresholds: Sequence[float], aggregated: int, c
 
 
 def observations(state: Payload, model: ModelInfo) -> list[Observation]:
-    """Returns per layer: o, the spread of omega, tau and the share of experts with an update that counted."""
+    """Returns per layer: o, the spread of omega, the distance to p_g, tau and the share of experts aggregated."""
     figures = state.part(FIGURES)
     layers = [layer.experts for layer in model.moe]
     return [
@@ -46,6 +58,7 @@ def observations(state: Payload, model: ModelInfo) -> list[Observation]:
             title,
             torch.stack([figures[f"{figure}/{experts}"] for experts in layers]),
             [f"layer {index}" for index in range(len(layers))],
+            unit=UNITS.get(figure, ""),
         )
         for figure, title in OBSERVED.items()
         if all(f"{figure}/{experts}" in figures for experts in layers)
