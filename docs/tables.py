@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from fedguild.api.cells import Cell, complete, plan_table
 from fedguild.config import load_config, table_cells, tables
@@ -59,10 +60,11 @@ class Planned:
         return record_path(RECORDS, self.table, self.column, self.cell.config.name, self.cell.config.seed)
 
     def is_recorded(self) -> bool:
-        """Returns whether there is a record of this very config."""
-        if not self.path.is_file():
+        """Returns whether there is a record of this very config, in the present form."""
+        try:
+            return CellRecord.model_validate_json(self.path.read_bytes()).fingerprint == self.fingerprint
+        except (FileNotFoundError, ValidationError):
             return False
-        return CellRecord.model_validate_json(self.path.read_bytes()).fingerprint == self.fingerprint
 
     def record(self) -> Path:
         """Writes the record of the finished run."""
@@ -138,7 +140,7 @@ class Plan:
         return tried
 
     def choice(self, row: str) -> ChoiceRecord | None:
-        """Returns what was chosen for a row, if by the runs that the plan names."""
+        """Returns what was chosen for a row, if by runs that the plan names: by all of them, or before it had more."""
         path = choice_path(RECORDS, self.name, row)
         if "choose" not in self.settings or not path.is_file():
             return None
@@ -147,7 +149,12 @@ class Plan:
             value: self.fingerprint(row, choose["column"], choose["seed"], self.candidate_overrides(value))
             for value in map(str, choose["values"])
         }
-        return choice if choice.fingerprints == expected else None
+        return choice if choice.fingerprints.items() <= expected.items() else None
+
+    def is_chosen(self, row: str) -> bool:
+        """Returns whether a row's setting was chosen among all the values that the plan has now."""
+        choice = self.choice(row)
+        return choice is not None and choice.tried.keys() == set(map(str, self.settings["choose"]["values"]))
 
     def row_overrides(self, row: str) -> tuple[str, ...] | None:
         """Returns the settings of a row's cells; None where one is still to be chosen."""
@@ -246,7 +253,7 @@ def finish(runs: Sequence[Planned], jobs: int) -> None:
 def run(plan: Plan, jobs: int) -> None:
     """Chooses what is to be chosen, runs and records what is missing of a table, seed after seed."""
     for row in plan.table.rows if "choose" in plan.settings else ():
-        if plan.choice(row) is None:
+        if not plan.is_chosen(row):
             finish(list(plan.candidates(row).values()), jobs)
             print(f"recorded {plan.chosen(row).relative_to(ROOT)}", flush=True)
     missing = [one for one in plan.cells() if not one.is_recorded()]

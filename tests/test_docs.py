@@ -232,5 +232,57 @@ def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_plan
     assert "$DATA/train.json" in recorded
     sentence = "`training.learning_rate` was chosen for each row before, among 1e-3, 4e-3, by the mean score"
     assert sentence in generate._recorded(Path("results.md"))
+    assert plan.is_chosen("flame")
     changed = {**settings, "choose": {**choose, "values": ["1e-3"]}}
     assert recording.Plan("flame/table-2-tiny", changed, None).choice("flame") is None, "it was chosen among others"
+
+
+def test_one_more_candidate_leaves_a_rows_cells_as_they_are_while_the_choice_stays(
+    recording: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row is chosen again among all of them; its cells are run again if another value wins, else not."""
+    monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
+    name, choose = (
+        "flame/table-2-tiny",
+        {"setting": "training.learning_rate", "seed": 100, "column": "dirichlet-0.5"},
+    )
+    few = recording.Plan(name, {"seeds": [0], "choose": {**choose, "values": ["1e-3", "4e-3"]}})
+    more = recording.Plan(name, {"seeds": [0], "choose": {**choose, "values": ["1e-3", "4e-3", "1e-2"]}})
+    for value, candidate in few.candidates("flame").items():
+        final = dict.fromkeys(FLAME_FINAL, 0.3 + 10 * float(value))
+        write_run(candidate.cell.folder, name="flame", seed=100, final=final)
+    few.chosen("flame")
+    cell = few.cells()[0]
+    write_run(cell.cell.folder, name="flame", seed=0)
+    record = cell.recorded()
+    cell.record()
+    assert few.is_chosen("flame")
+    assert not more.is_chosen("flame")
+    assert more.is_current(record)
+    (third,) = (one for value, one in more.candidates("flame").items() if value == "1e-2")
+    for score, stays in ((0.2, True), (0.9, False)):
+        shutil.rmtree(third.cell.folder, ignore_errors=True)
+        write_run(third.cell.folder, name="flame", seed=100, final=dict.fromkeys(FLAME_FINAL, score))
+        more.chosen("flame")
+        assert more.is_chosen("flame")
+        assert more.choice("flame").chosen == ("4e-3" if stays else "1e-2")
+        assert more.is_current(record) == stays
+        assert more.cells()[0].is_recorded() == stays
+
+
+def test_a_record_of_an_older_form_is_recorded_again(
+    recording: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its finished run, which is not run again."""
+    monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
+    plan = recording.Plan("flame/table-2-tiny", {"seeds": [0]})
+    one = plan.cells()[0]
+    write_run(one.cell.folder, name="flame", seed=0)
+    one.record()
+    old = one.path.read_text("utf-8").replace('"seconds"', '"duration"')
+    one.path.write_text(old)
+    assert not one.is_recorded()
+    one.record()
+    assert one.is_recorded()

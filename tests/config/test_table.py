@@ -167,6 +167,63 @@ def test_homogeneous_clients_train_with_their_budgets_experts(name: str) -> None
         assert plan.active_experts == budget.active_experts == {"b1": 1, "b2": 2, "b3": 4, "b4": 8}[cell.column]
 
 
+@pytest.mark.parametrize("name", ["flame/decide-english", "flame/figure-3", "flame/figure-3-tiny"])
+def test_flames_temperature_is_compared_without_clipping(name: str) -> None:
+    """The paper clips nowhere; t x the two frequencies, as trained otherwise in the presets."""
+    configs = configs_of(name)
+    assert {config.training.clip_norm for _, config in configs} == {None}
+    compared = {
+        (config.method.options["temperature"], config.method.options.get("frequency_by_active", False))
+        for _, config in configs
+    }
+    assert compared == {(0, False), *((t, by_k) for t in (1, 2, 4, 8) for by_k in (False, True))}
+
+
+@pytest.mark.parametrize("name", ["fedalign-moe/table-1-english", "fedalign-moe/table-1-tiny"])
+def test_pfl_moe_personalises_once_with_twenty_epochs_of_its_gate(name: str) -> None:
+    """As pfl-moe/tiny-ag_news, which personalises once too; 4 epochs are for personalising in every round."""
+    alike = load_config("pfl-moe/tiny-ag_news")
+    for config in (config for cell, config in configs_of(name) if cell.row == "pfl-moe"):
+        assert config.method.options["personal_from"] == config.federation.rounds
+        for option in ("gate_epochs", "gate_learning_rate"):
+            assert config.method.options[option] == alike.method.options[option]
+        assert config.method.options["gate_epochs"] == 20
+
+
+def test_fedamoles_assignment_is_decided_at_three_rates_and_two_lengths_scored_at_the_end() -> None:
+    configs = configs_of("fedamole/decide-english")
+    assert {cell.row: config.method.options.get("assignment") for cell, config in configs} == {
+        "relevance": None,
+        "once": "once",
+        "fixed": "fixed",
+        "random": "random",
+    }
+    cells = {(config.training.learning_rate, config.federation.rounds) for _, config in configs}
+    assert cells == {(rate, rounds) for rate in (5e-4, 2e-3, 8e-3) for rounds in (10, 40)}
+    assert {config.evaluation.every for _, config in configs} == {40}
+
+
+def test_fedalign_moes_parts_are_decided_with_each_strength_by_region_and_by_index() -> None:
+    compared = {
+        (
+            config.method.options["regularisation"],
+            config.method.options.get("adaptive_weights", True),
+            config.method.options.get("aggregation", "region"),
+        )
+        for _, config in configs_of("fedalign-moe/decide-english")
+    }
+    weights = ("region", "index")
+    assert compared == {
+        *((0, True, weight) for weight in weights),
+        *((strength, adaptive, weight) for strength in (0.1, 1) for adaptive in (True, False) for weight in weights),
+    }
+    equal = [
+        config for _, config in configs_of("fedalign-moe/decide-english") if "equal_weight" in config.method.options
+    ]
+    assert {config.method.options["equal_weight"] for config in equal} == {"mean"}
+    assert len(equal) == 4
+
+
 def small_table() -> Table:
     return Table.model_validate(
         {

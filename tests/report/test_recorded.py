@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from fedguild.errors import DataError
 from fedguild.evaluation.statistics import Spread, half_width, spread
 from fedguild.report.recorded import (
     CellRecord,
+    ChoiceRecord,
     by_row,
     claims_markdown,
+    evenly,
     read_records,
     record_of,
     smallest_shown,
@@ -24,6 +27,7 @@ from fedguild.report.recorded import (
     verdict,
 )
 from fedguild.report.run_folder import load_run
+from fedguild.server.run_log import ObservationRecord
 from tests.report.runs import write_run
 
 TABLE = Table.model_validate(
@@ -201,13 +205,115 @@ def test_the_record_of_a_run_without_a_global_model_has_its_clients_perplexity_a
     ]
     found = record_of(replace(run, evaluations=changed), "fedamole/one", "all", "fedamole", "abc")
     assert found.perplexity == {"received": pytest.approx(sum(range(4, 2 * len(own) + 1, 2)) / (len(own) - 1))}
-    last = [record for record in run.observations if record.round == run.last_round]
-    assert found.observations.keys() == {record.name for record in last} != set()
-    for record in last:
-        flat = [value for row in record.values for value in row]
-        assert found.observations[record.name] == pytest.approx(sum(flat) / len(flat))
+    assert {name.partition(" / ")[0] for name in found.observations} == {one.name for one in run.observations} != set()
+    assert found.seconds == pytest.approx(sum(record.seconds for record in run.rounds), abs=0.05) != 0
     found.write(tmp_path)
     assert read_records(tmp_path) == [found]
+
+
+def observation(round: int, values: list[list[float]], columns: list[str]) -> ObservationRecord:
+    rows = [f"layer {place}" for place in range(len(values))]
+    return ObservationRecord(round=round, name="use", rows=rows, columns=columns, values=values)
+
+
+def test_a_record_keeps_the_mean_of_each_column_of_a_figure_by_round(tmp_path: Path) -> None:
+    """Columns that mean unlike things are never averaged; NaN and infinity count nowhere."""
+    run = load_run(write_run(tmp_path / "flame"))
+    seen = [
+        observation(2, [[5.0, math.nan], [7.0, math.inf]], ["entropy", "Gini"]),
+        observation(1, [[1.0, 0.25], [2.0, 0.5]], ["entropy", "Gini"]),
+    ]
+    found = record_of(replace(run, observations=seen), "flame/one", "all", "flame", "abc").observations
+    assert found == {"use / entropy": {1: 1.5, 2: 6.0}, "use / Gini": {1: 0.375}}
+    plain = [observation(1, [[1.0], [2.0]], [])]
+    assert record_of(replace(run, observations=plain), "t", "all", "r", "f").observations == {"use": {1: 1.5}}
+
+
+def test_a_figure_with_a_column_for_each_client_is_kept_as_its_mean_in_six_rounds(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path / "flame"))
+    clients = [f"client {number}" for number in range(9)]
+    seen = [observation(round, [[float(round + 9 * place) for place in range(9)]], clients) for round in range(1, 41)]
+    found = record_of(replace(run, observations=seen), "t", "all", "r", "f").observations
+    assert found == {"use": {round: round + 36.0 for round in (1, 9, 17, 24, 32, 40)}}
+    digits = [observation(1, [[1 / 3]], [])]
+    assert record_of(replace(run, observations=digits), "t", "all", "r", "f").observations["use"][1] == 0.333333
+
+
+@pytest.mark.parametrize("count", [1, 2, 6, 7, 40])
+def test_the_rounds_that_are_kept_are_evenly_spread_and_have_both_ends(count: int) -> None:
+    kept = evenly(range(count), 6)
+    assert kept == sorted(set(kept))
+    assert (kept[0], kept[-1], len(kept)) == (0, count - 1, min(count, 6))
+    gaps = [later - earlier for earlier, later in pairwise(kept)]
+    assert max(gaps, default=0) - min(gaps, default=0) <= 1
+
+
+def test_a_record_has_the_version_that_ran_it(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path / "flame"))
+    older = replace(run, environment={**run.environment, "fedguild": "0.1.0"})
+    assert record_of(older, "t", "all", "r", "f").fedguild == "0.1.0"
+
+
+def test_figures_of_the_method_stand_beside_the_score() -> None:
+    """Over the seeds, kept goes from (0.2 + 0.3 + 0.4) / 3 to (0.6 + 0.7 + 0.8) / 3; Gini has one round."""
+    seen = [
+        record.model_copy(
+            update={
+                "observations": {
+                    "kept": {1: 0.2 + 0.1 * record.seed, 6: 0.6 + 0.1 * record.seed},
+                    "use / Gini": {6: 0.25},
+                }
+            }
+        )
+        if record.row == "ours"
+        else record
+        for record in records()
+    ]
+    table = TABLE.model_copy(update={"shows": ("kept", "use / Gini")})
+    lines = [line.split(" | ") for line in table_page("one/two", "Two.", table, seen).splitlines() if "|" in line]
+    header, ours, theirs = lines[0], *(next(line for line in lines if line[0] == f"| {row}") for row in SCORES)
+    places = [header.index(name) for name in table.shows]
+    assert places == [header.index("mean") + 1, header.index("mean") + 2]
+    assert [ours[place] for place in places] == ["0.3 → 0.7", "0.25"]
+    assert [theirs[place] for place in places] == ["–", "–"]
+
+
+def test_a_page_says_how_long_its_runs_took() -> None:
+    timed = [record.model_copy(update={"seconds": 600.0}) for record in records()]
+    assert "These 6 runs took 1 h 00 min in all" in table_page("one/two", "Two.", TABLE, timed)
+    some = [timed[0], *records()[1:]]
+    assert "1 of these runs took 10 min 00 s in all" in table_page("one/two", "Two.", TABLE, some)
+    assert " took " not in table_page("one/two", "Two.", TABLE, records())
+
+
+def test_a_page_says_which_rows_chose_an_end_of_what_was_offered() -> None:
+    tried = {
+        "theirs": {"1e-3": 0.2, "3e-3": 0.4, "1e-2": 0.3},
+        "ours": {"1e-3": 0.2, "3e-3": 0.4, "1e-2": 0.5},
+        "unrun": {"1e-3": 0.6, "3e-3": 0.4, "1e-2": 0.5},
+    }
+    choices = [
+        ChoiceRecord(
+            table="one/two",
+            row=row,
+            setting="training.learning_rate",
+            column="all",
+            seed=100,
+            score="mean",
+            tried=scores,
+            fingerprints={},
+        )
+        for row, scores in tried.items()
+    ]
+    page = table_page("one/two", "Two.", TABLE, records(), choices)
+    assert "theirs 3e-3; ours 1e-2; unrun 1e-3." in page
+    assert "\nours chose the largest value offered; nothing beyond it was tried.\n" in page
+    assert "\nunrun chose the smallest value offered; nothing beyond it was tried.\n" in page
+    assert "chose the" not in table_page("one/two", "Two.", TABLE, records(), choices[:1])
+    one = choices[1].model_copy(update={"tried": {"1e-2": 0.5}})
+    assert "chose the" not in table_page("one/two", "Two.", TABLE, records(), [one])
+    words = choices[1].model_copy(update={"setting": "method.scale", "tried": {"own": 0.5, "common": 0.4}})
+    assert "chose the" not in table_page("one/two", "Two.", TABLE, records(), [words])
 
 
 def test_a_claim_about_an_unknown_row_is_refused() -> None:

@@ -69,6 +69,10 @@ class Table(Section):
     )
 
     claims: tuple[Claim, ...] = Field(default=(), description="Claims of the paper that the table can decide.")
+    shows: tuple[str, ...] = Field(
+        default=(),
+        description="Figures of the method beside the score of recorded runs: `figure`, or `figure / column`.",
+    )
 
     @model_validator(mode="after")
     def _knows_what_is_claimed(self) -> Self:

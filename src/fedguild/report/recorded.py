@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,13 +22,20 @@ from fedguild.files import write_text
 from fedguild.report import units
 from fedguild.report.costs import client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
+from fedguild.report.observations import observed
 from fedguild.report.run_folder import MEANS, Run
 from fedguild.report.tables import run_table
 from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, TITLES, TRAINED
+from fedguild.server.run_log import ObservationRecord
 
+Kept = TypeVar("Kept")
 Word = Literal["holds", "does not hold", "undecided at this scale", "not recorded"]
 SUMMARIES = (MEAN, TRAINED, RECEIVED, POOLED, MTAL)
 """Scores that are means over budgets or clients, in the order of their columns."""
+MOST_ROUNDS = 6
+"""Rounds of a figure that a record keeps: all of them, or so many, evenly spread from the first to the last."""
+MOST_COLUMNS = 8
+"""Columns of a figure that a record keeps apart; where there are more, one for each client or expert, their mean."""
 _ROUNDING = 1e-9
 """A deviation of scores below this is rounding."""
 
@@ -43,17 +50,18 @@ class CellRecord(BaseModel):
         seed: The seed.
         fingerprint: Of the run's config; a record of another one is out of date.
         overrides: Settings on top of the table's, as on the command line.
-        fedguild: The version that ran it.
+        fedguild: The version that ran it (of its first part, where a run was resumed).
         round: The last evaluated round.
         split: What was scored.
         scores: Budget, `mean`, `trained`, `received`, `pooled` or `mtal` -> score after the round, from 0 to 1.
         perplexity: Budget -> perplexity, where it was recorded; `trained`, `received`, `pooled` or `mtal` -> its mean
             over the clients with examples.
-        observations: Figure that the method or the diagnosis reported -> mean of its values in the last round that has
-            it.
+        observations: Figure that the method or the diagnosis reported, `figure / column` where it has columns ->
+            round -> mean over its rows, in up to `MOST_ROUNDS` of the rounds that have it.
         training_flops: Budget -> training FLOPs of one of its clients over the run.
         upload_bytes: Of a client over the run, mean over the clients; None where none trained.
         download_bytes: Alike.
+        seconds: Wall time of its rounds, evaluation included, on the machine that ran it; None if not recorded.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -69,10 +77,11 @@ class CellRecord(BaseModel):
     split: str
     scores: dict[str, float]
     perplexity: dict[str, float] = Field(default_factory=dict)
-    observations: dict[str, float] = Field(default_factory=dict)
+    observations: dict[str, dict[int, float]] = Field(default_factory=dict)
     training_flops: dict[str, float] = Field(default_factory=dict)
     upload_bytes: float | None = None
     download_bytes: float | None = None
+    seconds: float | None = None
 
     def path(self, folder: Path) -> Path:
         """Returns where the record lies."""
@@ -188,7 +197,7 @@ def record_of(
         seed=found.seed,
         fingerprint=fingerprint,
         overrides=tuple(overrides),
-        fedguild=fedguild.__version__,
+        fedguild=str(run.environment.get("fedguild", fedguild.__version__)),
         round=found.round,
         split=found.split,
         scores={
@@ -200,14 +209,34 @@ def record_of(
         training_flops=trained,
         upload_bytes=cost.upload_bytes if cost else None,
         download_bytes=cost.download_bytes if cost else None,
+        seconds=round(sum(record.seconds for record in run.rounds), 1),
     )
 
 
-def _observed(run: Run) -> dict[str, float]:
-    """Returns figure -> the mean of its finite values in the last round that has it."""
-    last = {record.name: record for record in sorted(run.observations, key=lambda record: record.round)}
-    values = {name: [one for row in last[name].values for one in row if math.isfinite(one)] for name in sorted(last)}
-    return {name: fmean(members) for name, members in values.items() if members}
+def _observed(run: Run) -> dict[str, dict[int, float]]:
+    """Returns `figure` or `figure / column` -> round -> the mean of its finite values, with six digits."""
+    found: dict[str, dict[int, float]] = {}
+    for series in sorted(observed(run), key=lambda one: one.name):
+        for record in evenly(series.records, MOST_ROUNDS):
+            for name, values in _by_column(record).items():
+                if finite := [value for value in values if math.isfinite(value)]:
+                    found.setdefault(name, {})[record.round] = float(f"{fmean(finite):.6g}")
+    return found
+
+
+def _by_column(record: ObservationRecord) -> dict[str, list[float]]:
+    """Returns the values of a figure by column, or all of them where it has none or more than `MOST_COLUMNS`."""
+    if not 0 < len(record.columns) <= MOST_COLUMNS:
+        return {record.name: [value for row in record.values for value in row]}
+    by_column = zip(*record.values, strict=True)
+    return {f"{record.name} / {column}": list(values) for column, values in zip(record.columns, by_column, strict=True)}
+
+
+def evenly(members: Sequence[Kept], most: int) -> list[Kept]:
+    """Returns up to `most` members, evenly spread, the first and the last among them."""
+    if len(members) <= most:
+        return list(members)
+    return [members[round(place * (len(members) - 1) / (most - 1))] for place in range(most)]
 
 
 def read_records(folder: Path) -> list[CellRecord]:
@@ -242,12 +271,13 @@ def table_page(
     """
     parts = [f"### {description}\n", f"`{_command(name, records)}`\n"]
     parts += [f"{_chosen(choices)}\n"] if choices else []
+    parts += [f"{sentence}\n" for sentence in _duration(records)]
     for column in table.columns:
         cells = by_row(table, [record for record in records if record.column == column])
         if not cells:
             continue
         parts += [f"#### {column}\n"] if column != ONLY_COLUMN else []
-        parts.append(score_grid(cells).to_markdown())
+        parts.append(score_grid(cells, table.shows).to_markdown())
         differences = difference_grid(cells, table.reference)
         if differences is not None:
             parts.append(differences.to_markdown())
@@ -326,12 +356,18 @@ def difference(cells: Mapping[str, Sequence[CellRecord]], row: str, other: str, 
     return paired_difference({seed: first[seed] for seed in shared}, {seed: second[seed] for seed in shared})
 
 
-def score_grid(cells: Mapping[str, Sequence[CellRecord]]) -> Grid:
-    """Returns rows × scores, perplexity and costs: the mean over seeds, with the sample deviation of scores."""
+def score_grid(cells: Mapping[str, Sequence[CellRecord]], shows: Sequence[str] = ()) -> Grid:
+    """Returns rows × scores, figures, perplexity and costs: the mean over seeds, with the sample deviation of scores.
+
+    Args:
+        cells: Row -> its records.
+        shows: The figures to show: `figure`, or `figure / column`.
+    """
     columns = _columns(cells)
     perplexed = [name for name in columns if any(name in record.perplexity for record in _all(cells))]
     smallest = _smallest_budget(cells)
     header = [Cell("row"), *(Cell(TITLES.get(name, name)) for name in columns)]
+    header += [Cell(name) for name in shows]
     header += [Cell("perplexity", name) for name in perplexed]
     header += [Cell("training FLOPs", smallest)] if smallest else []
     header += [Cell("up"), Cell("down"), Cell("seeds")]
@@ -341,6 +377,7 @@ def score_grid(cells: Mapping[str, Sequence[CellRecord]]) -> Grid:
         for name in columns:
             scored = [record.scores[name] for record in members if name in record.scores]
             line.append(Cell(units.score_spread(spread(scored) if scored else None), strong=_best(cells, name) == row))
+        line += [Cell(_first_to_last([record.observations.get(name, {}) for record in members])) for name in shows]
         for name in perplexed:
             line.append(Cell(_mean_of([record.perplexity[name] for record in members if name in record.perplexity])))
         if smallest:
@@ -353,6 +390,7 @@ def score_grid(cells: Mapping[str, Sequence[CellRecord]]) -> Grid:
         body.append(tuple(line))
     last = next(iter(_all(cells)))
     title = f"{last.split.capitalize()} scores after round {last.round}, mean ± sample deviation over the seeds"
+    title += "; figures in the first → the last round" if shows else ""
     return Grid(title, tuple(header), tuple(body))
 
 
@@ -406,8 +444,27 @@ def _command(name: str, records: Sequence[CellRecord]) -> str:
     return " ".join(["fedguild compare", name, *overrides, f"--seeds {seeds}"])
 
 
+def _duration(records: Sequence[CellRecord]) -> list[str]:
+    """Returns a sentence on how long the runs took, where that is recorded."""
+    seconds = [record.seconds for record in records if record.seconds is not None]
+    if not seconds:
+        return []
+    which = f"These {len(seconds)} runs" if len(seconds) == len(records) else f"{len(seconds)} of these runs"
+    return [f"{which} took {units.duration(sum(seconds))} in all, one after the other."]
+
+
+def _first_to_last(figures: Sequence[Mapping[int, float]]) -> str:
+    """Returns a figure's mean over the seeds in the first and the last of its rounds: `0.31 → 0.74`."""
+    ends = [(min(rounds), max(rounds)) for rounds in figures if rounds]
+    if not ends:
+        return units.MISSING
+    known = [rounds for rounds in figures if rounds]
+    first, last = (fmean(rounds[end[place]] for rounds, end in zip(known, ends, strict=True)) for place in (0, 1))
+    return f"{last:.3g}" if all(start == end for start, end in ends) else f"{first:.3g} → {last:.3g}"
+
+
 def _chosen(choices: Sequence[ChoiceRecord]) -> str:
-    """Returns a sentence for each way of choosing: the values that were tried, and the rows' best ones."""
+    """Returns sentences for each way of choosing: the values that were tried, the rows' best, and which are ends."""
     ways: dict[tuple[str, ...], list[ChoiceRecord]] = {}
     for choice in choices:
         way = (choice.setting, ", ".join(choice.tried), choice.score, choice.column, str(choice.seed))
@@ -420,7 +477,20 @@ def _chosen(choices: Sequence[ChoiceRecord]) -> str:
             f"`{setting}` was chosen for each row before, among {values}, by the {TITLES.get(score, score)} score on "
             f"the validation examples (seed {seed}{where}): {found}."
         )
+        for end, name in ((max, "largest"), (min, "smallest")):
+            edge = end((value for value in members[0].tried if _is_number(value)), key=float, default=None)
+            rows = [choice.row for choice in members if len(choice.tried) > 1 and choice.chosen == edge]
+            if rows:
+                sentences.append(f"{', '.join(rows)} chose the {name} value offered; nothing beyond it was tried.")
     return "\n".join(sentences)
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _columns(cells: Mapping[str, Sequence[CellRecord]]) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedguild.config import tables
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
 from fedguild.server.method import Upload
@@ -213,6 +214,8 @@ def test_what_is_observed(olmoe_backbone: Backbone) -> None:
     found = [float(part.values[0]) for part in seen]
     assert found == pytest.approx([overlap, spread, distance, sum(taus) / len(taus), 7 / 8], rel=1e-5)
     assert seen[2].unit == "nats"
+    for table in (table for table in tables() if table.name.startswith("fedalign-moe/")):
+        assert set(table.load().shows) <= {one.name for one in seen}, table.name
     assert all(part.rows == ["layer 0", "layer 1"] for part in seen)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedguild.client.cohort import Cohort, LocalWork
+from fedguild.config import tables
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import collate
 from fedguild.engines.local import LocalEngine
@@ -155,7 +156,7 @@ def test_who_sits_out_keeps_its_embedding_and_a_stranger_has_the_mean() -> None:
 
 
 def test_an_assignment_made_once_follows_the_first_embeddings_alone() -> None:
-    """As above, then a round with h^t turned around: by relevance expert 2 would go to client 0, and 0 or 1 to client 1.
+    """As by hand above, then a round with h^t turned around, after which relevance assigns in a third way.
 
     A first round without any upload has no embeddings to go by and is not the one.
     """
@@ -500,7 +501,7 @@ def test_the_first_assignment_is_random_and_modules_differ(llama_backbone: Backb
 
 
 def test_the_variants_differ_in_how_they_assign(llama_backbone: Backbone, tmp_path: Path) -> None:
-    """All begin alike; -R stays, Random changes whatever the clients learn, FedAMoLE follows the embeddings, once: once."""
+    """All begin alike; -R stays, Random changes whatever the clients learn, FedAMoLE follows what they embed (once: once)."""
     found = {
         name: assignments(federation(llama_backbone, tmp_path / name, **VARIANTS[name]), 2)
         for name in ("FedAMoLE", "-R", "Random", "once")
@@ -565,6 +566,8 @@ def test_observations(llama_backbone: Backbone, tmp_path: Path) -> None:
         assert moved == pytest.approx(float(((new - old) ** 2).sum().sqrt() / (old**2).sum().sqrt()), rel=1e-5)
         assert moved > 0
     assert len(known.method.observe(known.start(), known.model)) == 4
+    for table in (table for table in tables() if table.name.startswith("fedamole/")):
+        assert set(table.load().shows) <= {kept.name, drift.name}, table.name
 
 
 # bad input

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedguild.client.memory import ClientMemory
+from fedguild.config import tables
 from fedguild.methods import build_method
 from fedguild.payload import Payload
 from tests.backbones import tiny_backbone
@@ -60,6 +61,11 @@ def test_the_figures_are_by_budget_and_of_the_last_round(tmp_path: Path) -> None
         by_budget = idle.values.mean(dim=0)
         assert by_budget[0] < by_budget[1] < by_budget[2]
         assert bool(ratio.values.any()) == (rounds == 2)
+    known = {
+        f"{one.name} / {column}" for one in seen.values() for column in one.columns if one.name not in (IDLE, RATIO)
+    }
+    shown = {name for table in tables() if table.name.startswith("ub-smoe/") for name in table.load().shows}
+    assert {f"{IDLE} / all", f"{RATIO} / all"} < shown <= {*known, f"{IDLE} / all", f"{RATIO} / all"}
 
 
 def test_normalised_it_is_injected_at_the_size_of_a_gradient(tmp_path: Path) -> None:

@@ -108,8 +108,8 @@ class FedAMoLESettings(MethodSettings):
     shared_expert: bool = Field(True, description="whether there is a shared expert (false: the variant -S)")
     assignment: Literal["relevance", "once", "fixed", "random"] = Field(
         "relevance",
-        description="relevance: anew after each round; once: after the first round, then kept; fixed: the first, random "
-        "one for good (-R); random: by new random scores each round",
+        description="relevance: anew after each round; once: after the first, then kept; fixed: the first, random one "
+        "for good (-R); random: by new random scores each round",
     )
     embedding_share: float = Field(0.05, gt=0, lt=1, description="share of a client's examples in its embedding set")
     embedding_limit: int = Field(200, ge=1, description="largest number of examples in an embedding set")
@@ -313,7 +313,7 @@ class FedAMoLE(Method):
         return self.personalize(excerpt, model, client, memory)
 
     def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
-        """Returns P of the last module (Figure 8), experts per client, the share kept, client 0's (Table 6), and drift."""
+        """Returns P of the last module (Figure 8), experts per client, share kept, client 0's (Table 6), and drift."""
         pool, modules = Pool.of(state), [linear.name for linear in self.mixture().linears(model)]
         return observations(pool, selection_probability(self.relevance(pool)), modules)
 
