@@ -62,7 +62,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(family: str, folders: dict[str, P
     scored = [record for record in records if isinstance(record, EvaluationRecord) and record.round == 3]
     assert {record.scope for record in scored} == {"client", "received", "summary"}
     assert whole.mean == next(record.score for record in scored if record.name == "mtal")
-    assert len({r.name for r in records if isinstance(r, ObservationRecord)}) == 4
+    assert len({r.name for r in records if isinstance(r, ObservationRecord)}) == 5
 
 
 def test_a_run_leaves_the_backbone_as_it_was(folders: dict[str, Path], tmp_path: Path) -> None:
