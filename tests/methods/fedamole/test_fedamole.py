@@ -501,7 +501,7 @@ def test_the_first_assignment_is_random_and_modules_differ(llama_backbone: Backb
 
 
 def test_the_variants_differ_in_how_they_assign(llama_backbone: Backbone, tmp_path: Path) -> None:
-    """All begin alike; -R stays, Random changes whatever the clients learn, FedAMoLE follows what they embed, or did once."""
+    """All begin alike; -R stays, Random changes whatever the clients learn, FedAMoLE follows, or did once."""
     found = {
         name: assignments(federation(llama_backbone, tmp_path / name, **VARIANTS[name]), 2)
         for name in ("FedAMoLE", "-R", "Random", "once")
