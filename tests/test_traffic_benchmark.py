@@ -1,0 +1,60 @@
+"""`benchmarks/traffic.py` counts what its docstring says."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedguild.model.frozen_linear import has_onednn, onednn_linear
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def traffic() -> Iterator[Any]:
+    """The script, imported as it runs."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module("traffic")
+    sys.path.remove(str(BENCHMARKS))
+
+
+def test_products_and_their_bytes(traffic: Any) -> None:
+    left, right = torch.ones(3, 5), torch.ones(5, 7)
+    found = traffic.counted(lambda: left @ right)
+    assert (found.operations, found.flops, found.read, found.written) == (1, 2 * 3 * 5 * 7, 4 * (15 + 35), 4 * 21)
+
+
+def test_grouped_products(traffic: Any) -> None:
+    """Every row meets the matrix of its group alone; outer products sum over the rows of a group."""
+    rows, matrices, ends = torch.ones(8, 4), torch.ones(2, 4, 12), torch.tensor([3, 8], dtype=torch.int32)
+    found = traffic.counted(lambda: torch.nn.functional.grouped_mm(rows, matrices, offs=ends))
+    assert found.flops == 2 * 8 * 4 * 12
+    others = torch.ones(8, 12)
+    found = traffic.counted(lambda: torch.nn.functional.grouped_mm(rows.t(), others, offs=ends))
+    assert found.flops == 2 * 8 * 4 * 12
+
+
+@pytest.mark.skipif(not has_onednn(), reason="torch without oneDNN")
+def test_onednn_s_products(traffic: Any) -> None:
+    rows, weight = torch.ones(8, 4), torch.ones(12, 4)
+    assert traffic.counted(lambda: onednn_linear(rows, weight)).flops == 2 * 8 * 4 * 12
+
+
+def test_views_cost_nothing_and_what_is_changed_in_place_is_read_and_written(traffic: Any) -> None:
+    tensor, other = torch.ones(6, 4), torch.ones(6, 4)
+    assert traffic.counted(lambda: tensor.t()[1:]).operations == 0
+    found = traffic.counted(lambda: tensor.add_(other))
+    assert (found.operations, found.flops, found.read, found.written) == (1, 0, 2 * 96, 96)
+
+
+def test_a_backward_pass_counts(traffic: Any) -> None:
+    weight = torch.ones(5, 7, requires_grad=True)
+    rows = torch.ones(3, 5)
+    found = traffic.counted(lambda: (rows @ weight).sum().backward())
+    assert found.flops == 2 * (2 * 3 * 5 * 7)
