@@ -4,7 +4,8 @@
     python docs/tables.py --recorded                            # write the pages from the records alone
 
 Where the plan says `choose`, a setting of each row is chosen first, by runs of a seed of their own that are scored on
-the validation examples. The pages are written by `docs/generate.py`, which reads the records and nothing else.
+the validation examples. A run that another table has recorded with the very same settings is not run again. The pages
+are written by `docs/generate.py`, which reads the records and nothing else.
 """
 
 from __future__ import annotations
@@ -69,6 +70,11 @@ class Planned:
     def record(self) -> Path:
         """Writes the record of the finished run."""
         return self.recorded().write(RECORDS)
+
+    def record_as(self, other: CellRecord) -> Path:
+        """Writes the record of another table's run with the same settings as that of this one."""
+        own = {"table": self.table, "column": self.column, "row": self.cell.config.name, "overrides": self.overrides}
+        return other.model_copy(update=own).write(RECORDS)
 
     def recorded(self) -> CellRecord:
         """Returns the record of the finished run."""
@@ -186,10 +192,23 @@ class Plan:
             return False
         return record.fingerprint == self.fingerprint(record.row, record.column, record.seed, overrides)
 
+    def score_to_choose_by(self, row: str) -> str:
+        """Returns the score that decides between a row's candidates."""
+        return str(self.settings["choose"].get("score", self.table.scores[row]))
+
+    def untried(self, row: str) -> list[Planned]:
+        """Returns the candidates of a row that no table has tried."""
+        known = tried_before(self.score_to_choose_by(row))
+        return [one for one in self.candidates(row).values() if one.fingerprint not in known]
+
     def chosen(self, row: str) -> Path:
         """Writes the record of what was chosen for a row, from its finished candidates."""
-        choose, candidates = self.settings["choose"], self.candidates(row)
-        score = choose.get("score", self.table.scores[row])
+        choose, candidates, score = self.settings["choose"], self.candidates(row), self.score_to_choose_by(row)
+        known = tried_before(score)
+        tried = {
+            value: known[one.fingerprint] if one.fingerprint in known else one.recorded().scores[score]
+            for value, one in candidates.items()
+        }
         return ChoiceRecord(
             table=self.name,
             row=row,
@@ -197,7 +216,7 @@ class Plan:
             column=choose["column"],
             seed=choose["seed"],
             score=score,
-            tried={value: one.recorded().scores[score] for value, one in candidates.items()},
+            tried=tried,
             fingerprints={value: one.fingerprint for value, one in candidates.items()},
         ).write(RECORDS)
 
@@ -239,6 +258,16 @@ def outdated() -> list[CellRecord]:
     return [one for one in read_records(RECORDS) if one.table not in known or not known[one.table].is_current(one)]
 
 
+def tried_before(score: str) -> dict[str, float]:
+    """Returns fingerprint -> score of the runs that any table has tried settings by."""
+    return {
+        choice.fingerprints[value]: tried
+        for path in RECORDS.rglob("choices/*.json")
+        if (choice := ChoiceRecord.model_validate_json(path.read_bytes())).score == score
+        for value, tried in choice.tried.items()
+    }
+
+
 def finish(runs: Sequence[Planned], jobs: int) -> None:
     """Completes runs; a folder of one whose settings have changed since is begun anew."""
     for one in runs:
@@ -254,9 +283,16 @@ def run(plan: Plan, jobs: int) -> None:
     """Chooses what is to be chosen, runs and records what is missing of a table, seed after seed."""
     for row in plan.table.rows if "choose" in plan.settings else ():
         if not plan.is_chosen(row):
-            finish(list(plan.candidates(row).values()), jobs)
+            finish(plan.untried(row), jobs)
             print(f"recorded {plan.chosen(row).relative_to(ROOT)}", flush=True)
     missing = [one for one in plan.cells() if not one.is_recorded()]
+    known = {record.fingerprint: record for record in read_records(RECORDS)}
+    for one in missing:
+        # The diagnosis is no part of the fingerprint, as it changes nothing but what is observed.
+        if one.fingerprint in known and not one.cell.config.evaluation.diagnosis:
+            same = known[one.fingerprint]
+            print(f"recorded {one.record_as(same).relative_to(ROOT)}, the run of {same.table}", flush=True)
+    missing = [one for one in missing if not one.is_recorded()]
     for start in range(0, len(missing), jobs):
         several = missing[start : start + jobs]
         finish(several, jobs)

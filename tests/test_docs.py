@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml
@@ -158,6 +159,49 @@ def test_a_run_of_other_settings_is_begun_anew(
     assert completed == [same.cell.title, other.cell.title]
 
 
+def test_what_another_table_has_run_is_not_run_again(
+    recording: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLAME with its learned rescaler is in Tables 2 and 5: its cells, and what its setting was chosen by."""
+    records = tmp_path / "records"
+    records.mkdir()
+    first, second = "flame/table-2-tiny", "flame/table-5-tiny"
+    settings, setting = ["evaluation.every=4"], "training.learning_rate"
+    choose = {"setting": setting, "values": ["1e-3", "3e-3"], "seed": 100, "column": "dirichlet-5"}
+    plan = {name: {"seeds": [0], "settings": settings, "choose": choose} for name in (first, second)}
+    (records / "plan.yaml").write_text(yaml.safe_dump(plan))
+    monkeypatch.setattr(recording, "ROOT", tmp_path)
+    monkeypatch.setattr(recording, "RECORDS", records)
+    ran: list[str] = []
+    monkeypatch.setattr(recording, "finish", lambda runs, jobs: ran.extend(one.cell.config.name for one in runs))
+    monkeypatch.setattr(recording.Planned, "recorded", lambda one: written(one))
+
+    def written(one: Any) -> CellRecord:
+        return CellRecord(
+            table=one.table,
+            column=one.column,
+            row=one.cell.config.name,
+            seed=one.cell.config.seed,
+            fingerprint=one.fingerprint,
+            overrides=one.overrides,
+            fedguild="0.3.0",
+            round=4,
+            split="test",
+            scores={"mean": one.cell.config.training.learning_rate},
+        )
+
+    for one in recording.plans():
+        before = len(ran)
+        recording.run(one, jobs=1)
+        assert set(ran[before:]) == set(one.table.rows) - {"learned"}
+    assert recording.outdated() == []
+    found = {(record.table, record.row, record.column): record for record in recording.read_records(records)}
+    for column in ("dirichlet-5", "dirichlet-0.5"):
+        shared, own = found[second, "learned", column], found[first, "flame", column]
+        assert shared.fingerprint == own.fingerprint
+        assert shared.scores == own.scores
+
+
 def test_a_table_that_needs_data_says_how_to_give_it(
     recording: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,6 +308,7 @@ def test_one_more_candidate_leaves_a_rows_cells_as_they_are_while_the_choice_sta
     for score, stays in ((0.2, True), (0.9, False)):
         shutil.rmtree(third.cell.folder, ignore_errors=True)
         write_run(third.cell.folder, name="flame", seed=100, final=dict.fromkeys(FLAME_FINAL, score))
+        few.chosen("flame")
         more.chosen("flame")
         assert more.is_chosen("flame")
         assert more.choice("flame").chosen == ("4e-3" if stays else "1e-2")
