@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.config.training import TrainingSettings
-from fedguild.data.batches import Encoded, collate
+from fedguild.data.batches import Encoded, SlotBatch, collate
+from fedguild.methods.pfl_moe import gate
 from fedguild.methods.pfl_moe.gate import GateSettings, LogitGates, train_gates
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, WEIGHT
 from fedguild.model.adapters.lora import Lora
@@ -55,7 +58,7 @@ def test_loss_and_gradients_are_those_of_the_mixture(features: str) -> None:
         gates = LogitGates(cohort_of(model, [0, 1, 2]), features)  # type: ignore[arg-type]
         for name, tensor in gates.trainables.items():
             tensor.stored.detach().copy_(start[name])
-        losses = gates.losses(collate(rows, PAD), first, second)
+        losses = gates.losses(gates.said(collate(rows, PAD), first, second))
         losses.sum().backward()
         found = {name: tensor.stored.grad for name, tensor in gates.trainables.items()}
     plain = tiny_model("llama", dtype=torch.float64)
@@ -73,22 +76,31 @@ def test_loss_and_gradients_are_those_of_the_mixture(features: str) -> None:
     assert not found[BIAS][2].any()
 
 
-def test_training_is_adam_from_one_half() -> None:
+@pytest.mark.parametrize("kept_bytes", [gate.KEPT_BYTES, 1000], ids=["kept", "computed in every step"])
+def test_training_is_adam_from_one_half(kept_bytes: int) -> None:
     """Batches of 2 and 1 over three epochs, step by step against torch's Adam on the loops, in fp64."""
     backbone = tiny_backbone("llama", dtype=torch.float64)
     first, second = sides(backbone, [0])
     rows = rows_of(0, [7, 4, 5])
     with SlotModel(backbone, [PLAN]) as model:
-        cohort, order = cohort_of(model, [0]), []
-        original = LogitGates.losses
+        cohort, order, passes = cohort_of(model, [0]), [], []
+        planned, said = gate._batches, LogitGates.said
 
-        def noting(self: LogitGates, batch: object, *adapters: object) -> Tensor:
-            order.append([tuple(ids[keep].tolist()) for ids, keep in zip(batch.input_ids, batch.mask, strict=True)])  # type: ignore[attr-defined]
-            return original(self, batch, *adapters)  # type: ignore[arg-type]
+        def noting(*args: Any) -> list[list[int]]:
+            batches = planned(*args)
+            order.extend([rows[index].input_ids for index in batch] for batch in batches)
+            return batches
+
+        def counting(self: LogitGates, batch: SlotBatch, *adapters: Any) -> gate.Said:
+            passes.append(len(batch.input_ids))
+            return said(self, batch, *adapters)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LogitGates, "losses", noting)
+            patch.setattr(gate, "KEPT_BYTES", kept_bytes)
+            patch.setattr(gate, "_batches", noting)
+            patch.setattr(LogitGates, "said", counting)
             (found,) = train_gates(cohort, [rows], first, second, HOW)
+    assert passes == ([2, 1] if kept_bytes > 1000 else [2, *[2, 1] * 3]), "it keeps the first, which is too much"
     assert [len(batch) for batch in order] == [2, 1] * 3
     plain = tiny_model("llama", dtype=torch.float64)
     merged = [MergedModel(plain, backbone.info, PLAN, side[0]) for side in (first, second)]
@@ -139,12 +151,12 @@ def test_the_gate_goes_to_the_better_model() -> None:
         good = cohort.read(0)
         gates = LogitGates(cohort, "hidden")
         with torch.no_grad():
-            before = float(gates.losses(collate([rows], PAD), [good], [noise]))
+            before = float(gates.losses(gates.said(collate([rows], PAD), [good], [noise])))
         (found,) = train_gates(cohort, [rows], [good], [noise], GateSettings("hidden", 20.0, 0.05, 0.0))
         for name, tensor in gates.trainables.items():
             tensor.write(0, found[name])
         with torch.no_grad():
-            after = float(gates.losses(collate([rows], PAD), [good], [noise]))
+            after = float(gates.losses(gates.said(collate([rows], PAD), [good], [noise])))
     assert after < 0.9 * before
     plain = tiny_model("llama", dtype=torch.float64)
     values = [

@@ -1,10 +1,15 @@
-"""Training of the gates between global and personal adapters, both frozen (PFL-MoE, line 7)."""
+"""Training of the gates between global and personal adapters, both frozen (PFL-MoE, line 7).
+
+Only the gates change from step to step, so that what the two models say of an example is computed once and kept for all
+epochs, where it fits into `KEPT_BYTES`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +25,10 @@ from fedguild.methods.pfl_moe.prompt_features import Features, prompt_features, 
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.seeding import numpy_rng
 
+T = TypeVar("T")
 Adapters = Sequence[Mapping[str, Tensor]]
+KEPT_BYTES = 1 << 30
+"""Most bytes of logits that a cohort keeps over the epochs; with more, every step computes its own."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,52 @@ class GateSettings:
     epochs: float
     learning_rate: float
     weight_decay: float
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the frozen models say of R rows with P response tokens.
+
+    Attributes:
+        rows_per_slot: Rows of each client; the rows lie client by client.
+        features: phi of each row, [R, H].
+        first: Logits of the response tokens under the adapters that g weighs, [P, V].
+        second: The same under those that 1 - g weighs.
+        row: Row of each response token, [P].
+        targets: The response tokens, [P].
+    """
+
+    rows_per_slot: Sequence[int]
+    features: Tensor
+    first: Tensor
+    second: Tensor
+    row: Tensor
+    targets: Tensor
+
+    def by_row(self) -> list[Said]:
+        """Returns the same for every row alone."""
+        order = self.row.argsort(stable=True)
+        sizes = torch.bincount(self.row, minlength=len(self.features)).tolist()
+        parts = zip(*(tensor[order].split(sizes) for tensor in (self.first, self.second, self.targets)), strict=True)
+        return [
+            Said((1,), features, first, second, torch.zeros_like(targets), targets)
+            for features, (first, second, targets) in zip(self.features.split(1), parts, strict=True)
+        ]
+
+    @classmethod
+    def of(cls, by_slot: Sequence[Sequence[Said]]) -> Said:
+        """Returns that of a batch from those of its rows, client by client."""
+        rows = [row for of_slot in by_slot for row in of_slot]
+        sizes = torch.tensor([len(row.targets) for row in rows]).to(rows[0].row.device, non_blocking=True)
+        tokens = sum(len(row.targets) for row in rows)
+        return cls(
+            [len(of_slot) for of_slot in by_slot],
+            torch.cat([row.features for row in rows]),
+            torch.cat([row.first for row in rows]),
+            torch.cat([row.second for row in rows]),
+            torch.arange(len(rows), device=sizes.device).repeat_interleave(sizes, output_size=tokens),
+            torch.cat([row.targets for row in rows]),
+        )
 
 
 class LogitGates:
@@ -62,8 +116,22 @@ class LogitGates:
         """Returns copies of a client's w [H] and b [], on the CPU."""
         return {name: tensor.own(slot).to("cpu", copy=True) for name, tensor in self.trainables.items()}
 
-    def losses(self, batch: SlotBatch, first: Adapters, second: Adapters) -> Tensor:
-        """Returns [S], each client's mean loss over its response tokens, in nats; 0 for a client without any.
+    def losses(self, said: Said) -> Tensor:
+        """Returns [S], each client's mean loss over its response tokens, in nats; 0 for a client without any."""
+        rows = torch.tensor(said.rows_per_slot).to(said.features.device, non_blocking=True)
+        total = len(said.features)
+        weight, bias = (
+            self.trainables[name].stored.repeat_interleave(rows, dim=0, output_size=total) for name in (WEIGHT, BIAS)
+        )
+        gate = gate_values(said.features, weight, bias)[said.row]
+        losses = cross_entropy(mixed(gate, said.first, said.second), said.targets, reduction="none")
+        slots = torch.arange(len(rows), device=rows.device).repeat_interleave(rows, output_size=total)[said.row]
+        sums = losses.new_zeros(len(rows)).index_add(0, slots, losses)
+        return sums / losses.new_zeros(len(rows)).index_add(0, slots, torch.ones_like(losses)).clamp(min=1)
+
+    @torch.no_grad()
+    def said(self, batch: SlotBatch, first: Adapters, second: Adapters) -> Said:
+        """Returns what the frozen models say of a batch.
 
         Args:
             batch: Rows of the clients.
@@ -71,16 +139,14 @@ class LogitGates:
             second: Each client's adapter that 1 - g weighs.
         """
         model = self._cohort.model
-        with torch.no_grad():
-            sides = [self._logits(batch, adapters) for adapters in (first, second)]
-        features = prompt_features(model.backbone, batch, self._features)
-        rows = torch.tensor(batch.rows_per_slot, device=model.device)
-        weight, bias = (self.trainables[name].stored.repeat_interleave(rows, dim=0) for name in (WEIGHT, BIAS))
-        gate = gate_values(features, weight, bias)[target_rows(batch).to(model.device)]
-        losses = cross_entropy(mixed(gate, *sides), batch.targets.to(model.device), reduction="none")
-        slot = batch.group.to(model.device)
-        sums = losses.new_zeros(len(rows)).index_add(0, slot, losses)
-        return sums / losses.new_zeros(len(rows)).index_add(0, slot, torch.ones_like(losses)).clamp(min=1)
+        return Said(
+            batch.rows_per_slot,
+            prompt_features(model.backbone, batch, self._features),
+            self._logits(batch, first),
+            self._logits(batch, second),
+            target_rows(batch).to(model.device),
+            batch.targets.to(model.device),
+        )
 
     def _logits(self, batch: SlotBatch, adapters: Adapters) -> Tensor:
         for slot, adapter in enumerate(adapters):
@@ -110,12 +176,50 @@ def train_gates(
     optimizer = SlotOptimizer(gates.trainables, training)
     plans = [_batches(cohort, slot, len(rows), training) if rows else [] for slot, rows in enumerate(examples)]
     cohort.model.dropout.seed(None)
+    kept = _kept(cohort, gates, examples, first, second) if settings.epochs > 1 else None
     for index, batches in enumerate(zip_longest(*plans, fillvalue=[])):
-        rows = [[encoded[i] for i in batch] for encoded, batch in zip(examples, batches, strict=True)]
         optimizer.zero_grad()
-        gates.losses(collate(rows, cohort.pad_id, cohort.model.seq2seq), first, second).sum().backward()
+        said = (
+            _said(cohort, gates, examples, batches, first, second) if kept is None else Said.of(_taken(kept, batches))
+        )
+        gates.losses(said).sum().backward()
         optimizer.step([settings.learning_rate if index < len(plan) else None for plan in plans])
     return [gates.read(slot) for slot in range(len(examples))]
+
+
+def _said(
+    cohort: Cohort,
+    gates: LogitGates,
+    examples: Sequence[Sequence[Encoded]],
+    batches: Sequence[Sequence[int]],
+    first: Adapters,
+    second: Adapters,
+) -> Said:
+    """Returns what the models say of some of each client's examples."""
+    return gates.said(collate(_taken(examples, batches), cohort.pad_id, cohort.model.seq2seq), first, second)
+
+
+def _kept(
+    cohort: Cohort, gates: LogitGates, examples: Sequence[Sequence[Encoded]], first: Adapters, second: Adapters
+) -> list[list[Said]] | None:
+    """Returns what the models say of every example of every client; None if that is more than `KEPT_BYTES`."""
+    kept: list[list[Said]] = [[] for _ in examples]
+    left, size = KEPT_BYTES, cohort.settings.batch_size
+    for start in range(0, max(map(len, examples), default=0), size):
+        batches = [range(start, min(start + size, len(rows))) for rows in examples]
+        said = _said(cohort, gates, examples, batches, first, second)
+        left -= said.first.nbytes + said.second.nbytes
+        if left < 0:
+            return None
+        rows = iter(said.by_row())
+        for of_slot, batch in zip(kept, batches, strict=True):
+            of_slot += islice(rows, len(batch))
+    return kept
+
+
+def _taken(of_slots: Sequence[Sequence[T]], batches: Sequence[Sequence[int]]) -> list[list[T]]:
+    """Returns some of what each slot has."""
+    return [[own[index] for index in batch] for own, batch in zip(of_slots, batches, strict=True)]
 
 
 def _batches(cohort: Cohort, slot: int, examples: int, training: TrainingSettings) -> list[list[int]]:
