@@ -40,6 +40,13 @@ def test_active_experts_come_from_the_config_only_where_it_decides_them(run: Run
     assert [budget.active_experts for budget in by_method.budgets()] == [None] * 4
 
 
+def test_a_dense_model_has_no_active_experts_whatever_its_budgets_say(run: Run) -> None:
+    silent = [e.model_copy(update={"active_experts": None}) for e in run.evaluations]
+    trained = [record.model_copy(update={"active_experts": 0}) for record in run.clients]
+    dense = dataclasses.replace(run, evaluations=silent, clients=trained)
+    assert [budget.active_experts for budget in dense.budgets()] == [None] * 4
+
+
 def test_a_method_may_be_named_alone_in_the_config(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", rounds=1)
     config = yaml.safe_load((folder / "config.yaml").read_text())

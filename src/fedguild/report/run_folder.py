@@ -158,7 +158,8 @@ class Run:
         """Returns the evaluated budgets: in the config's order, then those that it does not list."""
         scored = self.scored("budget", self.last_round)
         listed = {str(entry["name"]): entry for entry in self.setting("federation", "budgets", default=[])}
-        as_budgeted = self.setting("evaluation", "active_experts", default="budget") == "budget"
+        is_dense = any(record.active_experts == 0 for record in self.clients)
+        as_budgeted = self.setting("evaluation", "active_experts", default="budget") == "budget" and not is_dense
         order = [name for name in listed if name in scored] + [name for name in scored if name not in listed]
         return tuple(
             BudgetFacts(
