@@ -124,6 +124,10 @@ CASES = {
     "flex that mixes": Case({"rank": 2, "graft_rank": 3, "combine": "mix", "targets": ["q_proj", "router"]}),
     "flexlora": Case({"rank": 3, "targets": _EVERYTHING}),
     "flexlora on a dense model": Case({"rank": 4, "targets": ["attention", "mlp"], "dropout": 0.2}, "llama"),
+    "guild": Case({"rank": 2, "held_out": 0.4, "smaller_probability": 0.5}),
+    "guild by experts": Case(
+        {"rank": 2, "rescaler": "static", "balance_step": 0, "smaller_probability": 0.5, "mix": 0.5, "mix_by": "expert"}
+    ),
     "hfedmoe": Case({"rank": 2, "experts": {"small": 0.25}, "threshold": 0.6}),
     "hetlora": Case(
         {"rank": 3, "targets": _EVERYTHING, "penalty_weight": 0.1},

@@ -43,8 +43,9 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
+from fedguild.client.held_out import mean_losses
 from fedguild.client.training import load_received, train
-from fedguild.data.batches import Encoded, collate
+from fedguild.data.batches import Encoded
 from fedguild.errors import ConfigError
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
@@ -191,26 +192,6 @@ def fused(weights: Tensor, shared: Mapping[str, Tensor], personal: Mapping[str, 
     """
     first, second = weights.tolist()
     return {name: first * value + second * personal[name] for name, value in shared.items()}
-
-
-@torch.no_grad()
-def mean_losses(cohort: Cohort, examples: Sequence[Sequence[Encoded]]) -> list[float]:
-    """Returns every slot's mean negative log-likelihood over its response tokens, in nats; 0 where it has none.
-
-    Args:
-        cohort: The clients, their trainables loaded.
-        examples: `examples[slot]`, the rows of every slot.
-    """
-    size = cohort.settings.batch_size
-    sums = torch.zeros(len(examples), dtype=torch.float64)
-    counts = torch.zeros(len(examples), dtype=torch.float64)
-    for start in range(0, max(map(len, examples)), size):
-        batch = collate([rows[start : start + size] for rows in examples], cohort.pad_id, cohort.model.seq2seq)
-        losses = cohort.model.token_losses(batch).cpu().double()
-        sums.index_add_(0, batch.group, losses)
-        counts.index_add_(0, batch.group, torch.ones_like(losses))
-    means: list[float] = (sums / counts.clamp(min=1)).tolist()
-    return means
 
 
 def _nevergrad() -> Any:

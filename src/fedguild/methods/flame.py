@@ -34,7 +34,7 @@ Readings and deviations (docs/methods/flame.md):
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -43,7 +43,6 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import activation_frequency, load_received, train
-from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, ROUTING, Payload
@@ -52,23 +51,17 @@ from fedguild.server.aggregation import WeightedMean, activation_weights, weight
 from fedguild.server.limits import require_within_top_k
 from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one, values_of
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Observation, Upload, in_part
+from fedguild.server.rescaler import RESCALER, Rescaler, scale_observations, scale_parts, split_scales
 from fedguild.server.settings import LoraSettings, Targets
 from fedguild.server.uploads import weight_of
 from fedguild.server.validation import Bound
-
-Value = TypeVar("Value")
-RESCALER = "rescaler"
-"""The part with s: a client's own in its upload, `{budget}/{name}` with every budget's mean in the state."""
 
 
 class FlameSettings(LoraSettings):
     """The options of FLAME; the LoRA rank is the same for every budget."""
 
     targets: Targets = ("attention", "router", "experts")
-    rescaler: Literal["per_layer", "shared", "static", "none"] = Field(
-        "per_layer",
-        description="s_i: learned per layer, one learned number, the static ratio k / k_i, or none (Table 5)",
-    )
+    rescaler: Rescaler = "per_layer"
     temperature: float = Field(2.0, ge=0, description="t of Eq. 6; 0 averages by size, and the paper advises 2 to 4")
     frequency: Literal["token", "step"] = Field(
         "token", description="what a_i^j / S_i counts: tokens, or optimizer steps with at least one activation"
@@ -95,17 +88,12 @@ class Flame(Method):
         """Returns LoRA at full rank with the budget's k_i active experts and the rescaler s_i."""
         model.require_experts("FLAME")
         settings, active = self.settings, require_within_top_k(model, budget)
-        lora = settings.lora
-        if settings.rescaler == "none":
-            return AdapterPlan((lora,), active)
-        if settings.rescaler == "static":
-            return AdapterPlan((lora, OutputScale("fixed", model.top_k / active)), active)
-        return AdapterPlan((lora, OutputScale(settings.rescaler)), active)
+        return AdapterPlan((settings.lora, *scale_parts(settings.rescaler, model.top_k / active)), active)
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1; every budget's mean s starts at 1."""
         plans = [self.plan(model, budget) for budget in budgets]
-        lora, scales = split(initial_adapter(model, plans[0], rng))
+        lora, scales = split_scales(initial_adapter(model, plans[0], rng))
         means = {f"{budget.name}/{name}": scale for budget in budgets for name, scale in scales.items()}
         return Payload.of({ADAPTER: lora, RESCALER: means})
 
@@ -116,7 +104,7 @@ class Flame(Method):
             cohort.load(slot, work.memory.tensors)  # its own s_i
         uploads = []
         for slot, trained in enumerate(train(cohort)):
-            lora, scales = split(trained.part(ADAPTER))
+            lora, scales = split_scales(trained.part(ADAPTER))
             cohort.keep(slot, scales)
             frequency = activation_frequency(cohort, slot, self.settings.frequency)
             uploads.append(Payload.of({ADAPTER: lora, RESCALER: scales, ROUTING: frequency}))
@@ -144,7 +132,7 @@ class Flame(Method):
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
         """Lines 6 to 8: LoRA by |D_i|, that of experts by gamma_i^j; the budgets' mean s by their clients alone."""
-        lora, scales = split(trainable_shapes(model, self.plan(model, budgets[0])))
+        lora, scales = split_scales(trainable_shapes(model, self.plan(model, budgets[0])))
         layers = {layer.experts: layer.num_experts for layer in model.moe}
         means: dict[str, LinearMean] = {}
         for name, shape in lora.items():
@@ -172,18 +160,11 @@ class Flame(Method):
 
     def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
         """Returns the mean s of every budget's clients, by layer."""
-        by_budget: dict[str, list[Tensor]] = {}
-        for name, scale in state.part(RESCALER).items():
-            by_budget.setdefault(name.partition("/")[0], []).append(scale.reshape(()))
-        if not by_budget:
-            return []
-        values = torch.stack([torch.stack(scales) for scales in by_budget.values()])
-        layers = [f"layer {index}" for index in range(values.shape[1])] if values.shape[1] > 1 else ["all layers"]
-        return [Observation("rescaler s, mean of a budget's clients", values, list(by_budget), layers)]
+        return scale_observations(state)
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of A_i, B_i, s_i and a_i."""
-        lora, scales = split(trainable_shapes(model, self.plan(model, client.budget)))
+        lora, scales = split_scales(trainable_shapes(model, self.plan(model, client.budget)))
         frequency = {layer.experts: (layer.num_experts,) for layer in model.moe}
         return {**in_part(ADAPTER, lora), **in_part(RESCALER, scales), **in_part(ROUTING, frequency)}
 
@@ -206,9 +187,3 @@ class Flame(Method):
         """Returns the global LoRA with the client's own k_i and s_i."""
         deployment = self.deploy(excerpt, model, client.budget)
         return Deployment(deployment.plan, {**deployment.tensors, **memory.tensors})
-
-
-def split(tensors: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
-    """Returns an adapter's LoRA and its output scales."""
-    scales = {name: value for name, value in tensors.items() if name.endswith("output_scale")}
-    return {name: value for name, value in tensors.items() if name not in scales}, scales

@@ -57,6 +57,7 @@ class SlotModel:
         self.needs_rows = False
         self._head_inputs: list[Tensor] | None = None
         self.copies = 1
+        self._active = tuple(plan.active_experts or backbone.info.top_k for plan in plans)
         self._running: dict[str, Tensor] = {}
         self._undo: list[Callable[[], None]] = []
         self._parts = list(zip(*(plan.parts for plan in plans), strict=True))
@@ -106,6 +107,25 @@ class SlotModel:
             for name, value in values.items():
                 self.loaded[name].stored.detach().copy_(value)
             self.backbone.runtime.current = self._pass((1,) * self.slots, None)
+
+    @contextmanager
+    def activating(self, experts: Sequence[int]) -> Iterator[None]:
+        """Runs the passes inside the block, and their backward passes, with other active experts than the plans'.
+
+        Args:
+            experts: Active experts of each slot.
+
+        Raises:
+            ModelError: the model is dense.
+            ConfigError: a number is not from 1 to the model's top-k.
+        """
+        for number in experts:
+            self.backbone.info.require_active_experts(number, "A step of a client")
+        before, self._active = self._active, tuple(experts)
+        try:
+            yield
+        finally:
+            self._active = before
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Registers a function that detaches an adapter from the backbone."""
@@ -293,11 +313,11 @@ class SlotModel:
         real_tokens: tuple[int, ...] | None = None,
     ) -> Pass:
         top_k = self.backbone.info.top_k
-        active = [plan.active_experts or top_k for plan in self.plans] * self.copies
+        active = self._active * self.copies
         present = [k for k, count in zip(active, rows, strict=True) if count] or [top_k]
         mixed = len(set(present)) > 1
         table = torch.tensor(active, device=self.device) if mixed else None
-        return Pass(rows, mask, table, max(present), select, decoder_mask, tuple(active), real_tokens)
+        return Pass(rows, mask, table, max(present), select, decoder_mask, active, real_tokens)
 
     def _packs(self, batch: SlotBatch) -> bool:
         """Whether a pass packs this batch: a plain causal one on the CPU, with enough padding."""

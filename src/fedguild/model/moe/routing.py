@@ -35,6 +35,10 @@ class RoutingRule:
     groups_kept: int = 1
     group_score: Literal["max", "top2"] = "max"
 
+    def scores(self, logits: Tensor) -> Tensor:
+        """Returns the experts' scores [N, M] in fp32, before any is chosen."""
+        return logits.float().softmax(dim=-1) if self.score == "softmax" else logits.float().sigmoid()
+
     @property
     def kind(self) -> Routing:
         """The rule's kind, as in `MoeInfo.routing`."""
@@ -49,6 +53,7 @@ def route(
     top_k: int,
     active_experts: Tensor | None = None,
     selection_bias: Tensor | None = None,
+    logit_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the active experts of every token.
 
@@ -58,14 +63,16 @@ def route(
         top_k: The largest number of active experts of any token.
         active_experts: [N] active experts of each token, at most `top_k`; None means `top_k`.
         selection_bias: [M] added to the scores for the selection but not for the weights (DeepSeek-V3).
+        logit_bias: [N, M] added to the logits for the selection but not for the weights.
 
     Returns:
         Weights [N, top_k], in fp32, and expert indices [N, top_k]; beyond a token's active
         experts the weight is 0 and the index is M.
     """
     experts = logits.shape[-1]
-    scores = logits.float().softmax(dim=-1) if rule.score == "softmax" else logits.float().sigmoid()
-    choice = scores if selection_bias is None else scores + selection_bias
+    scores = rule.scores(logits)
+    choice = scores if logit_bias is None else rule.scores(logits.detach().float() + logit_bias)
+    choice = choice if selection_bias is None else choice + selection_bias
     if rule.groups > 1:
         choice = choice.masked_fill(~_allowed(choice, rule), float("-inf"))
     indices = choice.topk(top_k, dim=-1).indices

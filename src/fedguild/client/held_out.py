@@ -1,0 +1,30 @@
+"""Losses on examples that clients hold out of their training, to choose between models of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fedguild.client.cohort import Cohort
+from fedguild.data.batches import Encoded, collate
+
+
+@torch.no_grad()
+def mean_losses(cohort: Cohort, examples: Sequence[Sequence[Encoded]]) -> list[float]:
+    """Returns every slot's mean negative log-likelihood over its response tokens, in nats; 0 where it has none.
+
+    Args:
+        cohort: The clients, their trainables loaded.
+        examples: `examples[slot]`, the rows of every slot.
+    """
+    size = cohort.settings.batch_size
+    sums = torch.zeros(len(examples), dtype=torch.float64)
+    counts = torch.zeros(len(examples), dtype=torch.float64)
+    for start in range(0, max(map(len, examples)), size):
+        batch = collate([rows[start : start + size] for rows in examples], cohort.pad_id, cohort.model.seq2seq)
+        losses = cohort.model.token_losses(batch).cpu().double()
+        sums.index_add_(0, batch.group, losses)
+        counts.index_add_(0, batch.group, torch.ones_like(losses))
+    means: list[float] = (sums / counts.clamp(min=1)).tolist()
+    return means

@@ -1,0 +1,286 @@
+"""Guild: active experts by budget, balanced without a loss, and client models between trained and received.
+
+FedGuild's own method, for clients that differ in compute and in data; unpublished. Its parts are known ones: active
+experts by budget and the rescaler s of FLAME (K. Le et al.), the server's step of FedOpt (S. Reddi et al., ICLR 2021,
+arXiv 2003.00295), balancing by a selection bias (L. Wang et al., arXiv 2408.15664, 2024).
+
+The algorithm:
+     1  server: start LoRA theta (A random, B = 0); s_k = 1 for every budget; phi = 0, u = 1 / M in every MoE layer
+     2  each round, the sampled clients i receive theta, phi, u and the s_k of their budget
+     3      client, in each step: k = k_i; with probability rho a smaller k of the federation's  -> smaller_steps.py
+     4      client: route by top-k(logits + phi), with the model's own weights of the chosen  -> selection_bias.py
+     5      client: minimise the mean loss over theta_i and s_i, where s_i scales the routed outputs
+     6      client: keep theta_i and s_i; send theta_i, s_i and u_i / k_i, each expert's share of its activations
+     7  server: theta = theta + eta sum_i n_i (theta_i - theta) / sum_i n_i
+     8  server: u = sum_i n_i u_i / k_i / sum_i n_i; s_k = the mean of s_i over the clients of its budget
+     9  server: phi = clip(phi + zeta sign(1 / M - u))  -> balancing.py
+    10  a client's own model: theta + lambda_i (theta_i - theta), s_i and phi, with the lambda_i in
+            {0, 1/4, 1/2, 3/4, 1} of the least loss on examples that it holds out  -> mixture.py
+
+Symbols: k_i `budget.active_experts`, rho `smaller_probability`, s `rescaler`, zeta `balance_step`, clip
+`balance_limit`, lambda_i `mix`, n_i `client.examples`, M `num_experts`, eta `federation.server_step`.
+
+Every line that the server takes is a mean, so it may be a secure sum; what leaves a client is a change of what it
+received, so that one clipping and one noise cover it. Readings (docs/methods/guild.md):
+    - lambda_i is chosen when the next round begins, of the theta that the client then receives and the theta_i that it
+      kept: two models as line 10 mixes them. A client that could not choose yet has 1/2.
+    - A client goes on with its own s_i; one that never took part begins with the s_k of its budget.
+    - A step at a smaller k uses the client's s_i; the static ratio is that of the smaller k.
+    - With rescaler and balance_step off, rho = 0 and lambda = 0 it is FLAME at t = 0 without a rescaler, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.cohort import Cohort
+from fedguild.client.training import train
+from fedguild.methods.guild.balancing import balanced, usage_of, within_reach
+from fedguild.methods.guild.mixture import USAGE, chosen_mixes, mixture
+from fedguild.methods.guild.observations import observations
+from fedguild.methods.guild.selection_bias import PHI, SelectionBias
+from fedguild.methods.guild.smaller_steps import at_active_experts, drawn_experts
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.payload import ADAPTER, Payload, with_part
+from fedguild.secure.form import Contribution, Form
+from fedguild.server.aggregation import WeightedMean
+from fedguild.server.limits import require_within_top_k
+from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one, values_of
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method, NotPrivate, Observation, Upload, in_part
+from fedguild.server.rescaler import RESCALER, Rescaler, scale_parts, split_scales
+from fedguild.server.settings import LoraSettings, Targets
+from fedguild.server.uploads import weight_of
+
+ACTIVE = "active_experts"
+"""The part with k: all of the federation's in the state, those below a client's own in its download."""
+MIX = "mix"
+"""lambda_i in a client's memory."""
+
+
+class GuildSettings(LoraSettings):
+    """The options of Guild; the LoRA rank is the same for every budget."""
+
+    targets: Targets = ("attention", "router", "experts")
+    rescaler: Rescaler = "per_layer"
+    balance_step: float = Field(
+        0.05, ge=0, description="zeta: how far phi moves in a round, in units of the routers' logits; 0 for no phi"
+    )
+    balance_limit: float = Field(1.0, gt=0, description="the largest magnitude of phi")
+    smaller_probability: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="rho: share of a client's steps that run one of the federation's smaller numbers of active experts",
+    )
+    mix: Literal["own"] | Annotated[float, Field(ge=0, le=1)] = Field(
+        "own",
+        description="lambda_i of a client's own model: own, chosen by itself; or a number, 0 for the received model "
+        "and 1 for the trained one",
+    )
+    mix_by: Literal["client", "expert"] = Field(
+        "client",
+        description="what has a lambda: a client; or each of its experts, lambda_i times min(1, M u_i / k_i), which is "
+        "0 for one that it did not activate",
+    )
+    held_out: float = Field(
+        0.1, gt=0, lt=1, description="share of a client's examples that is held out of training to choose lambda_i"
+    )
+    held_out_examples: int = Field(32, ge=1, description="largest number of examples that a client holds out")
+
+
+class Guild(Method):
+    """Balanced experts by budget, and client models in between; see the module's docstring.
+
+    The state's adapter is theta, a client's memory its theta_i, s_i and lambda_i.
+    """
+
+    Settings = GuildSettings
+    settings: GuildSettings
+    needs_experts = True
+    costs = replace(
+        RUNNING_MEAN,
+        note="Steps at a smaller k are counted as those at a client's own; its choice of lambda runs forward passes "
+        "that are not counted.",
+    )
+    is_stepped = True
+    not_private = NotPrivate(example="counts activations, and chooses a mix on examples that it holds out")
+    keeps_for_training = True  # its s_i
+
+    def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
+        """Returns LoRA at full rank with the budget's k_i active experts, the rescaler s_i, and phi."""
+        model.require_experts("Guild")
+        settings, active = self.settings, require_within_top_k(model, budget)
+        phi = (SelectionBias(),) if settings.balance_step else ()
+        return AdapterPlan((settings.lora, *scale_parts(settings.rescaler, model.top_k / active), *phi), active)
+
+    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+        """Line 1."""
+        plans = [self.plan(model, budget) for budget in budgets]
+        theta, scales = split_scales(initial_adapter(model, plans[0].without(SelectionBias), rng))
+        counts = sorted({float(budget.active_experts) for budget in budgets})
+        return Payload.of(
+            {
+                ADAPTER: theta,
+                RESCALER: {f"{budget.name}/{name}": scale for budget in budgets for name, scale in scales.items()},
+                PHI: {name: torch.zeros(shape) for name, shape in self.phi_shapes(model).items()},
+                USAGE: {name: torch.full(shape, 1 / shape[0]) for name, shape in self.usage_shapes(model).items()},
+                ACTIVE: {"k": torch.tensor(counts)} if self.settings.smaller_probability else {},
+            }
+        )
+
+    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
+        """Line 2; and the smaller k of line 3."""
+        scales = state.part(f"{RESCALER}/{client.budget.name}")
+        below = {name: k[k < client.budget.active_experts] for name, k in state.part(ACTIVE).items()}
+        parts = (state.part(ADAPTER), scales, state.part(PHI), state.part(USAGE))
+        return Payload.of({ADAPTER: {name: value for part in parts for name, value in part.items()}, ACTIVE: below})
+
+    def local_update(self, cohort: Cohort) -> list[Payload]:
+        """Lines 3 to 6, and before them the choice of line 10."""
+        settings, slots = self.settings, range(len(cohort.work))
+        for slot in slots:
+            self._load(cohort, slot)
+        mixes: list[float] = []
+        if settings.mix == "own":
+            mixes = chosen_mixes(
+                cohort, [cohort.hold_out(slot, settings.held_out, settings.held_out_examples) for slot in slots]
+            )
+            for slot in slots:
+                self._load(cohort, slot)
+        self._train(cohort)
+        uploads = []
+        for slot in slots:  # line 6
+            theta, scales = split_scales(cohort.read(slot))
+            usage = usage_of(cohort, slot)
+            uploads.append(Payload.of({ADAPTER: {**theta, **scales, **(usage if settings.balance_step else {})}}))
+            cohort.keep(slot, with_part(RESCALER, scales))
+            if settings.mix != 0:
+                cohort.keep(slot, with_part(ADAPTER, theta))
+            if mixes:
+                cohort.keep(slot, {MIX: torch.tensor(mixes[slot])})
+            if settings.mix != 0 and settings.mix_by == "expert":
+                layers = cohort.model.backbone.info.moe
+                own = {layer.experts: usage[f"{layer.name}.{USAGE}"] for layer in layers}
+                cohort.keep(slot, with_part(USAGE, own))
+        return uploads
+
+    def _load(self, cohort: Cohort, slot: int) -> None:
+        """Sets a client's slot to what it received, and to the s_i that it kept."""
+        work = cohort.work[slot]
+        received = {name: value for name, value in work.download.part(ADAPTER).items() if name in cohort.model.loaded}
+        cohort.load(slot, {**received, **work.memory.part(RESCALER)})
+
+    def _train(self, cohort: Cohort) -> None:
+        """Lines 3 to 5."""
+        settings = self.settings
+        if not settings.smaller_probability:
+            train(cohort)
+            return
+        smaller = [work.download.part(ACTIVE)["k"].int().tolist() for work in cohort.work]
+        for step in cohort.steps():
+            experts = drawn_experts(cohort, step.index, smaller, settings.smaller_probability)  # line 3
+            with at_active_experts(cohort, experts, static=settings.rescaler == "static"):
+                step.backward(step.forward())  # line 4, in the part, and line 5
+            step.apply()
+
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+        """Lines 7 to 9, as running means over the uploads; eta is the server's optimizer's."""
+        mean, rescaler, usage = WeightedMean(), WeightedMean(), state.part(USAGE)
+        for upload in uploads:
+            sent, scales = split_scales(upload.payload.part(ADAPTER))
+            reported = within_reach({name: value for name, value in sent.items() if name in usage}, usage)
+            mean.add({**sent, **reported}, float(upload.client.examples))
+            by_budget = {f"{upload.client.budget.name}/{name}": scale for name, scale in scales.items()}
+            rescaler.add(by_budget, weight_of(upload, "uniform"))
+        means = mean.result({**state.part(ADAPTER), **usage})
+        return self._moved(state, means, rescaler.result(state.part(RESCALER)))
+
+    def _moved(self, state: Payload, means: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> Payload:
+        """Returns the next state: theta and u of their means (lines 7 and 8), s_k, and phi of line 9."""
+        settings, usage = self.settings, {name: means[name] for name in state.part(USAGE)}
+        phi = {
+            name: balanced(before, usage[f"{_block(name)}.{USAGE}"], settings.balance_step, settings.balance_limit)
+            for name, before in state.part(PHI).items()
+        }
+        theta = {name: means[name] for name in state.part(ADAPTER)}
+        return Payload.of({ADAPTER: theta, RESCALER: scales, PHI: phi, USAGE: usage, ACTIVE: state.part(ACTIVE)})
+
+    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
+        """Lines 7 and 8: theta and u by n_i, each budget's s by its clients alone."""
+        theta, scales = split_scales(trainable_shapes(model, self.plan(model, budgets[0])))
+        means = means_of(ADAPTER, {**theta, **self.usage_shapes(model)})
+        owned = [f"{RESCALER}/{budget.name}" for budget in budgets if scales]
+        for key in owned:
+            means |= means_of(key, scales, key, pooled=RESCALER)  # a budget may have one client
+        return Form(means, {EXAMPLES: 1, **dict.fromkeys(owned, 1)})
+
+    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
+        """Returns the client's terms of lines 7 and 8."""
+        received, usage = download.part(ADAPTER), self.usage_shapes(model)
+        sent, scales = split_scales(upload.part(ADAPTER))
+        reported = within_reach({name: value for name, value in sent.items() if name in usage}, received)
+        key = f"{RESCALER}/{client.budget.name}"
+        own = {key: one(weight_of(Upload(0, client, upload), "uniform"))} if scales else {}
+        return Contribution(
+            {**changes_of(ADAPTER, {**sent, **reported}, received), **values_of(key, scales)},
+            {EXAMPLES: one(client.examples), **own},
+        )
+
+    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+        """Lines 7 to 9."""
+        moved = means.moved(ADAPTER, {**state.part(ADAPTER), **state.part(USAGE)})
+        return self._moved(state, moved, means.result(RESCALER, state.part(RESCALER)))
+
+    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+        """Returns the names and shapes of theta_i, s_i and u_i / k_i."""
+        trained = trainable_shapes(model, self.plan(model, client.budget))
+        return in_part(ADAPTER, {**trained, **self.usage_shapes(model)})
+
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+        """Returns theta and phi with the budget's k and s_k."""
+        tensors = {**state.part(ADAPTER), **state.part(f"{RESCALER}/{budget.name}"), **state.part(PHI)}
+        return Deployment(self.plan(model, budget), tensors)
+
+    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
+        """Returns theta, phi, and the s_k of the client's own budget."""
+        scales = f"{RESCALER}/{client.budget.name}"
+        return Payload.of({part: state.part(part) for part in (ADAPTER, scales, PHI)})
+
+    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Line 10; the global model for a client that never took part."""
+        deployment, own = self.deploy(excerpt, model, client.budget), memory.part(ADAPTER)
+        tensors = {**deployment.tensors, **memory.part(RESCALER)}
+        if own:
+            chosen = self.settings.mix
+            mix = float(memory.tensors[MIX]) if chosen == "own" else float(chosen)
+            tensors |= mixture(tensors, own, mix, memory.part(USAGE))
+        return Deployment(deployment.plan, tensors)
+
+    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+        """Returns theta and phi with the client's own s_i, with which its next training begins."""
+        return self.personalize(excerpt, model, client, Payload.of({RESCALER: memory.part(RESCALER)}))
+
+    def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
+        """Returns the mean s of every budget's clients, and how evenly the experts are used, with their phi."""
+        return observations(state, model)
+
+    def phi_shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
+        """Returns the names and shapes of phi; none without balancing."""
+        return SelectionBias().shapes(model) if self.settings.balance_step else {}
+
+    def usage_shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
+        """Returns `{block}.usage` -> [M] of every MoE layer; none without balancing."""
+        return {f"{_block(name)}.{USAGE}": shape for name, shape in self.phi_shapes(model).items()}
+
+
+def _block(name: str) -> str:
+    """Returns the MoE layer that a tensor of phi belongs to."""
+    return name.rpartition(".")[0]
