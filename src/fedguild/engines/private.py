@@ -12,7 +12,7 @@ from fedguild.client.cohort import LocalReport
 from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.errors import UploadError
 from fedguild.model.info import ModelInfo
-from fedguild.payload import ADAPTER, Payload, with_part
+from fedguild.payload import ADAPTER, Payload
 from fedguild.privacy.clipping import clipped, with_noise
 from fedguild.privacy.noise import Noise
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms
@@ -62,25 +62,40 @@ class PrivateEngine:
         """Returns an upload as it may leave the client.
 
         Raises:
-            UploadError: it has a part beside the adapter, a tensor that the client did not receive, or scalars other
-                than those that follow from the download.
+            UploadError: it has a tensor that the client did not receive, a part beside the adapter where the client
+                adds no noise to changes, or scalars other than those that follow from the download.
         """
         expected, free = method.expected_scalars(task.download), method.data_free_scalars
         if upload.scalars.keys() != expected.keys() or any(
             value != expected[name] for name, value in upload.scalars.items() if name not in free
         ):
             raise UploadError("its upload has scalars that do not follow from what it received")
+        settings = self.rules.settings
+        if settings.unit == "client" and settings.noise == "local":
+            return self._noised(task, upload)
         beside = sorted(name for name in upload.tensors if not name.startswith(f"{ADAPTER}/"))
         if beside:
             raise UploadError(f"its upload would release '{beside[0]}', which no privacy noise covers")
-        settings = self.rules.settings
-        if settings.unit != "client" or settings.noise != "local":
-            return upload
-        received, change = task.download.part(ADAPTER), change_of(upload, task.download)
-        sigma = self.rules.noise_multiplier(self.examples(task.client.index))
-        noisy = with_noise(clipped(change, settings.clip), sigma * settings.clip, self.noise(task))
-        noised = {name: (received[name].double() + value).to(received[name].dtype) for name, value in noisy.items()}
-        return Payload(with_part(ADAPTER, noised), upload.scalars)
+        return upload
+
+    def _noised(self, task: Task, upload: Payload) -> Payload:
+        """Returns an upload with one noise on the change of all that it has, the adapter or not, clipped together.
+
+        Raises:
+            UploadError: it has a tensor that the client did not receive.
+        """
+        received = task.download.tensors
+        beside = {name: tensor for name, tensor in upload.tensors.items() if not name.startswith(f"{ADAPTER}/")}
+        for name, tensor in beside.items():
+            if name not in received or received[name].shape != tensor.shape:
+                raise UploadError(f"its upload would release '{name}', which no privacy noise covers")
+        change = change_of(upload.without(*beside), task.download)
+        change |= {name: tensor.double() - received[name].double() for name, tensor in beside.items()}
+        sigma, clip = self.rules.noise_multiplier(self.examples(task.client.index)), self.rules.settings.clip
+        noisy = with_noise(clipped(change, clip), sigma * clip, self.noise(task))
+        whole = {name if name in beside else f"{ADAPTER}/{name}": value for name, value in noisy.items()}
+        noised = {name: (received[name].double() + value).to(received[name].dtype) for name, value in whole.items()}
+        return Payload(noised, upload.scalars)
 
     def _silent(self, delivery: Delivery) -> Delivery:
         """Returns a delivery without what the training says of the data."""

@@ -137,11 +137,15 @@ class Guild(Method):
         )
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Line 2; and the smaller k of line 3."""
-        scales = state.part(f"{RESCALER}/{client.budget.name}")
-        below = {name: k[k < client.budget.active_experts] for name, k in state.part(ACTIVE).items()}
-        parts = (state.part(ADAPTER), scales, state.part(PHI), state.part(USAGE))
-        return Payload.of({ADAPTER: {name: value for part in parts for name, value in part.items()}, ACTIVE: below})
+        """Line 2, and the smaller k of line 3; phi is with theta, which clients of a secure round find to be equal."""
+        return Payload.of(
+            {
+                ADAPTER: {**state.part(ADAPTER), **state.part(PHI)},
+                RESCALER: state.part(f"{RESCALER}/{client.budget.name}"),
+                USAGE: state.part(USAGE),
+                ACTIVE: {name: k[k < client.budget.active_experts] for name, k in state.part(ACTIVE).items()},
+            }
+        )
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 to 6, and before them the choice of line 10."""
@@ -160,23 +164,21 @@ class Guild(Method):
         for slot in slots:  # line 6
             theta, scales = split_scales(cohort.read(slot))
             usage = usage_of(cohort, slot)
-            uploads.append(Payload.of({ADAPTER: {**theta, **scales, **(usage if settings.balance_step else {})}}))
+            uploads.append(
+                Payload.of({ADAPTER: theta, RESCALER: scales, USAGE: usage if settings.balance_step else {}})
+            )
             cohort.keep(slot, with_part(RESCALER, scales))
             if settings.mix != 0:
                 cohort.keep(slot, with_part(ADAPTER, theta))
+                cohort.keep(slot, with_part(USAGE, usage if settings.mix_by == "expert" else {}))
             if mixes:
                 cohort.keep(slot, {MIX: torch.tensor(mixes[slot])})
-            if settings.mix != 0 and settings.mix_by == "expert":
-                layers = cohort.model.backbone.info.moe
-                own = {layer.experts: usage[f"{layer.name}.{USAGE}"] for layer in layers}
-                cohort.keep(slot, with_part(USAGE, own))
         return uploads
 
     def _load(self, cohort: Cohort, slot: int) -> None:
         """Sets a client's slot to what it received, and to the s_i that it kept."""
-        work = cohort.work[slot]
-        received = {name: value for name, value in work.download.part(ADAPTER).items() if name in cohort.model.loaded}
-        cohort.load(slot, {**received, **work.memory.part(RESCALER)})
+        download, memory = cohort.work[slot].download, cohort.work[slot].memory
+        cohort.load(slot, {**download.part(ADAPTER), **download.part(RESCALER), **memory.part(RESCALER)})
 
     def _train(self, cohort: Cohort) -> None:
         """Lines 3 to 5."""
@@ -193,30 +195,29 @@ class Guild(Method):
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 7 to 9, as running means over the uploads; eta is the server's optimizer's."""
-        mean, rescaler, usage = WeightedMean(), WeightedMean(), state.part(USAGE)
+        theta, rescaler, usage, before = WeightedMean(), WeightedMean(), WeightedMean(), state.part(USAGE)
         for upload in uploads:
-            sent, scales = split_scales(upload.payload.part(ADAPTER))
-            reported = within_reach({name: value for name, value in sent.items() if name in usage}, usage)
-            mean.add({**sent, **reported}, float(upload.client.examples))
-            by_budget = {f"{upload.client.budget.name}/{name}": scale for name, scale in scales.items()}
-            rescaler.add(by_budget, weight_of(upload, "uniform"))
-        means = mean.result({**state.part(ADAPTER), **usage})
-        return self._moved(state, means, rescaler.result(state.part(RESCALER)))
+            payload, size = upload.payload, float(upload.client.examples)
+            theta.add(payload.part(ADAPTER), size)
+            usage.add(within_reach(payload.part(USAGE), before), size)
+            scales = {f"{upload.client.budget.name}/{name}": s for name, s in payload.part(RESCALER).items()}
+            rescaler.add(scales, weight_of(upload, "uniform"))
+        scales = rescaler.result(state.part(RESCALER))
+        return self._moved(state, theta.result(state.part(ADAPTER)), scales, usage.result(before))
 
-    def _moved(self, state: Payload, means: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> Payload:
-        """Returns the next state: theta and u of their means (lines 7 and 8), s_k, and phi of line 9."""
-        settings, usage = self.settings, {name: means[name] for name in state.part(USAGE)}
-        phi = {
-            name: balanced(before, usage[f"{_block(name)}.{USAGE}"], settings.balance_step, settings.balance_limit)
-            for name, before in state.part(PHI).items()
-        }
-        theta = {name: means[name] for name in state.part(ADAPTER)}
+    def _moved(
+        self, state: Payload, theta: Mapping[str, Tensor], scales: Mapping[str, Tensor], usage: Mapping[str, Tensor]
+    ) -> Payload:
+        """Returns the next state, with phi of line 9."""
+        step, limit = self.settings.balance_step, self.settings.balance_limit
+        pairs = zip(state.part(PHI).items(), usage.values(), strict=True)  # both in the order of the layers
+        phi = {name: balanced(before, used, step, limit) for (name, before), used in pairs}
         return Payload.of({ADAPTER: theta, RESCALER: scales, PHI: phi, USAGE: usage, ACTIVE: state.part(ACTIVE)})
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
         """Lines 7 and 8: theta and u by n_i, each budget's s by its clients alone."""
         theta, scales = split_scales(trainable_shapes(model, self.plan(model, budgets[0])))
-        means = means_of(ADAPTER, {**theta, **self.usage_shapes(model)})
+        means = means_of(ADAPTER, theta) | means_of(USAGE, self.usage_shapes(model))
         owned = [f"{RESCALER}/{budget.name}" for budget in budgets if scales]
         for key in owned:
             means |= means_of(key, scales, key, pooled=RESCALER)  # a budget may have one client
@@ -224,25 +225,28 @@ class Guild(Method):
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
         """Returns the client's terms of lines 7 and 8."""
-        received, usage = download.part(ADAPTER), self.usage_shapes(model)
-        sent, scales = split_scales(upload.part(ADAPTER))
-        reported = within_reach({name: value for name, value in sent.items() if name in usage}, received)
-        key = f"{RESCALER}/{client.budget.name}"
+        before, key = download.part(USAGE), f"{RESCALER}/{client.budget.name}"
+        scales = upload.part(RESCALER)
         own = {key: one(weight_of(Upload(0, client, upload), "uniform"))} if scales else {}
         return Contribution(
-            {**changes_of(ADAPTER, {**sent, **reported}, received), **values_of(key, scales)},
+            {
+                **changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER)),
+                **changes_of(USAGE, within_reach(upload.part(USAGE), before), before),
+                **values_of(key, scales),
+            },
             {EXAMPLES: one(client.examples), **own},
         )
 
     def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
         """Lines 7 to 9."""
-        moved = means.moved(ADAPTER, {**state.part(ADAPTER), **state.part(USAGE)})
-        return self._moved(state, moved, means.result(RESCALER, state.part(RESCALER)))
+        theta, usage = (means.moved(part, state.part(part)) for part in (ADAPTER, USAGE))
+        return self._moved(state, theta, means.result(RESCALER, state.part(RESCALER)), usage)
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of theta_i, s_i and u_i / k_i."""
-        trained = trainable_shapes(model, self.plan(model, client.budget))
-        return in_part(ADAPTER, {**trained, **self.usage_shapes(model)})
+        theta, scales = split_scales(trainable_shapes(model, self.plan(model, client.budget)))
+        usage = self.usage_shapes(model)
+        return {**in_part(ADAPTER, theta), **in_part(RESCALER, scales), **in_part(USAGE, usage)}
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns theta and phi with the budget's k and s_k."""
@@ -277,10 +281,5 @@ class Guild(Method):
         return SelectionBias().shapes(model) if self.settings.balance_step else {}
 
     def usage_shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
-        """Returns `{block}.usage` -> [M] of every MoE layer; none without balancing."""
-        return {f"{_block(name)}.{USAGE}": shape for name, shape in self.phi_shapes(model).items()}
-
-
-def _block(name: str) -> str:
-    """Returns the MoE layer that a tensor of phi belongs to."""
-    return name.rpartition(".")[0]
+        """Returns the path of every MoE layer's experts -> [M]; none without balancing."""
+        return {layer.experts: (layer.num_experts,) for layer in model.moe} if self.settings.balance_step else {}

@@ -17,7 +17,8 @@ MIXES = (0.0, 0.25, 0.5, 0.75, 1.0)
 FIRST_MIX = 0.5
 """lambda_i of a client that could not choose yet."""
 USAGE = "usage"
-"""The part with shares of activations: in the state the federation's, in a client's memory its own."""
+"""The part with shares of activations, path of the experts -> [M]: of the federation in the state and downloads, of a
+client in its upload and memory."""
 
 
 def mixture(
@@ -29,7 +30,7 @@ def mixture(
         shared: theta.
         own: theta_i.
         mix: lambda_i.
-        usage: `{experts}` -> [M], the client's share of activations of every expert; with it an expert j has
+        usage: Path of the experts -> [M], the client's share of activations of every expert; with it an expert j has
             lambda_i min(1, M u_ij), so that what the client did not train stays as it was received.
     """
     mixed = {}
