@@ -62,7 +62,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def test_with_everything_off_it_is_flame_at_temperature_0_bit_for_bit(
     rescaler: str, olmoe_backbone: Backbone, tmp_path: Path
 ) -> None:
-    """Uploads, states, global models and the clients' own; without a learned s with half of the clients a round, too."""
+    """Uploads, states, global models and the clients' own; half of the clients a round where no s is learned."""
     flame = build_method("flame", {"rank": 2, "temperature": 0, "rescaler": rescaler})
     methods: tuple[Method, Method] = (guild(**OFF, rescaler=rescaler), flame)
     ours, theirs = (Federation(olmoe_backbone, method, CLIENTS, tmp_path / method.name) for method in methods)

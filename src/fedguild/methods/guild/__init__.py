@@ -1,8 +1,8 @@
-"""Guild: active experts by budget, balanced without a loss, and client models between trained and received.
+"""Guild: FedGuild's own, unpublished: active experts by budget, balanced without a loss, and models in between.
 
-FedGuild's own method, for clients that differ in compute and in data; unpublished. Its parts are known ones: active
-experts by budget and the rescaler s of FLAME (K. Le et al.), the server's step of FedOpt (S. Reddi et al., ICLR 2021,
-arXiv 2003.00295), balancing by a selection bias (L. Wang et al., arXiv 2408.15664, 2024).
+For clients that differ in compute and in data. Its parts are known ones: active experts by budget and the rescaler s
+of FLAME (K. Le et al.), the server's step of FedOpt (S. Reddi et al., ICLR 2021, arXiv 2003.00295), balancing by a
+selection bias (L. Wang et al., arXiv 2408.15664, 2024), a client's model between the shared one and its own.
 
 The algorithm:
      1  server: start LoRA theta (A random, B = 0); s_k = 1 for every budget; phi = 0, u = 1 / M in every MoE layer
