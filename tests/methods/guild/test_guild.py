@@ -29,7 +29,7 @@ from tests.oracles import guild as oracle
 
 OFF: dict[str, Any] = {"rank": 2, "balance_step": 0, "smaller_probability": 0, "mix": 0}
 CLIENTS = (client(0, LARGE, 4), client(1, SMALL, 5), client(2, MIDDLE, 3), client(3, SMALL, 6))
-EXPERTS = "model.layers.0.mlp.experts"
+LAYER = "model.layers.0.mlp"
 STEPS = TrainingSettings(optimizer="adam", learning_rate=0.05, batch_size=2, steps=3, clip_norm=1.0)
 
 
@@ -108,14 +108,18 @@ def test_two_clients_by_hand() -> None:
     theta = (10 * 2 + 30 * 6) / 40 = 5. u_1 = (.5, .5, 0, 0), u_2 = (.1, .3, .4, .2): u = (.2, .35, .3, .15), and phi
     goes up for the first and last, down for the others: from (.1, 0, -.1, .02) to (.15, -.1, -.15, .12).
     """
-    query, scale, phi = "model.layers.0.self_attn.q_proj.lora_A", "model.layers.0.mlp.output_scale", "x.selection_bias"
+    query, scale, phi = (
+        "model.layers.0.self_attn.q_proj.lora_A",
+        "model.layers.0.mlp.output_scale",
+        f"{LAYER}.selection_bias",
+    )
 
     def sent(index: int, budget: Any, examples: int, value: float, s: float, shares: list[float]) -> Upload:
         return upload(
             client(index, budget, examples),
             adapter={query: torch.tensor([[value]])},
             rescaler={scale: torch.tensor(s)},
-            usage={EXPERTS: torch.tensor(shares)},
+            usage={LAYER: torch.tensor(shares)},
         )
 
     uploads = [sent(0, LARGE, 10, 2.0, 0.8, [0.5, 0.5, 0, 0]), sent(1, SMALL, 30, 6.0, 1.4, [0.1, 0.3, 0.4, 0.2])]
@@ -124,12 +128,12 @@ def test_two_clients_by_hand() -> None:
             ADAPTER: {query: torch.zeros(1, 1)},
             "rescaler": {f"{name}/{scale}": torch.tensor(1.0) for name in ("large", "middle", "small")},
             "selection_bias": {phi: torch.tensor([0.1, 0.0, -0.1, 0.02])},
-            "usage": {EXPERTS: torch.full((4,), 0.25)},
+            "usage": {LAYER: torch.full((4,), 0.25)},
         }
     )
     found = guild(balance_step=0.1, balance_limit=0.15).aggregate(state, iter(uploads))
     torch.testing.assert_close(found.part(ADAPTER)[query], torch.tensor([[5.0]]))
-    torch.testing.assert_close(found.part("usage")[EXPERTS], torch.tensor([0.2, 0.35, 0.3, 0.15]))
+    torch.testing.assert_close(found.part("usage")[LAYER], torch.tensor([0.2, 0.35, 0.3, 0.15]))
     torch.testing.assert_close(found.part("selection_bias")[phi], torch.tensor([0.15, -0.1, -0.15, 0.12]))
     scales = {name.partition("/")[0]: float(value) for name, value in found.part("rescaler").items()}
     assert scales == pytest.approx({"large": 0.8, "middle": 1.0, "small": 1.4})
@@ -153,7 +157,7 @@ def test_a_round_of_the_server_is_the_box(clients: int, olmoe_backbone: Backbone
         scales = {name: value for name, value in trained.items() if name.endswith("output_scale")}
         lora = {name: value for name, value in trained.items() if name not in scales}
         usage = {
-            layer.experts: torch.tensor(oracle.shares(counts[index, place].tolist()))
+            layer.name: torch.tensor(oracle.shares(counts[index, place].tolist()))
             for place, layer in enumerate(model.moe)
         }
         uploads.append(upload(client(index, LARGE, 3 + 5 * index), adapter=lora, rescaler=scales, usage=usage))
@@ -166,9 +170,9 @@ def test_a_round_of_the_server_is_the_box(clients: int, olmoe_backbone: Backbone
             expected = oracle.theta(float(before.flatten()[place]), values[:, place].tolist(), sizes, 1.5)
             assert float(after.part(ADAPTER)[name].flatten()[place]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     for layer in model.moe:
-        own = [sent.payload.part("usage")[layer.experts].tolist() for sent in uploads]
+        own = [sent.payload.part("usage")[layer.name].tolist() for sent in uploads]
         used = [oracle.mean([shares[expert] for shares in own], sizes) for expert in range(8)]
-        torch.testing.assert_close(after.part("usage")[layer.experts], torch.tensor(used))
+        torch.testing.assert_close(after.part("usage")[layer.name], torch.tensor(used))
         name = f"{layer.name}.selection_bias"
         expected_phi = oracle.phi(state.part("selection_bias")[name].tolist(), used, 0.03, 0.05)
         torch.testing.assert_close(after.part("selection_bias")[name], torch.tensor(expected_phi))
@@ -186,7 +190,7 @@ def test_no_upload_leaves_the_state(olmoe_backbone: Backbone) -> None:
 def test_one_liar_moves_the_use_of_an_expert_by_its_own_share_at_most(olmoe_backbone: Backbone) -> None:
     method, model = guild(rescaler="none"), olmoe_backbone.info
     state = method.start(model, [LARGE], torch.Generator().manual_seed(0))
-    honest = {layer.experts: torch.full((8,), 1 / 8) for layer in model.moe}
+    honest = {layer.name: torch.full((8,), 1 / 8) for layer in model.moe}
     lie = {name: torch.full((8,), 1e5) for name in honest}
     lora = state.part(ADAPTER)
     sent = [

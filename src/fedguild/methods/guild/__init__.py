@@ -170,7 +170,9 @@ class Guild(Method):
             cohort.keep(slot, with_part(RESCALER, scales))
             if settings.mix != 0:
                 cohort.keep(slot, with_part(ADAPTER, theta))
-                cohort.keep(slot, with_part(USAGE, usage if settings.mix_by == "expert" else {}))
+            if settings.mix != 0 and settings.mix_by == "expert":
+                layers = cohort.model.backbone.info.moe
+                cohort.keep(slot, with_part(USAGE, {layer.experts: usage[layer.name] for layer in layers}))
             if mixes:
                 cohort.keep(slot, {MIX: torch.tensor(mixes[slot])})
         return uploads
@@ -210,8 +212,10 @@ class Guild(Method):
     ) -> Payload:
         """Returns the next state, with phi of line 9."""
         step, limit = self.settings.balance_step, self.settings.balance_limit
-        pairs = zip(state.part(PHI).items(), usage.values(), strict=True)  # both in the order of the layers
-        phi = {name: balanced(before, used, step, limit) for (name, before), used in pairs}
+        phi = {
+            name: balanced(before, usage[name.removesuffix(f".{PHI}")], step, limit)
+            for name, before in state.part(PHI).items()
+        }
         return Payload.of({ADAPTER: theta, RESCALER: scales, PHI: phi, USAGE: usage, ACTIVE: state.part(ACTIVE)})
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
@@ -281,5 +285,5 @@ class Guild(Method):
         return SelectionBias().shapes(model) if self.settings.balance_step else {}
 
     def usage_shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
-        """Returns the path of every MoE layer's experts -> [M]; none without balancing."""
-        return {layer.experts: (layer.num_experts,) for layer in model.moe} if self.settings.balance_step else {}
+        """Returns the name of every MoE layer -> [M]; none without balancing."""
+        return {layer.name: (layer.num_experts,) for layer in model.moe} if self.settings.balance_step else {}

@@ -13,7 +13,7 @@ FARTHEST = 1.0
 
 
 def usage_of(cohort: Cohort, slot: int) -> dict[str, Tensor]:
-    """Returns a client's u_i / k_i: the path of every layer's experts -> [M] fp32, each expert's share.
+    """Returns a client's u_i / k_i: the name of every layer -> [M] fp32, each expert's share.
 
     A layer's shares sum to 1: its activations are k_i to a token, or fewer in the steps at a smaller k. They are 0 in a
     layer without tokens.
@@ -26,7 +26,7 @@ def usage_of(cohort: Cohort, slot: int) -> dict[str, Tensor]:
     counts = cohort.routing.counts[:, slot].cpu().double()
     shares = (counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)).float()
     layers = cohort.model.backbone.info.moe
-    return {layer.experts: share[: layer.num_experts] for layer, share in zip(layers, shares, strict=True)}
+    return {layer.name: share[: layer.num_experts] for layer, share in zip(layers, shares, strict=True)}
 
 
 def within_reach(usage: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,8 +17,8 @@ MIXES = (0.0, 0.25, 0.5, 0.75, 1.0)
 FIRST_MIX = 0.5
 """lambda_i of a client that could not choose yet."""
 USAGE = "usage"
-"""The part with shares of activations, path of the experts -> [M]: of the federation in the state and downloads, of a
-client in its upload and memory."""
+"""The part with shares of activations, [M] of every MoE layer: by its name the federation's in the state and downloads,
+and a client's in its upload; by the path of its experts a client's in its memory."""
 
 
 def mixture(

@@ -20,7 +20,7 @@ def observations(state: Payload, model: ModelInfo) -> list[Observation]:
         return found
     rows, values = [], []
     for index, layer in enumerate(model.moe):
-        used, bias = usage[layer.experts], phi[f"{layer.name}.{PHI}"]
+        used, bias = usage[layer.name], phi[f"{layer.name}.{PHI}"]
         rows.append(f"layer {index}")
         values.append([float(share_entropy(used)), float(gini(used)), float(bias.min()), float(bias.max())])
     columns = ("entropy of shares", "Gini", "smallest phi", "largest phi")
