@@ -6,7 +6,7 @@ selection bias (L. Wang et al., arXiv 2408.15664, 2024), a client's model betwee
 
 The algorithm:
      1  server: start LoRA theta (A random, B = 0); s_k = 1 for every budget; phi = 0, u = 1 / M in every MoE layer
-     2  each round, the sampled clients i receive theta, phi, u and the s_k of their budget
+     2  each round, the sampled clients i receive theta and phi; and u and the s_k of their budget, which they answer
      3      client, in each step: k = k_i; with probability rho a smaller k of the federation's  -> smaller_steps.py
      4      client: route by top-k(logits + phi), with the model's own weights of the chosen  -> selection_bias.py
      5      client: minimise the mean loss over theta_i and s_i, where s_i scales the routed outputs
@@ -24,9 +24,10 @@ Every line that the server takes is a mean, so it may be a secure sum; what leav
 received, so that one clipping and one noise cover it. Readings (docs/methods/guild.md):
     - lambda_i is chosen when the next round begins, of the theta that the client then receives and the theta_i that it
       kept: two models as line 10 mixes them. A client that could not choose yet has 1/2.
-    - A client goes on with its own s_i; one that never took part begins with the s_k of its budget.
+    - A client begins with s_i = 1 and goes on with its own, as in FLAME. It receives u and s_k so that what it sends in
+      their place is a change; its training does not depend on them.
     - A step at a smaller k uses the client's s_i; the static ratio is that of the smaller k.
-    - With rescaler and balance_step off, rho = 0 and lambda = 0 it is FLAME at t = 0 without a rescaler, bit for bit.
+    - With balance_step off, rho = 0 and lambda = 0 it is FLAME at t = 0 with the same rescaler, bit for bit.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from fedguild.methods.guild.balancing import balanced, usage_of, within_reach
 from fedguild.methods.guild.mixture import USAGE, chosen_mixes, mixture
 from fedguild.methods.guild.observations import observations
 from fedguild.methods.guild.selection_bias import PHI, SelectionBias
-from fedguild.methods.guild.smaller_steps import at_active_experts, drawn_experts
+from fedguild.methods.guild.smaller_steps import at_active_experts, below, drawn_experts
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, with_part
@@ -143,7 +144,7 @@ class Guild(Method):
                 ADAPTER: {**state.part(ADAPTER), **state.part(PHI)},
                 RESCALER: state.part(f"{RESCALER}/{client.budget.name}"),
                 USAGE: state.part(USAGE),
-                ACTIVE: {name: k[k < client.budget.active_experts] for name, k in state.part(ACTIVE).items()},
+                ACTIVE: {name: torch.tensor(below(k, client)) for name, k in state.part(ACTIVE).items()},
             }
         )
 
@@ -178,9 +179,9 @@ class Guild(Method):
         return uploads
 
     def _load(self, cohort: Cohort, slot: int) -> None:
-        """Sets a client's slot to what it received, and to the s_i that it kept."""
-        download, memory = cohort.work[slot].download, cohort.work[slot].memory
-        cohort.load(slot, {**download.part(ADAPTER), **download.part(RESCALER), **memory.part(RESCALER)})
+        """Sets a client's slot to the theta and phi that it received, and to the s_i that it kept."""
+        work = cohort.work[slot]
+        cohort.load(slot, {**work.download.part(ADAPTER), **work.memory.part(RESCALER)})
 
     def _train(self, cohort: Cohort) -> None:
         """Lines 3 to 5."""
@@ -188,7 +189,7 @@ class Guild(Method):
         if not settings.smaller_probability:
             train(cohort)
             return
-        smaller = [work.download.part(ACTIVE)["k"].int().tolist() for work in cohort.work]
+        smaller = [below(work.download.part(ACTIVE)["k"], work.client) for work in cohort.work]
         for step in cohort.steps():
             experts = drawn_experts(cohort, step.index, smaller, settings.smaller_probability)  # line 3
             with at_active_experts(cohort, experts, static=settings.rescaler == "static"):

@@ -6,12 +6,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
+from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.seeding import numpy_rng
 
 
-def drawn_experts(cohort: Cohort, step: int, smaller: Sequence[Sequence[int]], probability: float) -> list[int]:
+def below(experts: Tensor, client: ClientInfo) -> list[float]:
+    """Returns those of the federation's numbers of active experts [n] that are below a client's own."""
+    return [number for number in experts.tolist() if 1 <= number < client.budget.active_experts]
+
+
+def drawn_experts(cohort: Cohort, step: int, smaller: Sequence[Sequence[float]], probability: float) -> list[int]:
     """Returns the active experts of every slot in an optimizer step (line 3).
 
     A client's draw depends on the seed, the round, the client and the step alone.
@@ -23,10 +30,10 @@ def drawn_experts(cohort: Cohort, step: int, smaller: Sequence[Sequence[int]], p
         probability: rho, with which one of these is drawn, each as likely as the others.
     """
     drawn = []
-    for client, below in zip(cohort.clients, smaller, strict=True):
+    for client, numbers in zip(cohort.clients, smaller, strict=True):
         rng = numpy_rng(cohort.seed, "active experts", cohort.round, client.index, step)
-        takes = rng.random() < probability and len(below) > 0
-        drawn.append(int(below[int(rng.integers(len(below)))]) if takes else client.budget.active_experts)
+        takes = rng.random() < probability and len(numbers) > 0
+        drawn.append(int(numbers[int(rng.integers(len(numbers)))]) if takes else client.budget.active_experts)
     return drawn
 
 
