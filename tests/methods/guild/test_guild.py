@@ -13,6 +13,7 @@ from fedguild.client.cohort import Cohort
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.local import LocalEngine
+from fedguild.engines.secure import trained_from
 from fedguild.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.methods.guild import Guild, GuildSettings
@@ -321,6 +322,19 @@ def test_a_client_goes_on_with_its_own_s_whatever_it_receives(
     federation.train(state, 2)
     assert begun.pop(0) != 1.0
     assert begun == {1: kept, 2: 1.0, 3: 1.0}
+
+
+def test_clients_of_a_secure_round_find_that_they_have_one_phi(olmoe_backbone: Backbone) -> None:
+    """With another phi, a server could send one client's tokens to experts that no other client trains."""
+    method, model, budgets = guild(), olmoe_backbone.info, [LARGE, SMALL]
+    state, form = method.start(model, budgets, torch.Generator()), method.linear_form(model, budgets)
+    name = f"selection_bias/{LAYER}.selection_bias"
+    other = Payload({**state.tensors, name: torch.tensor([9.0] + [0.0] * 7)})
+
+    def digest(state: Payload, index: int, budget: Any) -> bytes:
+        return trained_from(method.download(state, model, client(index, budget)), form, b"config")
+
+    assert digest(state, 0, LARGE) == digest(state, 1, SMALL) != digest(other, 1, SMALL)
 
 
 @pytest.mark.parametrize(
