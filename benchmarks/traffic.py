@@ -1,4 +1,4 @@
-"""What a training step computes and moves, ours and peft's: operations, FLOPs and bytes, counted.
+"""Counts of operations, FLOPs and bytes in a training step, ours and peft's.
 
 Run: python benchmarks/traffic.py
 The bytes are the sizes of what every operation reads and writes, as if nothing stayed in a cache; a view costs nothing.
