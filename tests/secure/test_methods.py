@@ -16,7 +16,7 @@ from fedguild.client.cohort import LocalReport
 from fedguild.client.memory import ClientMemory
 from fedguild.config.federation import FederationSettings
 from fedguild.engines.local import LocalEngine
-from fedguild.engines.secure import SecureEngine
+from fedguild.engines.secure import SecureEngine, trained_from
 from fedguild.errors import ConfigError, QuorumError
 from fedguild.methods import METHODS, build_method
 from fedguild.payload import Payload
@@ -47,6 +47,9 @@ def secure_options(name: str) -> Mapping[str, Any]:
 WITH_FORM = [name for name in METHODS if METHODS.load(name).linear_form is not Method.linear_form]
 LINEAR = {name: secure_options(name) for name in WITH_FORM} | {"fedit by rank": {"rank": 3, "rank_by_budget": True}}
 """Every method that says which sums its server takes, under the options `secure` of its case in the matrix."""
+
+NOT_COMPARED = {"guild": ("rescaler", "usage")}
+"""Parts of a download that are not compared: no client trains from them, they make its answers changes."""
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +241,28 @@ def test_clients_that_received_different_states_do_not_aggregate(backbone, tmp_p
     run.engine.clients.keep = inconsistent
     with pytest.raises(QuorumError, match="was told to train something else"):
         run.round(1)
+
+
+@pytest.mark.parametrize("label", LINEAR)
+def test_a_server_that_tells_one_client_something_else_is_found_out(label, backbone, tmp_path):
+    """Whatever it changes of what all hold alike; the budgets' own parts and what is held in part are not."""
+    run = Run(backbone, label, tmp_path, secure=True)
+    method, model = run.federation.method, backbone.info
+    form = method.linear_form(model, BUDGETS)
+    downloads = [method.download(run.state, model, one) for one in CLIENTS]
+    if form.groups:
+        pytest.skip("its clients hold different parts, which are not compared")
+    alike = {
+        name
+        for name, tensor in downloads[0].tensors.items()
+        if all(name in other.tensors and torch.equal(other.tensors[name], tensor) for other in downloads)
+    }
+    found = {trained_from(download, form, b"config", method.told_alike) for download in downloads}
+    assert len(found) == 1, "clients of one round are told different things"
+    for name in sorted(alike):
+        other = replace(downloads[0], tensors={**downloads[0].tensors, name: downloads[0].tensors[name] + 1})
+        told = trained_from(other, form, b"config", method.told_alike)
+        assert (told not in found) == (name.partition("/")[0] not in NOT_COMPARED.get(label, ())), name
 
 
 def trained(run):

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -124,7 +125,7 @@ class SecureClients:
             form, terms = whole_form(form, model), whole_terms(terms, report, frequency)
         clear = {name: tensor for name, tensor in upload.tensors.items() if name.partition("/")[0] in form.disclosed}
         self._kept[client.index] = _Kept(
-            task.round, trained_from(task.download, form, config), training, form, terms, clear
+            task.round, trained_from(task.download, form, config, method.told_alike), training, form, terms, clear
         )
 
     def answer(self, client: int, session: Session, step: Step, request: Payload) -> Payload:
@@ -217,21 +218,23 @@ class SecureEngine:
         self.engine.close()
 
 
-def trained_from(download: Payload, form: Form, config: bytes) -> bytes:
+def trained_from(download: Payload, form: Form, config: bytes, parts: Sequence[str] = (ADAPTER,)) -> bytes:
     """Returns a digest of what all clients of a round are told to train alike.
 
-    That is the run's config and, where all clients hold all of every tensor, the adapter and the scalars of the
-    download. Of downloads that differ by rank or by set nothing is in it.
+    That is the run's config and, where all clients hold all of every tensor, the scalars of the download and the
+    parts of it that are to be the same for all. Of downloads that differ by rank or by set nothing is in it.
 
     Args:
         download: What a client received.
         form: All that is summed.
         config: The run's config as the server sent it.
+        parts: The method's `told_alike`.
     """
     digest = hashlib.sha256(hashlib.sha256(config).digest())
     if not form.groups:
         digest.update(json.dumps(dict(download.scalars), sort_keys=True).encode())
-        for name, tensor in sorted(download.part(ADAPTER).items()):
+        told = {f"{part}/{name}": tensor for part in parts for name, tensor in download.part(part).items()}
+        for name, tensor in sorted(told.items(), key=itemgetter(0)):
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()

@@ -332,7 +332,7 @@ def test_clients_of_a_secure_round_find_that_they_have_one_phi(olmoe_backbone: B
     other = Payload({**state.tensors, name: torch.tensor([9.0] + [0.0] * 7)})
 
     def digest(state: Payload, index: int, budget: Any) -> bytes:
-        return trained_from(method.download(state, model, client(index, budget)), form, b"config")
+        return trained_from(method.download(state, model, client(index, budget)), form, b"config", method.told_alike)
 
     assert digest(state, 0, LARGE) == digest(state, 1, SMALL) != digest(other, 1, SMALL)
 

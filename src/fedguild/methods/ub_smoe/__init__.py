@@ -178,6 +178,7 @@ class UbSmoe(Method):
         note="A client that took part in the round before derives the pseudo-gradient; others download it.",
     )
     not_private = "sends how often a client's tokens used each expert"
+    told_alike = (ADAPTER, PHI)
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts and modulated routing."""
