@@ -7,6 +7,7 @@ memory that the process needs again a moment later (docs/decisions/0010, benchma
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -50,3 +51,10 @@ def keep_freed_pages() -> bool:
     largest = min(max(psutil.virtual_memory().total // _PART_OF_MEMORY, _LEAST), _MOST)
     blocks = mallopt(_MMAP_THRESHOLD, largest) or mallopt(_MMAP_THRESHOLD, _LEAST)
     return bool(mallopt(_TRIM_THRESHOLD, _NEVER) and blocks)
+
+
+def give_back_freed_pages() -> None:
+    """Gives kept pages back to the kernel, between runs whose tensors have other sizes; without effect elsewhere."""
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)

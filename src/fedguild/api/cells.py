@@ -19,6 +19,7 @@ from fedguild.config.loading import Given
 from fedguild.config.table import ONLY_COLUMN
 from fedguild.errors import ConfigError, DivergedError, FedGuildError
 from fedguild.files import write_json, write_text
+from fedguild.heap import give_back_freed_pages
 from fedguild.progress import Progress, Silent
 from fedguild.results import divergence
 
@@ -269,6 +270,7 @@ def _complete_here(cell: Cell, progress: ProgressOf, callbacks: tuple[Callback, 
             experiment.run(
                 cell.config_to_run, cell.folder, progress=receiver, preparation=preparation, callbacks=callbacks
             )
+    give_back_freed_pages()
 
 
 def hand_over(cells: Iterable[Cell]) -> None:

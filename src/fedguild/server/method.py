@@ -148,8 +148,8 @@ class Method(ABC):
         has_global_model: Whether `deploy` returns a model; False where every client has its own and none is shared.
         keeps_adapter: Whether what a client keeps is the adapter of its own model; `personalize` then returns it.
         keeps_for_training: Whether a client goes on, in its next round, with what it kept; `as_received` then has it.
-        told_alike: Parts of the download that are the same for all clients where all hold all of every tensor; in a secure
-            round these find out whether it is so.
+        told_alike: Parts of the download that are the same for all clients where all hold all of every tensor; in a
+            secure round these find out whether it is so.
         server_only: Whole names of the state's tensors that no client sees; `excerpt` leaves them out.
         settings: The options of this instance.
     """
