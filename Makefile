@@ -46,7 +46,7 @@ docs-serve: $(VENV)/.docs
 	$(BIN)/python docs/website.py --serve
 
 # The papers' tables of docs/methods/records/plan.yaml: run what is missing, record every cell, write the pages.
-# One of them: make tables TABLE=flame/table-2-tiny. Those on real data: make tables DATA=DIR. Two runs at a time: JOBS=2.
+# One of them: make tables TABLE=flame/table-2-tiny. Two runs at a time: JOBS=2. Real data: DATA=DIR, ../shared/data by default.
 # From the records alone, in seconds: make tables-recorded.
 tables: $(VENV)/.developer
 	$(BIN)/python docs/tables.py $(TABLE) $(if $(DATA),--data $(DATA)) $(if $(JOBS),--jobs $(JOBS))

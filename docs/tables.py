@@ -3,6 +3,8 @@
     python docs/tables.py [TABLE …] [--data DIR] [--jobs N]     # run what is missing, record, write the pages
     python docs/tables.py --recorded                            # write the pages from the records alone
 
+Without --data, `../shared/data` is the folder of the data sets where it exists.
+
 Where the plan says `choose`, a setting of each row is chosen first, by runs of a seed of their own that are scored on
 the validation examples. A run that another table has recorded with the very same settings is not run again. The pages
 are written by `docs/generate.py`, which reads the records and nothing else.
@@ -25,7 +27,7 @@ from pydantic import ValidationError
 
 from fedguild.api.cells import Cell, complete, plan_table
 from fedguild.config import load_config, table_cells, tables
-from fedguild.config.table import ONLY_COLUMN, TableCell, require_claimed_scores
+from fedguild.config.table import TableCell, require_claimed_scores
 from fedguild.errors import ConfigError
 from fedguild.report.recorded import CellRecord, ChoiceRecord, choice_path, read_records, record_of, record_path
 from fedguild.report.run_folder import load_run
@@ -35,6 +37,8 @@ RECORDS = ROOT / "docs" / "methods" / "records"
 RUNS = ROOT / "runs"
 DATA = "$DATA"
 """Stands in the plan for the folder of `--data`, and in the records too."""
+USUAL_DATA = ROOT.parent / "shared" / "data"
+"""The folder of the data sets where none is given and this one exists."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,10 @@ class Plan:
         """The settings of all cells."""
         return tuple(self.settings.get("settings", ()))
 
+    def overrides_in(self, column: str, overrides: Sequence[str]) -> tuple[str, ...]:
+        """Returns the settings of a run in a column: those of the column, where the plan has some, below the others."""
+        return (*self.settings.get("columns", {}).get(column, ()), *overrides)
+
     @property
     def seeds(self) -> tuple[int, ...]:
         """The seeds of every cell."""
@@ -115,22 +123,23 @@ class Plan:
 
     def needs_data(self) -> bool:
         """Returns whether a setting names the data folder."""
-        return any(DATA in override for override in self.overrides)
+        columns = self.settings.get("columns", {}).values()
+        return any(DATA in override for overrides in (self.overrides, *columns) for override in overrides)
 
     def runs(
         self, rows: Sequence[str], columns: Sequence[str], overrides: Sequence[str], seeds: Sequence[int], folder: str
     ) -> list[Planned]:
         """Returns the runs of some rows, columns and seeds, below a folder of `runs/`."""
         found = []
-        cells = [self.cells_by_place[row, column] for column in columns for row in rows]
-        # Where no data folder is given nothing runs, and the placeholder may stay.
-        given = [override.replace(DATA, str(self.data or DATA)) for override in overrides]
-        for comparison in plan_table(cells, given, seeds, RUNS / folder):
-            column = comparison.title or ONLY_COLUMN
+        for column in columns:
+            of_column = self.overrides_in(column, overrides)
+            # Where no data folder is given nothing runs, and the placeholder may stay.
+            given = [override.replace(DATA, str(self.data or DATA)) for override in of_column]
+            cells = [self.cells_by_place[row, column] for row in rows]
+            (comparison,) = plan_table(cells, given, seeds, RUNS / folder)
             for cell in comparison.cells:
-                row, seed = cell.config.name, cell.config.seed
-                fingerprint = self.fingerprint(row, column, seed, overrides)
-                found.append(Planned(self.name, column, tuple(overrides), fingerprint, cell))
+                fingerprint = self.fingerprint(cell.config.name, column, cell.config.seed, overrides)
+                found.append(Planned(self.name, column, of_column, fingerprint, cell))
         return found
 
     def candidates(self, row: str) -> dict[str, Planned]:
@@ -175,12 +184,18 @@ class Plan:
 
     def fingerprint(self, row: str, column: str, seed: int, overrides: Sequence[str]) -> str:
         """Returns the fingerprint of a cell's config, which is not held against its model."""
-        cell = self.cells_by_place[row, column]
-        return load_config(cell.preset, [*overrides, f"seed={seed}"], between=cell.layers).fingerprint()
+        cell, of_column = self.cells_by_place[row, column], self.overrides_in(column, overrides)
+        return load_config(cell.preset, [*of_column, f"seed={seed}"], between=cell.layers).fingerprint()
 
     @cached_property
     def cells_by_place(self) -> dict[tuple[str, str], TableCell]:
-        """Row and column -> the table's cell."""
+        """Row and column -> the table's cell.
+
+        Raises:
+            SystemExit: the plan has settings of a column that the table does not have.
+        """
+        if unknown := sorted(self.settings.get("columns", {}).keys() - self.table.columns.keys()):
+            raise SystemExit(f"{self.name}: the plan has settings of {unknown[0]}, no column of it.")
         return {(cell.row, cell.column): cell for cell in table_cells(self.name, self.table)}
 
     def is_current(self, record: CellRecord) -> bool:
@@ -304,7 +319,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs and records what is missing, then writes the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", metavar="TABLE", help="tables of the plan; all by default")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of the data sets that the plan names")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        default=USUAL_DATA if USUAL_DATA.is_dir() else None,
+        help="folder of the data sets that the plan names; ../shared/data where it exists",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--recorded", action="store_true", help="only write the pages, from the records")
     options = parser.parse_args(arguments)
