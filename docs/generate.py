@@ -24,7 +24,9 @@ from fedguild.costs.several_gpus import gpus_markdown
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
 from fedguild.model.info import ModelInfo
-from fedguild.report.recorded import claims_markdown, read_choices, read_records, table_page
+from fedguild.report.recorded import read_choices, read_records
+from fedguild.report.recorded_claims import claims_markdown
+from fedguild.report.recorded_pages import table_page
 
 ROOT = Path(__file__).parents[1]
 METHOD_PAGES = ROOT / "docs" / "methods"

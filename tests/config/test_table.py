@@ -112,7 +112,14 @@ def test_the_rows_of_a_shipped_table_are_scored_alike(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_claims_of_a_shipped_table_are_about_scores_that_it_has(name: str) -> None:
-    require_claimed_scores(name, shipped(name).load())
+    table = shipped(name).load()
+    require_claimed_scores(name, table)
+    taken = {"mtal": "clients", "trained": "trained", "received": "received", "pooled": "pooled"}
+    claimed = {taken[claim.score]: claim for claim in table.claims if claim.score in taken}
+    for setting, claim in claimed.items():
+        for cell, config in configs_of(name):
+            if cell.row in (claim.higher, *claim.lower):
+                assert getattr(config.evaluation, setting), f"'{claim.says}': {cell.row} is not scored so"
 
 
 @pytest.mark.parametrize(("score", "told"), [("b5", "Did you mean 'b"), ("trainde", "Did you mean 'trained'")])

@@ -17,15 +17,12 @@ from fedguild.evaluation.statistics import Spread, half_width, spread
 from fedguild.report.recorded import (
     CellRecord,
     ChoiceRecord,
-    by_row,
-    claims_markdown,
     evenly,
     read_records,
     record_of,
-    smallest_shown,
-    table_page,
-    verdict,
 )
+from fedguild.report.recorded_claims import by_row, claims_markdown, smallest_shown, verdict
+from fedguild.report.recorded_pages import table_page
 from fedguild.report.run_folder import load_run
 from fedguild.server.run_log import ObservationRecord
 from tests.report.runs import write_run
@@ -123,9 +120,9 @@ def test_the_page_by_hand() -> None:
     assert "unrun |" not in page.partition("| claim |")[0]
     claims = claims_markdown(TABLE, records()).splitlines()[2:]
     assert claims == [
-        "| ours leads |  | **holds**, without any spread over the seeds | 3 | − theirs: +0.100 ± 0.000 |",
-        "| ours leads at b4 |  | **undecided at this scale** | 3 | − theirs: 0.000 ± 0.248 |",
-        "| ours leads what was not run |  | **not recorded** | 0 | − unrun: – |",
+        "| ours leads |  | **holds**, without any spread over the seeds | 3 | − theirs: +0.100 ± 0.000 | – |",
+        "| ours leads at b4 |  | **undecided at this scale** | 3 | − theirs: 0.000 ± 0.248 | 0.248 |",
+        "| ours leads what was not run |  | **not recorded** | 0 | − unrun: – | – |",
     ]
 
 
@@ -138,6 +135,21 @@ def test_a_verdict_has_the_number_of_its_seeds() -> None:
     two = [record for record in records() if record.row == "theirs" and record.seed < 2]
     more = [*records(), *(record.model_copy(update={"row": "unrun"}) for record in two)]
     assert "| 2 to 3 |" in claims_markdown(Table.model_validate(both), more)
+
+
+def test_a_claim_over_several_rows_has_what_the_least_certain_difference_could_show() -> None:
+    """b4's differences to theirs deviate by 0.1 over three seeds, to unrun by 0.05: half widths 0.248 and 0.124."""
+    unrun = [record for record in records() if record.row == "ours"]
+    shifted = [
+        record.model_copy(update={"row": "unrun", "scores": {"b4": record.scores["b4"] + gap}})
+        for record, gap in zip(unrun, (-0.05, 0.0, 0.05), strict=True)
+    ]
+    claim = {"says": "it leads", "higher": "ours", "lower": ["theirs", "unrun"], "score": "b4"}
+    table = Table.model_validate({**TABLE.model_dump(), "claims": [claim]})
+    (line,) = claims_markdown(table, [*records(), *shifted]).splitlines()[2:]
+    assert line.endswith("| − theirs: 0.000 ± 0.248; − unrun: 0.000 ± 0.124 | 0.248 |")
+    (line,) = claims_markdown(table, [*records(), *shifted[:1]]).splitlines()[2:]
+    assert line.endswith("| – |")
 
 
 def test_what_the_seeds_could_have_shown() -> None:

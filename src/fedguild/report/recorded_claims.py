@@ -1,0 +1,118 @@
+"""The papers' claims by recorded cells: paired differences, a word for each, and what the seeds could have shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Literal
+
+from fedguild.config.table import ONLY_COLUMN, Table
+from fedguild.evaluation.statistics import Spread, half_width, paired_difference
+from fedguild.report import units
+from fedguild.report.recorded import CellRecord
+
+Word = Literal["holds", "does not hold", "undecided at this scale", "not recorded"]
+ROUNDING = 1e-9
+"""A deviation of scores below this is rounding."""
+
+
+def claims_markdown(table: Table, records: Sequence[CellRecord]) -> str:
+    """Returns a table of the claims: for each column a word, its differences, and the least that they could show."""
+    lines = [
+        "| claim | column | verdict | seeds | differences, 95 % interval | smallest that could be shown |",
+        "| :--- | :--- | :--- | ---: | :--- | ---: |",
+    ]
+    for claim in table.claims:
+        for column in claim.columns or table.columns:
+            cells = by_row(table, [record for record in records if record.column == column])
+            score = claim.score or table.score
+            found = {row: difference(cells, claim.higher, row, score) for row in claim.lower}
+            shown = "; ".join(f"− {row}: {interval(gap)}" for row, gap in found.items())
+            where = "" if column == ONLY_COLUMN else column
+            word = f"**{verdict(found.values())}**{_reservation(found.values())}"
+            least = _could_show(found.values())
+            lines.append(f"| {claim.says} | {where} | {word} | {_seeds(found.values())} | {shown} | {least} |")
+    return "\n".join([*lines, ""])
+
+
+def _could_show(differences: Iterable[Spread | None]) -> str:
+    """Returns the lead that would have been shown over every row: the largest half width of the intervals.
+
+    It is `–` where a difference is missing, has one seed, or does not vary.
+    """
+    every = list(differences)
+    widths = [half_width(gap) for gap in every if gap is not None and gap.count > 1 and not _is_constant(gap)]
+    return f"{max(widths):.3f}" if widths and len(widths) == len(every) else units.MISSING
+
+
+def _reservation(differences: Iterable[Spread | None]) -> str:
+    """Returns what a verdict is to be read with: one seed shows no spread, and some differences do not vary."""
+    known = [gap for gap in differences if gap is not None]
+    if any(gap.count == 1 for gap in known):
+        return ", with one seed"
+    return ", without any spread over the seeds" if any(_is_constant(gap) for gap in known) else ""
+
+
+def _is_constant(gap: Spread) -> bool:
+    """Whether several seeds gave one and the same difference, which leaves the interval without a width."""
+    return gap.count > 1 and gap.std < ROUNDING
+
+
+def _seeds(differences: Iterable[Spread | None]) -> str:
+    """Returns how many seeds a verdict rests on: 5, or 3 to 5 where the differences have unequally many."""
+    counts = sorted({0 if gap is None else gap.count for gap in differences})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def verdict(differences: Iterable[Spread | None]) -> Word:
+    """Returns what the paired differences of a row to those that it should be above say.
+
+    It holds where every difference's 95 % interval lies above 0, and does not where some interval lies below it.
+    """
+    every = list(differences)
+    if not every or any(gap is None for gap in every):
+        return "not recorded"
+    ends = [(gap.mean - half_width(gap), gap.mean + half_width(gap)) for gap in every if gap is not None]
+    if all(low > 0 for low, _ in ends):
+        return "holds"
+    return "does not hold" if any(high < 0 for _, high in ends) else "undecided at this scale"
+
+
+def by_row(table: Table, records: Sequence[CellRecord]) -> dict[str, list[CellRecord]]:
+    """Returns row -> its records, in the table's order; rows without records are left out."""
+    rows = {row: [record for record in records if record.row == row] for row in table.rows}
+    return {row: members for row, members in rows.items() if members}
+
+
+def difference(cells: Mapping[str, Sequence[CellRecord]], row: str, other: str, score: str) -> Spread | None:
+    """Returns the spread of the seedwise differences of two rows in a score; None without a seed that both have."""
+    first, second = (
+        {record.seed: record.scores[score] for record in cells.get(name, ()) if score in record.scores}
+        for name in (row, other)
+    )
+    shared = first.keys() & second.keys()
+    if not shared:
+        return None
+    return paired_difference({seed: first[seed] for seed in shared}, {seed: second[seed] for seed in shared})
+
+
+def smallest_shown(cells: Mapping[str, Sequence[CellRecord]], reference: str, score: str) -> float | None:
+    """Returns the smallest mean difference to the reference that the seeds could have shown.
+
+    It is the half width of the 95 % interval at the typical spread: the root mean square over the rows of the deviation
+    of their paired differences. None with fewer than two seeds.
+    """
+    gaps = [difference(cells, row, reference, score) for row in cells if row != reference]
+    known = [gap for gap in gaps if gap is not None and gap.count > 1]
+    if not known:
+        return None
+    typical = math.sqrt(fmean(gap.std**2 for gap in known))
+    return half_width(Spread(0.0, typical, min(gap.count for gap in known)))
+
+
+def interval(gap: Spread | None) -> str:
+    """Returns a difference with its 95 % interval: `+0.062 ± 0.077`; alone with one seed, `–` where it is None."""
+    if gap is None:
+        return units.MISSING
+    return f"{units.signed(gap.mean)} ± {half_width(gap):.3f}" if gap.count > 1 else units.signed(gap.mean)

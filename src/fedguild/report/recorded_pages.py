@@ -1,0 +1,200 @@
+"""Pages of recorded cells: tables of scores, differences and costs, what was chosen before, and the claims."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from fedguild.config.table import ONLY_COLUMN, Table
+from fedguild.evaluation.statistics import spread
+from fedguild.report import units
+from fedguild.report.grid import Cell, Grid
+from fedguild.report.recorded import SUMMARIES, CellRecord, ChoiceRecord
+from fedguild.report.recorded_claims import ROUNDING, by_row, claims_markdown, difference, interval, smallest_shown
+from fedguild.score_names import TITLES
+
+
+def table_page(
+    name: str, description: str, table: Table, records: Sequence[CellRecord], choices: Sequence[ChoiceRecord] = ()
+) -> str:
+    """Returns a table as Markdown: scores, paired differences, what the seeds could have shown, and the claims.
+
+    Args:
+        name: The table's name.
+        description: What it is.
+        table: The table.
+        records: Its records.
+        choices: What was chosen for its rows.
+    """
+    parts = [f"### {description}\n", f"`{_command(name, records)}`\n"]
+    parts += [f"{_chosen(choices)}\n"] if choices else []
+    parts += [f"{sentence}\n" for sentence in _duration(records)]
+    for column in table.columns:
+        cells = by_row(table, [record for record in records if record.column == column])
+        if not cells:
+            continue
+        parts += [f"#### {column}\n"] if column != ONLY_COLUMN else []
+        parts.append(score_grid(cells, table.shows).to_markdown())
+        differences = difference_grid(cells, table.reference)
+        if differences is not None:
+            parts.append(differences.to_markdown())
+        parts.append(f"{_resolution(cells, table)}\n")
+    if table.claims:
+        parts.append(claims_markdown(table, records))
+    return "\n".join(parts)
+
+
+def score_grid(cells: Mapping[str, Sequence[CellRecord]], shows: Sequence[str] = ()) -> Grid:
+    """Returns rows × scores, figures, perplexity and costs: the mean over seeds, with the sample deviation of scores.
+
+    Args:
+        cells: Row -> its records.
+        shows: The figures to show: `figure`, or `figure / column`.
+    """
+    columns = _columns(cells)
+    perplexed = [name for name in columns if any(name in record.perplexity for record in _all(cells))]
+    smallest = _smallest_budget(cells)
+    header = [Cell("row"), *(Cell(TITLES.get(name, name)) for name in columns)]
+    header += [Cell(name) for name in shows]
+    header += [Cell("perplexity", name) for name in perplexed]
+    header += [Cell("training FLOPs", smallest)] if smallest else []
+    header += [Cell("up"), Cell("down"), Cell("seeds")]
+    body = []
+    for row, members in cells.items():
+        line = [Cell(row)]
+        for name in columns:
+            scored = [record.scores[name] for record in members if name in record.scores]
+            line.append(Cell(units.score_spread(spread(scored) if scored else None), strong=_best(cells, name) == row))
+        line += [Cell(_first_to_last([record.observations.get(name, {}) for record in members])) for name in shows]
+        for name in perplexed:
+            line.append(Cell(_mean_of([record.perplexity[name] for record in members if name in record.perplexity])))
+        if smallest:
+            flops = [record.training_flops[smallest] for record in members if smallest in record.training_flops]
+            line.append(Cell(units.si(fmean(flops) if flops else None)))
+        for sizes in ([record.upload_bytes for record in members], [record.download_bytes for record in members]):
+            known = [size for size in sizes if size is not None]
+            line.append(Cell(units.byte_count(fmean(known) if known else None)))
+        line.append(Cell(str(len(members))))
+        body.append(tuple(line))
+    last = next(iter(_all(cells)))
+    title = f"{last.split.capitalize()} scores after round {last.round}, mean ± sample deviation over the seeds"
+    title += "; figures in the first → the last round" if shows else ""
+    return Grid(title, tuple(header), tuple(body))
+
+
+def difference_grid(cells: Mapping[str, Sequence[CellRecord]], reference: str) -> Grid | None:
+    """Returns rows × scores: the mean difference to the reference, paired by seed, with its 95 % interval.
+
+    None where the reference, or every other row, has no record.
+    """
+    others = [row for row in cells if row != reference]
+    if reference not in cells or not others:
+        return None
+    columns = _columns(cells)
+    body = [
+        (Cell(f"{row} − {reference}"), *(Cell(interval(difference(cells, row, reference, name))) for name in columns))
+        for row in others
+    ]
+    header = (Cell("difference"), *(Cell(TITLES.get(name, name)) for name in columns))
+    return Grid("Paired by seed, with the 95 % interval", header, tuple(body))
+
+
+def _resolution(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> str:
+    found = smallest_shown(cells, table.reference, table.score)
+    if found is None:
+        return "One seed, or none in common, cannot show any difference."
+    if found < ROUNDING:
+        return "The differences are the same in every seed, which leaves open what these seeds could have shown."
+    return (
+        f"The smallest difference in the {TITLES[table.score]} score that these seeds could have shown is {found:.3f}."
+    )
+
+
+def _command(name: str, records: Sequence[CellRecord]) -> str:
+    """Returns the command with the settings that all records share; `_chosen` has those of single rows."""
+    every = [record.overrides for record in records]
+    overrides = [override for override in (every[0] if every else ()) if all(override in each for each in every)]
+    seeds = ",".join(str(seed) for seed in sorted({record.seed for record in records}))
+    return " ".join(["fedguild compare", name, *overrides, f"--seeds {seeds}"])
+
+
+def _duration(records: Sequence[CellRecord]) -> list[str]:
+    """Returns a sentence on how long the runs took, where that is recorded."""
+    seconds = [record.seconds for record in records if record.seconds is not None]
+    if not seconds:
+        return []
+    which = f"These {len(seconds)} runs" if len(seconds) == len(records) else f"{len(seconds)} of these runs"
+    return [f"{which} took {units.duration(sum(seconds))} in all, one after the other."]
+
+
+def _first_to_last(figures: Sequence[Mapping[int, float]]) -> str:
+    """Returns a figure's mean over the seeds in the first and the last of its rounds: `0.31 → 0.74`."""
+    ends = [(min(rounds), max(rounds)) for rounds in figures if rounds]
+    if not ends:
+        return units.MISSING
+    known = [rounds for rounds in figures if rounds]
+    first, last = (fmean(rounds[end[place]] for rounds, end in zip(known, ends, strict=True)) for place in (0, 1))
+    return f"{last:.3g}" if all(start == end for start, end in ends) else f"{first:.3g} → {last:.3g}"
+
+
+def _chosen(choices: Sequence[ChoiceRecord]) -> str:
+    """Returns sentences for each way of choosing: the values that were tried, the rows' best, and which are ends."""
+    ways: dict[tuple[str, ...], list[ChoiceRecord]] = {}
+    for choice in choices:
+        way = (choice.setting, ", ".join(choice.tried), choice.score, choice.column, str(choice.seed))
+        ways.setdefault(way, []).append(choice)
+    sentences = []
+    for (setting, values, score, column, seed), members in ways.items():
+        where = "" if column == ONLY_COLUMN else f", {column}"
+        found = "; ".join(f"{choice.row} {choice.chosen}" for choice in members)
+        sentences.append(
+            f"`{setting}` was chosen for each row before, among {values}, by the {TITLES.get(score, score)} score on "
+            f"the validation examples (seed {seed}{where}): {found}."
+        )
+        for end, name in ((max, "largest"), (min, "smallest")):
+            edge = end((value for value in members[0].tried if _is_number(value)), key=float, default=None)
+            rows = [choice.row for choice in members if len(choice.tried) > 1 and choice.chosen == edge]
+            if rows:
+                sentences.append(f"{', '.join(rows)} chose the {name} value offered; nothing beyond it was tried.")
+    return "\n".join(sentences)
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _columns(cells: Mapping[str, Sequence[CellRecord]]) -> list[str]:
+    """Returns the budgets in the order of the records, then the summaries that some record has."""
+    names = {name: None for record in _all(cells) for name in record.scores}
+    budgets = [name for name in names if name not in SUMMARIES]
+    return budgets + [name for name in SUMMARIES if name in names and (name != "mean" or len(budgets) != 1)]
+
+
+def _all(cells: Mapping[str, Sequence[CellRecord]]) -> list[CellRecord]:
+    return [record for members in cells.values() for record in members]
+
+
+def _best(cells: Mapping[str, Sequence[CellRecord]], score: str) -> str | None:
+    means = {
+        row: fmean(scored)
+        for row, members in cells.items()
+        if (scored := [record.scores[score] for record in members if score in record.scores])
+    }
+    return max(means, key=lambda row: means[row]) if len(means) > 1 else None
+
+
+def _smallest_budget(cells: Mapping[str, Sequence[CellRecord]]) -> str:
+    """Returns the budget whose clients train with the fewest FLOPs; empty where none is known."""
+    flops: dict[str, list[float]] = {}
+    for record in _all(cells):
+        for budget, value in record.training_flops.items():
+            flops.setdefault(budget, []).append(value)
+    return min(flops, key=lambda budget: min(flops[budget]), default="")
+
+
+def _mean_of(values: Sequence[float]) -> str:
+    return f"{fmean(values):.2f}" if values else units.MISSING
