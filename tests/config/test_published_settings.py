@@ -1,0 +1,102 @@
+"""Settings of shipped tables and presets that the papers, or the authors' released scripts, fix."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedguild.config import Config, load_config, presets, table_cells, tables
+
+SMALL_UB_SMOE = [
+    table.name for table in tables() if table.name.startswith("ub-smoe/") and table.name.endswith(("-tiny", "-english"))
+]
+
+
+def configs(name: str) -> dict[tuple[str, str], Config]:
+    """Row and column of a table -> the cell's config."""
+    content = next(table for table in tables() if table.name == name).load()
+    return {(cell.row, cell.column): cell.config() for cell in table_cells(name, content)}
+
+
+@pytest.mark.parametrize("name", SMALL_UB_SMOE)
+def test_the_small_tables_of_ub_smoe_train_with_the_papers_optimizer(name: str) -> None:
+    """AdamW with .9, .95, eps 1e-5 and decay .01 (Appendix E.5), in every row, and nothing else is clipped than G~."""
+    constants = {
+        (
+            config.training.optimizer,
+            config.training.betas,
+            config.training.eps,
+            config.training.weight_decay,
+            config.training.clip_norm,
+        )
+        for config in configs(name).values()
+    }
+    assert constants == {("adamw", (0.9, 0.95), 1e-5, 0.01, None)}
+
+
+def test_the_small_tables_of_ub_smoe_are_those() -> None:
+    assert {"ub-smoe/decide-english", "ub-smoe/table-4-english", "ub-smoe/table-4-tiny"} < set(SMALL_UB_SMOE)
+
+
+def test_fedamoles_figure_7_has_four_clients_an_expert_with_twenty_to_fifty_clients() -> None:
+    """k^c of the released scripts; on SNLI and on Natural Instructions with a task for each client."""
+    found = {
+        (config.data.corpus, config.federation.clients): config.method.options["clients_per_expert"]
+        for (row, _), config in configs("fedamole/figure-7").items()
+        if row == "fedamole"
+    }
+    assert found == {(corpus, count): 4 for corpus in ("snli", "natural_instructions") for count in (20, 30, 40, 50)}
+    for config in configs("fedamole/figure-7").values():
+        if config.data.corpus == "natural_instructions":
+            assert config.data.options["max_tasks"] == config.federation.clients
+
+
+def test_fedamoles_figure_9_has_the_released_rates_and_sizes() -> None:
+    """a: k^c by the rate, at E = 15 and b = 8; b: E by b."""
+    first = {
+        (config.method.options["clients_per_expert"], config.training.learning_rate)
+        for config in configs("fedamole/figure-9a").values()
+    }
+    assert first == {(count, rate) for count in (2, 3, 4, 5) for rate in (5e-4, 1e-4, 5e-5, 1e-5)}
+    sizes = [config.method.options for config in configs("fedamole/figure-9a").values()]
+    assert {(options["experts"], options["experts_per_client"]) for options in sizes} == {(15, 8)}
+    second = {
+        (config.method.options["experts"], config.method.options["experts_per_client"])
+        for config in configs("fedamole/figure-9b").values()
+    }
+    assert second == {(experts, most) for experts in (15, 20, 25, 30) for most in (8, 10, 12, 14)}
+
+
+@pytest.mark.parametrize("name", ["fedamole/figure-11", "fedamole/figure-11-tiny"])
+def test_fedamoles_figure_11_has_the_released_privacy_budgets(name: str) -> None:
+    found = {row: config.method.options.get("privacy_eta") for (row, _), config in configs(name).items()}
+    assert found == {"fedit": None, "eta-1": 1, "eta-50": 50, "eta-100": 100, "fedamole": None}
+
+
+@pytest.mark.parametrize("name", ["flame/figure-3", "flame/figure-3-tiny"])
+def test_flames_figure_3_has_its_ten_settings_unclipped_and_with_perplexity(name: str) -> None:
+    """Five temperatures with the frequency as published and by k_i; at t = 0 the two are one row."""
+    cells = configs(name)
+    ten = {
+        (column, config.method.options["temperature"], by_k)
+        for (_, column), config in cells.items()
+        for by_k in (
+            (False, True)
+            if config.method.options["temperature"] == 0
+            else (config.method.options.get("frequency_by_active", False),)
+        )
+    }
+    columns = {column for _, column in cells}
+    assert ten == {(column, t, by_k) for column in columns for t in (0, 1, 2, 4, 8) for by_k in (False, True)}
+    assert {config.training.clip_norm for config in cells.values()} == {None}
+    assert all(config.evaluation.perplexity for config in cells.values())
+
+
+def test_pfl_moes_gate_trains_for_the_papers_200_epochs_on_real_models() -> None:
+    """At 1e-3, once, in the last round; the small models' presets say why theirs is shorter."""
+    real = [preset.name for preset in presets() if preset.name.startswith(("pfl-moe/switch-", "pfl-moe/deepseek-"))]
+    assert len(real) == 8
+    for name in real:
+        config = load_config(name)
+        assert config.method.options["gate_epochs"] == 200
+        assert config.method.options.get("gate_learning_rate", 1e-3) == 1e-3
+        assert config.method.options["personal_from"] == config.federation.rounds
