@@ -21,7 +21,7 @@ from fedguild.model import english, packaged
 from fedguild.model.backbone import describe_config, load_backbone
 from fedguild.model.english.architecture import Sizes, new_model
 from fedguild.model.english.build import STATE, Session, build
-from fedguild.model.english.card import read_sources
+from fedguild.model.english.card import _CARD, read_sources
 from fedguild.model.english.corpus import DOCUMENT_CHARACTERS, Corpus, load_corpus, read_documents
 from fedguild.model.english.experts import _experts_forward, use_trainable_experts
 from fedguild.model.english.measure import measure
@@ -216,6 +216,40 @@ def test_workers_share_the_gradient_of_the_whole_batch(corpus: Corpus) -> None:
     parts = [three._gradients(three._replicas[0], part)[0] for part in rows.chunk(3)]
     for expected, *gradients in zip(whole, *parts, strict=True):
         torch.testing.assert_close(sum(gradients), expected, rtol=0.1, atol=1e-3)
+
+
+def test_each_worker_has_one_thread_whatever_the_processs(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the number of threads of a machine, or of a session that goes on, is not in the weights."""
+    found, threads, before = {}, list[int](), torch.get_num_threads()
+    gradients = Pretraining._gradients
+
+    def counted(self: Pretraining, model: OlmoeForCausalLM, rows: torch.Tensor) -> Any:
+        threads.append(torch.get_num_threads())
+        return gradients(self, model, rows)
+
+    monkeypatch.setattr(Pretraining, "_gradients", counted)
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            training = Pretraining(corpus, RECIPE)
+            assert len(list(training.run(3))) == 3
+            assert torch.get_num_threads() == count
+            found[count] = training.model.state_dict()
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [1] * 2 * 3 * RECIPE.workers
+    assert all(torch.equal(value, found[2][name]) for name, value in found[1].items())
+
+
+def test_the_shipped_card_says_what_the_build_writes() -> None:
+    """Every line of the template in which nothing is filled in stands in it, in this order, and nothing was added."""
+    shipped = (english.CHECKPOINT / "README.md").read_text("utf-8")
+    lines = iter(shipped.splitlines())
+    for line in _CARD.partition("{sources}")[0].splitlines():
+        assert "{" in line or line in lines, line
+    made = shipped.partition("## How it was made")[2].partition("| step |")[0]
+    template = _CARD.partition("## How it was made")[2].partition("| step |")[0]
+    assert len(made.splitlines()) == len(template.splitlines())
 
 
 def test_the_learning_rate_warms_up_stays_and_decays_to_zero(training: Pretraining) -> None:

@@ -113,9 +113,9 @@ python -m fedguild.model.english.build --corpus DIR --tokens {tokens} --decay-to
 ```
 
 on {date}, with Python {python}, torch {torch} and transformers {transformers}: {tokens:,} tokens, which is
-{passes:.2f} passes over the {corpus_tokens:.2f} M tokens of {documents:,} documents. On one machine and with the same
-number of threads, the command gives the same bytes again, in one session or several; between machines rounding
-differs, and so do the weights a bit.
+{passes:.2f} passes over the {corpus_tokens:.2f} M tokens of {documents:,} documents. A step's rows are shared by
+{recipe.workers} workers with one thread each, so that on one machine the command gives the same bytes again, in one
+session or several, whatever the number of threads; between machines rounding differs, and so do the weights a bit.
 
 | | |
 | --- | --- |
