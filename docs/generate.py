@@ -6,10 +6,11 @@ code (options, costs, titles) or, in the index of the methods, off the section "
 
 from __future__ import annotations
 
+import html
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from fedguild.cli.profile_tables import published_markdown, server_markdown
@@ -24,6 +25,7 @@ from fedguild.costs.several_gpus import gpus_markdown
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
 from fedguild.model.info import ModelInfo
+from fedguild.report import recorded_figures
 from fedguild.report.recorded import read_choices, read_records
 from fedguild.report.recorded_claims import claims_markdown
 from fedguild.report.recorded_pages import table_page
@@ -31,6 +33,10 @@ from fedguild.report.recorded_pages import table_page
 ROOT = Path(__file__).parents[1]
 METHOD_PAGES = ROOT / "docs" / "methods"
 RECORDS = METHOD_PAGES / "records"
+FIGURES = METHOD_PAGES / "figures"
+"""Where the recorded tables' figures are written, as SVG files."""
+REMARK = "remark.txt"
+"""In a table's folder of records: what its results mean, a paragraph of Markdown written by hand."""
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FACTS = ("Trains", "Sent up", "The client keeps", "The server combines", "Use it when")
 """The list of the section "In short", in this order; the columns of the index."""
@@ -65,14 +71,44 @@ BEFORE_ATTACKS: Mapping[str, Mapping[str, str]] = {
 
 
 def outdated() -> dict[Path, str]:
-    """Returns page -> its text as it should be, for every page with a generated part that is not up to date.
+    """Returns file -> its text as it should be, for every page with a generated part, and every figure, not up to date.
 
     Raises:
         ValueError: a page marks a part that nothing generates, or a method's page lacks a line of "In short".
     """
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     texts = {page: page.read_text("utf-8") for page in pages}
-    return {page: new for page, old in texts.items() if (new := _generated(page, old)) != old}
+    pages_to_write = {page: new for page, old in texts.items() if (new := _generated(page, old)) != old}
+    return pages_to_write | {path: draw() for path, (told, draw) in _figures().items() if not _says(path, told)}
+
+
+def stray_figures() -> list[Path]:
+    """Returns the figures' files that no recorded table has."""
+    return sorted(set(FIGURES.glob("*.svg")) - _figures().keys())
+
+
+def _figures() -> dict[Path, tuple[str, Callable[[], str]]]:
+    """Returns the file of every recorded figure -> its description, and what draws it."""
+    records, found = read_records(RECORDS), dict[Path, tuple[str, Callable[[], str]]]()
+    for shipped in tables():
+        table = shipped.load()
+        drawn = recorded_figures.points(table, [record for record in records if record.table == shipped.name])
+        if drawn is not None:
+            draw = partial(recorded_figures.svg, shipped.name, table, drawn)
+            found[_figure_path(shipped)] = (recorded_figures.description(table, drawn), draw)
+    return found
+
+
+def _figure_path(shipped: ShippedTable) -> Path:
+    return FIGURES / f"{shipped.name.replace('/', '-')}.svg"
+
+
+def _says(path: Path, told: str) -> bool:
+    """Whether a figure's file exists and has this description, which has all its numbers.
+
+    The drawing itself is not compared: it differs between versions of Matplotlib.
+    """
+    return path.is_file() and f'aria-label="{html.escape(told, quote=True)}"' in path.read_text("utf-8")
 
 
 def _generated(page: Path, text: str) -> str:
@@ -107,15 +143,25 @@ def _published(page: Path) -> str:
 
 def _recorded(page: Path) -> str:
     """Returns the recorded tables: all of them in results.md, on a method's page what concerns it."""
-    records = read_records(RECORDS)
+    records, figures = read_records(RECORDS), _figures() if page.stem == "results" else {}
     parts = []
     for shipped in tables():
         of_table = [record for record in records if record.table == shipped.name]
         if not of_table:
             continue
         if page.stem == "results":
-            choices = read_choices(RECORDS, shipped.name)
-            parts.append(table_page(shipped.name, shipped.description, shipped.load(), of_table, choices))
+            path, remark = _figure_path(shipped), RECORDS / shipped.name / REMARK
+            parts.append(
+                table_page(
+                    shipped.name,
+                    shipped.description,
+                    shipped.load(),
+                    of_table,
+                    read_choices(RECORDS, shipped.name),
+                    f"{FIGURES.name}/{path.name}" if path in figures else "",
+                    remark.read_text("utf-8") if remark.is_file() else "",
+                )
+            )
         elif rows := [row for row, method in _methods_of_rows(shipped).items() if method == page.stem]:
             content = shipped.load()
             own = shipped.name.startswith(f"{page.stem}/")
@@ -281,7 +327,11 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
+    for path in stray_figures():
+        path.unlink()
+        print(f"removed {path.relative_to(ROOT)}")
     for page, text in pages.items():
+        page.parent.mkdir(exist_ok=True)
         page.write_text(text, "utf-8")
         print(f"wrote {page.relative_to(ROOT)}")
     return 0

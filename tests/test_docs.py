@@ -47,6 +47,55 @@ def test_tables_and_indexes_are_up_to_date(generate: ModuleType, monkeypatch: py
     monkeypatch.setattr(generate, "compare", lambda claim, build: ours[id(claim)])
     pages = sorted(str(page.relative_to(ROOT)) for page in generate.outdated())
     assert not pages, f"{', '.join(pages)}: not up to date. Run `make docs`."
+    assert not generate.stray_figures(), "figures of no recorded table"
+
+
+def test_a_figure_is_drawn_from_records_and_again_when_one_changes(
+    generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of FFA-LoRA against epsilon, with records by hand; only once all its cells are there."""
+    monkeypatch.setattr(generate, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(generate, "FIGURES", tmp_path / "figures")
+    monkeypatch.setattr(generate, "_generated", lambda page, text: text)
+    table, columns = "ffa-lora/privacy-english", ("no-privacy", "epsilon-8", "epsilon-2")
+    cells = [
+        CellRecord(
+            table=table,
+            column=column,
+            row=row,
+            seed=seed,
+            fingerprint="x",
+            fedguild="0.3.0",
+            round=2,
+            split="test",
+            scores={"mean": 0.5 + 0.1 * seed},
+        )
+        for row in ("fedit", "ffa-lora")
+        for column in columns
+        for seed in (0, 1)
+    ]
+    for cell in cells[2:]:
+        cell.write(generate.RECORDS)
+    assert generate.outdated() == {}, "a cell has no record yet"
+    cells[0].write(generate.RECORDS)
+    ((path, text),) = generate.outdated().items()
+    assert path == tmp_path / "figures" / "ffa-lora-privacy-english.svg"
+    assert "fedit: 0.500 at none, 0.550 ± 0.635 at 8, 0.550 ± 0.635 at 2." in text
+    path.parent.mkdir()
+    path.write_text(text)
+    assert generate.outdated() == {}
+    cells[0].model_copy(update={"scores": {"mean": 0.9}}).write(generate.RECORDS)
+    assert list(generate.outdated()) == [path]
+    assert "fedit: 0.900 at none" in generate.outdated()[path]
+    assert generate.stray_figures() == []
+    other = path.with_name("gone.svg")
+    other.write_text("")
+    assert generate.stray_figures() == [other]
+    remark = generate.RECORDS / table / generate.REMARK
+    remark.write_text("What it means.\n")
+    page = generate._recorded(Path("results.md"))
+    assert "](figures/ffa-lora-privacy-english.svg)" in page
+    assert page.rstrip().endswith("\n\nWhat it means.")
 
 
 def test_every_method_shows_what_was_recorded_of_it(generate: ModuleType) -> None:

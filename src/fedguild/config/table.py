@@ -47,6 +47,32 @@ class Claim(Section):
     columns: tuple[str, ...] = Field(default=(), description="Where it is claimed; all columns where empty.")
 
 
+class TableFigure(Section):
+    """A figure of a table's scores: panels of lines over the values of one axis.
+
+    A point is a cell, written `row @ column`, or `row` in a table without columns; `{x}` stands for the axis's value.
+    """
+
+    x: str = Field(description="What the horizontal axis has.")
+    values: tuple[str, ...] = Field(min_length=2, description="Its values, evenly spaced in this order.")
+    panels: dict[str, dict[str, str | dict[str, str]]] = Field(
+        min_length=1, description="Title of a panel -> line -> its cells, as one pattern or by value."
+    )
+
+    def cells(self, panel: str, line: str) -> list[tuple[str, str]]:
+        """Returns the row and column of a line's point at every value.
+
+        Raises:
+            ValueError: the line has no cell for a value.
+        """
+        of_line = self.panels[panel][line]
+        written = {value: of_line if isinstance(of_line, str) else of_line.get(value, "") for value in self.values}
+        if missing := [value for value, cell in written.items() if not cell]:
+            raise ValueError(f"the figure's line '{line}' has no cell for {', '.join(missing)}")
+        parts = [cell.replace("{x}", value).partition("@") for value, cell in written.items()]
+        return [(row.strip(), column.strip() or ONLY_COLUMN) for row, _, column in parts]
+
+
 class Table(Section):
     """A table of several methods under several conditions.
 
@@ -73,6 +99,7 @@ class Table(Section):
         default=(),
         description="Figures of the method beside the score of recorded runs: `figure`, or `figure / column`.",
     )
+    figure: TableFigure | None = Field(default=None, description="A figure of the recorded scores; null: none.")
 
     @model_validator(mode="after")
     def _knows_what_is_claimed(self) -> Self:
@@ -81,6 +108,22 @@ class Table(Section):
             unknown += [column for column in claim.columns if column not in self.columns]
             if unknown:
                 raise ValueError(f"the claim '{claim.says}' names {', '.join(unknown)}, no row or column of the table")
+        return self
+
+    @model_validator(mode="after")
+    def _knows_what_is_drawn(self) -> Self:
+        if self.figure is None:
+            return self
+        for panel, lines in self.figure.panels.items():
+            for line in lines:
+                unknown = [
+                    name
+                    for row, column in self.figure.cells(panel, line)
+                    for name, known in ((row, self.rows), (column, self.columns))
+                    if name not in known
+                ]
+                if unknown:
+                    raise ValueError(f"the figure's line '{line}' names {unknown[0]}, no row or column of the table")
         return self
 
     @model_validator(mode="after")

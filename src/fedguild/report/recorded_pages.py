@@ -15,9 +15,15 @@ from fedguild.score_names import TITLES
 
 
 def table_page(
-    name: str, description: str, table: Table, records: Sequence[CellRecord], choices: Sequence[ChoiceRecord] = ()
+    name: str,
+    description: str,
+    table: Table,
+    records: Sequence[CellRecord],
+    choices: Sequence[ChoiceRecord] = (),
+    figure: str = "",
+    remark: str = "",
 ) -> str:
-    """Returns a table as Markdown: scores, paired differences, what the seeds could have shown, and the claims.
+    """Returns a table as Markdown: scores, paired differences, what the seeds could have shown, claims and a figure.
 
     Args:
         name: The table's name.
@@ -25,6 +31,8 @@ def table_page(
         table: The table.
         records: Its records.
         choices: What was chosen for its rows.
+        figure: Path of its figure from the page, where every cell of it is recorded; else empty.
+        remark: What it means, in a paragraph written by hand; may be empty.
     """
     parts = [f"### {description}\n", f"`{_command(name, records)}`\n"]
     parts += [f"{_chosen(choices)}\n"] if choices else []
@@ -41,6 +49,13 @@ def table_page(
         parts.append(f"{_resolution(cells, table)}\n")
     if table.claims:
         parts.append(claims_markdown(table, records))
+    if figure and table.figure is not None:
+        said = f"The {TITLES[table.score]} score by {table.figure.x}"
+        parts.append(f"![{said}, from the records]({figure})\n")
+        parts.append(
+            f"{said}; bars are the means' 95 % intervals over the seeds. Verdicts rest on paired differences.\n"
+        )
+    parts += [f"{remark.strip()}\n"] if remark.strip() else []
     return "\n".join(parts)
 
 

@@ -1,0 +1,160 @@
+"""Figures of recorded tables: what is drawn are the records' means and intervals, and nothing before all are there."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from fedguild.config import Table, table_cells, tables
+from fedguild.report import recorded_figures
+from fedguild.report.recorded import CellRecord
+from fedguild.report.style import NARROW_WIDTH
+
+TABLE: dict[str, Any] = {
+    "preset": "flame/tiny-tasks",
+    "reference": "t-0",
+    "rows": {"t-0": {}, "t-2": {}, "t-2-by-k": {}},
+    "columns": {"even": {}, "skewed": {}},
+    "figure": {
+        "x": "temperature t",
+        "values": ["0", "2"],
+        "panels": {
+            "Even": {"as published": "t-{x} @ even", "by k": {"0": "t-0 @ even", "2": "t-2-by-k @ even"}},
+            "Skewed": {"as published": "t-{x} @ skewed", "by k": {"0": "t-0 @ skewed", "2": "t-2-by-k @ skewed"}},
+        },
+    },
+}
+MEANS = {
+    ("t-0", "even"): 0.5,
+    ("t-2", "even"): 0.6,
+    ("t-2-by-k", "even"): 0.7,
+    ("t-0", "skewed"): 0.3,
+    ("t-2", "skewed"): 0.2,
+    ("t-2-by-k", "skewed"): 0.4,
+}
+
+
+def records(seeds: int = 3) -> list[CellRecord]:
+    """Scores 0.1 below, at, and 0.1 above the mean; of one seed, at the mean."""
+    return [
+        CellRecord(
+            table="one/two",
+            column=column,
+            row=row,
+            seed=seed,
+            fingerprint="x",
+            fedguild="0.3.0",
+            round=4,
+            split="test",
+            scores={"mean": mean + 0.1 * (seed - 1 if seeds > 1 else 0), "b1": 0.0},
+        )
+        for (row, column), mean in MEANS.items()
+        for seed in range(seeds)
+    ]
+
+
+def test_the_points_are_the_means_over_the_seeds() -> None:
+    drawn = recorded_figures.points(Table.model_validate(TABLE), records())
+    assert drawn is not None
+    found = {
+        (panel, line): [round(score.mean, 9) for score in scores]
+        for panel, lines in drawn.items()
+        for line, scores in lines.items()
+    }
+    assert found == {
+        ("Even", "as published"): [0.5, 0.6],
+        ("Even", "by k"): [0.5, 0.7],
+        ("Skewed", "as published"): [0.3, 0.2],
+        ("Skewed", "by k"): [0.3, 0.4],
+    }
+    assert {score.count for lines in drawn.values() for scores in lines.values() for score in scores} == {3}
+
+
+def test_nothing_is_drawn_before_every_cell_is_recorded() -> None:
+    table = Table.model_validate(TABLE)
+    assert recorded_figures.points(table.model_copy(update={"figure": None}), records()) is None
+    for cell in MEANS:
+        some = [record for record in records() if (record.row, record.column) != cell]
+        assert recorded_figures.points(table, some) is None, cell
+    other = [record.model_copy(update={"scores": {"b1": 0.5}}) for record in records()]
+    assert recorded_figures.points(table, other) is None, "the table's score is not among them"
+
+
+def test_lines_and_bars_have_the_means_and_the_intervals() -> None:
+    """t(0.975, 2 degrees) = 4.302653: three seeds with a deviation of 0.1 reach 0.248414."""
+    table = Table.model_validate(TABLE)
+    drawn = recorded_figures.points(table, records())
+    assert drawn is not None
+    figure = recorded_figures.draw(table, drawn)
+    assert figure.get_figwidth() == NARROW_WIDTH < 390 / 96
+    assert [axes.get_title(loc="left") or axes.get_title() for axes in figure.axes] == ["Even", "Skewed"]
+    assert figure.axes[-1].get_xlabel() == "temperature t"
+    assert [label.get_text() for label in figure.axes[-1].get_xticklabels()] == ["0", "2"]
+    for axes, expected in zip(figure.axes, ([[0.5, 0.6], [0.5, 0.7]], [[0.3, 0.2], [0.3, 0.4]]), strict=True):
+        for container, means in zip(axes.containers, expected, strict=True):
+            line, _, (bars,) = container.lines  # type: ignore[attr-defined]
+            assert list(line.get_ydata()) == pytest.approx(means)
+            for mean, segment in zip(means, bars.get_segments(), strict=True):
+                low, high = sorted(point[1] for point in segment)
+                assert (low, high) == pytest.approx((mean - 0.248414, mean + 0.248414), abs=1e-6)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["as published", "by k"]
+
+
+def test_one_seed_has_no_interval() -> None:
+    table = Table.model_validate(TABLE)
+    drawn = recorded_figures.points(table, records(seeds=1))
+    assert drawn is not None
+    for container in recorded_figures.draw(table, drawn).axes[0].containers:
+        line, _, (bars,) = container.lines  # type: ignore[attr-defined]
+        assert all(math.isfinite(value) for value in line.get_ydata())
+        assert all(low[1] == high[1] for low, high in bars.get_segments())
+    assert "Even, as published: 0.500 at 0, 0.600 at 2." in recorded_figures.description(table, drawn)
+
+
+def test_the_file_says_every_number_to_who_cannot_see_it() -> None:
+    table = Table.model_validate(TABLE)
+    drawn = recorded_figures.points(table, records())
+    assert drawn is not None
+    told = recorded_figures.description(table, drawn)
+    assert told.startswith(
+        "The mean score by temperature t. Even, as published: 0.500 ± 0.248 at 0, 0.600 ± 0.248 at 2."
+    )
+    file = recorded_figures.svg("one/two", table, drawn)
+    assert f'aria-label="{told}"' in file
+    assert 'xmlns="http://www.w3.org/2000/svg"' in file
+    assert file == recorded_figures.svg("one/two", table, drawn)
+
+
+@pytest.mark.parametrize(
+    ("panels", "told"),
+    [
+        ({"Even": {"as published": "t-{x} @ odd"}}, "line 'as published' names odd, no row or column"),
+        ({"Even": {"as published": "u-{x} @ even"}}, "line 'as published' names u-0, no row or column"),
+        ({"Even": {"as published": {"0": "t-0 @ even"}}}, "line 'as published' has no cell for 2"),
+        ({"Even": {"as published": "t-{x}"}}, "line 'as published' names all, no row or column"),
+    ],
+)
+def test_a_figure_of_unknown_cells_is_refused(panels: dict[str, object], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        Table.model_validate({**TABLE, "figure": {**TABLE["figure"], "panels": panels}})
+
+
+def test_every_table_that_decides_has_a_figure_of_its_cells() -> None:
+    """All but FLAME's rows without the learned rescaler, which have one temperature."""
+    deciding = [table for table in tables() if table.name.endswith("/decide-english")]
+    assert len(deciding) == 4
+    for shipped in deciding:
+        table = shipped.load()
+        assert table.figure is not None, shipped.name
+        drawn = {
+            cell
+            for panel, lines in table.figure.panels.items()
+            for line in lines
+            for cell in table.figure.cells(panel, line)
+        }
+        cells = {(cell.row, cell.column) for cell in table_cells(shipped.name, table)}
+        assert {row for row, _ in cells - drawn} <= {"t-2-no-rescaler", "t-2-static"}, shipped.name
