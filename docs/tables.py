@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -294,6 +295,15 @@ def finish(runs: Sequence[Planned], jobs: int) -> None:
     complete([one.cell for one in runs], jobs, tell=print)
 
 
+def valid_records() -> list[CellRecord]:
+    """Returns the records of the present form; one of an older form is recorded again from its run."""
+    found = []
+    for path in sorted(RECORDS.rglob("seed-*.json")):
+        with suppress(ValidationError):
+            found.append(CellRecord.model_validate_json(path.read_bytes()))
+    return found
+
+
 def run(plan: Plan, jobs: int) -> None:
     """Chooses what is to be chosen, runs and records what is missing of a table, seed after seed."""
     for row in plan.table.rows if "choose" in plan.settings else ():
@@ -301,7 +311,7 @@ def run(plan: Plan, jobs: int) -> None:
             finish(plan.untried(row), jobs)
             print(f"recorded {plan.chosen(row).relative_to(ROOT)}", flush=True)
     missing = [one for one in plan.cells() if not one.is_recorded()]
-    known = {record.fingerprint: record for record in read_records(RECORDS)}
+    known = {record.fingerprint: record for record in valid_records()}
     for one in missing:
         # The diagnosis is no part of the fingerprint, as it changes nothing but what is observed.
         if one.fingerprint in known and not one.cell.config.evaluation.diagnosis:
