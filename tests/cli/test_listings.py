@@ -190,6 +190,17 @@ def test_doctor_knows_every_extra() -> None:
         assert names <= {*listed, *(name.removesuffix("-skinny") for name in listed)}, extra
 
 
+def test_doctor_names_kernels_that_fail_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
+    monkeypatch.setattr(kernels, "chosen", lambda setting: frozenset(kernels.KERNELS))
+    monkeypatch.setattr("fedguild.model.kernels.fused.faults", lambda *given: {})
+    assert doctor._kernels().verdict == "ok"
+    monkeypatch.setattr("fedguild.model.kernels.fused.faults", lambda *given: {"OlmoeMLP": "no sm_90"})
+    found = doctor._kernels()
+    assert (found.verdict, found.consequence) == ("problem", "plain torch computes in their place: OlmoeMLP: no sm_90")
+
+
 def test_doctor_names_the_plugins_of_other_packages_and_those_that_are_broken(
     invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +289,8 @@ def test_doctor_lists_the_kernels_of_a_gpu(
     assert doctor._kernels().found == "none: they are for a GPU"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(kernels.util, "find_spec", lambda name: name if installed else None)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
+    monkeypatch.setattr("fedguild.model.kernels.fused.faults", lambda *given: {})
     monkeypatch.setenv(kernels.VARIABLE, setting)
     kernels.chosen.cache_clear()
     line = doctor._kernels()

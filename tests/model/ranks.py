@@ -26,12 +26,14 @@ from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import FedGuildError
 from fedguild.model.backbone import Backbone, make_backbone
+from fedguild.model.kernels import fused
 from fedguild.model.ranks import Ranks
 from fedguild.model.sharding import own_part
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from tests.backbones import PAD, lora_plan, random_adapter, random_rows, tiny_model
 from tests.experiment.runs import small_config
+from tests.model.test_fused import Calls
 
 TARGETS = ("attention", "router", "experts")
 STEPS = {"train": (3, 1), "shorter": (1, 2)}
@@ -45,6 +47,21 @@ def build(family: str, ranks: Ranks | None, checkpointing: bool = False, **sizes
     tokenizer = SimpleNamespace(pad_token_id=PAD, eos_token_id=None)
     model = tiny_model(family, **sizes)
     return make_backbone(model, tokenizer, name=family, ranks=ranks, gradient_checkpointing=checkpointing)
+
+
+def fused_backbone(family: str, rank: int, ranks: Ranks | None) -> Backbone:
+    """Returns a backbone with fused kernels in plain torch; as when it is loaded, only rank 0 has the weights."""
+    calls = Calls()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused.kernels, "runs", lambda name, device: name in fused.FUSED)
+        patch.setattr(fused, "liger", calls.library)
+        with torch.device("cpu" if ranks is None or rank == 0 else "meta"):
+            model = tiny_model(family)
+        backbone = make_backbone(model, None, name=family, ranks=ranks)
+    assert calls.norm > 0
+    assert calls.gate > 0
+    assert all("forward" in vars(module) for module in backbone.model.modules() if fused.is_norm(module))
+    return backbone
 
 
 def trained(backbone: Backbone, rank: int, steps: int, targets: tuple[str, ...] = TARGETS) -> dict[str, Tensor]:
@@ -123,6 +140,8 @@ def scenarios(family: str, rank: int, ranks: Ranks | None) -> dict[str, Any]:
     if family == "olmoe":
         uneven = build(family, ranks, checkpointing=True, num_experts=5, num_experts_per_tok=2)
         found["checkpointing, five experts"] = trained(uneven, rank, 2 - rank)
+        wait()
+        found["fused"] = losses(fused_backbone(family, rank, ranks), rank)
         wait()
     parameters = dict(backbone.model.named_parameters())
     found["held"] = {name: own_part(value)[0].numel() for name, value in parameters.items()}

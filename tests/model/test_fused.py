@@ -89,8 +89,59 @@ def test_a_replacement_that_disagrees_is_not_taken():
         lambda both: right.gate(both.flip(-1)),
         lambda left, second: right.product(second, left),
     )
-    assert Fusion(wrong, CPU, torch.float32).fuse(model, EVERYTHING) == {}
+    fusion = Fusion(wrong, CPU, torch.float32)
+    assert fusion.fuse(model, EVERYTHING) == {}
+    kinds = ("Qwen2MoeAttention", "Qwen2MoeExperts", "Qwen2MoeMLP", "Qwen2MoeRMSNorm")
+    assert fusion.faults == dict.fromkeys(kinds, fused.DIFFERS)
     assert torch.equal(model(ids).logits, before)
+
+
+def test_a_replacement_with_another_gradient_is_not_taken():
+    right = Calls().library()
+    wrong = replace(right, gate=lambda both: right.gate(both.detach()) + 0 * both[..., : both.shape[-1] // 2])
+    fusion = Fusion(wrong, CPU, torch.float32)
+    assert "OlmoeExperts" not in fusion.fuse(tiny_model("olmoe"), EVERYTHING)
+    assert fusion.faults == {"OlmoeExperts": fused.DIFFERS}
+
+
+def failing(*given: object) -> None:
+    raise RuntimeError("at 12:4: cannot compile\n  tl.dot(...)")
+
+
+def test_a_library_that_fails_leaves_the_model_as_it_is(monkeypatch, capsys):
+    """Another API, or a kernel that does not compile: the reasons are logged, and nothing else happens."""
+    monkeypatch.setattr(fused.kernels, "runs", lambda name, device: True)
+    model, ids = tiny_model("qwen2_moe"), torch.arange(3, 12)[None]
+    before = model(ids).logits
+    monkeypatch.setattr(fused, "liger", lambda: Library(failing, failing, failing, failing))
+    assert fuse(model, CPU, torch.float32) == {}
+    assert torch.equal(model(ids).logits, before)
+    told = "Qwen2MoeRMSNorm computes without a fused kernel: RuntimeError: at 12:4: cannot compile"
+    lines = capsys.readouterr().err.splitlines()
+    assert told in lines
+    assert len(lines) == 4
+    monkeypatch.setattr(fused, "liger", failing)
+    assert fuse(model, CPU, torch.float32) == {}
+    assert "Liger-Kernel cannot be imported (at 12:4: cannot compile)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen2_moe"])
+def test_weights_that_come_later(family):
+    """A rank of a sharded backbone: fused while its weights are on `meta`, tried on the device of its passes."""
+    model, ids = tiny_model(family), torch.arange(3, 12)[None]
+    before, weights = model(ids).logits, model.state_dict()
+    with torch.device("meta"):
+        empty = tiny_model(family)
+    assert Fusion(Calls().library(), CPU, torch.float32).fuse(empty, EVERYTHING) == EXPECTED[family]
+    empty.load_state_dict(weights, assign=True)
+    empty.model.rotary_emb = model.model.rotary_emb  # its frequencies are no weights
+    assert torch.allclose(empty(ids).logits, before, atol=1e-5)
+
+
+def test_doctor_tries_the_kernels(monkeypatch):
+    monkeypatch.setattr(fused, "liger", lambda: replace(Calls().library(), product=failing))
+    assert fused.faults(CPU, torch.float32, EVERYTHING) == {"Qwen2MoeMLP": "RuntimeError: at 12:4: cannot compile"}
+    assert fused.faults(CPU, torch.float32, {"norm"}) == {}
 
 
 def test_only_what_is_wanted_is_replaced():

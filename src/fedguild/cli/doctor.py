@@ -171,6 +171,14 @@ def _kernels() -> Finding:
         return Finding("kernels", os.environ[VARIABLE], "problem", f"{error.message} {error.hint}")
     left_out = [name for name in KERNELS if name not in running]
     found = ", ".join(name for name in KERNELS if name in running) or "none"
+    from fedguild.model.kernels.fused import FUSED, faults
+
+    if tried := running & set(FUSED):
+        dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        failed = faults(torch.device("cuda"), dtype, set(tried))
+        if failed:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+            return Finding("kernels", found, "problem", f"plain torch computes in their place: {reasons}")
     if not left_out:
         return Finding("kernels", found)
     loss = f"without {', '.join(left_out)}: pip install 'fedguild[gpu]', or {VARIABLE} leaves them out"

@@ -3,7 +3,9 @@
 Source: Hsu et al., Liger Kernel, 2024 (arXiv:2410.10989). Its functions take the place of what a module computes, one
 module object at a time: no class of transformers is changed, so that another model in the process stays as it is, and
 there is no list of families, as Liger's own patches have, which lacks OLMoE. What a module computes is found by its
-form, and a replacement is taken only if it agrees with the module itself on a few random values on the model's device:
+form, and a replacement is taken only if it agrees with the module itself on a few random values on the model's device,
+forward and backward. These values go through a stand-in of the module with small weights of its own on that device: the
+module's may be on `meta`, on the host or in 4 bit. Whatever fails there leaves the module as it is and is logged.
 
 - a norm with `weight` and `variance_epsilon` whose class is some `…RMSNorm`;
 - an attention whose `forward` calls its file's `apply_rotary_pos_emb` (DeepSeek's interleaved one does not);
@@ -12,8 +14,9 @@ form, and a replacement is taken only if it agrees with the module itself on a f
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -23,9 +26,15 @@ from torch import Tensor, nn
 
 from fedguild.model import kernels
 
+FUSED = ("norm", "rotary", "swiglu")
+"""The kernels of this module, of `kernels.KERNELS`."""
 ROTARY = "apply_rotary_pos_emb"
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 """Dtypes that are fused -> largest difference from the module's own result, relative to the largest value."""
+PROBE_WIDTH = 16
+"""Width of the hidden states with which a dense MLP is tried."""
+DIFFERS = "its result differs from the module's own"
+_log = logging.getLogger("fedguild")
 
 
 @dataclass(frozen=True)
@@ -77,17 +86,60 @@ def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str
     """Lets the modules of a frozen model on a GPU compute by fused kernels where they allow it.
 
     Args:
-        model: The model, without gradients.
-        device: Its device.
+        model: The model, without gradients; its weights may be anywhere.
+        device: The device that it computes on.
         dtype: The dtype of its activations.
 
     Returns:
         Class of module -> the number of them that are fused; empty on a CPU.
     """
-    wanted = {name for name in ("norm", "rotary", "swiglu") if kernels.runs(name, device)}
+    wanted = {name for name in FUSED if kernels.runs(name, device)}
     if not wanted or dtype not in TOLERANCE:
         return {}
-    return Fusion(liger(), device, dtype).fuse(model, wanted)
+    counts, faults = _fused(model, device, dtype, wanted)
+    for name, reason in faults.items():
+        _log.warning("%s computes without a fused kernel: %s", name, reason)
+    return counts
+
+
+def faults(device: torch.device, dtype: torch.dtype, wanted: set[str]) -> dict[str, str]:
+    """Tries the kernels on a small random model.
+
+    Args:
+        device: Where to try them.
+        dtype: The dtype of its activations.
+        wanted: Which of `FUSED`.
+
+    Returns:
+        Class of module -> why it computes without a fused kernel, as a clause; empty if nothing fails.
+    """
+    from transformers import AutoModelForCausalLM, Qwen2MoeConfig  # they bring the modelling code
+
+    config = Qwen2MoeConfig(
+        vocab_size=8,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=2,
+        num_experts_per_tok=1,
+    )
+    return _fused(AutoModelForCausalLM.from_config(config), device, dtype, wanted)[1]
+
+
+def _fused(
+    model: nn.Module, device: torch.device, dtype: torch.dtype, wanted: set[str]
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Returns the number of fused modules by class, and why others are not."""
+    try:
+        library = liger()
+    except Exception as error:
+        return {}, {"Every module": f"Liger-Kernel cannot be imported ({_first_line(error)})"}
+    fusion = Fusion(library, device, dtype)
+    return fusion.fuse(model, wanted), fusion.faults
 
 
 class Fusion:
@@ -95,18 +147,22 @@ class Fusion:
 
     Args:
         library: The functions that take their place.
-        device: The model's device.
+        device: The device that the model computes on.
         dtype: The dtype of its activations.
+
+    Attributes:
+        faults: Class of module -> why one was left as it is although its form allows it.
     """
 
     def __init__(self, library: Library, device: torch.device, dtype: torch.dtype) -> None:
         self.library = library
         self.device = device
         self.dtype = dtype
+        self.faults: dict[str, str] = {}
         self._rotary: dict[type, Callable[..., Any] | None] = {}
 
     def fuse(self, model: nn.Module, wanted: set[str]) -> dict[str, int]:
-        """Replaces what is `wanted` of `norm`, `rotary` and `swiglu`; returns class of module -> number."""
+        """Replaces what is `wanted` of `FUSED`; returns class of module -> number."""
         counts: Counter[str] = Counter()
         for module in model.modules():
             done = False
@@ -123,42 +179,70 @@ class Fusion:
         return {name: count for name, count in counts.items() if count}
 
     def _fuse_norm(self, module: Any) -> bool:
-        own, norm = module.forward, self.library.norm
+        norm = self.library.norm
 
-        def forward(hidden_states: Tensor) -> Tensor:
-            if not hidden_states.numel():
-                return own(hidden_states)  # type: ignore[no-any-return]
-            return norm(hidden_states, module.weight, module.variance_epsilon)
+        def replaced(module: Any) -> Callable[[Tensor], Tensor]:
+            own = module.forward
 
-        return self._take(module, "forward", forward, self._random(3, module.weight.shape[0]))
+            def forward(hidden_states: Tensor) -> Tensor:
+                if not hidden_states.numel():
+                    return own(hidden_states)  # type: ignore[no-any-return]
+                return norm(hidden_states, module.weight, module.variance_epsilon)
+
+            return forward
+
+        width = module.weight.shape[0]
+        twin = stand_in(module, parameters={"weight": nn.Parameter(self._random(width), requires_grad=False)})
+        return self._take(module, twin, "forward", replaced, (3, width))
 
     def _fuse_gate(self, module: Any) -> bool:
-        own, gate = module._apply_gate, self.library.gate
+        gate = self.library.gate
 
-        def forward(gate_up_out: Tensor) -> Tensor:
-            return gate(gate_up_out) if gate_up_out.numel() else own(gate_up_out)
+        def replaced(module: Any) -> Callable[[Tensor], Tensor]:
+            own = module._apply_gate
 
-        return self._take(module, "_apply_gate", forward, self._random(3, 2 * module.down_proj.shape[-1]))
+            def forward(gate_up_out: Tensor) -> Tensor:
+                return gate(gate_up_out) if gate_up_out.numel() else own(gate_up_out)
+
+            return forward
+
+        return self._take(module, stand_in(module), "_apply_gate", replaced, (3, 2 * module.down_proj.shape[-1]))
 
     def _fuse_mlp(self, module: Any) -> bool:
-        own, product = module.forward, self.library.product
+        product = self.library.product
 
-        def forward(hidden: Tensor) -> Tensor:
-            if not hidden.numel():
-                return own(hidden)  # type: ignore[no-any-return]
-            return module.down_proj(product(module.gate_proj(hidden), module.up_proj(hidden)))  # type: ignore[no-any-return]
+        def replaced(module: Any) -> Callable[[Tensor], Tensor]:
+            own = module.forward
 
-        return self._take(module, "forward", forward, self._random(3, module.gate_proj.in_features))
+            def forward(hidden: Tensor) -> Tensor:
+                if not hidden.numel():
+                    return own(hidden)  # type: ignore[no-any-return]
+                return module.down_proj(product(module.gate_proj(hidden), module.up_proj(hidden)))  # type: ignore[no-any-return]
 
-    @torch.no_grad()
-    def _take(self, module: Any, name: str, replacement: Callable[[Tensor], Tensor], probe: Tensor) -> bool:
-        """Sets a module's method, on this object alone, if both agree on a probe."""
-        if not self._agree(replacement(probe), getattr(module, name)(probe)):
+            return forward
+
+        outer, inner = PROBE_WIDTH, module.gate_proj.out_features
+        shapes = {"gate_proj": (outer, inner), "up_proj": (outer, inner), "down_proj": (inner, outer)}
+        linears = {name: self._linear(*sizes, seed) for seed, (name, sizes) in enumerate(shapes.items(), 1)}
+        return self._take(module, stand_in(module, modules=linears), "forward", replaced, (3, outer))
+
+    def _take(
+        self,
+        module: Any,
+        twin: Any,
+        name: str,
+        replaced: Callable[[Any], Callable[[Tensor], Tensor]],
+        shape: tuple[int, ...],
+    ) -> bool:
+        """Sets a module's method, on this object alone, if that of its stand-in agrees with its replacement."""
+        kind = type(module)
+        fault = self._fault(lambda x: [getattr(twin, name)(x)], lambda x: [replaced(twin)(x)], [self._random(*shape)])
+        if fault:
+            self.faults[kind.__name__] = fault
             return False
-        setattr(module, name, replacement)
+        setattr(module, name, replaced(module))
         return True
 
-    @torch.no_grad()
     def _with_rotary(self, kind: type) -> Callable[..., Any] | None:
         """Returns a class's `forward` with the fused rotary embedding; None if it has none, or another."""
         if kind in self._rotary:
@@ -174,11 +258,16 @@ class Fusion:
                     return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)  # type: ignore[no-any-return]
                 return self.library.rotary(q, k, cos, sin)
 
-            query, key = self._random(1, 5, 4, 16).transpose(1, 2), self._random(1, 5, 2, 16).transpose(1, 2)
+            probes = [self._random(1, 5, heads, 16).transpose(1, 2) for heads in (4, 2)]
             angle = self._random(1, 5, 8).repeat(1, 1, 2)
-            expected = own(query, key, angle.cos(), angle.sin())
-            found = rotary(query.clone(), key.clone(), angle.cos(), angle.sin())
-            if all(self._agree(*pair) for pair in zip(found, expected, strict=True)):
+            fault = self._fault(
+                lambda q, k: own(q, k, angle.cos(), angle.sin()),
+                lambda q, k: rotary(q, k, angle.cos(), angle.sin()),
+                probes,
+            )
+            if fault:
+                self.faults[kind.__name__] = fault
+            else:
                 copy = FunctionType(
                     forward.__code__,
                     {**names, ROTARY: rotary},
@@ -190,14 +279,54 @@ class Fusion:
                 self._rotary[kind] = copy
         return self._rotary[kind]
 
+    def _fault(
+        self, own: Callable[..., Sequence[Tensor]], replacement: Callable[..., Sequence[Tensor]], probes: list[Tensor]
+    ) -> str:
+        """Returns why a replacement cannot be taken; empty if results and gradients agree with the module's own."""
+        try:
+            expected, found = self._computed(own, probes), self._computed(replacement, probes)
+        except Exception as error:  # a function may have another form, or fail to compile
+            return f"{type(error).__name__}: {_first_line(error)}"
+        return "" if all(self._agree(*pair) for pair in zip(found, expected, strict=True)) else DIFFERS
+
+    @torch.enable_grad()
+    def _computed(self, function: Callable[..., Sequence[Tensor]], probes: list[Tensor]) -> list[Tensor]:
+        """Returns a function's outputs and gradients; each probe is copied, for a kernel may write over its input."""
+        leaves = [probe.detach().clone().requires_grad_() for probe in probes]
+        outputs = function(*(leaf * 1 for leaf in leaves))
+        kept = [out.detach().clone() for out in outputs]
+        sign = [torch.linspace(-1, 1, out.numel()).reshape(out.shape).to(out.device, out.dtype) for out in kept]
+        return [*kept, *torch.autograd.grad(outputs, leaves, sign)]
+
     def _agree(self, found: Tensor, expected: Tensor) -> bool:
         same = found.shape == expected.shape and found.dtype is expected.dtype
         largest = expected.abs().max().clamp(min=1.0)
         return same and bool((found - expected).abs().max() <= TOLERANCE[self.dtype] * largest)
 
-    def _random(self, *shape: int) -> Tensor:
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    def _random(self, *shape: int, seed: int = 0) -> Tensor:
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         return values.to(self.device, self.dtype)
+
+    def _linear(self, inner: int, outer: int, seed: int) -> nn.Linear:
+        """Returns a frozen linear layer with random weights, without a bias."""
+        linear = nn.Linear(inner, outer, bias=False, device="meta")
+        linear.weight = nn.Parameter(self._random(outer, inner, seed=seed) / inner**0.5, requires_grad=False)
+        return linear
+
+
+def stand_in(
+    module: nn.Module,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+    modules: Mapping[str, nn.Module] | None = None,
+) -> Any:
+    """Returns a module of the same class and settings with other parameters and submodules; leaves out its hooks."""
+    twin: Any = object.__new__(type(module))
+    nn.Module.__init__(twin)
+    ours = set(vars(twin))
+    vars(twin).update({name: value for name, value in vars(module).items() if name not in ours})
+    twin._parameters, twin._modules = {**(parameters or {})}, {**module._modules, **(modules or {})}
+    twin.training = module.training
+    return twin
 
 
 def is_norm(module: Any) -> bool:
@@ -222,3 +351,7 @@ def is_mlp(module: Any) -> bool:
 def is_silu(module: Any) -> bool:
     """Whether a module's `act_fn` is SiLU."""
     return type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
