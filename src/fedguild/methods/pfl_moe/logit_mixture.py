@@ -124,7 +124,8 @@ class _Mixing:
         """Returns the batch with all rows repeated after the last one; stores g of each row and target."""
         host = self._host
         rows = torch.tensor(batch.rows_per_slot, device=host.device)
-        weight, bias = (host.loaded[name].stored.detach().repeat_interleave(rows, dim=0) for name in (WEIGHT, BIAS))
+        stored, every = [host.loaded[name].stored.detach() for name in (WEIGHT, BIAS)], sum(batch.rows_per_slot)
+        weight, bias = (values.repeat_interleave(rows, dim=0, output_size=every) for values in stored)
         self._of_rows = gate_values(prompt_features(host.backbone, batch, self._features), weight, bias)
         self._of_targets = self._of_rows[target_rows(batch).to(host.device)]
         return doubled(batch)

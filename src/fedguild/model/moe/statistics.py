@@ -39,14 +39,14 @@ class RoutingStatistics:
         return self.layer_tokens[:1].sum(dim=0)
 
     def frequency(self, unit: str = "token") -> Tensor:
-        """Returns [L, S, M] activation frequencies in [0, 1]; 0 for a slot without tokens.
+        """Returns [L, S, M] activation frequencies in [0, 1] in fp64, on the CPU; 0 for a slot without tokens.
 
         Args:
             unit: `token`, the fraction of tokens that activated the expert, or `step`, the
                 fraction of optimizer steps in which any token did.
         """
         hits, total = (self.counts, self.layer_tokens) if unit == "token" else (self.step_hits, self.steps[None])
-        return hits.double() / total.clamp(min=1)[..., None].double()
+        return hits.cpu().double() / total.cpu().clamp(min=1)[..., None].double()  # Apple's GPUs have no fp64
 
     def add(self, other: RoutingStatistics) -> None:
         """Adds the counts of other statistics of the same layers and slots."""
