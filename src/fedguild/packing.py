@@ -104,8 +104,8 @@ def views(data: Any) -> dict[str, Tensor]:
         FedGuildError: as `unpack`.
     """
     _checked_header(data)
-    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
-    header = from_json(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
+    length = int.from_bytes(bytes(data[:_LENGTH_BYTES]), "little")
+    header = from_json(bytes(data[_LENGTH_BYTES : _LENGTH_BYTES + length]))
     header.pop("__metadata__", None)
     dtypes = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
     found: dict[str, Tensor] = {}
@@ -152,7 +152,7 @@ def _checked_header(data: bytes) -> dict[str, str]:
     if length > len(data) - _LENGTH_BYTES:
         raise FedGuildError(f"its header is said to have {length} bytes, of which it lacks some")
     try:
-        header = from_json(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        header = from_json(bytes(data[_LENGTH_BYTES : _LENGTH_BYTES + length]))
     except ValueError as error:
         raise FedGuildError(f"its header is not JSON ({error})") from error
     metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None

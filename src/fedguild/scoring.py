@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.merge_ledger import MERGE, merge_version, reaches
 from fedguild.config import Config
 from fedguild.costs.flops import cost
 from fedguild.costs.memory import evaluation_batch_tokens
@@ -273,7 +274,8 @@ def _model(experiment: Experiment, scope: OwnScope, excerpt: Payload, client: Cl
     if scope == "client":
         return method.personalize(excerpt, info, client, memory)
     kept = experiment.memory.trained
-    if scope == "trained" and kept is not None and (left := kept.load(client.name, number + 1)).tensors:
+    left = Payload() if scope != "trained" or kept is None else kept.load(client.name, number + 1)
+    if left.tensors and reaches(excerpt.part(MERGE), merge_version(left)):  # else its backbone is part of a later one
         return method.as_trained(excerpt, info, client, memory, left)
     return method.as_received(excerpt, info, client, memory)
 

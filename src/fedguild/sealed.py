@@ -1,4 +1,4 @@
-"""Checksummed files: a line with the SHA-256 of the rest, then the rest.
+"""Checksummed files: a line with the SHA-256 of the rest, padded with spaces in aligned files, then the rest.
 
 `tail -n +2 FILE | sha256sum` reproduces the checksum in the first line; `tail -n +2 FILE` is the content itself
 (for client memory and checkpoints, a safetensors file).
@@ -7,22 +7,30 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 from pathlib import Path
 
 from fedguild.errors import CheckpointError
 from fedguild.files import replacing
 
 _SEAL_BYTES = 2 * hashlib.sha256().digest_size + 1
+_ALIGNED_BYTES = 128
+"""Bytes of the first line of a file whose content can be mapped into memory as tensors."""
 
 
-def write_sealed(path: Path, content: bytes) -> None:
+def write_sealed(path: Path, content: bytes, *, aligned: bool = False) -> None:
     """Writes `content` under its checksum, atomically.
+
+    Args:
+        path: The file.
+        content: What to write.
+        aligned: Whether `map_sealed` is to map it.
 
     Raises:
         FedGuildError: the file cannot be written; `path` keeps its content.
     """
     with replacing(path) as temporary, open(temporary, "wb") as file:
-        file.write(_seal(content))
+        file.write(_seal(content).rstrip().ljust(_ALIGNED_BYTES - 1) + b"\n" if aligned else _seal(content))
         file.write(content)
 
 
@@ -34,12 +42,38 @@ def read_sealed(path: Path) -> bytes:
     """
     try:
         with open(path, "rb") as file:
-            seal, content = file.read(_SEAL_BYTES), file.read()
+            seal = file.read(_SEAL_BYTES)
+            if seal.endswith(b" "):
+                seal += file.read(_ALIGNED_BYTES - _SEAL_BYTES)
+            content = file.read()
     except OSError as error:
         raise CheckpointError(f"Cannot read {path}: {error.strerror or error}.") from error
-    if seal != _seal(content):
+    if seal.rstrip() + b"\n" != _seal(content):
         raise CheckpointError(f"{path} is damaged: its checksum does not match its {len(content)} bytes of content.")
     return content
+
+
+def map_sealed(path: Path) -> tuple[memoryview, bytes]:
+    """Returns the content of an aligned file as pages that the system can drop and read again, and its SHA-256.
+
+    A file that is not aligned is read into memory.
+
+    Raises:
+        CheckpointError: as `read_sealed`.
+    """
+    try:
+        with open(path, "rb") as file:
+            whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"Cannot read {path}: {error}.") from error
+    if bytes(whole[_SEAL_BYTES - 1 : _SEAL_BYTES]) != b" ":
+        content = memoryview(bytearray(read_sealed(path)))
+        return content, hashlib.sha256(content).digest()
+    content = whole[_ALIGNED_BYTES:]
+    found = hashlib.sha256(content)
+    if bytes(whole[:_ALIGNED_BYTES]).rstrip() != found.hexdigest().encode():
+        raise CheckpointError(f"{path} is damaged: its checksum does not match its {len(content)} bytes of content.")
+    return content, found.digest()
 
 
 def remove_leftovers(folder: Path, *, below: bool = False) -> None:

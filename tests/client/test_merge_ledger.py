@@ -9,10 +9,21 @@ import torch
 from torch import Tensor
 
 from fedguild.client.memory import ClientMemory
-from fedguild.client.merge_ledger import DIGEST, MERGE, VERSION, MergeLedger, digest, merge_version
+from fedguild.client.merge_ledger import (
+    DIGEST,
+    FOLDED,
+    MERGE,
+    VERSION,
+    MergeLedger,
+    digest,
+    merge_version,
+    reaches,
+)
 from fedguild.errors import CheckpointError
+from fedguild.model.folding import folded
 from fedguild.packing import pack
 from fedguild.payload import Payload, with_part
+from fedguild.sealed import write_sealed
 
 
 def change(version: int, shift: float = 0.0) -> dict[str, Tensor]:
@@ -111,6 +122,90 @@ def test_the_same_version_again_is_not_written_again(tmp_path: Path) -> None:
     before = path.stat().st_mtime_ns, path.stat().st_ino
     ledger.receive(download(1, 1), download(1, 1))
     assert (path.stat().st_mtime_ns, path.stat().st_ino) == before
+
+
+def dense_download(newest: int, dense: int, *sent: int, shift: float = 0.0) -> Payload:
+    """What a client gets of a history whose versions up to `dense` are folded."""
+    whole = folded(change(version, shift) for version in range(1, dense + 1))
+    chain = digest("", pack(whole, {}))
+    for version in range(dense + 1, newest + 1):
+        chain = digest(chain, pack(change(version, shift), {}))
+    tensors = {
+        f"{version}/{name}": value
+        for version in sent
+        for name, value in (whole if version == dense else change(version, shift)).items()
+    }
+    return Payload(with_part(MERGE, tensors), {VERSION: newest, DIGEST: chain, FOLDED: dense})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_who_holds_the_factors_folds_them_and_who_does_not_receives_the_same_bits(tmp_path: Path) -> None:
+    """Before and after a second fold; what a dense change replaces goes two versions later, not at once."""
+    old, new = MergeLedger(tmp_path / "old"), MergeLedger(tmp_path / "new")
+    old.receive(download(4, 1, 2, 3, 4))
+    held = old.receive(dense_download(5, 4, 5))
+    joined = new.receive(dense_download(5, 4, 4, 5))
+    assert held.keys() == joined.keys() == {"4/q.change", "5/q.lora_A", "5/q.lora_B"}
+    assert all(torch.equal(held[name], joined[name]) for name in held)
+    assert names(old.folder) == ["folded-00004.merge", *(f"version-0000{number}.merge" for number in range(1, 6))]
+    assert_holds(old, old.receive(download(4)), 4)
+    old.receive(dense_download(6, 4, 6))
+    assert names(old.folder) == [f"{name}.merge" for name in ("folded-00004", "version-00005", "version-00006")]
+    new.receive(dense_download(6, 4, 6))
+    for ledger in (old, new):
+        twice = ledger.receive(dense_download(7, 6, 7))
+        assert torch.equal(twice["6/q.change"], folded(change(version) for version in range(1, 7))["q.change"])
+
+
+def test_who_can_neither_fold_nor_was_sent_the_dense_change_fails_with_the_versions(tmp_path: Path) -> None:
+    ledger = MergeLedger(tmp_path)
+    ledger.receive(download(2, 1, 2))
+    with pytest.raises(CheckpointError, match=r"lacks 3, 4 of the 5 versions"):
+        ledger.receive(dense_download(5, 4, 5))
+    ledger.receive(dense_download(5, 4, 4, 5))
+    path = tmp_path / "folded-00004.merge"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(CheckpointError, match=r"folded-00004\.merge is damaged"):
+        ledger.receive(dense_download(5, 4, 5))
+    ledger.receive(dense_download(5, 4, 4, 5))
+
+
+def test_a_version_that_came_out_otherwise_is_folded_anew(tmp_path: Path) -> None:
+    ledger = MergeLedger(tmp_path)
+    ledger.receive(download(3, 1, 2, 3))
+    ledger.receive(dense_download(4, 3, 4))
+    ledger.receive(download(3, 1, 2, 3, shift=0.25))
+    found = ledger.receive(dense_download(4, 3, 4, shift=0.25))
+    assert torch.equal(found["3/q.change"], folded(change(version, 0.25) for version in range(1, 4))["q.change"])
+
+
+def test_a_ledger_is_filled_from_a_folded_state(tmp_path: Path) -> None:
+    first, second = MergeLedger(tmp_path / "first"), MergeLedger(tmp_path / "second")
+    found = first.receive(dense_download(5, 3, 3, 4, 5))
+    second.refill(found)
+    again = second.receive(dense_download(5, 3))
+    assert all(torch.equal(again[name], value) for name, value in found.items())
+    assert not reaches(found, 2)
+    assert reaches(found, 3)
+    assert reaches({}, 0)
+
+
+def test_versions_are_mapped_and_take_no_memory_of_their_own(tmp_path: Path) -> None:
+    found = MergeLedger(tmp_path).receive(download(2, 1, 2))
+    regions = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    spans = [tuple(int(end, 16) for end in region.split("-")) for region in regions]
+    for name, tensor in found.items():
+        assert any(start <= tensor.data_ptr() < stop for start, stop in spans), name
+        assert tensor.data_ptr() % tensor.element_size() == 0
+
+
+def test_a_ledger_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    """Its files are not aligned."""
+    write_sealed(tmp_path / "version-00001.merge", pack(change(1), {}))
+    assert_holds(MergeLedger(tmp_path), MergeLedger(tmp_path).receive(download(1)), 1)
 
 
 def test_one_backbone_cannot_be_of_two_versions(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fedguild import experiment
 from fedguild.client.merge_ledger import FOLDER
 from fedguild.experiment import CHECKPOINTS
 from fedguild.model.backbone import Backbone
-from fedguild.server import checkpoint
+from fedguild.server import checkpoint, merge_history
 from tests.experiment.runs import Killed, assert_same, ended, kill_at, save_model, small_config
 
 METHODS = {
@@ -87,6 +87,26 @@ def test_a_run_that_is_killed_twice_ends_like_one_that_was_not(method: str, mode
     assert_same(ended(tmp_path / "cut"), ended(tmp_path / "whole"))
     assert ledger(tmp_path / "cut") == ledger(tmp_path / "whole")
     assert list(ledger(tmp_path / "whole")) == ["version-00001.merge", "version-00002.merge"]
+
+
+def test_a_run_whose_changes_are_folded_is_resumed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ledger lost on the way; at the end there is one dense change, and no file of what it replaced."""
+    monkeypatch.setattr(merge_history, "FLOOR", 0)
+    settings = ("federation.rounds=5", "federation.keep_checkpoints=1", "evaluation.clients=true")
+    config = config_of(model, "flora", *settings)
+    experiment.run(config, tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, "fedguild.server.checkpoint.save", 5)
+        with pytest.raises(Killed):
+            experiment.run(config, tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / FOLDER)
+    experiment.resume(tmp_path / "cut")
+    assert_same(ended(tmp_path / "cut"), ended(tmp_path / "whole"))
+    kept = ["folded-00002.merge", "folded-00003.merge", "version-00003.merge", "version-00004.merge"]
+    assert list(ledger(tmp_path / "whole")) == kept, "each round's factors outweigh the weights of so small a model"
+    assert len(list((tmp_path / "whole" / CHECKPOINTS / "history").iterdir())) == 2
 
 
 def test_going_back_a_round_does_not_see_what_came_after(model: Path, tmp_path: Path) -> None:

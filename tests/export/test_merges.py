@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fedguild import experiment
+from fedguild.client.merge_ledger import by_version
 from fedguild.config import Config
 from fedguild.errors import ModelError
 from fedguild.export import Subject, export_adapter, export_merged
@@ -20,7 +22,9 @@ from fedguild.export.merged import merged_weights, write_merged
 from fedguild.export.weights import in_one_adapter
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone, make_backbone
+from fedguild.model.folding import folded
 from fedguild.model.plan import AdapterPlan
+from fedguild.payload import with_part
 from fedguild.server.method import Deployment
 from tests.backbones import random_adapter, tiny_model
 from tests.experiment.runs import save_model
@@ -69,6 +73,21 @@ def test_transformers_and_peft_give_our_logits(family: str, base_folder: BaseFol
     assert loaded.peft_config["default"].r == 3 + 2 + 4
     assert_same_logits(plain_logits(loaded), ours)
     assert backbone.fingerprint() == before
+
+
+def test_changes_that_were_folded_are_exported_in_the_merged_form(base_folder: BaseFolder, tmp_path: Path) -> None:
+    """One of the two versions dense: our own logits stay, and so do those of plain transformers."""
+    base = base_folder("olmoe")
+    backbone = backbone_of(base)
+    factors = merged_deployment(backbone, AdapterPlan((Lora(3, 0.7, EVERYTHING),)))
+    versions = by_version(factors.merged)
+    dense = {f"1/{name}": value for name, value in folded([versions[1]]).items()}
+    deployment = replace(factors, merged={**dense, **with_part("2", versions[2])})
+    ours = our_logits(backbone, deployment)
+    torch.testing.assert_close(ours, our_logits(backbone, factors), rtol=1e-4, atol=1e-4)
+    assert obstacle(backbone.info, deployment) == "its run folded its many changes into whole weights"
+    write_merged(tmp_path, backbone, deployment)
+    assert_same_logits(plain_logits(AutoModelForCausalLM.from_pretrained(tmp_path)), ours)
 
 
 def test_modules_of_fewer_ranks_are_filled_up() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.client.merge_ledger import MERGE, VERSION, MergeLedger, by_version
+from fedguild.client.merge_ledger import FOLDED, MERGE, VERSION, MergeLedger, by_version
+from fedguild.model.weight_changes import changes, with_changes
 from fedguild.payload import Payload
+from fedguild.server import checkpoint, merge_history
 from fedguild.server.low_rank import Factors
 from fedguild.server.merge_history import HELD, HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Upload
@@ -90,6 +94,90 @@ def test_the_digest_tells_histories_apart() -> None:
 
     assert digest_of(1.0, 2.0) == digest_of(1.0, 2.0)
     assert len({digest_of(1.0), digest_of(1.0, 2.0), digest_of(2.0, 1.0), digest_of(1.0, 2.5)}) == 4
+
+
+def disk(folder: Path) -> tuple[int, int]:
+    """The number of files below a folder, and their bytes."""
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return len(sizes), sum(sizes)
+
+
+def random_change(round: int, rank: int = 3) -> dict[str, Factors]:
+    """A linear layer's change, and one of experts, whose factors have no common rank with the weights' sizes."""
+    rng = torch.Generator().manual_seed(round)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng)
+
+    return {
+        "q": Factors(normal(rank, 40), normal(30, rank)),
+        "experts.up": Factors(normal(4, rank, 40), normal(4, 20, rank)),
+    }
+
+
+DENSE_BYTES = 4 * (30 * 40 + 4 * 20 * 40)
+ROUND_BYTES = 4 * 3 * (40 + 30 + 4 * (40 + 20))
+
+
+def present(round: int, last: int) -> list[int]:
+    """Client 0 is there in each round, 1 in every third, 2 from round 30 on, and 3 in the last round alone."""
+    return [0, *([1] if round % 3 == 0 else []), *([2] if round >= 30 else []), *([3] if round == last else [])]
+
+
+def test_a_long_runs_history_has_a_bound_and_all_clients_the_same_bits(tmp_path, monkeypatch) -> None:
+    """Files and bytes of the server's disk and of each ledger, and a newcomer's download, over 60 rounds."""
+    monkeypatch.setattr(merge_history, "FLOOR", 0)
+    ledgers = [MergeLedger(tmp_path / f"client-{index}") for index in range(4)]
+    state, folds, exact = (
+        no_merges(),
+        set(),
+        {"q": torch.zeros(30, 40).double(), "experts.up": torch.zeros(4, 20, 40).double()},
+    )
+    largest = {"server": (0, 0), "ledger": (0, 0), "download": (0, 0)}
+    for round in range(1, 61):
+        who = present(round, last=60)
+        seen = []
+        for index in who:
+            sent = delivery(state, CLIENTS[index])
+            if index == 0 and round > 2:
+                assert list(by_version(sent.part(MERGE))) == [round - 1], "who takes part gets the newest alone"
+            seen.append(ledgers[index].receive(sent))
+            largest["ledger"] = max(largest["ledger"], disk(ledgers[index].folder))
+            largest["download"] = max(largest["download"], (0, sum(t.nbytes for t in sent.tensors.values())))
+        for found in seen:
+            assert found.keys() == merges(state).keys()
+            assert all(torch.equal(found[name], value) for name, value in merges(state).items())
+            for module, total in exact.items():
+                whole = with_changes(torch.zeros(total.shape), [module], changes(found))
+                torch.testing.assert_close(whole.double(), total, rtol=1e-5, atol=1e-4)
+        change = random_change(round)
+        exact = {
+            module: total + change[module].up.double() @ change[module].down.double() for module, total in exact.items()
+        }
+        state = appended(state, change, uploads(state, *who))
+        state = checkpoint.save(tmp_path / "server", round, state, fingerprint="run", keep=2)
+        largest["server"] = max(largest["server"], disk(tmp_path / "server" / "history"))
+        folds.add(state.scalars.get(FOLDED, 0))
+    rounds_in_a_dense = DENSE_BYTES // ROUND_BYTES + 1
+    assert len(folds) > 60 // (rounds_in_a_dense + 2)
+    header = 1000
+    several = (rounds_in_a_dense + 4, 2 * DENSE_BYTES + (rounds_in_a_dense + 3) * (ROUND_BYTES + header))
+    assert largest["download"][1] <= 2 * DENSE_BYTES + 2 * ROUND_BYTES
+    for place in ("server", "ledger"):
+        files, size = largest[place]
+        assert files <= several[0], place
+        assert size <= several[1] + DENSE_BYTES, place
+    loaded = checkpoint.load(tmp_path / "server", 60, fingerprint="run").state
+    assert all(torch.equal(loaded.tensors[name], value) for name, value in state.tensors.items())
+    assert checkpoint.load(tmp_path / "server", 59, fingerprint="run").state.scalars[VERSION] == 59
+
+
+def test_small_factors_are_never_folded() -> None:
+    state = no_merges()
+    for round in range(1, 30):
+        state = appended(state, change(float(round)), uploads(state, 0))
+    assert list(by_version(merges(state))) == list(range(1, 30))
+    assert FOLDED not in state.scalars
 
 
 def test_the_rest_of_a_state_is_left_to_the_method() -> None:

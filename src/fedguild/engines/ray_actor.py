@@ -284,7 +284,12 @@ class CohortActor:
         return load_backbone(**options, ranks=self.ranks)
 
     def _merge(self, digest: str, merges: bytes) -> None:
-        """Merges the changes that the cohort trains on into the backbone, unless it holds them already."""
+        """Merges the changes that the cohort trains on into the backbone, unless it holds them already.
+
+        Args:
+            digest: Names the changes.
+            merges: The changes, encoded; not read if the backbone holds them.
+        """
         if digest != self._merged_digest:
             self._merged.close()
             self._merged_digest = ""

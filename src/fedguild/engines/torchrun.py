@@ -228,7 +228,9 @@ class TorchrunEngine:
             if deadline is not None and time.monotonic() - started > deadline:
                 yield from (too_late(task, plan, deadline) for cohort in volley for task, plan in cohort)
                 continue
-            for cohort, results in zip(volley, self._trained(method, volley, merges), strict=True):
+            trained = self._trained(method, volley, merges)
+            merges = b""  # the ranks hold these changes until others are asked for
+            for cohort, results in zip(volley, trained, strict=True):
                 done += 1
                 for (task, _), result in zip(cohort, results, strict=True):
                     result.remember(self.memory, task.client.name, task.round)
@@ -238,7 +240,7 @@ class TorchrunEngine:
                 yield from (delivery(task, plan, result) for (task, plan), result in zip(cohort, results, strict=True))
 
     def _trained(self, method: Method, volley: Sequence[Sequence[Planned]], merges: bytes) -> list[list[Trained]]:
-        """Trains a cohort on each rank, of as many as there are."""
+        """Trains a cohort on each rank, of as many as there are; `merges` is empty if they hold its changes."""
         arguments: list[tuple[Any, ...]] = []
         for cohort in volley:
             tasks = [task for task, _ in cohort]

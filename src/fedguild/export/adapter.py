@@ -22,6 +22,7 @@ from fedguild.export.weights import (
     beyond_weights,
     changed_weights,
     in_one_adapter,
+    is_dense,
     merged_beyond,
     output_scales,
     published_modules,
@@ -48,6 +49,8 @@ def obstacle(model: ModelInfo, deployment: Deployment) -> str:
         return f"{len(changed)} of its weights are trained in full, for example {next(iter(changed))}"
     if apart := merged_beyond(deployment):
         return f"its run merged changes beside the adapter's modules, for example into {apart[0]}"
+    if is_dense(deployment):
+        return "its run folded its many changes into whole weights"
     rank = summed_rank(deployment)
     if deployment.merged and rank > model.hidden:
         return f"what its run merged makes it an adapter of rank {rank}, beyond the model's width of {model.hidden}"

@@ -119,7 +119,7 @@ def _facts(origin: Origin, model: ModelInfo, deployment: Deployment) -> dict[str
         **({"differential privacy": origin.privacy} if origin.privacy else {}),
         **({"LoRA": f"rank {lora.rank}, scale {lora.scale:g}, on {', '.join(lora.targets)}"} if lora else {}),
         **(
-            {"merged into the base": f"the changes of {len(by_version(deployment.merged))} rounds"}
+            {"merged into the base": f"the changes of {max(by_version(deployment.merged))} rounds"}
             if deployment.merged
             else {}
         ),

@@ -11,9 +11,10 @@ from torch import Tensor
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.families import FAMILIES
+from fedguild.model.folding import CHANGE
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes
-from fedguild.model.weight_changes import changes, weight_modules
+from fedguild.model.weight_changes import Factors, changes, weight_modules
 from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import DOWN, UP
 from fedguild.server.method import Deployment
@@ -66,10 +67,21 @@ def _weights_with(leaf: str, model: ModelInfo, adapter: Iterable[str]) -> dict[s
     return {weight: modules for weight, modules in weight_modules(model).items() if f"{modules[0]}.{leaf}" in names}
 
 
+def is_dense(deployment: Deployment) -> bool:
+    """Whether some of what is merged is no longer there as factors."""
+    return any(name.endswith(f".{CHANGE}") for name in deployment.merged)
+
+
 def summed_rank(deployment: Deployment) -> int:
-    """Returns the rank of an adapter that holds what is merged beneath it too."""
-    changed = changes(deployment.merged).values()
+    """Returns the rank of an adapter that holds what is merged beneath it too; nothing of that `is_dense`."""
+    changed = _pairs(deployment).values()
     return deployment.plan.lora.rank + max((sum(down.shape[-2] for down, _ in pairs) for pairs in changed), default=0)
+
+
+def _pairs(deployment: Deployment) -> dict[str, list[Factors]]:
+    """Returns module -> the factors of its changes."""
+    found = changes(deployment.merged).items()
+    return {module: [each for each in each_change if not isinstance(each, Tensor)] for module, each_change in found}
 
 
 def merged_beyond(deployment: Deployment) -> list[str]:
@@ -88,7 +100,7 @@ def in_one_adapter(deployment: Deployment) -> Deployment:
     deployment = folded(deployment)
     if not deployment.merged:
         return deployment
-    plan, changed, rank = deployment.plan, changes(deployment.merged), summed_rank(deployment)
+    plan, changed, rank = deployment.plan, _pairs(deployment), summed_rank(deployment)
     tensors = dict(deployment.tensors)
     for module in (name.removesuffix(f".{DOWN}") for name in deployment.tensors if name.endswith(f".{DOWN}")):
         down, up = (tensors[f"{module}.{leaf}"].float() for leaf in (DOWN, UP))

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from fedguild.errors import ModelError
+from fedguild.model.folding import CHANGE
 from fedguild.model.info import ModelInfo
 from fedguild.model.sharding import own_part
 
 Factors = tuple[Tensor, Tensor]
 """A [.., R, in] and B [.., out, R] of the change B A."""
+Change = Factors | Tensor
+"""Factors, or the dense change [.., out, in] of many versions."""
 
 
 def weight_modules(model: ModelInfo) -> dict[str, tuple[str, ...]]:
@@ -44,11 +47,12 @@ def require_unquantised(model: nn.Module, name: str, hint: str) -> None:
         raise ModelError(f"{name} was loaded in 4 bit, and changes cannot be merged into 4-bit weights.", hint)
 
 
-def changes(merges: Mapping[str, Tensor]) -> dict[str, list[Factors]]:
-    """Returns module -> the factors of its changes, oldest first.
+def changes(merges: Mapping[str, Tensor]) -> dict[str, list[Change]]:
+    """Returns module -> its changes, oldest first.
 
     Args:
-        merges: `{version}/{module}.lora_A` [.., R, in] and `{version}/{module}.lora_B` [.., out, R].
+        merges: `{version}/{module}.lora_A` [.., R, in] and `{version}/{module}.lora_B` [.., out, R], or
+            `{version}/{module}.change` [.., out, in] of all versions up to that one (`folding`).
 
     Raises:
         ModelError: a name has another form, or one of two factors is missing.
@@ -57,22 +61,29 @@ def changes(merges: Mapping[str, Tensor]) -> dict[str, list[Factors]]:
     for name, tensor in merges.items():
         version, _, rest = name.partition("/")
         module, _, leaf = rest.rpartition(".")
-        if not version.isdecimal() or leaf not in ("lora_A", "lora_B"):
+        if not version.isdecimal() or leaf not in ("lora_A", "lora_B", CHANGE):
             raise ModelError(
                 f"'{name}' is not a factor that can be merged.", "Names are VERSION/MODULE.lora_A or lora_B."
             )
         by_module.setdefault(module, {}).setdefault(int(version), {})[leaf] = tensor
-    lone = [f"{number}/{module}" for module, pairs in by_module.items() for number in pairs if len(pairs[number]) < 2]
+    lone = [
+        f"{number}/{module}"
+        for module, pairs in by_module.items()
+        for number, pair in pairs.items()
+        if CHANGE not in pair and len(pair) < 2
+    ]
     if lone:
         raise ModelError(f"The change {lone[0]} has only one of its two factors, lora_A and lora_B.")
     return {
-        module: [(pairs[number]["lora_A"], pairs[number]["lora_B"]) for number in sorted(pairs)]
+        module: [
+            pair[CHANGE] if CHANGE in pair else (pair["lora_A"], pair["lora_B"]) for _, pair in sorted(pairs.items())
+        ]
         for module, pairs in by_module.items()
     }
 
 
-def with_changes(weight: Tensor, modules: Sequence[str], found: Mapping[str, Sequence[Factors]]) -> Tensor:
-    """Returns W + sum_v B_v A_v as a new tensor, in fp32 or in the weight's dtype if that is wider.
+def with_changes(weight: Tensor, modules: Sequence[str], found: Mapping[str, Sequence[Change]]) -> Tensor:
+    """Returns W + D + sum_v B_v A_v as a new tensor, in fp32 or in the weight's dtype if that is wider.
 
     Args:
         weight: W [.., n·out, in] of n modules with concatenated outputs.
@@ -84,7 +95,16 @@ def with_changes(weight: Tensor, modules: Sequence[str], found: Mapping[str, Seq
     """
     wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
     for part, module in zip(wide.chunk(len(modules), dim=-2), modules, strict=True):
-        for down, up in found.get(module, ()):
+        for change in found.get(module, ()):
+            if isinstance(change, Tensor):
+                if change.shape != part.shape:
+                    raise ModelError(
+                        f"A change {list(change.shape)} does not fit {module} {list(part.shape)}.",
+                        "It is of another model.",
+                    )
+                part += change.to(wide)
+                continue
+            down, up = change
             if (*up.shape[:-1], down.shape[-1]) != part.shape or (*down.shape[:-2], up.shape[-1]) != down.shape[:-1]:
                 raise ModelError(
                     f"A change B {list(up.shape)}, A {list(down.shape)} does not fit {module} {list(part.shape)}.",
@@ -135,8 +155,13 @@ def merged(model: nn.Module, info: ModelInfo, merges: Mapping[str, Tensor]) -> I
             own_part(model.get_parameter(name).detach())[0].copy_(original)
 
 
-def _of_rows(factors: Sequence[Factors], rows: slice) -> list[Factors]:
-    """Returns the factors of a part of a weight's first axis: some experts, or some outputs."""
+def _of_rows(found: Sequence[Change], rows: slice) -> list[Change]:
+    """Returns the changes of a part of a weight's first axis: some experts, or some outputs."""
     if rows == slice(None):
-        return list(factors)
-    return [(down[rows] if down.dim() > 2 else down, up[rows]) for down, up in factors]
+        return list(found)
+    return [
+        change[rows]
+        if isinstance(change, Tensor)
+        else (change[0][rows] if change[0].dim() > 2 else change[0], change[1][rows])
+        for change in found
+    ]

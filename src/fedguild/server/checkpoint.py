@@ -15,6 +15,7 @@ import json
 import mmap
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ def save(
     for known in rounds(folder):
         if known not in kept:
             _path(folder, known).unlink()
+    _remove_unused(folder, set(history.values()), [known for known in kept if known != round])
     return Payload({name: mapped.get(name, tensor) for name, tensor in state.tensors.items()}, state.scalars)
 
 
@@ -228,6 +230,27 @@ def _with_history(
             mapped |= _mapped(path, prefix)
         files[prefix] = path.name
     return own, mapped, files
+
+
+def _remove_unused(folder: Path, needed: set[str], others: list[int]) -> None:
+    """Removes the files of the history that no checkpoint refers to, as after its versions were folded into one.
+
+    Args:
+        folder: Folder of the run's checkpoints.
+        needed: Files that the newest checkpoint refers to.
+        others: The rounds of the other checkpoints.
+    """
+    unused = [path for path in (folder / HISTORY).glob("*") if path.name not in needed]
+    for number in others if unused else ():
+        try:
+            scalars = unpack(read_sealed(_path(folder, number)))[1]
+            needed |= set(json.loads(str(scalars.get("history", "{}"))).values())
+        except (FedGuildError, ValueError):
+            return  # it is damaged, and may be mended
+    for path in unused:
+        if path.name not in needed:
+            with suppress(OSError):  # in use, on Windows
+                path.unlink()
 
 
 def _mapped(path: Path, prefix: str, *, verified: bool = False) -> dict[str, Tensor]:

@@ -4,6 +4,10 @@ Every round that changes the backbone appends a version, a pair of factors for e
 scale folded in: W_t = W_0 + sum_{v <= t} B_v A_v. The state keeps all of them, because a client may join at any time. A
 client whose upload contributed to the newest version holds all earlier ones and receives only the newest; all
 others receive the whole history (`fedguild.client.merge_ledger` is the client half).
+
+When the factors hold more values than the weights that they change, the versions before the newest are folded into one
+dense change, by the server and by each site that holds them (`fedguild.model.folding`): W_t = W_0 + D + sum B_v A_v
+over the versions since. The state, a newcomer's download and a site's disk stay below a bound however long a run is.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
-from fedguild.client.merge_ledger import DIGEST, MERGE, VERSION, by_version, digest, merge_version
+from fedguild.client.merge_ledger import DIGEST, FOLDED, MERGE, VERSION, by_version, digest, merge_version
+from fedguild.model.folding import CHANGE, dense_sizes, folded
 from fedguild.packing import pack
 from fedguild.payload import Payload, Scalar, with_part
 from fedguild.server.low_rank import Factors, named
@@ -23,7 +28,12 @@ from fedguild.server.method import Upload
 HOLDERS, HELD = "merge_holders", "merge_held"
 """In the state: the indices of the clients that hold every version up to the scalar `merge_held` (`HELD`)."""
 
-HISTORY_COST = "the state keeps every round's merge, which a client that missed rounds downloads"
+HISTORY_COST = (
+    "the state keeps every round's merge, or the dense change once that is smaller; a client that missed rounds "
+    "downloads it"
+)
+FLOOR = 1 << 24
+"""Values of factors (64 MiB in fp32) that are never folded: a small model's exact factors are worth their place."""
 
 
 def no_merges() -> Payload:
@@ -32,14 +42,14 @@ def no_merges() -> Payload:
 
 
 def merges(state: Payload) -> dict[str, Tensor]:
-    """Returns all changes, `{version}/{module}.lora_A` and `.lora_B`, as `Backbone.merged` takes them."""
+    """Returns all changes, `{version}/{module}.lora_A` and `.lora_B`, or `.change`, as `Backbone.merged` takes them."""
     return state.part(MERGE)
 
 
 def part_of(state: Payload) -> Payload:
     """Returns a state's tensors and scalars about merges only."""
     tensors = {name: value for name, value in state.tensors.items() if name.startswith(f"{MERGE}/") or name == HOLDERS}
-    return Payload(tensors, {name: state.scalars[name] for name in (VERSION, HELD, DIGEST)})
+    return Payload(tensors, _scalars(state, VERSION, HELD, DIGEST, FOLDED))
 
 
 def delivery(state: Payload, client: ClientInfo) -> Payload:
@@ -51,7 +61,11 @@ def delivery(state: Payload, client: ClientInfo) -> Payload:
         if version > held
         for name, value in factors.items()
     }
-    return Payload(with_part(MERGE, lacking), {name: state.scalars[name] for name in (VERSION, DIGEST)})
+    return Payload(with_part(MERGE, lacking), _scalars(state, VERSION, DIGEST, FOLDED))
+
+
+def _scalars(state: Payload, *names: str) -> dict[str, Scalar]:
+    return {name: state.scalars[name] for name in names if name != FOLDED or name in state.scalars}
 
 
 def echo(download: Payload) -> dict[str, Scalar]:
@@ -74,9 +88,22 @@ def appended(state: Payload, change: Mapping[str, Factors], uploads: Iterable[Up
     tensors, scalars = dict(before.tensors), {**before.scalars, HELD: version}
     factors = named({module: pair for module, pair in change.items() if pair.rank})
     if factors:
-        scalars |= {VERSION: version + 1, DIGEST: digest(str(before.scalars[DIGEST]), _content(factors))}
+        kept = by_version(merges(before))
+        if _outweighs(kept):
+            dense = folded(kept.values())
+            tensors = {HOLDERS: tensors[HOLDERS], **with_part(f"{MERGE}/{version}", dense)}
+            scalars |= {FOLDED: version, DIGEST: digest("", _content(dense))}
+        scalars |= {VERSION: version + 1, DIGEST: digest(str(scalars[DIGEST]), _content(factors))}
         tensors |= with_part(f"{MERGE}/{version + 1}", factors)
     return Payload({**tensors, HOLDERS: torch.tensor(holders, dtype=torch.int64)}, scalars)
+
+
+def _outweighs(kept: Mapping[int, Mapping[str, Tensor]]) -> bool:
+    """Whether the factors of the versions hold more values than the dense change of their modules."""
+    factors = sum(
+        value.numel() for version in kept.values() for name, value in version.items() if not name.endswith(CHANGE)
+    )
+    return factors > max(FLOOR, sum(dense_sizes(kept.values()).values()))
 
 
 def _content(factors: Mapping[str, Tensor]) -> bytes:
