@@ -2,10 +2,12 @@
 
 Run: python benchmarks/gpu.py --output runs/bench-gpu (or make bench-gpu); --device cpu --small rehearses it.
 
+First of all the device must compute what a CPU does (`gpu_first.py`'s parity); otherwise nothing is measured.
+
 Random weights in the layouts of OLMoE-1B-7B and Qwen3-30B-A3B, created on the device; clients of 128 to 8,192 tokens,
 one row each, 1 to 16 of them, with equal and with unequal budgets. Every case is an entry of `results.json`, written as
-soon as it is measured: a second call measures what is missing, and a case that does not fit says so. `index.html` shows
-them.
+soon as it is measured: a second call measures what is missing, and a case that does not fit says so. The cases that
+tell most come first, and the last minutes are kept for the other benchmarks. `index.html` shows them.
 
 - ours: one fused step of all clients (forward, backward, AdamW). Where it runs out of memory, it is measured again with
   activations recomputed.
@@ -30,15 +32,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_first import Setting, parity
 from gpu_page import write_page
-from timing import add_device, bandwidth, machine, speed
+from timing import add_device, bandwidth, machine, speed, wait
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fedguild.client.optimizer import SlotOptimizer
@@ -74,17 +77,23 @@ SMALL = {
 }
 """What a rehearsal changes in a model's config."""
 SCRIPTS = (
-    "cohort",
-    "one_client",
-    "active_experts",
     "optimizer",
     "packing",
+    "cohort",
+    "one_client",
     "grouped_products",
-    "hmole",
+    "active_experts",
     "ub_smoe_step",
+    "hmole",
 )
-"""The other benchmarks that take `--device` and `--dtype`."""
+"""The other benchmarks that take `--device` and `--dtype`, those that tell most first."""
+REHEARSED = ("grouped_products",)
+"""Those of them that a rehearsal runs."""
 SCRIPT_SECONDS = 120
+SCRIPTS_MINUTES = 7.0
+"""Part of the time that is kept for them."""
+TYPICAL_CLIENTS, TYPICAL_TOKENS = 8, 1024
+"""The step that the budget of decision 0016 is about."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,24 @@ class Case:
 
 
 def cases(small: bool) -> Iterator[Case]:
-    """Yields every case, the most telling layout first, those of one layout and system together."""
+    """Yields every case, the most telling first.
+
+    First a typical step of each system in each layout, then that many clients with other lengths, then that length with
+    other numbers of clients, then the rest; within each of these parts those of one layout and system come together.
+    """
+    found = list(_cases(small))
+    yield from (case for part in range(4) for case in found if _part(case, found) == part)
+
+
+def _part(case: Case, found: Sequence[Case]) -> int:
+    """Returns how much a case tells, from 0; of a layout that is measured in small, the largest sizes are typical."""
+    alike = [other for other in found if other.layout == case.layout and other.system == case.system]
+    clients = min(TYPICAL_CLIENTS, max(other.clients for other in alike))
+    tokens = min(TYPICAL_TOKENS, max(other.tokens for other in alike))
+    return 2 * (case.clients != clients) + (case.tokens != tokens)
+
+
+def _cases(small: bool) -> Iterator[Case]:
     for layout in LAYOUTS:
         clients, tokens = ((1, 2), (8, 16)) if small else (layout.clients, TOKENS)
         for budgets in (EQUAL, UNEQUAL):
@@ -156,7 +182,7 @@ def cases(small: bool) -> Iterator[Case]:
         for budget in UNEQUAL:
             yield from (Case(layout.name, PEFT, 1, size, (budget,)) for size in tokens)
         yield from (Case(layout.name, PLAIN, 1, size, EQUAL) for size in tokens)
-        yield from (Case(layout.name, WITHOUT, max(clients), size, EQUAL) for size in tokens)
+        yield from (Case(layout.name, WITHOUT, min(TYPICAL_CLIENTS, max(clients)), size, EQUAL) for size in tokens)
 
 
 class Bench:
@@ -167,7 +193,7 @@ class Bench:
         device: The device.
         dtype: The dtype of the models.
         small: Whether to rehearse with small sizes.
-        seconds: Time after which no further case begins.
+        seconds: Time after which nothing further begins.
     """
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, *, small: bool, seconds: float) -> None:
@@ -201,18 +227,29 @@ class Bench:
             "scripts": {},
         }
 
-    def has_time(self) -> bool:
-        """Whether another case may begin."""
-        return time.monotonic() < self.ends
+    def has_time(self, kept_seconds: float = 0.0) -> bool:
+        """Whether something may begin that leaves some seconds for what comes after it."""
+        return time.monotonic() < self.ends - kept_seconds
+
+    def require_parity(self) -> None:
+        """Compares the device with the CPU, unless that was done.
+
+        Raises:
+            SystemExit: it computes something else.
+        """
+        if "parity" not in self.results:
+            parity(Setting(self.device, self.dtype, self.small))
+            self.results["parity"] = "ok"
+            self.save()
 
     def save(self) -> None:
         """Writes the results."""
         write_text(self.path, json.dumps(self.results, indent=1))
 
-    def run(self, wanted: list[Case]) -> None:
-        """Measures the cases that have no entry yet, until the time is over."""
+    def run(self, wanted: list[Case], kept_seconds: float) -> None:
+        """Measures the cases that have no entry yet, until the time is over but for what is kept for others."""
         waiting = [case for case in wanted if case.key not in self.results["cases"]]
-        while waiting and self.has_time():
+        while waiting and self.has_time(kept_seconds):
             case = waiting.pop(0)
             entry = self.measure(case)
             self.results["cases"][case.key] = entry
@@ -231,7 +268,7 @@ class Bench:
             info, step, stop = self.prepare(case)
             reset_peak(self.device)
             try:
-                seconds = typical(step, self.device, few=self.small)
+                seconds = typical(step, few=self.small)
             finally:
                 stop()
             flops = self.flops(case, info)
@@ -376,7 +413,7 @@ class Bench:
 
     def run_scripts(self, names: tuple[str, ...]) -> None:
         """Runs the other benchmarks, each in a process, and keeps what they print."""
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype, small = str(self.dtype).removeprefix("torch."), ["--small"] if self.small else []
         for name in names:
             if name in self.results["scripts"] or not self.has_time():
                 continue
@@ -384,7 +421,7 @@ class Bench:
             started = time.monotonic()
             try:
                 done = subprocess.run(
-                    [sys.executable, script, "--device", str(self.device), "--dtype", dtype],
+                    [sys.executable, script, "--device", str(self.device), "--dtype", dtype, *small],
                     capture_output=True,
                     text=True,
                     timeout=min(SCRIPT_SECONDS, max(1.0, self.ends - started)),
@@ -414,14 +451,13 @@ def with_peft(model: Any, rank: int, active: int) -> Any:
     return get_peft_model(model, config)
 
 
-def typical(step: Callable[[], None], device: torch.device, *, few: bool) -> float:
+def typical(step: Callable[[], None], *, few: bool) -> float:
     """Returns a step's median seconds: two that do not count, then three or more in two seconds, or fewer in twenty."""
     taken: list[float] = []
     for turn in range(3 if few else 40):
         started = time.perf_counter()
         step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait()
         if turn >= 2:
             taken.append(time.perf_counter() - started)
         if sum(taken) > 20 or (len(taken) >= 3 and sum(taken) > 2):
@@ -447,15 +483,16 @@ def main(arguments: list[str] | None = None) -> None:
     add_device(parser)
     parser.set_defaults(device=torch.device("cuda"), dtype=torch.bfloat16)
     parser.add_argument("--output", type=Path, default=Path("runs/bench-gpu"))
-    parser.add_argument("--minutes", type=float, default=24.0, help="time after which no further case begins")
-    parser.add_argument("--small", action="store_true", help="rehearse with small sizes")
+    parser.add_argument("--minutes", type=float, default=24.0, help="time after which nothing further begins")
     parser.add_argument("--only", default="", help="measure only cases whose name contains this")
     given = parser.parse_args(arguments)
     bench = Bench(given.output, given.device, given.dtype, small=given.small, seconds=60 * given.minutes)
     print(bench.results["machine"], flush=True)
-    bench.run([case for case in cases(given.small) if given.only in case.key])
-    if not given.small and not given.only:
-        bench.run_scripts(SCRIPTS)
+    bench.require_parity()
+    scripts = () if given.only else REHEARSED if given.small else SCRIPTS
+    kept_minutes = min(SCRIPTS_MINUTES, given.minutes / 3) if scripts else 0.0
+    bench.run([case for case in cases(given.small) if given.only in case.key], 60 * kept_minutes)
+    bench.run_scripts(scripts)
     print(write_page(bench.results, given.output / "index.html"))
 
 

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from timing import add_device, machine, speed
+from timing import add_device, machine, speed, wait
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -70,19 +70,14 @@ class Setting:
     dtype: torch.dtype
     small: bool
 
-    def wait(self) -> None:
-        """Returns when the device has finished."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def milliseconds(self, step: Callable[[], object], repeats: int = 5, warmup: int = 2) -> float:
         """Returns a step's median time."""
         taken = []
         for _ in range(warmup + (2 if self.small else repeats)):
-            self.wait()
+            wait()
             started = time.perf_counter()
             step()
-            self.wait()
+            wait()
             taken.append(time.perf_counter() - started)
         return 1e3 * statistics.median(taken[warmup:])
 
@@ -291,10 +286,10 @@ def trace(here: Setting) -> None:
     with train.model:
         for _ in range(2):
             train.step()
-        here.wait()
+        wait()
         with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiled:
             train.step()
-            here.wait()
+            wait()
     found = profiled.key_averages()
     order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
     say(found.table(sort_by=order, row_limit=10 if here.small else 30, max_name_column_width=60))
@@ -312,7 +307,6 @@ def main(arguments: list[str] | None = None) -> None:
     add_device(parser)
     parser.set_defaults(device=torch.device("cuda"), dtype=torch.bfloat16)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}; all if none is named")
-    parser.add_argument("--small", action="store_true", help="rehearse with small sizes")
     given = parser.parse_args(arguments)
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"unknown part {min(unknown)}")
