@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,7 +151,7 @@ def differences(here: Setting, dtype: torch.dtype) -> tuple[dict[str, float], li
     model = random_model(keys, here.device, dtype)
     copy = random_model(keys, torch.device("cpu"), dtype)
     copy.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
-    lengths = ([40, 17], [33], [], [5, 9, 60])
+    lengths: tuple[list[int], ...] = ([40, 17], [33], [], [5, 9, 60])
     batches = [rows(own, 512, seed) for seed, own in enumerate(lengths)]
     found, expected = (gradients(frozen(each), batches) for each in (model, copy))
     wrong = [name for name, value in found.items() if not value.isfinite().all()]
@@ -237,7 +238,7 @@ def steps(here: Setting) -> None:
                 whole = here.milliseconds(train.step)
                 parts = {
                     "forward": here.milliseconds(train.forward),
-                    "clip": here.milliseconds(lambda train=train: train.optimizer.clip(1.0)),
+                    "clip": here.milliseconds(partial(train.optimizer.clip, 1.0)),
                     "optimizer": here.milliseconds(train.update),
                 }
                 train.rate = None
@@ -266,10 +267,7 @@ def decode(here: Setting) -> None:
             for slot in range(len(BUDGETS))
         ]
         with SlotModel(backbone, plans(BUDGETS)) as model, backbone.without_gradients():
-            short, long = (
-                here.milliseconds(lambda new=new, asked=asked, model=model: model.generate(asked, new), 3, 1)
-                for new in (few, many)
-            )
+            short, long = (here.milliseconds(partial(model.generate, asked, new), 3, 1) for new in (few, many))
         each, count = (long - short) / (many - few), prompts * len(BUDGETS)
         say(f"decode {count} rows: {each:.2f} ms a token, {1e3 * count / each:.0f} tokens/s")
 

@@ -14,18 +14,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from fedguild.errors import ConfigError, FedGuildError
+from fedguild.model.rank_watch import RankWatch
 
 TIMEOUT_SECONDS = 1800.0
 """Default time that a rank waits for the others."""
 GRACE_SECONDS = 1.0
 """Time in which the ranks that wait tell each other that they do."""
+DEVICE_MARGIN_SECONDS = 60.0
+"""Time that a GPU's communication waits longer than the ranks, which name who hangs before NCCL ends them."""
 _STACKS = 16
 """More than the stacks of a model."""
 _PASS, _WAITS = "fedguild/pass", "fedguild/waits"
@@ -61,6 +64,7 @@ class Ranks:
         timeout_seconds: Time that a rank waits for the others.
         empty: Takes part in a pass of other ranks, set by `fedguild.model.sharding`.
         empty_passes: Number of such passes so far.
+        watch: Names who hangs while this rank waits for its GPU; None on a CPU, where the agreement does.
     """
 
     rank: int
@@ -70,6 +74,7 @@ class Ranks:
     timeout_seconds: float = TIMEOUT_SECONDS
     empty: Callable[[Event], None] | None = None
     empty_passes: int = 0
+    watch: RankWatch | None = field(default=None, repr=False)
     _passes: int = field(default=0, repr=False)
 
     @classmethod
@@ -115,7 +120,20 @@ class Ranks:
             ) from error
         ranks = cls(rank, size, device, store, timeout_seconds)
         store.set(f"{_PASS}/{rank}", "0")
+        if device.type != "cpu":
+            ranks.watch_device(dist.group.WORLD)
         return ranks
+
+    def watch_device(self, group: Any) -> None:
+        """Lets a GPU's communication wait longer than the ranks do, and watches meanwhile.
+
+        Args:
+            group: The ranks' process group.
+        """
+        longer = timedelta(seconds=self.timeout_seconds + DEVICE_MARGIN_SECONDS)
+        group._get_backend(self.device)._set_default_timeout(longer)
+        self.watch = RankWatch(self.store.clone(), _PASS, self.rank, self.size, self.timeout_seconds)  # type: ignore[attr-defined]
+        self.watch.start()
 
     @classmethod
     def from_environment(cls, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks | None:
@@ -139,6 +157,8 @@ class Ranks:
 
     def close(self) -> None:
         """Leaves the group."""
+        if self.watch is not None:
+            self.watch.end()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -152,6 +172,8 @@ class Ranks:
             self.empty_passes += 1
             if self.empty is not None:
                 self.empty(event)
+        if self.watch is not None and wanted.direction is Direction.NOTHING:
+            self.watch.rest()
 
     def wait_for_others(self) -> None:
         """Takes part in the passes of the others until no rank has any left.
@@ -178,6 +200,8 @@ class Ranks:
     def _agree(self, wanted: Event) -> Event:
         """Returns the largest of what the ranks want."""
         self._passes += 1
+        if self.watch is not None:
+            self.watch.begin(self._passes)
         with self.naming_who_hangs():
             self.store.set(f"{_PASS}/{self.rank}", str(self._passes))
             largest = torch.tensor([_STACKS * wanted.direction + wanted.stack])
