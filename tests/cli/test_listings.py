@@ -172,6 +172,20 @@ def test_the_config_accepts_the_schemes_that_there_are() -> None:
     assert callable(partition)
 
 
+@pytest.mark.parametrize("command", ["methods", "presets"])
+def test_lists_import_no_torch(command: str) -> None:
+    """They answer in less than half a second, which torch alone takes."""
+    code = (
+        "import sys; from fedguild.cli import main; sys.argv = ['fedguild', sys.argv[1]]\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "print(sorted({'torch', 'transformers', 'scipy', 'pandas', 'matplotlib'} & set(sys.modules)))"
+    )
+    process = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[-1] == "[]"
+    assert "flora" in process.stdout
+
+
 def test_doctor_reports_versions_extras_and_the_machine(invoke: Invoke) -> None:
     found = {entry["subject"]: entry for entry in json.loads(invoke("doctor", "--json").stdout)}
     assert {"python", "torch", "extra ray", "memory", "processor", "current folder"} <= set(found)
