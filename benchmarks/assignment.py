@@ -12,7 +12,7 @@ import importlib.util
 from collections.abc import Callable
 
 import torch
-from timing import machine, medians
+from timing import add_device, machine, medians
 from torch import Tensor
 
 from fedguild.methods.fedamole.assignment import AssignmentRules, assign_experts, selection_probability
@@ -26,11 +26,12 @@ def main() -> None:
     """Measures random and equal scores."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    repeats = parser.parse_args().repeats
-    print(machine())
+    add_device(parser)
+    given = parser.parse_args()
+    print(machine(given.device, given.dtype))
     scores = torch.randn(MODULES, CLIENTS, EXPERTS, generator=torch_rng(0, "scores"))
     for name, spread in (("random scores", 1.0), ("equal scores", 0.0)):
-        measure(name, selection_probability(spread * scores), repeats)
+        measure(name, selection_probability(spread * scores.to(given.device, given.dtype)), given.repeats)
 
 
 def measure(name: str, probability: Tensor, repeats: int) -> None:

@@ -30,6 +30,7 @@ import english_baselines as baselines
 import torch
 import transformers
 from english_runs import CHOSEN_WITH, SETS, Effort, Session, TaskSet, answers, chosen, questions_of, trained
+from timing import machine
 from transformers import AutoTokenizer
 
 from fedguild.config import load_config
@@ -199,6 +200,7 @@ def main() -> None:
     given = arguments()
     keep_freed_pages()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    print(machine())
     model = packaged(given.model) or Path(given.model)
     rates = tuple(float(rate) for rate in given.learning_rates.split(","))
     session = Session(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+from timing import add_device, machine
 from torch import Tensor
 
 from fedguild.methods.fed_sb import FedSBSettings, initial_factors
@@ -22,17 +23,17 @@ from fedguild.seeding import torch_rng
 POWERS = (0.5, 1.0, 1.5)
 
 
-def gradient(width: int, power: float, seed: int) -> Tensor:
-    """Returns [width, width] with the singular values i^-power."""
+def gradient(width: int, power: float, seed: int, where: tuple[torch.device, torch.dtype]) -> Tensor:
+    """Returns [width, width] with the singular values i^-power, rounded to a dtype, in fp32."""
     rng = torch_rng(seed, "gradient", width)
     left, right = (random_orthonormal((width, width), rng) for _ in range(2))
     values = torch.arange(1, width + 1, dtype=torch.float32) ** -power
-    return (left * values) @ right.mT
+    return ((left * values) @ right.mT).to(*where).float()
 
 
 def cosine(exact: Tensor, rank: int, size: int, seed: int) -> float:
     """Returns the cosine of the start B R A from a gradient's sketch of rank `size` to that from the gradient."""
-    omega, psi = probes(seed, "one", *exact.shape, size)
+    omega, psi = (probe.to(exact) for probe in probes(seed, "one", *exact.shape, size))
     sketched = dict(rebuilt({f"one.{UP}": exact @ omega, f"one.{DOWN}": psi @ exact}, seed))["one"]
     starts = []
     for value in (exact, sketched):
@@ -48,12 +49,16 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=defaults.rank)
     parser.add_argument("--sketch", type=int, default=None, help="by default twice the rank")
     parser.add_argument("--seeds", type=int, default=1)
+    add_device(parser)
     arguments = parser.parse_args()
+    where = arguments.device, arguments.dtype
+    print(machine(*where))
     size = arguments.sketch or 2 * arguments.rank
     for width in arguments.widths:
         for power in POWERS:
             found = [
-                cosine(gradient(width, power, seed), arguments.rank, size, seed) for seed in range(arguments.seeds)
+                cosine(gradient(width, power, seed, where), arguments.rank, size, seed)
+                for seed in range(arguments.seeds)
             ]
             shown = ", ".join(f"{value:.3f}" for value in found)
             print(f"width {width}, singular values i^-{power}, rank {arguments.rank}, sketch {size}: cosine {shown}")

@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 
 import torch
-from timing import machine, medians
+from timing import add_device, machine, medians
 from torch import Tensor
 
 from fedguild.seeding import torch_rng
@@ -32,9 +32,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dense-experts", type=int, default=1, help="experts that the dense side runs for")
+    add_device(parser)
     options = parser.parse_args()
-    print(machine())
-    layer = {name: clients(name, *sizes) for name, sizes in PROJECTIONS.items()}
+    where = options.device, options.dtype
+    print(machine(*where))
+    layer = {name: clients(name, *sizes, where) for name, sizes in PROJECTIONS.items()}
     part = {name: [(some(own, options.dense_experts), w) for own, w in sent] for name, sent in layer.items()}
     seconds = medians(
         {
@@ -54,15 +56,20 @@ def main() -> None:
     print(f"largest relative difference of the truncated products: {max(map(difference, part.values())):.1e}")
 
 
-def clients(name: str, outputs: int, inputs: int) -> list[tuple[Factors, float]]:
-    """Returns two clients of each rank with normal factors of LoRA's sizes, and their weights p_c alpha / r_c."""
+def clients(
+    name: str, outputs: int, inputs: int, where: tuple[torch.device, torch.dtype]
+) -> list[tuple[Factors, float]]:
+    """Returns two clients of each rank with normal factors of LoRA's sizes, and their weights p_c alpha / r_c.
+
+    The factors are rounded to a dtype, and fp32 as the server has them.
+    """
     ranks = RANKS * 2
     sent = []
     for index, rank in enumerate(ranks):
         rng = torch_rng(0, "factors", name, index)
         down = torch.randn(EXPERTS, rank, inputs, generator=rng) / inputs**0.5
         up = torch.randn(EXPERTS, outputs, rank, generator=rng) / 100
-        sent.append((Factors(down, up), (1 + index) / 36 * ALPHA / rank))
+        sent.append((Factors(*(factor.to(*where).float() for factor in (down, up))), (1 + index) / 36 * ALPHA / rank))
     return sent
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import fmean
 
 import yaml
+from timing import machine
 
 from fedguild import experiment
 from fedguild.config import Config, load_config
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=2)
     given = parser.parse_args()
+    print(machine())
     with tempfile.TemporaryDirectory() as temporary:
         base = Path(temporary)
         for megabytes in given.megabytes:

@@ -15,8 +15,9 @@ import subprocess
 import sys
 import time
 
+import torch
 from models import TINY, our_backbone, our_step, rows
-from timing import machine
+from timing import add_device, machine, wait
 
 from fedguild.heap import keep_freed_pages
 
@@ -28,12 +29,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--worker", choices=("kept", "given-back"), help=argparse.SUPPRESS)
+    add_device(parser)
     given = parser.parse_args()
     if given.worker:
-        work(keep=given.worker == "kept")
+        work((given.dtype, given.device), keep=given.worker == "kept")
         return
-    print(machine())
-    workers = {name: start(name) for name in ("kept", "given-back")}
+    print(machine(given.device, given.dtype))
+    there = ["--device", str(given.device), "--dtype", str(given.dtype).removeprefix("torch.")]
+    workers = {name: start(name, there) for name in ("kept", "given-back")}
     seconds: dict[str, list[float]] = {name: [] for name in workers}
     faults: dict[str, list[float]] = {name: [] for name in workers}
     peak: dict[str, float] = {}
@@ -54,9 +57,9 @@ def main() -> None:
     print(f"given back / kept {step['given-back'] / step['kept']:.2f}")
 
 
-def start(name: str) -> subprocess.Popen[str]:
+def start(name: str, there: list[str]) -> subprocess.Popen[str]:
     """Starts one of the two processes."""
-    command = [sys.executable, __file__, "--worker", name]
+    command = [sys.executable, __file__, "--worker", name, *there]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -70,14 +73,17 @@ def ask(worker: subprocess.Popen[str]) -> tuple[float, float, float]:
     return took, faulted, peak
 
 
-def work(*, keep: bool) -> None:
+def work(where: tuple[torch.dtype, torch.device], *, keep: bool) -> None:
     """Does a step whenever it reads a line."""
     if keep and not keep_freed_pages():
         raise SystemExit("The C library here is not glibc, or an environment variable sets its allocator.")
-    step, _ = our_step(our_backbone(TINY), [rows(TINY, BATCH, seed) for seed in range(CLIENTS)], 8, ("experts",))
+    step, _ = our_step(
+        our_backbone(TINY, *where), [rows(TINY, BATCH, seed) for seed in range(CLIENTS)], 8, ("experts",)
+    )
     for _ in sys.stdin:
         before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         step()
+        wait()
         took, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
         print(took, after.ru_minflt - before.ru_minflt, after.ru_maxrss, flush=True)
 

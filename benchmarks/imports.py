@@ -11,6 +11,8 @@ import statistics
 import subprocess
 import sys
 
+from timing import machine
+
 BASE = "import torch; from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer"
 IMPORTS = {
     "torch and transformers' Auto classes": BASE,
@@ -33,7 +35,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5, help="processes for each import")
     times: dict[str, list[float]] = {name: [] for name in IMPORTS}
-    for _ in range(parser.parse_args().repeat):
+    repeat = parser.parse_args().repeat
+    print(machine())
+    for _ in range(repeat):
         for name, code in IMPORTS.items():
             times[name].append(seconds(code))
     found = {name: statistics.median(values) for name, values in times.items()}

@@ -26,7 +26,7 @@ from statistics import median
 
 import torch
 from models import SMALL, our_backbone, rows
-from timing import machine
+from timing import add_device, machine
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
@@ -66,9 +66,11 @@ class MadeWhenNeeded(Mapping[int, Sequence[Encoded]]):
         return self.clients
 
 
-def federation(method_name: str, clients: int, rounds: int, folder: Path, trace: bool) -> dict[str, float]:
+def federation(
+    method_name: str, clients: int, rounds: int, folder: Path, trace: bool, where: tuple[torch.dtype, torch.device]
+) -> dict[str, float]:
     """Runs a federation and returns its figures; the first round warms up."""
-    backbone = our_backbone(SMALL)
+    backbone = our_backbone(SMALL, *where)
     if trace:
         tracemalloc.start()
     method = build_method(method_name, METHODS[method_name])
@@ -152,19 +154,22 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--one", nargs=2, metavar=("METHOD", "CLIENTS"), help="one federation, in this process")
     parser.add_argument("--trace", action="store_true", help="with --one: trace Python's objects")
+    add_device(parser)
     arguments = parser.parse_args()
+    where = arguments.dtype, arguments.device
+    there = ["--device", str(arguments.device), "--dtype", str(arguments.dtype).removeprefix("torch.")]
     if arguments.one:
         name, clients = arguments.one
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(federation(name, int(clients), arguments.rounds, Path(folder), arguments.trace)))
+            print(json.dumps(federation(name, int(clients), arguments.rounds, Path(folder), arguments.trace, where)))
         return
-    print(f"{machine()}; {ASKED} clients a round, {arguments.rounds} rounds")
+    print(f"{machine(arguments.device, arguments.dtype)}; {ASKED} clients a round, {arguments.rounds} rounds")
     for method_name in METHODS:
         first = None
         for clients in arguments.clients:
-            repeats = [measured(method_name, clients, arguments.rounds) for _ in range(arguments.repeats)]
+            repeats = [measured(method_name, clients, arguments.rounds, *there) for _ in range(arguments.repeats)]
             found = {key: median(figures[key] for figures in repeats) for key in repeats[0]}
-            found["held"] = found["tensors"] + measured(method_name, clients, 1, "--trace")["python"]
+            found["held"] = found["tensors"] + measured(method_name, clients, 1, "--trace", *there)["python"]
             first = first or found
             print(
                 f"{method_name}, {clients} clients: anonymous {grown(found, first, 'anonymous')}, held "

@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 from models import SMALL, our_backbone
-from timing import machine
+from timing import add_device, machine
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport
@@ -147,9 +147,10 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    add_device(parser)
     arguments = parser.parse_args()
-    print(machine())
-    model = our_backbone(SMALL).info
+    print(machine(arguments.device, arguments.dtype))
+    model = our_backbone(SMALL, arguments.dtype, arguments.device).info
     print(
         f"{'method':>15} {'n':>4} {'values':>9} {'plain MB':>8} {'secure':>8} {'ratio':>6} {'up':>6} "
         f"{'plain s':>8} {'server s':>8} {'client s':>8}"

@@ -22,6 +22,7 @@ from statistics import median
 
 import psutil
 import yaml
+from benchmarks.timing import machine
 from tests.watch.browser import Browser
 
 from fedguild.activity import ActivityLog
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="by default a temporary one, removed afterwards")
     parser.add_argument("--screenshot", type=Path)
     arguments = parser.parse_args()
+    print(machine())
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.folder or Path(scratch) / "run"
         run = GeneratedRun(folder, arguments.clients, arguments.rounds)
