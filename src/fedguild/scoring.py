@@ -221,8 +221,9 @@ def _batch_tokens(
     dtype, model = backbone.dtype, backbone.info
     casts = dtype.itemsize * sum(math.prod(shape) for plan in plans for shape in adapter_shapes(model, plan).values())
     room = int(MEMORY_SHARE * max(0, free() - casts))
+    row = experiment.config.data.max_tokens
     largest = max(plans, key=lambda plan: plan.active_experts or model.top_k)
-    return max(LEAST_BATCH_TOKENS, evaluation_batch_tokens(model, largest, dtype=dtype, free=room))
+    return max(LEAST_BATCH_TOKENS, evaluation_batch_tokens(model, largest, dtype=dtype, free=room, row_tokens=row))
 
 
 def _identity(merged: Mapping[str, Tensor]) -> list[tuple[str, int]]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from fedguild.data.batches import SlotBatch
+from fedguild.model.inputs import prefix_shared
 
 
 class ByteTokenizer:
@@ -52,7 +53,7 @@ class OlmoeSlots:
 
     def token_losses(self, batch: SlotBatch) -> Tensor:
         self.forwards += 1
-        mask = batch.mask if batch.attention is None else batch.attention
+        mask = batch.mask if batch.segments is None else prefix_shared(batch.segments)
         logits = self.network(batch.input_ids, attention_mask=mask, position_ids=batch.position_ids).logits
         slot_of_row = torch.repeat_interleave(torch.arange(self.slots), torch.tensor(batch.rows_per_slot))
         logits = (logits + self.offset[slot_of_row][:, None]).flatten(0, 1)[batch.predict_at]

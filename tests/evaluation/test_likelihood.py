@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from fedguild.data.example import Example
 from fedguild.errors import DataError
 from fedguild.evaluation.batching import Item, token_batches
 from fedguild.evaluation.likelihood import Candidates, candidate_losses, collate_candidates, encode_candidates
+from fedguild.model.inputs import prefix_shared
 
 WEATHER = Example("How is the sky?", "blue", "", "sky", ("blue", "a deep dark grey", "red"), 0)
 NUMBER = Example("One more than three:", "4", "", "count", ("4", "five"), 0)
@@ -47,7 +48,7 @@ def test_single_candidates_are_the_training_batch(tokenizer):
     rows = [[encode_candidates(FREE, tokenizer, 64)], [encode_candidates(replace(FREE, prompt="Go"), tokenizer, 64)]]
     ours = collate_candidates(rows, pad_id=258)
     training = collate([[encode(FREE, tokenizer, 64)], [encode(replace(FREE, prompt="Go"), tokenizer, 64)]], pad_id=258)
-    assert ours.attention is None
+    assert ours.segments is None
     assert ours.position_ids is None
     for name in ("input_ids", "mask", "predict_at", "targets", "group"):
         assert torch.equal(getattr(ours, name), getattr(training, name)), name
@@ -62,15 +63,29 @@ def test_the_layout_of_a_packed_row():
     assert batch.predict_at.tolist() == [1, 1, 3, 5, 5]
     assert batch.targets.tolist() == [1, 2, 3, 4, 5]
     assert batch.group.tolist() == [0, 1, 1, 2, 3]
-    assert batch.attention.shape == (2, 1, 5, 5)
-    assert batch.attention[0, 0].int().tolist() == [
+    assert batch.segments.tolist() == [[0, 0, 1, 2, 2], [0, 1, 2, -1, -1]]
+    attention = prefix_shared(batch.segments)
+    assert attention.shape == (2, 1, 5, 5)
+    assert attention[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [1, 1, 1, 0, 0],
         [1, 1, 0, 1, 0],
         [1, 1, 0, 1, 1],
     ]
-    assert batch.attention.any(dim=-1).all()
+    assert attention.any(dim=-1).all()
+
+
+def test_a_batch_carries_no_mask_and_the_device_makes_it():
+    """What travels grows by the tokens, not by their square; the mask is made where the segments are."""
+    sizes = []
+    for length in (50, 200):
+        rows = [[Candidates(tuple(range(length)), ((1,) * length, (2,) * length))]]
+        batch = collate_candidates(rows, pad_id=0)
+        tensors = [value for field in fields(batch) if isinstance(value := getattr(batch, field.name), torch.Tensor)]
+        sizes.append(sum(tensor.nbytes for tensor in tensors))
+    assert sizes[1] == 4 * sizes[0]
+    assert prefix_shared(batch.segments.to("meta")).is_meta
 
 
 def test_a_long_prompt_is_shortened_for_all_candidates_alike(tokenizer):

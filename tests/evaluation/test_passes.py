@@ -197,5 +197,8 @@ def test_olmoe_on_dolly_takes_a_tenth_of_the_decode_steps_on_an_h200():
     assert tokens == (2**31 - 1) // (8 * 2048), "32-bit indices are the limit, not memory"
     before, now = (decode_steps(lengths, 128, size) for size in (8192, tokens))
     assert now <= before / 10
+    long = evaluation_batch_tokens(model, plan, dtype=torch.bfloat16, free=2**30, row_tokens=8192)
+    assert long == 2**30 // (evaluation_bytes(model, plan, dtype=torch.bfloat16) + 8192 * (1 + 2)), "the mask's rows"
+    assert evaluation_batch_tokens(model, plan, dtype=torch.bfloat16, free=2**50, row_tokens=2**20) == 2**11 - 1
     half = evaluation_batch_tokens(model, plan, dtype=torch.bfloat16, free=2**30)
     assert 0.9 < half * evaluation_bytes(model, plan, dtype=torch.bfloat16) / 2**30 <= 1

@@ -146,7 +146,6 @@ def packed_batch() -> tuple[SlotBatch, list[tuple[list[int], int]]]:
     """One row of a prompt with two candidates that share it, and the texts it stands for."""
     prompt, first, second = random_rows([4, 3, 2], seed=8)
     segments = torch.tensor([0] * 4 + [1] * 3 + [2] * 2)
-    same = (segments[:, None] == segments) | (segments == 0)
     batch = SlotBatch(
         input_ids=torch.tensor([prompt + first + second]),
         mask=torch.ones(1, 9, dtype=torch.bool),
@@ -155,7 +154,7 @@ def packed_batch() -> tuple[SlotBatch, list[tuple[list[int], int]]]:
         targets=torch.tensor(first + second),
         group=torch.tensor([0, 0, 0, 1, 1]),
         position_ids=torch.tensor([[0, 1, 2, 3, 4, 5, 6, 4, 5]]),
-        attention=(same & torch.ones(9, 9, dtype=torch.bool).tril())[None, None],
+        segments=segments[None],
     )
     return batch, [(prompt + first, 4), (prompt + second, 4)]
 

@@ -142,7 +142,7 @@ def test_a_widened_batch_by_hand() -> None:
     assert wide.mask.int().tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]
     assert wide.predict_at.tolist() == [2, 3, 7]
     assert wide.targets.tolist() == [6, 7, 9]
-    assert (wide.rows_per_slot, wide.position_ids, wide.attention) == ((1, 1), None, None)
+    assert (wide.rows_per_slot, wide.position_ids, wide.segments) == ((1, 1), None, None)
 
 
 def test_the_backbone_is_as_it_was(olmoe_backbone: Backbone) -> None:

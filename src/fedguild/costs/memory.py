@@ -170,26 +170,32 @@ def weight_bytes(model: ModelInfo, dtype: torch.dtype, *, four_bit: bool = False
     return math.ceil(NF4_BYTES * packed) + dtype.itemsize * unpacked
 
 
-def evaluation_bytes(model: ModelInfo, plan: AdapterPlan, *, dtype: torch.dtype) -> int:
+def evaluation_bytes(model: ModelInfo, plan: AdapterPlan, *, dtype: torch.dtype, row_tokens: int = 0) -> int:
     """Returns an estimate of the bytes that a token of an evaluation's batch holds while it is generated from.
 
-    Those are the keys and values of all layers, and what one layer holds at a time.
+    Those are the keys and values of all layers, what one layer holds at a time, and the token's row of the attention's
+    mask, as booleans and as what attention adds to its scores.
 
     Args:
         model: The backbone.
         plan: The plan of the slot with the most active experts.
         dtype: Dtype of the backbone's products.
+        row_tokens: Tokens of the longest row.
     """
-    return dtype.itemsize * (cached_values(model) + 2 * sum(_layer_widths(model, plan)))
+    mask = row_tokens * (1 + dtype.itemsize)
+    return mask + dtype.itemsize * (cached_values(model) + 2 * sum(_layer_widths(model, plan)))
 
 
-def evaluation_batch_tokens(model: ModelInfo, plan: AdapterPlan, *, dtype: torch.dtype, free: int) -> int:
+def evaluation_batch_tokens(
+    model: ModelInfo, plan: AdapterPlan, *, dtype: torch.dtype, free: int, row_tokens: int = 0
+) -> int:
     """Returns the tokens of an evaluation's batch that fit some free bytes of memory.
 
     No tensor of a pass gets more than 2^31 values, which kernels count in 32 bits.
     """
-    widest = max(_layer_widths(model, plan))
-    return max(1, min(free // evaluation_bytes(model, plan, dtype=dtype), (2**31 - 1) // widest))
+    widest = max(*_layer_widths(model, plan), row_tokens)
+    each = evaluation_bytes(model, plan, dtype=dtype, row_tokens=row_tokens)
+    return max(1, min(free // each, (2**31 - 1) // widest))
 
 
 def cached_values(model: ModelInfo) -> int:

@@ -94,7 +94,8 @@ class SlotBatch:
         targets: [P] token ids to predict there.
         group: [P] the group that each target is summed into (the slot, in training).
         position_ids: [R, T] where tokens are not numbered from 0 along the row.
-        attention: [R, 1, T, T] bool, True where a query may attend, where that is not causal.
+        segments: [R, T], in rows of several candidates, 0 in the prompt that they share, 1… in the candidates, -1 in
+            padding: a token attends to the prompt and its own segment up to itself. None where attention is causal.
         decoder_ids: [R, U] the decoder's token ids, padded on the right; None for a decoder-only model.
         decoder_mask: [R, U] bool, True where the decoder has a token.
     """
@@ -106,7 +107,7 @@ class SlotBatch:
     targets: Tensor
     group: Tensor
     position_ids: Tensor | None = None
-    attention: Tensor | None = None
+    segments: Tensor | None = None
     decoder_ids: Tensor | None = None
     decoder_mask: Tensor | None = None
 
@@ -129,7 +130,7 @@ class SlotBatch:
             targets=move(self.targets),
             group=move(self.group),
             position_ids=move_if(self.position_ids),
-            attention=move_if(self.attention),
+            segments=move_if(self.segments),
             decoder_ids=move_if(self.decoder_ids),
             decoder_mask=move_if(self.decoder_mask),
         )

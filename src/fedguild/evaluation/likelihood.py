@@ -158,7 +158,7 @@ def collate_singles(rows: Sequence[Sequence[Candidates]], pad_id: int, seq2seq: 
 def collate_candidates(rows: Sequence[Sequence[Candidates]], pad_id: int) -> SlotBatch:
     """Returns the batch of several slots; the group of a target is its candidate, numbered across rows.
 
-    Rows of one candidate each are plain causal rows and get neither `attention` nor `position_ids`.
+    Rows of one candidate each are plain causal rows and get neither `segments` nor `position_ids`.
     """
     flat = [row for slot_rows in rows for row in slot_rows]
     width = max(row.tokens for row in flat)
@@ -192,17 +192,5 @@ def collate_candidates(rows: Sequence[Sequence[Candidates]], pad_id: int) -> Slo
         targets=torch.tensor(targets, dtype=torch.int64),
         group=torch.tensor(group, dtype=torch.int64),
         position_ids=torch.from_numpy(positions) if packed else None,
-        attention=_prefix_shared(torch.from_numpy(segments)) if packed else None,
+        segments=torch.from_numpy(segments) if packed else None,
     )
-
-
-def _prefix_shared(segments: Tensor) -> Tensor:
-    """Returns [R, 1, T, T] bool: a token attends to the prompt and its own segment up to itself.
-
-    Args:
-        segments: [R, T] 0 in the prompt, 1… in the candidates, -1 in padding. Padding attends to
-            itself and the prompt, because a softmax over no entries is NaN.
-    """
-    queries, keys = segments[:, :, None], segments[:, None, :]
-    causal = torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool).tril()
-    return (causal & ((keys == 0) | (keys == queries)))[:, None]

@@ -31,16 +31,31 @@ def model_inputs(backbone: Backbone, batch: SlotBatch, rows: PackedRows | None =
             "but the batch is for the other kind.",
             "Collate it with the model's own `seq2seq`.",
         )
-    if causal and batch.attention is None and backbone.model.config._attn_implementation == ATTENTION:
+    if causal and batch.segments is None and backbone.model.config._attn_implementation == ATTENTION:
         # Without a mask, transformers reads the positions back to the host to see whether rows are packed, and builds a
         # mask of [N, N] if so. It passes one of four dimensions on as it is, and our attention needs none.
         unused = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
         inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
         return {**inputs, "attention_mask": unused, "packed_rows": rows, "is_masked": False}
     if causal:
-        attention = None if batch.attention is None else _attention(backbone, batch.attention)
+        attention = None if batch.segments is None else _attention(backbone, prefix_shared(batch.segments))
         return {"input_ids": batch.input_ids, "attention_mask": attention, "position_ids": batch.position_ids}
     return {"input_ids": batch.input_ids, "attention_mask": batch.mask, "decoder_input_ids": batch.decoder_ids}
+
+
+def prefix_shared(segments: Tensor) -> Tensor:
+    """Returns [R, 1, T, T] bool: a token attends to the prompt and its own segment up to itself.
+
+    It is made where the segments are, so that a batch on its way to a GPU takes no T values for each token.
+
+    Args:
+        segments: [R, T], as in a `SlotBatch`. Padding attends to itself and the prompt, because a softmax over no
+            entries is NaN.
+    """
+    queries, keys = segments[:, :, None], segments[:, None, :]
+    width = segments.shape[1]
+    causal = torch.ones(width, width, dtype=torch.bool, device=segments.device).tril()
+    return (causal & ((keys == 0) | (keys == queries)))[:, None]
 
 
 def _attention(backbone: Backbone, allowed: Tensor) -> Tensor:

@@ -321,7 +321,7 @@ class SlotModel:
 
     def _packs(self, batch: SlotBatch) -> bool:
         """Whether a pass packs this batch: a plain causal one on the CPU, with enough padding."""
-        plain = batch.attention is None and batch.position_ids is None and batch.decoder_ids is None
+        plain = batch.segments is None and batch.position_ids is None and batch.decoder_ids is None
         allowed = self.backbone.packs and not self.needs_rows
         return plain and allowed and batch.mask.device.type == "cpu" and pays(batch)
 

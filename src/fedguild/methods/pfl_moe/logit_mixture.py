@@ -155,7 +155,7 @@ def doubled(batch: SlotBatch) -> SlotBatch:
         rows_per_slot=batch.rows_per_slot * 2,
         predict_at=torch.cat([batch.predict_at, batch.predict_at + side.numel()]),
         position_ids=twice(batch.position_ids),
-        attention=twice(batch.attention),
+        segments=twice(batch.segments),
         decoder_ids=twice(batch.decoder_ids),
         decoder_mask=twice(batch.decoder_mask),
     )

@@ -74,20 +74,17 @@ def widened(batch: SlotBatch, count: int) -> SlotBatch:
     """
     rows, width = batch.input_ids.shape
     row = batch.predict_at.div(width, rounding_mode="floor")
-    positions, attention = batch.position_ids, batch.attention
+    positions, segments = batch.position_ids, batch.segments
     if positions is not None:
         front = torch.arange(count, device=positions.device).expand(rows, count)
         positions = torch.cat([front, positions + count], dim=1)
-    if attention is not None:
-        among = torch.ones(count, count + width, dtype=torch.bool, device=attention.device).tril()
-        attention = torch.cat([among.expand(rows, 1, -1, -1), pad(attention, (count, 0), value=True)], dim=2)
     return replace(
         batch,
         input_ids=pad(batch.input_ids, (count, 0)),
         mask=pad(batch.mask, (count, 0), value=True),
         predict_at=batch.predict_at + count * (row + 1),
         position_ids=positions,
-        attention=attention,
+        segments=None if segments is None else pad(segments, (count, 0)),  # a part of the prompt
     )
 
 
