@@ -18,6 +18,7 @@ from fedguild.client.merge_ledger import (
     digest,
     merge_version,
     reaches,
+    without_merges,
 )
 from fedguild.errors import CheckpointError
 from fedguild.model.folding import folded
@@ -206,6 +207,12 @@ def test_a_ledger_of_an_earlier_release_is_read(tmp_path: Path) -> None:
     """Its files are not aligned."""
     write_sealed(tmp_path / "version-00001.merge", pack(change(1), {}))
     assert_holds(MergeLedger(tmp_path), MergeLedger(tmp_path).receive(download(1)), 1)
+
+
+def test_what_an_actor_gets_beside_a_ledger() -> None:
+    sent = without_merges(download(2, 1, 2))
+    assert list(sent.tensors) == ["adapter/x"]
+    assert sent.scalars == download(2).scalars
 
 
 def test_one_backbone_cannot_be_of_two_versions(tmp_path: Path) -> None:

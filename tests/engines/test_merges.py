@@ -13,9 +13,15 @@ from fedguild.engines.local import LocalEngine
 from fedguild.methods.flora import Flora, FloraSettings
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
+from fedguild.server import merge_history
 from fedguild.server.engine import Task
+from fedguild.server.low_rank import Factors
+from fedguild.server.merge_history import appended, echo, no_merges
+from fedguild.server.merge_history import delivery as delivery_of
+from fedguild.server.method import Upload
 from fedguild.server.round import RoundSetup
 from fedguild.server.rounds import run_round
+from fedguild.wire.codec import decode
 from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client
 
 CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 4), client(2, LARGE, 4)]
@@ -99,6 +105,30 @@ def test_a_round_that_fails_half_way_gives_the_backbone_back(
     assert caught.traceback
     assert not federation.backbone.is_merged
     assert federation.backbone.fingerprint() == before
+
+
+def test_each_version_is_encoded_once_for_all_rounds_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's store gets the new ones of a round, and forgets those that were folded."""
+    ray = pytest.importorskip("fedguild.engines.ray", reason="Ray is an extra")
+    monkeypatch.setattr(merge_history, "FLOOR", 0)
+    put: list[bytes] = []
+    stored = ray.StoredVersions(lambda content: put.append(content) or content)
+    ledger, state, who = MergeLedger(tmp_path), no_merges(), client(0, LARGE, 4)
+    for round in range(1, 12):
+        change = {"m": Factors(torch.full((2, 20), float(round)), torch.ones(10, 2))}
+        state = appended(state, change, [Upload(round, who, Payload({}, echo(delivery_of(state, who))))])
+        merges = ledger.receive(delivery_of(state, who))
+        before = len(put)
+        references = stored.references(merges, ledger.contents)
+        folds = sum(name.endswith(".change") for name in merges)
+        assert len(put) - before <= 1 + folds
+        assert len(put) > before
+        found = {name: tensor for content in references for name, tensor in decode(content).tensors.items()}
+        assert found.keys() == merges.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in merges.items())
+        assert stored.references(merges, ledger.contents) == references
+    assert len(put) < 11 + 11 // 3
+    assert folds == 1
 
 
 def test_nobody_to_train_is_nothing_to_merge(federation: Federation) -> None:

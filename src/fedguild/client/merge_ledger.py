@@ -60,6 +60,12 @@ def up_to(merges: Mapping[str, Tensor], version: int) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in merges.items() if int(name.partition("/")[0]) <= version}
 
 
+def without_merges(download: Payload) -> Payload:
+    """Returns a download without the changes of the backbone, for who gets them from a ledger."""
+    kept = {name: value for name, value in download.tensors.items() if not name.startswith(f"{MERGE}/")}
+    return Payload(kept, download.scalars)
+
+
 def reaches(merges: Mapping[str, Tensor], version: int) -> bool:
     """Whether merges tell the changes up to a version: not if it was folded into a later one."""
     found = by_version(merges)
@@ -84,10 +90,14 @@ class MergeLedger:
 
     Args:
         folder: Where the files are; it need not exist.
+
+    Attributes:
+        contents: Version -> the SHA-256 of its content, of what `receive` returned last.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.contents: dict[int, str] = {}
 
     @classmethod
     def beside(cls, memory: ClientMemory) -> MergeLedger:
@@ -137,13 +147,14 @@ class MergeLedger:
         if dense and not self._path(dense, dense=True).exists():
             self._fold(dense)
         found: dict[str, Tensor] = {}
-        chain = ""
+        chain, contents = "", {}
         for version in range(max(dense, 1), newest + 1):
             tensors, sum = self._mapped(self._path(version, dense=version == dense))
-            chain = _linked(chain, sum)
+            chain, contents[version] = _linked(chain, sum), sum.hex()
             found |= {f"{version}/{name}": tensor for name, tensor in tensors.items()}
         if chain != expected:
             raise CheckpointError(f"{self.folder} holds changes of the backbone that differ from the server's.", _CURE)
+        self.contents = contents
         self._remove_before(self._dense_up_to(newest - KEPT))
         return found
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedguild.activity import Note, unnoted
 from fedguild.client.memory import ClientMemory
-from fedguild.client.merge_ledger import MergeLedger
+from fedguild.client.merge_ledger import MergeLedger, by_version, without_merges
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import (
@@ -49,7 +49,7 @@ from fedguild.errors import CheckpointError, FedGuildError
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.ranks import TIMEOUT_SECONDS
-from fedguild.payload import Payload
+from fedguild.payload import Payload, with_part
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 from fedguild.server.method import Method
 from fedguild.wire.codec import encode
@@ -113,6 +113,7 @@ class RayEngine:
         self.private = private
         self.memory = memory
         self.ledger = ledger or MergeLedger.beside(memory)
+        self._versions = StoredVersions()
         self.cohort_size = cohort_size
         self.seed = seed
         self.on_step = on_step
@@ -183,6 +184,7 @@ class RayEngine:
         for team in self._teams:
             team.end()
         self._teams = []
+        self._versions.clear()
         if self._started_ray:
             ray.shutdown()
 
@@ -190,10 +192,11 @@ class RayEngine:
         if not planned:
             return
         try:
-            merges = self.ledger.receive(*(task.download for task, _ in planned))
+            changes = self.ledger.receive(*(task.download for task, _ in planned))
         except CheckpointError as error:
             yield from (Delivery(task, None, plan, failure=error.message) for task, plan in planned)
             return
+        merges = self._versions.references(changes, self.ledger.contents)
         cohorts = [cohort for members in plan_groups(planned) for cohort in self._cohorts(method, members)]
         scheduler = _Scheduler(
             method, cohorts, merges, self.memory, self._teams, self._new_team, deadline, self.private, self.note
@@ -327,13 +330,46 @@ class _Finished:
     payloads: Any
 
 
+class StoredVersions:
+    """The versions of the backbone's changes in Ray's object store, each encoded and put there once.
+
+    An actor fetches them when it must merge them; a node that has a version already does not get it again.
+
+    Args:
+        put: Stores an object and returns its reference.
+    """
+
+    def __init__(self, put: Callable[[Any], Any] = ray.put) -> None:
+        self._put = put
+        self._references: dict[str, Any] = {}
+
+    def references(self, merges: Mapping[str, Tensor], contents: Mapping[int, str]) -> list[Any]:
+        """Returns where each version is, in ascending order; drops those that are not among them.
+
+        Args:
+            merges: All changes, as the ledger returns them.
+            contents: Version -> what identifies its content.
+        """
+        held, self._references = self._references, {}
+        for version, tensors in by_version(merges).items():
+            key = f"{version} {contents[version]}"
+            if key not in held:
+                held[key] = self._put(encode(Payload(with_part(str(version), tensors))))
+            self._references[key] = held[key]
+        return list(self._references.values())
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        self._references = {}
+
+
 class _Scheduler:
     """The cohorts of one `train` call and their assignment to actors.
 
     Args:
         method: The method.
         cohorts: All of them, in client order.
-        merges: The changes that the backbone must hold.
+        merges: Where Ray has the changes that the backbone must hold.
         memory: What the clients keep between rounds.
         teams: The engine's actors; a dead one is replaced in place.
         new_team: Creates an actor.
@@ -345,7 +381,7 @@ class _Scheduler:
         self,
         method: Method,
         cohorts: Sequence[Sequence[Planned]],
-        merges: Mapping[str, Any],
+        merges: Sequence[Any],
         memory: ClientMemory,
         teams: list[_Team],
         new_team: Callable[[], _Team],
@@ -357,7 +393,7 @@ class _Scheduler:
         self.method, self.cohorts, self.memory = method, cohorts, memory
         self.teams, self.new_team, self.deadline = teams, new_team, deadline_seconds
         self.started = time.monotonic()
-        self.merges = ray.put(encode(Payload(merges)))
+        self.merges = list(merges)
         self.waiting = deque(range(len(cohorts)))
         self.idle = deque(range(len(teams)))
         self.busy: Counter[int] = Counter()
@@ -465,9 +501,9 @@ class _Scheduler:
         """Returns the reference of a download; one that several clients receive is stored once."""
         content = _content(download)
         if self.receivers[content] == 1:
-            return ray.put(encode(download))
+            return ray.put(encode(without_merges(download)))
         if content not in self.downloads:
-            self.downloads[content] = ray.put(encode(download))
+            self.downloads[content] = ray.put(encode(without_merges(download)))
         return self.downloads[content]
 
 

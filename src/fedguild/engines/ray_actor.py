@@ -283,17 +283,19 @@ class CohortActor:
         self.loads += 1
         return load_backbone(**options, ranks=self.ranks)
 
-    def _merge(self, digest: str, merges: bytes) -> None:
+    def _merge(self, digest: str, merges: bytes | Sequence[Any]) -> None:
         """Merges the changes that the cohort trains on into the backbone, unless it holds them already.
 
         Args:
             digest: Names the changes.
-            merges: The changes, encoded; not read if the backbone holds them.
+            merges: The changes, encoded, or where Ray has each version of them; not read if the backbone holds them.
         """
         if digest != self._merged_digest:
             self._merged.close()
             self._merged_digest = ""
-            self._merged.enter_context(self.trainer.backbone.merged(decode(merges).tensors))
+            parts = [merges] if isinstance(merges, bytes) else _fetched(merges)
+            tensors = {name: tensor for part in parts for name, tensor in decode(part).tensors.items()}
+            self._merged.enter_context(self.trainer.backbone.merged(tensors))
             self._merged_digest = digest
 
     def _free_bytes(self) -> int:
@@ -357,3 +359,11 @@ def unpack_rows(examples: Mapping[str, torch.Tensor], index: int) -> list[Encode
     rows = examples[f"{index}/ids"].split(examples[f"{index}/lengths"].tolist())
     prompts = examples[f"{index}/prompts"].tolist()
     return [Encoded(tuple(row.tolist()), prompt) for row, prompt in zip(rows, prompts, strict=True)]
+
+
+def _fetched(references: Sequence[Any]) -> list[bytes]:
+    """Returns what Ray's object store has under some references."""
+    import ray  # an actor that torchrun started has none
+
+    found: list[bytes] = ray.get(list(references))
+    return found

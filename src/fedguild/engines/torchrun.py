@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedguild.client.memory import ClientMemory
-from fedguild.client.merge_ledger import MergeLedger
+from fedguild.client.merge_ledger import MergeLedger, without_merges
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import (
@@ -244,7 +244,7 @@ class TorchrunEngine:
         arguments: list[tuple[Any, ...]] = []
         for cohort in volley:
             tasks = [task for task, _ in cohort]
-            downloads = [encode(task.download) for task in tasks]
+            downloads = [encode(without_merges(task.download)) for task in tasks]
             memories = [encode(self.memory.load(task.client.name, task.round)) for task in tasks]
             keep_trained = self.memory.trained is not None
             job = job_of(method, cohort, keep_trained=keep_trained, private=self.private)
