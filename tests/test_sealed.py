@@ -3,7 +3,7 @@ import hashlib
 import pytest
 
 from fedguild.errors import CheckpointError
-from fedguild.sealed import read_sealed, remove_leftovers, write_sealed
+from fedguild.sealed import map_sealed, read_sealed, remove_leftovers, write_sealed
 
 CONTENT = bytes(range(256)) * 3
 
@@ -30,6 +30,20 @@ def test_one_flipped_bit_is_noticed(tmp_path, position):
     path.write_bytes(damaged)
     with pytest.raises(CheckpointError, match="file is damaged"):
         read_sealed(path)
+
+
+@pytest.mark.parametrize("position", [0, 63, 64, 65, 126, 127, 128, -1])
+def test_one_flipped_bit_of_an_aligned_file_is_noticed(tmp_path, position):
+    """Whether it is read or mapped; also where the bit is in the padding."""
+    path = tmp_path / "file"
+    write_sealed(path, CONTENT, aligned=True)
+    assert read_sealed(path) == bytes(map_sealed(path)[0]) == CONTENT
+    damaged = bytearray(path.read_bytes())
+    damaged[position] ^= 1
+    path.write_bytes(damaged)
+    for reading in (read_sealed, map_sealed):
+        with pytest.raises(CheckpointError, match="file is damaged"):
+            reading(path)
 
 
 @pytest.mark.parametrize("length", [0, 10, 65, 800])

@@ -30,7 +30,7 @@ def write_sealed(path: Path, content: bytes, *, aligned: bool = False) -> None:
         FedGuildError: the file cannot be written; `path` keeps its content.
     """
     with replacing(path) as temporary, open(temporary, "wb") as file:
-        file.write(_seal(content).rstrip().ljust(_ALIGNED_BYTES - 1) + b"\n" if aligned else _seal(content))
+        file.write(_seal(hashlib.sha256(content), aligned=aligned))
         file.write(content)
 
 
@@ -48,7 +48,7 @@ def read_sealed(path: Path) -> bytes:
             content = file.read()
     except OSError as error:
         raise CheckpointError(f"Cannot read {path}: {error.strerror or error}.") from error
-    if seal.rstrip() + b"\n" != _seal(content):
+    if seal != _seal(hashlib.sha256(content), aligned=len(seal) > _SEAL_BYTES):
         raise CheckpointError(f"{path} is damaged: its checksum does not match its {len(content)} bytes of content.")
     return content
 
@@ -71,7 +71,7 @@ def map_sealed(path: Path) -> tuple[memoryview, bytes]:
         return content, hashlib.sha256(content).digest()
     content = whole[_ALIGNED_BYTES:]
     found = hashlib.sha256(content)
-    if bytes(whole[:_ALIGNED_BYTES]).rstrip() != found.hexdigest().encode():
+    if bytes(whole[:_ALIGNED_BYTES]) != _seal(found, aligned=True):
         raise CheckpointError(f"{path} is damaged: its checksum does not match its {len(content)} bytes of content.")
     return content, found.digest()
 
@@ -82,5 +82,6 @@ def remove_leftovers(folder: Path, *, below: bool = False) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def _seal(content: bytes) -> bytes:
-    return hashlib.sha256(content).hexdigest().encode() + b"\n"
+def _seal(checksum: hashlib._Hash, *, aligned: bool) -> bytes:
+    line = checksum.hexdigest().encode()
+    return (line.ljust(_ALIGNED_BYTES - 1) if aligned else line) + b"\n"

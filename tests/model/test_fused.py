@@ -118,7 +118,7 @@ def test_a_library_that_fails_leaves_the_model_as_it_is(monkeypatch, capsys):
     assert torch.equal(model(ids).logits, before)
     told = "Qwen2MoeRMSNorm computes without a fused kernel: RuntimeError: at 12:4: cannot compile"
     lines = capsys.readouterr().err.splitlines()
-    assert told in lines
+    assert any(line.endswith(told) for line in lines)
     assert len(lines) == 4
     monkeypatch.setattr(fused, "liger", failing)
     assert fuse(model, CPU, torch.float32) == {}

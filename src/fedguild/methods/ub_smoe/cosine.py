@@ -6,9 +6,8 @@ numbers of experts; the state has the mean over the clients that measured it, by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from fedguild.client.cohort import Cohort
 from fedguild.data.batches import Encoded, collate
 from fedguild.methods.ub_smoe.names import COSINE
 from fedguild.model.info import ModelInfo
-from fedguild.model.slots import SlotModel
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.method import Upload
 
@@ -121,7 +119,8 @@ def _add_inactive(
         for _ in cohort.passes(rows):
             pass
     cohort.optimizer.zero_grad()
-    with _all_active(cohort.model):
+    info = cohort.model.backbone.info
+    with cohort.model.activating([info.top_k] * cohort.model.slots):
         cohort.model.token_losses(collate(rows, cohort.pad_id, cohort.model.seq2seq)).sum().backward()
     for layer, counts in zip(names, routing.counts, strict=True):
         for name in layer:
@@ -155,14 +154,3 @@ def _cosine(
     sums, measured = (torch.cat([each, each.sum(dim=0, keepdim=True)]) for each in (sums, measured))
     norms = (sums[:, 1] * sums[:, 2]).sqrt()
     return Cosine(torch.where(norms > 0, sums[:, 0] / norms.clamp(min=torch.finfo(norms.dtype).tiny), 0.0), measured)
-
-
-@contextmanager
-def _all_active(model: SlotModel) -> Iterator[None]:
-    """Inside the block, runs every slot with as many active experts as the model has."""
-    plans = model.plans
-    model.plans = tuple(replace(plan, active_experts=None) for plan in plans)
-    try:
-        yield
-    finally:
-        model.plans = plans
