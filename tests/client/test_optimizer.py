@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedguild.client import slot_major
 from fedguild.client.optimizer import SlotOptimizer
@@ -11,9 +12,12 @@ from fedguild.config.training import TrainingSettings
 from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
+from fedguild.model.backbone import make_backbone
+from fedguild.model.kernels import adam
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
-from tests.backbones import random_adapter, tiny_backbone
+from tests.backbones import random_adapter, tiny_backbone, tiny_model
+from tests.model.kernels import let_run
 from tests.oracles.optimizer import ClientOptimizer
 
 PLAN = AdapterPlan((Lora(4, 1.0, ("q_proj", "router", "experts")), OutputScale("per_layer")))
@@ -35,9 +39,21 @@ KINDS = {
 }
 
 
+ADAM = {name: KINDS[name] for name in ("adamw", "adam with decay")}
+"""What a kernel of ours does on a GPU."""
+WAYS = [pytest.param((), settings, id=name) for name, settings in KINDS.items()]
+WAYS += [pytest.param(("optimizer",), settings, id=f"{name}, by the kernel") for name, settings in ADAM.items()]
+
+
 @pytest.fixture(scope="module")
 def backbone():
     return tiny_backbone("olmoe", dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def small_backbone():
+    """For Triton's interpreter, which takes a millisecond for each (expert, slot) of each factor."""
+    return tiny_backbone("olmoe", dtype=torch.float64, num_hidden_layers=1, num_experts=4)
 
 
 def put_gradients(model: SlotModel, step: int) -> list[dict[str, torch.Tensor]]:
@@ -50,9 +66,24 @@ def put_gradients(model: SlotModel, step: int) -> list[dict[str, torch.Tensor]]:
     return grads
 
 
+def random_masks(model: SlotModel, step: int) -> dict[str, torch.Tensor]:
+    """Which experts each slot updates, [M, S] by name: all in the first step, then others in each."""
+    rng = torch.Generator().manual_seed(step)
+    of_experts = {name: t.stored.shape[:2] for name, t in model.trainables.items() if t.axis == 1}
+    return {
+        name: (torch.rand(*shape[::-1], generator=rng) < (0.6 if step else 2)).T for name, shape in of_experts.items()
+    }
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("clip", [None, 5.0], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS.keys())
-def test_every_slot_is_updated_as_by_its_own_torch_optimizer(backbone, settings, clip):
+@pytest.mark.parametrize(("names", "settings"), WAYS)
+def test_every_slot_is_updated_as_by_its_own_torch_optimizer(
+    backbone, small_backbone, names, settings, clip, masked, monkeypatch
+):
+    """With unequal rates, slots that rest or have finished, and experts that a slot leaves alone."""
+    let_run(monkeypatch, names)
+    backbone = small_backbone if names else backbone
     starts = [random_adapter(backbone.info, plan, slot) for slot, plan in enumerate(PLANS)]
     alone = [ClientOptimizer({name: value.clone() for name, value in start.items()}, settings) for start in starts]
     with SlotModel(backbone, PLANS) as model:
@@ -61,19 +92,24 @@ def test_every_slot_is_updated_as_by_its_own_torch_optimizer(backbone, settings,
         optimizer = SlotOptimizer(model.trainables, settings)
         for step, rates in enumerate(RATES):
             grads = put_gradients(model, step)
+            masks = random_masks(model, step) if masked else {}
             norms = optimizer.clip(float("inf") if clip is None else clip)
-            optimizer.step(rates)
+            optimizer.step(rates, masks)
             for slot, rate in enumerate(rates):
                 if rate is not None:
-                    assert alone[slot].step(grads[slot], rate, clip) == pytest.approx(norms[slot].item(), rel=1e-12)
+                    own = {name: mask[:, slot] for name, mask in masks.items()}
+                    norm = alone[slot].step(grads[slot], rate, clip, own)
+                    assert norm == pytest.approx(norms[slot].item(), rel=1e-12)
         for slot, client in enumerate(alone):
             for name, value in model.read(slot).items():
                 assert torch.allclose(value, client.tensors[name].detach(), rtol=1e-12, atol=1e-13), name
                 assert not torch.equal(value, starts[slot][name])
 
 
-@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS.keys())
-def test_a_slot_that_does_not_step_keeps_weights_and_moments(backbone, settings):
+@pytest.mark.parametrize(("names", "settings"), WAYS)
+def test_a_slot_that_does_not_step_keeps_weights_and_moments(backbone, small_backbone, names, settings, monkeypatch):
+    let_run(monkeypatch, names)
+    backbone = small_backbone if names else backbone
     with SlotModel(backbone, PLANS) as model:
         for slot, plan in enumerate(PLANS):
             model.load(slot, random_adapter(backbone.info, plan, slot))
@@ -98,8 +134,10 @@ def test_a_slot_that_does_not_step_keeps_weights_and_moments(backbone, settings)
         assert optimizer.steps == [2, 1, 2]
 
 
-@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS.keys())
-def test_ranks_beyond_a_slots_own_stay_exactly_zero(backbone, settings):
+@pytest.mark.parametrize(("names", "settings"), WAYS)
+def test_ranks_beyond_a_slots_own_stay_exactly_zero(backbone, small_backbone, names, settings, monkeypatch):
+    let_run(monkeypatch, names)
+    backbone = small_backbone if names else backbone
     with SlotModel(backbone, PLANS) as model:
         for slot, plan in enumerate(PLANS):
             model.load(slot, random_adapter(backbone.info, plan, slot))
@@ -151,8 +189,8 @@ def test_forgetting_the_gradients(backbone):
         assert all(torch.equal(before[name], value) for name, value in model.read(0).items())
 
 
-def trained(backbone, plans, seeds, settings, rates):
-    """Every slot's weights after steps with gradients that depend on the slot's seed alone."""
+def trained(backbone, plans, seeds, settings, rates, *, masked=False):
+    """Every slot's weights after steps with gradients, and experts left out, that depend on the slot's seed alone."""
     with SlotModel(backbone, plans) as model:
         for slot, (plan, seed) in enumerate(zip(plans, seeds, strict=True)):
             model.load(slot, random_adapter(backbone.info, plan, seed))
@@ -164,23 +202,42 @@ def trained(backbone, plans, seeds, settings, rates):
                 for name, value in random_adapter(backbone.info, plan, 100 * (step + 1) + seed).items():
                     trainable = model.trainables[name]
                     trainable.own(slot, of=trainable.stored.grad).copy_(value)
-            optimizer.step([of_slot[step] for of_slot in rates])
+            masks = {}
+            if masked:
+                count = backbone.info.moe[0].num_experts
+                rngs = [torch.Generator().manual_seed(100 * step + seed) for seed in seeds]
+                rows = [torch.rand(count, generator=rng) < 0.6 for rng in rngs]
+                experts = [name for name, trainable in model.trainables.items() if trainable.axis == 1]
+                masks = dict.fromkeys(experts, torch.stack(rows, dim=1))
+            optimizer.step([of_slot[step] for of_slot in rates], masks)
         return [model.read(slot) for slot in range(len(plans))]
 
 
 @pytest.mark.parametrize("piece", [slot_major.PIECE["cpu"], 64], ids=["large pieces", "small pieces"])
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS.keys())
 @pytest.mark.parametrize("extra", [OutputScale("per_layer"), FullRouter()], ids=["output scales", "full routers"])
-def test_a_slots_bits_are_those_alone(settings, piece, extra, monkeypatch):
+def test_a_slots_bits_are_those_alone(settings, piece, extra, masked, monkeypatch):
     """fp32, by `torch.equal`: in step, then at rates of their own, resting, finished; some sizes fill no lanes."""
     monkeypatch.setitem(slot_major.PIECE, "cpu", piece)
-    backbone = tiny_backbone("olmoe", hidden_size=20, intermediate_size=9)
+    assert_bits_are_those_alone(settings, extra, masked=masked)
+
+
+@pytest.mark.parametrize("settings", [ADAM["adamw"], ADAM["adam with decay"]], ids=["adamw", "adam with decay"])
+def test_a_slots_bits_are_those_alone_by_the_kernel(settings, monkeypatch):
+    let_run(monkeypatch, ["optimizer"])
+    assert_bits_are_those_alone(settings, OutputScale("per_layer"), masked=True, num_hidden_layers=1, num_experts=4)
+
+
+def assert_bits_are_those_alone(settings, extra, *, masked, **changes):
+    backbone = tiny_backbone("olmoe", hidden_size=20, intermediate_size=9, **changes)
     plan = AdapterPlan((Lora(4, 1.0, ("q_proj", "experts")), extra))
     plans, seeds = [plan, plan.with_lora(rank=1), plan.with_lora(rank=3)], [7, 8, 9]
     rates = list(zip(*RATES, strict=True))
-    beside = trained(backbone, plans, seeds, settings, rates)
+    beside = trained(backbone, plans, seeds, settings, rates, masked=masked)
     for slot in range(3):
-        (alone,) = trained(backbone, plans[slot : slot + 1], seeds[slot : slot + 1], settings, rates[slot : slot + 1])
+        own = slice(slot, slot + 1)
+        (alone,) = trained(backbone, plans[own], seeds[own], settings, rates[own], masked=masked)
         for name, value in alone.items():
             assert torch.equal(beside[slot][name], value), (slot, name)
 
@@ -223,3 +280,57 @@ def test_calls_do_not_grow_with_experts(slots, monkeypatch):
         )
         counts.append((len(calls), sum(calls)))
     assert counts[0] == counts[1] == (2 * slots, 2 * slots)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_a_step_is_as_many_launches_for_any_model_and_cohort(masked, monkeypatch):
+    """Of the kernel two, rows that fill 16 bytes and those that do not; from the host one small table to each.
+
+    Clipping reads each gradient once, and nothing of its size is written.
+    """
+    let_run(monkeypatch, ["optimizer"], "meta")
+    launches = []
+    original = adam._launch
+    monkeypatch.setattr(adam, "_launch", lambda *args, **options: launches.append(original(*args, **options)))
+    operations = set()
+    for slots, changes in ((2, {}), (5, {}), (2, {"num_experts": 32}), (2, {"num_hidden_layers": 4})):
+        backbone = make_backbone(tiny_model("olmoe", **changes).to("meta"), None, name="without values")
+        with SlotModel(backbone, [PLAN] * slots) as model:
+            optimizer = SlotOptimizer(model.trainables, KINDS["adamw"])
+            rates: list[float | None] = [0.1 * (slot + 1) for slot in range(slots)]
+            rates[-1] = None
+            masks = random_masks(model, 1) if masked else {}
+            for _ in range(2):
+                launches.clear()
+                with Written() as clipping:
+                    for trainable in model.trainables.values():
+                        trainable.stored.grad = torch.empty_like(trainable.stored)
+                    clipping.clear()
+                    optimizer.clip(1.0)
+                with Written() as stepping:
+                    optimizer.step(rates, masks)
+            largest = max(trainable.stored.numel() for trainable in model.trainables.values())
+            assert clipping.operations <= 2 * len(model.trainables) + 12
+            assert clipping.largest < largest / 8
+            assert len(launches) == 2
+            assert stepping.largest <= adam.COLUMNS * len(model.trainables) + adam.NUMBERS * (slots + 1)
+            operations.add(stepping.operations)
+    assert len(operations) == 1
+
+
+class Written(TorchDispatchMode):
+    """Counts the operations of torch, and the elements of the largest new tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.clear()
+
+    def clear(self):
+        self.operations = self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if not function.is_view and function is not torch.ops.aten.detach.default:
+            self.operations += 1
+            self.largest = max(self.largest, out.numel() if isinstance(out, torch.Tensor) else 0)
+        return out

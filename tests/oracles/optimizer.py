@@ -37,8 +37,24 @@ class ClientOptimizer:
         kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
         return kind(groups, lr=1.0, betas=settings.betas, eps=settings.eps)
 
-    def step(self, grads: Mapping[str, Tensor], rate: float, clip_norm: float | None) -> float:
-        """Updates the tensors; returns the gradient's norm before clipping."""
+    def step(
+        self,
+        grads: Mapping[str, Tensor],
+        rate: float,
+        clip_norm: float | None,
+        updated: Mapping[str, Tensor] | None = None,
+    ) -> float:
+        """Updates the tensors; returns the gradient's norm before clipping.
+
+        Args:
+            grads: Name -> gradient.
+            rate: The learning rate.
+            clip_norm: The largest norm; None for no clipping.
+            updated: Name -> [M] bool, the experts that step; the values and moments of all others are put back.
+        """
+        before = {
+            name: [whole.detach().clone() for whole in self._changing(self.tensors[name])] for name in updated or {}
+        }
         for name, tensor in self.tensors.items():
             tensor.grad = grads[name].clone()
         norm = torch.nn.utils.clip_grad_norm_(
@@ -47,4 +63,15 @@ class ClientOptimizer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        for name, kept in (updated or {}).items():
+            now = self._changing(self.tensors[name])
+            old = before[name] + [torch.zeros_like(value) for value in now[len(before[name]) :]]
+            for value, previous in zip(now, old, strict=True):
+                value.detach()[~kept] = previous[~kept]
         return float(norm)
+
+    def _changing(self, tensor: Tensor) -> list[Tensor]:
+        """Returns a tensor, and its moments as far as there are any."""
+        state = self.optimizer.state[tensor]
+        kinds = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+        return [tensor, *(state[kind] for kind in kinds if state.get(kind) is not None)]

@@ -25,6 +25,7 @@ from fedguild.data.batches import Encoded, SlotBatch, collate
 from fedguild.errors import ConfigError
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.moe.statistics import RoutingStatistics
+from fedguild.model.on_device import on_device
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
@@ -381,8 +382,7 @@ class Step:
         self._report(sums.detach(), counts)
         if self.is_update:
             self.cohort.read_losses()
-        whole = torch.tensor([max(1, count) for count in self._targets], dtype=sums.dtype)
-        return sums / whole.to(sums.device, non_blocking=True)
+        return sums / on_device([max(1, count) for count in self._targets], sums.device, sums.dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of [S] per-client losses; each client's reach its own slot only."""
@@ -395,7 +395,7 @@ class Step:
         weighs as much as the loss. A client that has finished gives 0.
         """
         parts = [targets_of(rows) / max(1, whole) for rows, whole in zip(self._rows, self._targets, strict=True)]
-        return torch.tensor(parts, device=self.cohort.model.device)
+        return on_device(parts, self.cohort.model.device)
 
     def activations(self) -> tuple[Tensor, Tensor]:
         """Returns the tokens that the MoE layers processed since the optimizer step began, padding excluded.

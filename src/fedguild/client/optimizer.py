@@ -1,10 +1,14 @@
 """SGD, Adam and AdamW for all clients of a cohort at once, each with its own learning rate and step count.
 
-torch's fused kernels do the work. While all clients are at the same step with the same rate, they update each tensor as
-it is stored. They still do when some clients rest or have finished, as long as most have not: the others' gradients and
-moments are zero then, which changes no weight, and their moments wait elsewhere (`_Resting`). At rates of
-their own, the moments lie slot by slot (`slot_major.py`), and every client's part of them is updated in a few large
-pieces. A client that does not step keeps its weights and its moments untouched.
+On a GPU with Triton, one kernel of our own takes every step of Adam and AdamW (`model/kernels/adam.py`): each slot's
+rate, count and clipping factor, and the entries to leave out, are numbers that it reads on the device.
+
+Elsewhere, and for SGD, torch's fused kernels do the work. While all clients are at the same step with the same rate,
+they update each tensor as it is stored. They still do when some clients rest or have finished, as long as most have
+not: the others' gradients and moments are zero then, which changes no weight, and their moments wait elsewhere
+(`_Resting`). At rates of their own, the moments lie slot by slot (`slot_major.py`), and every client's part of them is
+updated in a few large pieces. A client that does not step keeps its weights and its moments untouched, and so do the
+experts that it leaves out: what an update did to them is undone.
 
 A client gets the same bits either way, and the same as alone.
 """
@@ -12,15 +16,16 @@ A client gets the same bits either way, and the same as alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.optim.sgd import sgd
 
 from fedguild.client.slot_major import SlotMajor, is_aligned
 from fedguild.config.training import TrainingSettings
+from fedguild.model import kernels
 from fedguild.model.adapters.storage import SlotTensor
 
 Together = Mapping[tuple[float, int], Sequence[int]]
@@ -44,9 +49,11 @@ class SlotOptimizer:
         self.second: list[Tensor] = []
         self._apart: list[SlotMajor] = []
         self._resting: dict[int, _Resting] = {}
+        self._factor: Tensor | None = None
 
     def zero_grad(self) -> None:
         """Discards the gradients."""
+        self._factor = None
         for trainable in self.trainables:
             trainable.stored.grad = None
 
@@ -54,7 +61,8 @@ class SlotOptimizer:
     def clip(self, max_norm: float) -> Tensor:
         """Scales each slot's gradient to at most `max_norm`; returns the norms [S] before clipping, on the device.
 
-        Nothing is copied to the host, and on a GPU nothing waits for a value.
+        Nothing is copied to the host, and on a GPU nothing waits for a value. Where a kernel of ours takes the step, it
+        is that which scales the gradients, as it reads them.
         """
         graded = [t for t in self.trainables if t.stored.grad is not None]
         if not graded:
@@ -64,7 +72,9 @@ class SlotOptimizer:
         exact = all_squares.float() if all_squares.device.type == "mps" else all_squares.double()  # which has no fp64
         norms = exact.sum(dim=0).sqrt()
         factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
-        if factor.device.type != "cpu" or bool((factor < 1).any()):
+        if self._by_kernel():
+            self._factor = factor
+        elif factor.device.type != "cpu" or bool((factor < 1).any()):
             for trainable in graded:
                 grad = _grad(trainable)
                 grad.mul_(trainable.slot_factor(factor.to(grad.dtype)))
@@ -82,15 +92,59 @@ class SlotOptimizer:
         """
         if not any(self.steps):
             self._allocate()
+        factor, self._factor = self._factor, None
         together: dict[tuple[float, int], list[int]] = defaultdict(list)
         for slot, rate in enumerate(rates):
             if rate is not None:
                 self.steps[slot] += 1
                 together[(rate, self.steps[slot])].append(slot)
         graded = [index for index, trainable in enumerate(self.trainables) if trainable.stored.grad is not None]
-        chosen = {index: updated.get(self.trainables[index].name) if updated else None for index in graded}
-        whole = [index for index, mask in chosen.items() if mask is None]
-        stored = [index for index in whole if not self._owner(index)]
+        names = {index: self.trainables[index].name for index in graded}
+        masks = {index: updated[name] for index, name in names.items() if updated and name in updated}
+        if self._by_kernel():
+            self._update_by_kernel(rates, graded, masks, factor)
+        else:
+            self._update_by_torch(rates, together, graded, masks)
+        if together:  # fused kernels do not count as changes, which casts of the factors watch
+            torch.autograd.graph.increment_version([self.trainables[index].stored for index in graded])
+
+    def _by_kernel(self) -> bool:
+        """Whether a kernel of ours takes the steps."""
+        if self.settings.optimizer == "sgd" or not self.trainables:
+            return False
+        kinds = {trainable.stored.dtype for trainable in self.trainables}
+        exact = kinds <= {torch.float32, torch.float64}
+        return exact and kernels.runs("optimizer", self.trainables[0].stored.device)
+
+    def _update_by_kernel(
+        self, rates: Sequence[float | None], graded: Sequence[int], masks: Mapping[int, Tensor], factor: Tensor | None
+    ) -> None:
+        """Updates all slots that step, at once."""
+        from fedguild.model.kernels.adam import Update, adam_step
+
+        updates = defaultdict(list)
+        for index in graded:
+            trainable = self.trainables[index]
+            value, *moments = self._tensors(index)
+            update = Update(value, _grad(trainable), *moments, trainable.axis, trainable.decays, masks.get(index))
+            updates[value.dtype].append(update)
+        for of_dtype in updates.values():
+            adam_step(
+                of_dtype,
+                rates,
+                self.steps,
+                betas=self.settings.betas,
+                eps=self.settings.eps,
+                decay=self.settings.weight_decay,
+                decoupled=self.settings.optimizer == "adamw",
+                factor=factor,
+            )
+
+    def _update_by_torch(
+        self, rates: Sequence[float | None], together: Together, graded: Sequence[int], masks: Mapping[int, Tensor]
+    ) -> None:
+        """Updates all slots that step, those that take the same step together."""
+        stored = [index for index in graded if not self._owner(index)]
         resting = [slot for slot, rate in enumerate(rates) if rate is None]
         at_once = len(together) == 1 and 2 * len(resting) <= self.slots
         self._rest(resting if at_once else [])
@@ -98,16 +152,16 @@ class SlotOptimizer:
             self._set_apart(stored)
         for decays in (True, False):
             decay = self.settings.weight_decay if decays else 0.0
-            of_kind = {index for index in whole if self.trainables[index].decays == decays}
+            of_kind = {index for index in graded if self.trainables[index].decays == decays}
             if at_once:
-                self._update_stored([index for index in stored if index in of_kind], together, decay, resting)
+                here = [index for index in stored if index in of_kind]
+                self._update_stored([index for index in here if index not in masks], together, decay, resting)
+                for index in (index for index in here if index in masks):
+                    with _unless(masks[index], self._tensors(index)):
+                        self._update_stored([index], together, decay, resting)
             for owner in self._apart:
-                self._update_apart(owner, [index for index in owner.places if index in of_kind], together, decay)
-        for index, mask in chosen.items():
-            if mask is not None:
-                self._update_entries(index, mask, together)
-        if together:  # fused kernels do not count as changes, which casts of the factors watch
-            torch.autograd.graph.increment_version([self.trainables[index].stored for index in graded])
+                indices = [index for index in owner.places if index in of_kind]
+                self._update_apart(owner, indices, together, decay, masks)
 
     def _allocate(self) -> None:
         """Creates the moments, which passes that only compute gradients do not need."""
@@ -116,10 +170,15 @@ class SlotOptimizer:
         self.first = [torch.zeros_like(t.stored, requires_grad=False) for t in self.trainables] if has_first else []
         self.second = [torch.zeros_like(t.stored, requires_grad=False) for t in self.trainables] if has_second else []
         self._apart = []
-        self._set_apart([index for index, trainable in enumerate(self.trainables) if not is_aligned(trainable)])
+        if not self._by_kernel():
+            self._set_apart([index for index, trainable in enumerate(self.trainables) if not is_aligned(trainable)])
 
     def _moments(self) -> list[list[Tensor]]:
         return [kind for kind in (self.first, self.second) if kind]
+
+    def _tensors(self, index: int) -> list[Tensor]:
+        """Returns what an update changes of a trainable: its values and moments."""
+        return [self.trainables[index].stored.detach(), *(kind[index] for kind in self._moments())]
 
     def _owner(self, index: int) -> SlotMajor | None:
         """Returns what holds a trainable's moments slot by slot; None if they are stored like the trainable."""
@@ -169,8 +228,15 @@ class SlotOptimizer:
         if before:
             torch._foreach_copy_(resting_values, before)
 
-    def _update_apart(self, owner: SlotMajor, indices: list[int], together: Together, decay: float) -> None:
-        """Updates each slot's part of some trainables at its own rate and count."""
+    def _update_apart(
+        self,
+        owner: SlotMajor,
+        indices: list[int],
+        together: Together,
+        decay: float,
+        masks: Mapping[int, Tensor],
+    ) -> None:
+        """Updates each slot's part of some trainables at its own rate and count, where their masks allow it."""
         if not indices:
             return
         grads = {index: _grad(self.trainables[index]) for index in indices}
@@ -179,22 +245,12 @@ class SlotOptimizer:
         for piece in owner.pieces(indices):
             piece.gather(grads, changes_only=changes_only)
             moments = [rows[:, piece.start : piece.end] for rows in owner.moments]
-            for (rate, count), slots in together.items():
-                rows = [[of_all[slot] for slot in slots] for of_all in (piece.values, piece.grads, *moments)]
-                self._kernel(rows[0], rows[1], rows[2:], rate, count, decay)
+            mask = piece.mask(masks)
+            with nullcontext() if mask is None else _unless(mask, [piece.values, *moments]):
+                for (rate, count), slots in together.items():
+                    rows = [[of_all[slot] for slot in slots] for of_all in (piece.values, piece.grads, *moments)]
+                    self._kernel(rows[0], rows[1], rows[2:], rate, count, decay)
             piece.scatter(changes_only=changes_only)
-
-    def _update_entries(self, index: int, updated: Tensor, together: Together) -> None:
-        """Updates the entries [M, S] of a trainable that a mask selects."""
-        trainable = self.trainables[index]
-        decay = self.settings.weight_decay if trainable.decays else 0.0
-        tensors = [trainable.stored.detach(), _grad(trainable), *(kind[index] for kind in self._moments())]
-        for (rate, count), slots in together.items():
-            wanted = torch.zeros_like(updated)
-            wanted[:, slots] = updated[:, slots]
-            parts = [list(_entries(tensor, wanted, one_by_one=bool(self._owner(index)))) for tensor in tensors]
-            if parts[0]:
-                self._kernel(parts[0], parts[1], parts[2:], rate, count, decay)
 
     def _kernel(
         self,
@@ -258,22 +314,22 @@ class _Resting:
             torch._foreach_copy_(self._places, self._values)
 
 
-def _entries(tensor: Tensor, wanted: Tensor, *, one_by_one: bool) -> Iterable[Tensor]:
-    """Yields the contiguous pieces of a storage [M, S, …] that a mask [M, S] selects."""
-    if one_by_one:
-        for entry, slot in wanted.nonzero().tolist():
-            yield tensor[entry, slot]
-        return
-    edges = torch.diff(pad(wanted.flatten().int(), (1, 1))).nonzero().flatten().tolist()
-    rows = tensor.flatten(0, 1)
-    for start, end in zip(edges[::2], edges[1::2], strict=True):
-        yield rows[start:end]
+@contextmanager
+def _unless(mask: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Undoes what the block changes of some tensors, except where a mask of their leading axes is True."""
+    before = [tensor.clone() for tensor in tensors]
+    yield
+    for tensor, old in zip(tensors, before, strict=True):
+        torch.where(mask.view(*mask.shape, *[1] * (tensor.dim() - mask.dim())), tensor, old, out=tensor)
 
 
 def _squares(grad: Tensor, axis: int) -> Tensor:
-    """Returns [S], the sum of each slot's squares."""
+    """Returns [S], the sum of each slot's squares; off a CPU in one reading, without a tensor of the squares."""
     others = [other for other in range(grad.dim()) if other != axis]
-    return grad.square().sum(others) if others else grad.square()
+    if not others or grad.device.type == "cpu":
+        return grad.square().sum(others) if others else grad.square()
+    norms: Tensor = torch.linalg.vector_norm(grad, dim=others)
+    return norms.square()
 
 
 def _grad(trainable: SlotTensor) -> Tensor:

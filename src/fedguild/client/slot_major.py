@@ -44,6 +44,7 @@ class _Part:
         last: Row behind the last.
         values: Its stored values there, [S, last - first, …], a view.
         windows: The same shape of the scratch memory for values and for gradients, views.
+        places: Where they begin and end in a slot's row of the piece.
     """
 
     index: int
@@ -52,6 +53,7 @@ class _Part:
     last: int
     values: Tensor
     windows: tuple[Tensor, Tensor]
+    places: tuple[int, int]
 
     def of(self, stored: Tensor) -> Tensor:
         """Returns the same part [S, last - first, …] of another tensor of the trainable's stored shape."""
@@ -90,6 +92,21 @@ class Piece:
         else:
             torch._foreach_copy_(self._value_windows, self._stored)
         torch._foreach_copy_(self._grad_windows, [part.of(grads[part.index]) for part in self._parts])
+
+    def mask(self, masks: Mapping[int, Tensor]) -> Tensor | None:
+        """Returns [S, end - start] bool, where an update counts; None where it does everywhere.
+
+        Args:
+            masks: Index -> [M, S] bool of a trainable whose rows M not all slots update.
+        """
+        if not any(part.index in masks for part in self._parts):
+            return None
+        whole = torch.ones_like(self.values, dtype=torch.bool)
+        for part in self._parts:
+            if part.index in masks:
+                window = whole[:, slice(*part.places)].unflatten(1, (part.last - part.first, -1))
+                window.copy_(masks[part.index].T[:, part.first : part.last, None].expand_as(window))
+        return whole
 
     def scatter(self, *, changes_only: bool) -> None:
         """Copies the values back, or adds the changes to them."""
@@ -167,7 +184,8 @@ class SlotMajor:
         values = _by_slot(trainable.stored.detach(), trainable.axis)[:, first:last]
         place = self.places[index] + first * math.prod(values.shape[2:]) - start
         windows = _window(scratch[0], place, values), _window(scratch[1], place, values)
-        return _Part(index, trainable.axis, first, last, values, windows)
+        places = place, place + math.prod(values.shape[1:])
+        return _Part(index, trainable.axis, first, last, values, windows, places)
 
 
 def _whole_lanes(elements: int) -> int:

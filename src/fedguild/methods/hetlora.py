@@ -53,6 +53,7 @@ from fedguild.errors import ConfigError
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.info import ModelInfo
+from fedguild.model.on_device import kept_on_device
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.secure.form import Contribution, Form
@@ -322,7 +323,7 @@ def _tail_norms(tensor: SlotTensor, starts: Sequence[int]) -> Tensor:
     by_rank = tensor.stored if tensor.swapped else tensor.stored.movedim(_axis(tensor.name), -2)  # [.., R, width]
     tail = by_rank.movedim(tensor.axis, 0)[..., first:, :]
     rows = torch.arange(first, by_rank.shape[-2], device=tail.device)
-    in_tail = rows >= torch.tensor(starts, device=tail.device)[:, None]
+    in_tail = rows >= kept_on_device(tuple(starts), tail.device)[:, None]
     in_tail = in_tail.reshape(len(starts), *[1] * (tail.dim() - 3), len(rows), 1)
     norms: Tensor = torch.linalg.vector_norm(tail * in_tail, dim=(-2, -1))
     return norms

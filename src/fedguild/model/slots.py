@@ -19,6 +19,7 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.chunked_loss import chunk_rows, chunked_losses
 from fedguild.model.inputs import model_inputs
 from fedguild.model.moe.statistics import RoutingStatistics
+from fedguild.model.on_device import kept_on_device
 from fedguild.model.packed_rows import PackedRows, packed, pays
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.runtime import Pass
@@ -316,7 +317,7 @@ class SlotModel:
         active = self._active * self.copies
         present = [k for k, count in zip(active, rows, strict=True) if count] or [top_k]
         mixed = len(set(present)) > 1
-        table = torch.tensor(active, device=self.device) if mixed else None
+        table = kept_on_device(active, self.device) if mixed else None
         return Pass(rows, mask, table, max(present), select, decoder_mask, active, real_tokens)
 
     def _packs(self, batch: SlotBatch) -> bool:

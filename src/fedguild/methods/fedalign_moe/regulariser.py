@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedguild.client.router_means import probabilities, token_means
 from fedguild.model.moe.view import Routing
+from fedguild.model.on_device import kept_on_device
 
 Divergence = Literal["bernoulli", "generalised", "pointwise"]
 SMALLEST = 1e-8
@@ -92,7 +93,7 @@ class Regulariser:
         p = probabilities(logits)
         reference = target.reference.to(p)
         divergence = kl_terms(p, reference, self.divergence)
-        k, most = torch.tensor(self.top_k, device=p.device), max(self.top_k)
+        k, most = kept_on_device(tuple(self.top_k), p.device), max(self.top_k)
         of_reference = top_k_mask(reference.expand(self.slots, -1), k, most)
         counts = top_k_mask(p, k[slot], most) | of_reference[slot]
         per_token = (target.weights.to(p)[slot] * divergence * counts).sum(dim=-1)

@@ -24,6 +24,7 @@ from fedguild.model.adapters.part import AdapterHost, AdapterPart, Standalone
 from fedguild.model.adapters.storage import Layout
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import LinearInfo, ModelInfo
+from fedguild.model.on_device import on_device
 from fedguild.model.runtime import Pass
 from fedguild.model.targets import targeted_linears
 
@@ -304,9 +305,10 @@ class Mixture:
     def _new_gating(self, module: str) -> Gating:
         held, part, device = self._held[module], self.part, self._host.device
         rows = max(part.top_k, *(len(ids) for ids in held))
-        sizes = torch.tensor([len(ids) for ids in held], device=device)
-        ids = torch.tensor([[*row, *[0] * (rows - len(row))] for row in held], device=device)
-        blocked = torch.arange(rows, device=device) >= sizes[:, None]
+        sizes = on_device([len(ids) for ids in held], device)
+        ids = on_device([[*row, *[0] * (rows - len(row))] for row in held], device)
+        some_blocked = any(len(ids) < rows for ids in held)
+        blocked = torch.arange(rows, device=device) >= sizes[:, None] if some_blocked else None
         width = part.rank if part.score_scale == "rank" else self._inputs[module]
         return Gating(
             rows=rows,
@@ -315,6 +317,6 @@ class Mixture:
             score_scale=width**-0.5 if part.router == "invariant" else None,
             renormalise=part.renormalise,
             held=sizes,
-            blocked=blocked if bool(blocked.any()) else None,
+            blocked=blocked,
             ids=ids,
         )

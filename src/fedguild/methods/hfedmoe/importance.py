@@ -15,6 +15,7 @@ from torch import Tensor
 from fedguild.client.router_means import probabilities
 from fedguild.model.info import MoeInfo
 from fedguild.model.moe.view import Routing
+from fedguild.model.on_device import kept_on_device
 
 
 @dataclass
@@ -176,6 +177,6 @@ def within_budget(value: Tensor, shares: Sequence[float]) -> Tensor:
         value: [S, E], -inf for an expert without a token.
         shares: Each slot's C_c over E; at least one expert.
     """
-    most = torch.tensor([max(1, round(share * value.shape[1])) for share in shares], device=value.device)
+    most = kept_on_device(tuple(max(1, round(share * value.shape[1])) for share in shares), value.device)
     place = value.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     return (place < most[:, None]) & (value > 0)

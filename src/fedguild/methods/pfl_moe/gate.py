@@ -144,8 +144,8 @@ class LogitGates:
             prompt_features(model.backbone, batch, self._features),
             self._logits(batch, first),
             self._logits(batch, second),
-            target_rows(batch).to(model.device),
-            batch.targets.to(model.device),
+            target_rows(batch).to(model.device, non_blocking=True),
+            batch.targets.to(model.device, non_blocking=True),
         )
 
     def _logits(self, batch: SlotBatch, adapters: Adapters) -> Tensor:

@@ -25,6 +25,7 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.part import AdapterHost, AdapterPart, Standalone
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
+from fedguild.model.on_device import slot_of_rows
 from fedguild.model.weight_changes import weight_modules
 
 SECOND = "personal."
@@ -123,11 +124,10 @@ class _Mixing:
     def widen(self, batch: SlotBatch) -> SlotBatch:
         """Returns the batch with all rows repeated after the last one; stores g of each row and target."""
         host = self._host
-        rows = torch.tensor(batch.rows_per_slot, device=host.device)
-        stored, every = [host.loaded[name].stored.detach() for name in (WEIGHT, BIAS)], sum(batch.rows_per_slot)
-        weight, bias = (values.repeat_interleave(rows, dim=0, output_size=every) for values in stored)
+        slot = slot_of_rows(batch.rows_per_slot, host.device)
+        weight, bias = (host.loaded[name].stored.detach().index_select(0, slot) for name in (WEIGHT, BIAS))
         self._of_rows = gate_values(prompt_features(host.backbone, batch, self._features), weight, bias)
-        self._of_targets = self._of_rows[target_rows(batch).to(host.device)]
+        self._of_targets = self._of_rows[target_rows(batch).to(host.device, non_blocking=True)]
         return doubled(batch)
 
     def mix(self, _: nn.Module, args: Any, logits: Tensor) -> Tensor:

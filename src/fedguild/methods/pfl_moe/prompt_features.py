@@ -26,7 +26,7 @@ def prompt_features(backbone: Backbone, batch: SlotBatch, kind: Features) -> Ten
         kind: The mean of the last hidden states (of the encoder, if there is one), or of the token embeddings.
     """
     device = backbone.device
-    ids, mask = (side.to(device) for side in prompts(batch))
+    ids, mask = (side.to(device, non_blocking=True) for side in prompts(batch))
     if kind == "embedding":
         states = backbone.model.get_input_embeddings()(ids)
     else:

@@ -153,7 +153,7 @@ class ExpertGradients:
             self._sizes[index, slot, : len(sizes)] = sizes.to(self._sizes.device)
 
     @torch.no_grad()
-    def inject(self, counts: Tensor, tokens: Tensor, inactivity: Inactivity) -> dict[str, Tensor] | None:
+    def inject(self, counts: Tensor, tokens: Tensor, inactivity: Inactivity) -> dict[str, Tensor]:
         """Adds rho_c G~ to the gradients in place of what inactive experts did not get (Eq. 16).
 
         Call it after the last backward pass of an optimizer step.
@@ -166,7 +166,7 @@ class ExpertGradients:
         Returns:
             Name -> [M, S] bool, the experts that the optimizer should update: all but those
             without tokens and without G~, which AdamW would still decay and move by their
-            momentum. None where that is all of them.
+            momentum.
         """
         share = inactive_share(counts, tokens, inactivity)
         takes_part = tokens.sum(0) > 0  # not a slot that has finished
@@ -181,8 +181,6 @@ class ExpertGradients:
                     factor = share[index, :, : buffer.shape[0]].T.to(grad.dtype)
                     grad.addcmul_(buffer, factor[:, :, None, None])
         learns = (counts > 0) | self._present
-        if bool(learns.all()):
-            return None
         return {
             t.name: learns[index, :, : t.stored.shape[0]].T for index, layer in enumerate(self._layers) for t in layer
         }

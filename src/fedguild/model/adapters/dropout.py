@@ -112,4 +112,4 @@ def _table(rates: tuple[float, ...], device: torch.device, dtype: torch.dtype) -
     """Returns each slot's smallest number that is kept [S] int32, and the factor on what is kept [S]."""
     least = torch.tensor([_LOWEST + round(rate * 2**32) for rate in rates], dtype=torch.int32)
     factor = torch.tensor([1 / (1 - rate) for rate in rates], dtype=dtype)
-    return least.to(device), factor.to(device)
+    return least.to(device, non_blocking=True), factor.to(device, non_blocking=True)

@@ -17,6 +17,7 @@ from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.adapters.storage import Layout, padded_rank
 from fedguild.model.info import ModelInfo
 from fedguild.model.moe.casts import Casts
+from fedguild.model.on_device import kept_on_device, on_device
 from fedguild.model.slot_low_rank import add_low_rank
 from fedguild.model.slot_products import slot_rows
 from fedguild.model.targets import leaf, targeted_shapes
@@ -115,7 +116,7 @@ class LoraHooks:
         self._host = host
         self._modules = targeted_shapes(host.backbone.info, parts[0].targets)
         self._dropout = [part.dropout for part in parts]
-        self._scale = torch.tensor([part.scale for part in parts] * host.copies, device=host.device, dtype=host.dtype)
+        self._scale = on_device([part.scale for part in parts] * host.copies, host.device, host.dtype)
         self._ranks = [part.rank for part in parts] * host.copies
         self._casts = Casts()
         self._kinds = (DOWN, UP, MIDDLE) if parts[0].middle else (DOWN, UP)
@@ -139,7 +140,7 @@ class LoraHooks:
 
     def _scale_of_ranks(self, padded: int) -> Tensor:
         """Returns [S, r], LoRA's scale of each slot's ranks; 0 beyond the slot's own, in the padding of the storage."""
-        ranks = torch.tensor(self._ranks, device=self._scale.device)
+        ranks = kept_on_device(tuple(self._ranks), self._scale.device)
         own = torch.arange(padded, device=self._scale.device) < ranks[:, None]
         return torch.where(own, self._scale[:, None], 0.0)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.adapters.storage import Layout
 from fedguild.model.info import ModelInfo, MoeInfo
+from fedguild.model.on_device import on_device
 
 SHARED = "output_scale"
 
@@ -54,7 +55,7 @@ class OutputScale(AdapterPart):
 
     def attach(self, host: AdapterHost, parts: Sequence[OutputScale]) -> None:
         """Sets the slots' factors [S] on every MoE layer; they are removed when the slots close."""
-        fixed = torch.tensor([part.start for part in parts], device=host.device, dtype=host.dtype)
+        fixed = on_device([part.start for part in parts], host.device, host.dtype)
         for layer in host.backbone.moe:
             layer.output_scale = fixed if self.kind == "fixed" else host.running(self.name_in(layer.info))
 

@@ -108,9 +108,8 @@ def prepend(host: AdapterHost, tokens: Sequence[int], prompt: Callable[[], Tenso
             return output
         current = host.backbone.runtime.current
         assert current is not None
-        rows = torch.tensor(current.rows_per_slot, device=output.device)
-        every = sum(current.rows_per_slot)  # without it the host would wait for the device
-        prompts = prompt().to(output.dtype).repeat_interleave(rows, dim=0, output_size=every)
+        slot = current.slot_of_token(len(output), output.device)
+        prompts = prompt().to(output.dtype).index_select(0, slot)
         return torch.cat([prompts, output[:, count:]], dim=1)
 
     host.widen = partial(widened, count=count)

@@ -1,7 +1,8 @@
 """Kernels of a GPU: which of them run, on which device.
 
-Two kinds. Our own, in Triton: products of (expert, slot) groups (`segmented`), the cross-entropy (`cross_entropy`) and
-dropout's mask (`dropout`). Liger-Kernel's, in place of a frozen model's norms, rotary embedding and gates (`fused`).
+Two kinds. Our own, in Triton: products of (expert, slot) groups (`segmented`), the cross-entropy (`cross_entropy`),
+dropout's mask (`dropout`) and the step of Adam (`adam`). Liger-Kernel's, in place of a frozen model's norms, rotary
+embedding and gates (`fused`).
 
 A CPU never runs any of them. On a GPU that Triton compiles for each runs where its package is installed; the variable
 `FEDGUILD_KERNELS` is `auto` (the default), `none`, or the names of those that must run and no others:
@@ -24,6 +25,7 @@ KERNELS = {
     "grouped": "triton",
     "cross-entropy": "triton",
     "dropout": "triton",
+    "optimizer": "triton",
     "norm": "liger_kernel",
     "rotary": "liger_kernel",
     "swiglu": "liger_kernel",

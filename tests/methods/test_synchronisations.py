@@ -1,0 +1,79 @@
+"""Every method's steps on a device whose values the host does not see: what it waits for, and how it copies there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fedguild.client.cohort import Cohort, LocalWork, Step
+from fedguild.client.optimizer import SlotOptimizer
+from fedguild.config.training import TrainingSettings
+from fedguild.data.batches import Encoded
+from fedguild.model.backbone import make_backbone
+from fedguild.model.slots import SlotModel
+from fedguild.payload import Payload
+from fedguild.seeding import torch_rng
+from tests.backbones import END, PAD, random_rows, tiny_model
+from tests.client.device import Device, Found
+from tests.methods.test_matrix import CASES, CLIENTS, cases_variants_long, method_of
+from tests.model.kernels import let_run
+
+SETTINGS = TrainingSettings(optimizer="adamw", batch_size=2, accumulation=2, steps=2, clip_norm=1.0)
+OWN = pytest.mark.parametrize("names", [(), ("optimizer",)], ids=["torch", "kernel"])
+
+
+@pytest.mark.parametrize("label", cases_variants_long())
+def test_the_host_waits_at_most_twice_a_step(label, monkeypatch):
+    """With clients of unequal budgets and accumulated passes; no copy to the device makes it wait."""
+    steps = steps_of(label, monkeypatch)
+    assert steps, "the method took no step"
+    for step in steps:
+        assert not step.blocking, step.blocking
+        assert len(step.waits) <= 2, step.waits
+
+
+@OWN
+@pytest.mark.parametrize("label", ["hfedmoe", "ub-smoe"])
+def test_leaving_experts_alone_takes_as_many_operations_for_any_number_of_them(label, names, monkeypatch):
+    let_run(monkeypatch, names, "meta")
+    operations = [steps_of(label, monkeypatch, num_experts=experts)[-1].operations for experts in (16, 64)]
+    assert operations[0] == operations[1]
+
+
+def steps_of(label: str, monkeypatch: pytest.MonkeyPatch, **changes: int) -> list[Found]:
+    """Returns what was counted in each optimizer step of a method."""
+    method, steps, device = method_of(label), [], Device()
+    model = tiny_model(CASES[label].family, dtype=torch.bfloat16, **changes).to("meta")
+    tokenizer = SimpleNamespace(
+        pad_token_id=PAD, eos_token_id=END, encode=lambda text, **_: [1 + ord(letter) % 31 for letter in text]
+    )
+    backbone = make_backbone(model, tokenizer, name="without values")
+    info = backbone.info
+    state = method.enroll(method.start(info, [who.budget for who in CLIENTS], torch_rng(0, "start")), info, CLIENTS)
+    work = []
+    for who in CLIENTS:
+        rows = random_rows([4 + (who.index + number) % 5 for number in range(9)], who.index)
+        examples = [Encoded(tuple(row), 2) for row in rows]
+        work.append(LocalWork(who, examples, method.download(state, info, who), Payload()))
+    original = Cohort.steps
+
+    def counted(self: Cohort, most: Sequence[int] | None = None) -> Iterator[Step]:
+        found = None
+        for step in original(self, most):
+            if found is None:
+                found = device.found = Found()
+            yield step
+            if step.is_update:
+                steps.append(found)
+                found = device.found = None
+        device.found = None
+
+    monkeypatch.setattr(Cohort, "steps", counted)
+    monkeypatch.setattr(SlotOptimizer, "_kernel", lambda self, values, *_: None)
+    plans = [method.plan(info, who.budget) for who in CLIENTS]
+    with device.running(monkeypatch), SlotModel(backbone, plans) as slots:
+        method.local_update(Cohort(slots, work, SETTINGS, round_index=1, seed=1))
+    return steps
