@@ -12,7 +12,9 @@ from fedguild.client.cohort import Cohort, LocalWork, Step
 from fedguild.client.optimizer import SlotOptimizer
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
+from fedguild.model import slot_products
 from fedguild.model.backbone import make_backbone
+from fedguild.model.on_device import kept_on_device
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
@@ -45,6 +47,8 @@ def test_leaving_experts_alone_takes_as_many_operations_for_any_number_of_them(l
 
 def steps_of(label: str, monkeypatch: pytest.MonkeyPatch, **changes: int) -> list[Found]:
     """Returns what was counted in each optimizer step of a method."""
+    slot_products._ends.cache_clear()
+    kept_on_device.cache_clear()
     method, steps, device = method_of(label), [], Device()
     model = tiny_model(CASES[label].family, dtype=torch.bfloat16, **changes).to("meta")
     tokenizer = SimpleNamespace(
