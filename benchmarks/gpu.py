@@ -9,7 +9,7 @@ one row each, 1 to 16 of them, with equal and with unequal budgets. Every case i
 soon as it is measured: a second call measures what is missing, and a case that does not fit says so. The cases that
 tell most come first, and the last minutes are kept for the other benchmarks. `index.html` shows them.
 
-- ours: one fused step of all clients (forward, backward, AdamW). Where it runs out of memory, it is measured again with
+- ours: one fused step of all clients (forward, backward, clipping, AdamW). Where it runs out of memory, it is measured again with
   activations recomputed.
 - ours without kernels: the same with FEDGUILD_KERNELS=none.
 - peft: the step of one client of each budget; clients train one after the other, so their times add up. Its gate and up
@@ -371,6 +371,7 @@ class Bench:
                 optimizer.zero_grad()
                 losses = model.token_losses(batch).view(case.clients, -1)
                 losses.mean(dim=1).sum().backward()
+                optimizer.clip(1.0)
                 optimizer.step([1e-4] * case.clients)
 
         return step, model.close
@@ -394,6 +395,7 @@ class Bench:
             flat = logits.reshape(-1, logits.shape[-1]).float()
             torch.nn.functional.cross_entropy(flat, ids[:, 1:].reshape(-1)).backward()
             if optimizer is not None:
+                torch.nn.utils.clip_grad_norm_(trained, 1.0)
                 optimizer.step()
 
         return step, lambda: None

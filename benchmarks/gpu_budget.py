@@ -98,7 +98,7 @@ def parts(clients: int, tokens: int, rank: int) -> tuple[list[Part], float]:
         Part("cross-entropy", 0, 5 * 2 * n * model.vocabulary, before=17 * 2 * n * model.vocabulary),
         Part("casts of the factors", 0, 6 * trained),
         Part("reading factors, writing gradients", 0, 8 * expert_trained + 8 * attention_trained),
-        Part("clipping", 0, 4 * trained),
+        Part("clipping", 0, 4 * trained, before=20 * trained),
         Part("AdamW", 0, 28 * trained),
     ], total
 

@@ -206,7 +206,7 @@ def test_a_cpu_runs_no_kernel(monkeypatch):
     ("setting", "installed", "expected"),
     [
         ("auto", {"triton", "liger_kernel"}, set(kernels.KERNELS)),
-        ("auto", {"triton"}, {"low-rank", "grouped", "cross-entropy", "dropout"}),
+        ("auto", {"triton"}, {"low-rank", "grouped", "cross-entropy", "dropout", "optimizer"}),
         ("auto", set(), set()),
         ("none", {"triton", "liger_kernel"}, set()),
         ("low-rank, norm", {"triton", "liger_kernel"}, {"low-rank", "norm"}),
