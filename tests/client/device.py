@@ -32,12 +32,14 @@ class Found:
         blocking: Where numbers are copied to the device in such a way that the host waits, too.
         copies: Number of copies to the device.
         operations: Number of all operations.
+        casts: The shapes of what is cast to bf16.
     """
 
     waits: list[str] = field(default_factory=list)
     blocking: list[str] = field(default_factory=list)
     copies: int = 0
     operations: int = 0
+    casts: list[torch.Size] = field(default_factory=list)
 
 
 class Device(TorchDispatchMode):
@@ -88,6 +90,8 @@ class Device(TorchDispatchMode):
             self._wait()
             return goal.zero_()
         out = function(*args, **kwargs)
+        if self.found is not None and out.dtype is torch.bfloat16 is not source.dtype:
+            self.found.casts.append(out.shape)
         if is_there(out) and not is_there(source):
             if self.found is not None:
                 self.found.copies += 1

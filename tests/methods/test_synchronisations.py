@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
@@ -45,7 +46,34 @@ def test_leaving_experts_alone_takes_as_many_operations_for_any_number_of_them(l
     assert operations[0] == operations[1]
 
 
-def steps_of(label: str, monkeypatch: pytest.MonkeyPatch, **changes: int) -> list[Found]:
+@pytest.mark.parametrize(
+    ("label", "parts"),
+    [
+        ("fedit", ("q_proj", "gate", "experts.up_proj")),
+        ("fed-sb from random factors", ("q_proj", "experts.up_proj")),
+        ("fedalign-moe with full experts", ("gate", "experts.up_proj")),
+        ("fedamole", ("q_proj.experts", "q_proj.router")),
+        ("fedamole with vanilla routers", ("q_proj.experts", "q_proj.router")),
+        ("flex", ("graft.gate", "graft.down_proj")),
+    ],
+    ids=str,
+)
+def test_what_is_trained_is_cast_once_a_step(label, parts, monkeypatch):
+    """Not once a pass: three passes of a step cast as often as one."""
+    casts, shapes = [], {}
+    monkeypatch.setattr(Cohort, "finish", lambda self, _: shapes.update(self.trainables))
+    for accumulation in (1, 3):
+        settings = SETTINGS.model_copy(update={"accumulation": accumulation, "batch_size": 1})
+        found = Counter(steps_of(label, monkeypatch, settings)[-1].casts)
+        casts.append({name: found[tensor.stored.shape] for name, tensor in shapes.items()})
+    assert casts[0] == casts[1]
+    for part in parts:
+        assert any(count for name, count in casts[0].items() if f"{part}." in name or name.endswith(part)), part
+
+
+def steps_of(
+    label: str, monkeypatch: pytest.MonkeyPatch, settings: TrainingSettings = SETTINGS, **changes: int
+) -> list[Found]:
     """Returns what was counted in each optimizer step of a method."""
     slot_products._ends.cache_clear()
     kept_on_device.cache_clear()
@@ -79,5 +107,5 @@ def steps_of(label: str, monkeypatch: pytest.MonkeyPatch, **changes: int) -> lis
     monkeypatch.setattr(SlotOptimizer, "_kernel", lambda self, values, *_: None)
     plans = [method.plan(info, who.budget) for who in CLIENTS]
     with device.running(monkeypatch), SlotModel(backbone, plans) as slots:
-        method.local_update(Cohort(slots, work, SETTINGS, round_index=1, seed=1))
+        method.local_update(Cohort(slots, work, settings, round_index=1, seed=1))
     return steps

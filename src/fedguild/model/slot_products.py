@@ -37,6 +37,41 @@ def add_slot_rows(total: Tensor, rows: Tensor, matrices: Tensor, counts: tuple[i
     return product
 
 
+def add_slot_rows_in_place(total: Tensor, rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Adds the rows […, c] times their slot's transposed matrix to the total […, a], in place, and returns it.
+
+    Args:
+        total: Contiguous; nothing else may need it as it is.
+        rows: Slot-major.
+        matrices: [S, a, c].
+        counts: As `slot_rows` takes them.
+    """
+    flat = rows.reshape(-1, rows.shape[-1])
+    sum_of_both: Tensor = _AddSlotRows.apply(total, flat, matrices, counts)  # type: ignore[no-untyped-call]
+    return sum_of_both
+
+
+class _AddSlotRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> Tensor:
+        add_to_slot_rows(total.view(-1, total.shape[-1]), rows, matrices, counts)
+        ctx.mark_dirty(total)
+        ctx.save_for_backward(rows, matrices)
+        ctx.counts = counts
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, matrices = ctx.saved_tensors
+        flat = grads[0].reshape(-1, grads[0].shape[-1])
+        grad_rows = grad_matrices = None
+        if ctx.needs_input_grad[1]:
+            grad_rows = rows_of_slots(flat, matrices.transpose(1, 2), ctx.counts)
+        if ctx.needs_input_grad[2]:
+            grad_matrices = outer_of_slots(flat, rows, ctx.counts)
+        return grads[0], grad_rows, grad_matrices, None
+
+
 class _SlotRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor | None, rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> Tensor:

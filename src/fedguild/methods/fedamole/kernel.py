@@ -71,7 +71,13 @@ class Tokens:
 
 
 def mixture_product(
-    output: Tensor, hidden: Tensor, dropped: Tensor, stored: Mapping[str, Tensor], gating: Gating, tokens: Tokens
+    output: Tensor,
+    hidden: Tensor,
+    dropped: Tensor,
+    stored: Mapping[str, Tensor],
+    gating: Gating,
+    tokens: Tokens,
+    kept: Stacked | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Adds s·B^s A^s h + Σ_{j in top-k} p_j·s·B_j A_j h to a linear layer's output (Eq. 9).
 
@@ -83,13 +89,14 @@ def mixture_product(
             `experts.lora_A` [S, b, r, in], `experts.lora_B` [S, b, out, r], `router` [S, r or E, in].
         gating: How the experts are chosen.
         tokens: The pass's tokens.
+        kept: The module's matrices of the passes before.
 
     Returns:
         The sum [N, out]; p [N, n], every expert's probability, 0 beyond those held; and whether it is
         active [N, n], 1 or 0.
     """
-    down, up = _stacked(stored, gating)
-    down, up, rank = down.to(hidden.dtype), up.to(hidden.dtype), stored["experts.lora_A"].shape[2]
+    down, up = (kept or Stacked()).of(stored, gating, hidden.dtype)
+    rank = stored["experts.lora_A"].shape[2]
     experts, counts = up.shape[2], tokens.rows_per_slot
     first_scored = experts if gating.score_scale is None else experts - gating.rows * rank
     if dropped is hidden:
@@ -117,21 +124,88 @@ def balance_loss(p: Tensor, active: Tensor, gating: Gating, tokens: Tokens) -> t
     return products * gating.held / (gating.top_k * tokens.count.square()), counts
 
 
-def _stacked(stored: Mapping[str, Tensor], gating: Gating) -> tuple[Tensor, Tensor]:
-    """Returns the A and the router as [S, g·r + q, in], and the B as [S, out, g·r]; the shared expert comes first.
+class Stacked:
+    """A module's A and router as one matrix [S, g·r + q, in], and its B as one, [S, out, g·r]; the shared expert first.
 
-    q is r, or n where the router is vanilla: then only the rows of the experts that are held take part.
+    q is r, or n where the router is vanilla: then only the rows of the experts that are held take part. Both are put
+    together in the dtype of the products once, and kept until a tensor is written to or the gating changes.
     """
-    experts_down, experts_up, router = stored["experts.lora_A"], stored["experts.lora_B"], stored["router"]
-    if gating.rows < experts_down.shape[1]:
-        experts_down, experts_up = experts_down[:, : gating.rows], experts_up[:, : gating.rows]
+
+    def __init__(self) -> None:
+        self._kept: tuple[Gating, object, tuple[Tensor, Tensor]] | None = None
+
+    def of(self, stored: Mapping[str, Tensor], gating: Gating, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns both, for autograd.
+
+        Args:
+            stored: As `mixture_product` takes them.
+            gating: How the experts are chosen.
+            dtype: The dtype of the products.
+        """
+        parts = [stored[name] for name in _ORDER if name in stored]
+        made = self._made(parts, gating, dtype)
+        if not torch.is_grad_enabled():
+            return made
+        both: tuple[Tensor, Tensor] = _Stack.apply(gating, *made, *parts)  # type: ignore[no-untyped-call]
+        return both
+
+    def _made(self, parts: list[Tensor], gating: Gating, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if any(part.is_inference() for part in parts):  # nobody counts their changes
+            return _stacked(parts, gating, dtype)
+        state = dtype, *(part._version for part in parts)
+        if self._kept is None or self._kept[0] is not gating or self._kept[1] != state:
+            self._kept = gating, state, _stacked(parts, gating, dtype)
+        return self._kept[2]
+
+
+_ORDER = ("router", "experts.lora_A", "experts.lora_B", "shared.lora_A", "shared.lora_B")
+
+
+@torch.no_grad()
+def _stacked(parts: list[Tensor], gating: Gating, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    router, experts_down, experts_up, *shared = (part.to(dtype) for part in parts)
+    experts_down, experts_up = experts_down[:, : gating.rows], experts_up[:, : gating.rows]
     if gating.score_scale is None:
         router = router.gather(1, gating.ids[:, :, None].expand(-1, -1, router.shape[2]))
     down, up = [experts_down.flatten(1, 2), router], experts_up.transpose(1, 2)
-    if "shared.lora_A" in stored:
-        down = [stored["shared.lora_A"], *down]
-        up = torch.cat([stored["shared.lora_B"][:, :, None], up], 2)
+    if shared:
+        down = [shared[0], *down]
+        up = torch.cat([shared[1][:, :, None], up], 2)
     return torch.cat(down, 1), up.flatten(2)
+
+
+class _Stack(torch.autograd.Function):
+    """Returns what `Stacked` keeps; its gradient is shared out among the tensors, whose `parts` are in `_ORDER`."""
+
+    @staticmethod
+    def forward(ctx: Any, gating: Gating, down: Tensor, up: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.gating, ctx.shapes, ctx.dtype = gating, [part.shape for part in parts], parts[0].dtype
+        return down.detach(), up.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gating, (of_router, of_down, of_up, *of_shared) = ctx.gating, ctx.shapes
+        down, up = (grad.to(ctx.dtype) for grad in grads)
+        rank, shared = of_down[2], []
+        up = up.unflatten(2, (-1, rank))
+        if of_shared:
+            shared = [down[:, :rank], up[:, :, 0]]
+            down, up = down[:, rank:], up[:, :, 1:]
+        experts, router = down.split([gating.rows * rank, down.shape[1] - gating.rows * rank], dim=1)
+        if gating.score_scale is None:
+            index = gating.ids[:, :, None].expand(-1, -1, of_router[2])
+            router = router.new_zeros(of_router).scatter_add_(1, index, router)
+        whole = [_filled(experts.unflatten(1, (-1, rank)), of_down), _filled(up.transpose(1, 2), of_up)]
+        return None, None, None, router, *whole, *shared
+
+
+def _filled(grad: Tensor, shape: torch.Size) -> Tensor:
+    """Returns the gradient [S, n, …] of the first n rows as that of all of them, [S, b, …]."""
+    if grad.shape[1] == shape[1]:
+        return grad
+    whole = grad.new_zeros(shape)
+    whole[:, : grad.shape[1]] = grad
+    return whole
 
 
 class _Gate(torch.autograd.Function):

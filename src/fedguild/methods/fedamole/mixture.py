@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedguild.errors import ConfigError, ModelError
 from fedguild.methods.fedamole.embeddings import Embeddings
-from fedguild.methods.fedamole.kernel import Gating, Tokens, balance_loss, mixture_product
+from fedguild.methods.fedamole.kernel import Gating, Stacked, Tokens, balance_loss, mixture_product
 from fedguild.model.adapters.lora import kaiming_uniform
 from fedguild.model.adapters.part import AdapterHost, AdapterPart, Standalone
 from fedguild.model.adapters.storage import Layout
@@ -257,6 +257,8 @@ class Mixture:
             if name.startswith(f"{module}.")
         }
 
+        kept = Stacked()
+
         def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             runtime = self._host.backbone.runtime
             current = runtime.current
@@ -265,7 +267,7 @@ class Mixture:
             dropped = self._host.dropout(hidden, module, current, self._rates)
             tokens = self._tokens_of(current, hidden)
             gating = self._gating(module, current)
-            total, p, active = mixture_product(output.flatten(0, -2), hidden, dropped, stored, gating, tokens)
+            total, p, active = mixture_product(output.flatten(0, -2), hidden, dropped, stored, gating, tokens, kept)
             balance, counts = balance_loss(p, active, gating, tokens)
             if runtime.counting:
                 self._note(module, hidden, balance, counts, tokens)

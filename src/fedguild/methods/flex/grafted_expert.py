@@ -14,12 +14,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fedguild.model.adapters.lora import DOWN, UP, kaiming_uniform, slot_product
+from fedguild.model.adapters.lora import DOWN, UP, ReadyFactors, in_place, kaiming_uniform, through_factors
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.adapters.storage import Layout, padded_rank
 from fedguild.model.info import ModelInfo
+from fedguild.model.moe.casts import Casts
 from fedguild.model.moe.experts import FrozenExperts
 from fedguild.model.moe.view import MoeLayer
+from fedguild.model.slot_low_rank import add_low_rank
 from fedguild.model.slot_products import slot_rows
 from fedguild.model.targets import leaf
 
@@ -105,6 +107,15 @@ class Grafts:
         self._host, self._part = host, part
         self._scale = torch.full((host.slots * host.copies,), part.scale, device=host.device, dtype=host.dtype)
         self._losses: dict[str, Tensor] | None = None
+        self._casts = Casts()
+        self._chosen: dict[str, tuple[int, Tensor, Tensor]] = {}
+        self._ready = {
+            f"{layer.info.name}.graft.{projection}": ReadyFactors(
+                self._scale, *self._factors(f"{layer.info.name}.graft.{projection}")
+            )
+            for layer in host.backbone.moe
+            for projection in layer.info.projections
+        }
         for layer in host.backbone.moe:
             experts = host.backbone.model.get_submodule(layer.info.experts)
             host.on_close(experts.register_forward_hook(self._hook(layer)).remove)
@@ -148,20 +159,38 @@ class Grafts:
         """Returns E_c(x) [N, H] and the gate [N, 1] of the layer's input [N, H]."""
         current, prefix, own = self._host.backbone.runtime.current, f"{layer.info.name}.graft", layer.frozen()
         assert current is not None
-        rows, source = current.rows_per_slot, named[f"{prefix}.source"].long()
+        rows = current.rows_per_slot
+        gate_up, down = self._chosen_weights(layer, own, named[f"{prefix}.source"])
 
         def low_rank(inputs: Tensor, projection: str) -> Tensor:
-            down, up = (named[f"{prefix}.{projection}.{kind}"] for kind in (DOWN, UP))
-            return slot_product(inputs, down, up, self._scale, rows)
+            return through_factors(inputs, self._ready[f"{prefix}.{projection}"].of(inputs.dtype), rows)
 
         *inner, last = layer.info.projections
-        z = slot_rows(hidden, own.gate_up[source], rows)
+        z = slot_rows(hidden, gate_up, rows)
         h = own.gate(z + torch.cat([low_rank(hidden, projection) for projection in inner], dim=1))
-        y = slot_rows(h, own.down[source], rows) + low_rank(h, last)
+        y = slot_rows(h, down, rows)
+        if in_place(y, h):
+            y = add_low_rank(y, h, *self._factors(f"{prefix}.{last}"), self._scale, rows, self._casts)
+        else:
+            y = y + low_rank(h, last)
         slot = current.slot_of_token(len(hidden), hidden.device)
-        logit = slot_rows(hidden, named[f"{prefix}.gate.weight"].to(hidden.dtype), rows)
+        logit = slot_rows(hidden, self._casts.with_gradient(named[f"{prefix}.gate.weight"], hidden.dtype), rows)
         gate = (logit.to(self._host.dtype) + named[f"{prefix}.gate.bias"][slot]).sigmoid()
         return y, gate.to(y.dtype)
+
+    def _factors(self, module: str) -> tuple[Tensor, Tensor]:
+        """Returns the storage of A and B of a projection."""
+        return self._host.running(f"{module}.{DOWN}"), self._host.running(f"{module}.{UP}")
+
+    @torch.no_grad()
+    def _chosen_weights(self, layer: MoeLayer, own: FrozenExperts, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the weights of every slot's expert, [S, p·I, H] and [S, H, I], copied when `source` changes."""
+        name, version = layer.info.name, -1 if source.is_inference() else source._version
+        kept = self._chosen.get(name)
+        if kept is None or kept[0] != version or version < 0:
+            index = source.long()
+            kept = self._chosen[name] = version, own.gate_up[index], own.down[index]
+        return kept[1:]
 
     @torch.no_grad()
     def _measure(self, layer: MoeLayer, hidden: Tensor, output: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.info import ModelInfo
+from fedguild.model.moe.casts import Casts
 from fedguild.model.slot_products import slot_rows
 
 
@@ -38,9 +39,11 @@ def delta_name(router: str) -> str:
 
 
 def _term(host: AdapterHost, stored: Tensor) -> Callable[[Tensor], Tensor]:
+    casts = Casts()
+
     def term(hidden: Tensor) -> Tensor:
         current = host.backbone.runtime.current
         assert current is not None
-        return slot_rows(hidden, stored.to(hidden.dtype), current.rows_per_slot)
+        return slot_rows(hidden, casts.with_gradient(stored, hidden.dtype), current.rows_per_slot)
 
     return term

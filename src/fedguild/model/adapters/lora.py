@@ -19,7 +19,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.moe.casts import Casts
 from fedguild.model.on_device import kept_on_device, on_device
 from fedguild.model.slot_low_rank import add_low_rank
-from fedguild.model.slot_products import slot_rows
+from fedguild.model.slot_products import add_slot_rows_in_place, slot_rows
 from fedguild.model.targets import leaf, targeted_shapes
 
 DOWN, UP, MIDDLE = "lora_A", "lora_B", "lora_R"
@@ -159,7 +159,7 @@ class LoraHooks:
         return term
 
     def _linear_hook(self, module: str) -> Callable[..., Tensor]:
-        term = self._term(module)
+        ready = ReadyFactors(self._scale, *self._factors(module))
         down, up, *middle = self._factors(module)
 
         def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -167,9 +167,13 @@ class LoraHooks:
             if current is None:  # plain use of the backbone
                 return output
             hidden = self._host.dropout(args[0], module, current, self._dropout)
-            if not middle and in_place(output, hidden):
-                return add_low_rank(output, hidden, down, up, self._scale, current.rows_per_slot, self._casts)
-            return output + term(hidden)
+            rows = current.rows_per_slot
+            if not in_place(output, hidden):
+                return output + through_factors(hidden, ready.of(hidden.dtype), rows)
+            if not middle:
+                return add_low_rank(output, hidden, down, up, self._scale, rows, self._casts)
+            *inner, last = ready.of(hidden.dtype)
+            return add_slot_rows_in_place(output, through_factors(hidden, inner, rows), last, rows)
 
         return hook
 
@@ -182,8 +186,8 @@ def in_place(output: Tensor, hidden: Tensor) -> bool:
 class ReadyFactors:
     """The factors of one layer as its products take them: A scaled, all in the dtype of the products.
 
-    Where no gradient is wanted they are made once and kept until one is written to, so that an evaluation casts them
-    once and not in every pass, of which generation has one for each token.
+    They are made once and kept until one is written to: once for all passes of a step, and in an evaluation once for
+    all passes, of which generation has one for each token.
 
     Args:
         scale: [S] LoRA's scale.
@@ -194,21 +198,14 @@ class ReadyFactors:
 
     def __init__(self, scale: Tensor, down: Tensor, up: Tensor, middle: Tensor | None = None) -> None:
         self._scale = scale
-        self._stored = tuple(factor for factor in (down, middle, up) if factor is not None)
-        self._kept: tuple[object, list[Tensor]] | None = None
+        self._down = down
+        self._others = tuple(factor for factor in (middle, up) if factor is not None)
+        self._casts = Casts()
 
     def of(self, dtype: torch.dtype) -> list[Tensor]:
         """Returns s A, R if there is one, and B, each [S, ..]."""
-        if torch.is_grad_enabled() or any(factor.is_inference() for factor in self._stored):
-            return self._made(dtype)
-        state = dtype, *(factor._version for factor in self._stored)
-        if self._kept is None or self._kept[0] != state:
-            self._kept = state, self._made(dtype)
-        return self._kept[1]
-
-    def _made(self, dtype: torch.dtype) -> list[Tensor]:
-        down, *others = self._stored
-        return [factor.to(dtype) for factor in (down * self._scale[:, None, None], *others)]
+        down = self._casts.with_gradient(self._down, dtype, self._scale[:, None, None])
+        return [down, *(self._casts.with_gradient(factor, dtype) for factor in self._others)]
 
 
 def slot_product(

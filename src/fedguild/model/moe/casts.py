@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,12 +28,33 @@ class Casts:
         """
         if tensor.dtype is dtype and scale is None:
             return tensor
+        if tensor.is_inference():  # nobody counts its changes
+            return (tensor if scale is None else tensor * scale).to(dtype)
         kept = self._kept.get(id(tensor))
         if kept is None or kept[0] is not tensor or kept[1] != tensor._version or kept[2].dtype is not dtype:
             value = tensor.detach() if scale is None else tensor.detach() * scale
             kept = self._kept[id(tensor)] = (tensor, tensor._version, value.to(dtype))
         return kept[2]
 
+    def with_gradient(self, tensor: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+        """Returns the same for autograd, which adds the gradient to the tensor as if it had been cast here."""
+        if not (torch.is_grad_enabled() and tensor.requires_grad) or (tensor.dtype is dtype and scale is None):
+            return self.of(tensor, dtype, scale)
+        cast: Tensor = _Cast.apply(tensor, self.of(tensor, dtype, scale), scale)  # type: ignore[no-untyped-call]
+        return cast
+
     def clear(self) -> None:
         """Discards the copies."""
         self._kept.clear()
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, cast: Tensor, scale: Tensor | None) -> Tensor:
+        ctx.dtype, ctx.scale = tensor.dtype, scale
+        return cast.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad = grads[0].to(ctx.dtype)
+        return grad if ctx.scale is None else grad * ctx.scale, None, None

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedguild.model.moe.products import grouped_outer, grouped_rows
+from fedguild.model.moe.products import add_grouped_rows, grouped_outer
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class FullChange:
     def add(self, total: Tensor, rows: Tensor, trained: Sequence[Tensor]) -> None:
         """Adds D x of every row x [n, in] to the frozen product [n, p·out]."""
         for part, change in zip(total.chunk(len(trained), dim=1), trained, strict=True):
-            part += grouped_rows(rows, self._matrices(change, rows.dtype).transpose(1, 2), self.ends)
+            add_grouped_rows(part, rows, self._matrices(change, rows.dtype).transpose(1, 2), self.ends)
 
     def back(
         self,
@@ -59,7 +59,7 @@ class FullChange:
         gradients: list[Tensor | None] = []
         for part, change, wanted in zip(d_total.chunk(len(trained), dim=1), trained, needed, strict=True):
             if d_rows is not None:
-                d_rows += grouped_rows(part, self._matrices(change, part.dtype), self.ends)
+                add_grouped_rows(d_rows, part, self._matrices(change, part.dtype), self.ends)
             gradients.append(grouped_outer(part, weighted, self.ends) if wanted else None)
         return gradients
 

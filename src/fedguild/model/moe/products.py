@@ -54,6 +54,17 @@ def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return torch.cat(parts) if parts else rows.new_empty(0, outer)
 
 
+def add_grouped_rows(total: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
+    """Adds what `grouped_rows` returns to the total [n, out] in place; our own kernel does so itself."""
+    groups, inner, outer = matrices.shape
+    if _suits_kernel(rows, groups, inner, outer):
+        from fedguild.model.kernels.segmented import Segments, segmented_rows
+
+        segmented_rows(rows, [matrices], Segments.of(ends, rows.shape[0], rows.dtype), total=total)
+    else:
+        total += grouped_rows(rows, matrices, ends)
+
+
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Returns [G, a, b], each group's left [n_g, a] transposed times its right [n_g, b].
 
