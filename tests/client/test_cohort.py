@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedguild.client.cohort import _padded_sums
 from fedguild.client.schedule import learning_rate, plan_steps
 from fedguild.model.slots import SlotModel
 from fedguild.seeding import numpy_rng
@@ -220,3 +221,15 @@ def test_what_a_client_keeps_is_its_own(olmoe_backbone):
         cohort.keep(1, {"gate": torch.zeros(1)})
     assert [sorted(kept) for kept in cohort.kept] == [[], ["gate", "scale"]]
     assert [client.index for client in cohort.clients] == [0, 1]
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 5), (2, 2), (0, 0), (4,)], ids=str)
+def test_losses_are_summed_by_slot_in_as_many_operations_for_any_number_of_slots(counts):
+    """What a GPU does, against the sums one by one, gradients too."""
+    losses = torch.randn(sum(counts), dtype=torch.float64, requires_grad=True)
+    weights = torch.arange(1.0, 1 + len(counts), dtype=torch.float64)
+    found = _padded_sums(losses, counts)
+    expected = torch.stack([part.sum() for part in losses.split(list(counts))])
+    assert torch.allclose(found, expected, rtol=1e-14)
+    gradients = [torch.autograd.grad((sums * weights).sum(), losses)[0] for sums in (found, expected)]
+    assert torch.equal(*gradients)

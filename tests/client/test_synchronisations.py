@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def train(backbone, slots, monkeypatch, *, dropout=0.3, active=(2, 4), lengths=(
                 step.backward(step.forward())
                 step.apply()
             counts.append((copies.copies, copies.operations))
-    assert [kind for kind in reports if kind != "update"] == [(slots,)] * 2
+    assert [kind for kind, _ in groupby(reports)] == ["update", (slots,)] * 2  # the host waits when all is queued
     return counts[-1]
 
 
@@ -137,16 +137,16 @@ def test_there_is_no_cliff_in_the_number_of_groups(monkeypatch):
     experts = 64
     assert 15 * experts < GROUP_LIMIT < 16 * experts
     operations = {slots: train(meta_backbone(num_experts=experts), slots, monkeypatch)[1] for slots in (14, 15, 16, 17)}
-    by_slot = operations[15] - operations[14]
-    assert operations[17] - operations[16] == by_slot
-    assert 0 < operations[16] - operations[15] - by_slot < 2 * 150
+    assert operations[15] == operations[14]
+    assert operations[17] == operations[16]
+    assert 0 < operations[16] - operations[15] < 2 * 150
 
 
 @pytest.mark.long
 def test_a_kernel_has_no_number_of_groups_at_which_it_takes_another_way(monkeypatch):
     let_run(monkeypatch, OURS, "meta")
-    operations = [train(meta_backbone(num_experts=64), slots, monkeypatch)[1] for slots in (15, 16, 17)]
-    assert len({after - before for before, after in pairwise(operations)}) == 1
+    operations = {train(meta_backbone(num_experts=64), slots, monkeypatch)[1] for slots in (15, 16, 17)}
+    assert len(operations) == 1
 
 
 @pytest.mark.long

@@ -93,14 +93,12 @@ def steps_of(
     original = Cohort.steps
 
     def counted(self: Cohort, most: Sequence[int] | None = None) -> Iterator[Step]:
-        found = None
+        last = -1
         for step in original(self, most):
-            if found is None:
-                found = device.found = Found()
+            if step.index != last:  # only now has the last one read its losses
+                last, device.found = step.index, Found()
+                steps.append(device.found)
             yield step
-            if step.is_update:
-                steps.append(found)
-                found = device.found = None
         device.found = None
 
     monkeypatch.setattr(Cohort, "steps", counted)

@@ -9,8 +9,10 @@ from torch.nn.functional import cross_entropy
 
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ConfigError
+from fedguild.methods.flex import grafted_expert
+from fedguild.methods.flex.grafted_expert import GraftedExpert
 from fedguild.model import chunked_loss, kernels
-from fedguild.model.adapters import dropout
+from fedguild.model.adapters import dropout, lora
 from fedguild.model.adapters.lora import Lora, slot_product
 from fedguild.model.chunked_loss import chunked_losses
 from fedguild.model.moe import products
@@ -106,6 +108,35 @@ def test_a_linear_layers_product_is_added_in_place(rows, names, monkeypatch):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "part",
+    [Lora(3, 0.5, ("attention",), middle=True, frozen=("lora_A", "lora_B")), GraftedExpert(3, 0.5, 0.4)],
+    ids=str,
+)
+def test_products_in_a_model_are_added_in_place(part, monkeypatch):
+    """What a GPU does with a middle factor and with a grafted expert, against the sums of a CPU."""
+    backbone = tiny_backbone("olmoe", dtype=torch.float64)
+    plans = [AdapterPlan((part,))] * 3
+    rows = [random_rows(lengths, 1) for lengths in ([5], [3, 8], [4])]
+    batch = collate([[Encoded(tuple(ids), 1) for ids in slot] for slot in rows], PAD)
+    results = []
+    for way in (False, True):
+        for module in (lora, grafted_expert):
+            monkeypatch.setattr(module, "in_place", lambda output, _, way=way: way and output.is_contiguous())
+        with SlotModel(backbone, plans) as model:
+            for slot, plan in enumerate(plans):
+                tensors = random_adapter(backbone.info, plan, slot)
+                chosen = {name: torch.tensor(float(slot)) for name in tensors if name.endswith("source")}
+                model.load(slot, {**tensors, **chosen})
+            losses = model.token_losses(batch)
+            losses.sum().backward()
+            grads = {name: trainable.stored.grad for name, trainable in model.trainables.items()}
+            results.append({"losses": losses.detach(), **grads})
+    assert results[0].keys() == results[1].keys()
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected, rtol=1e-10, atol=1e-12)
+
+
 def test_products_that_torch_has_no_kernel_for(monkeypatch):
     """Any dtype, any width, any number of groups; on a GPU with torch's kernel, bf16 stays with that."""
     rows, matrices = normal(9, 7, seed=1), normal(4, 7, 5, seed=2)
@@ -115,6 +146,11 @@ def test_products_that_torch_has_no_kernel_for(monkeypatch):
     assert products._suits_kernel(rows, 4, 7, 5)
     torch.testing.assert_close(products.grouped_rows(rows, matrices, ends), expected[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(products.grouped_outer(rows, rows, ends), expected[1], rtol=1e-12, atol=1e-12)
+    whole = normal(9, 10, seed=3)
+    before = whole.clone()
+    products.add_grouped_rows(whole.chunk(2, dim=1)[1], rows, matrices, ends)
+    torch.testing.assert_close(whole[:, 5:], before[:, 5:] + expected[0], rtol=1e-12, atol=1e-12)
+    assert torch.equal(whole[:, :5], before[:, :5])
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

@@ -7,13 +7,13 @@ import torch
 
 from fedguild.model import slot_products
 from fedguild.model.frozen_linear import WORTHWHILE
-from fedguild.model.slot_products import add_slot_rows, slot_rows
+from fedguild.model.slot_products import add_slot_rows, add_slot_rows_in_place, slot_rows
 
 SMALL, LARGE = (5, 6, 3), (256, 128, 64)
 
 
 @pytest.mark.parametrize("counts", [(1,), (1, 1, 1), (2, 0, 1), (0, 3)], ids=str)
-@pytest.mark.parametrize("adds", [True, False], ids=["added", "alone"])
+@pytest.mark.parametrize("adds", ["added", "added in place", "alone"])
 @pytest.mark.parametrize(("sizes", "dtype"), [(SMALL, torch.float64), (LARGE, torch.float32)], ids=["small", "large"])
 def test_values_and_gradients_against_a_product_for_each_row(counts, adds, sizes, dtype):
     """Sizes are (rows in a unit, inputs, outputs); the large ones are worth oneDNN's price."""
@@ -28,9 +28,15 @@ def test_values_and_gradients_against_a_product_for_each_row(counts, adds, sizes
     total, upstream = leaf(unit * sum(counts), outputs), leaf(unit * sum(counts), outputs).detach()
     slots = [slot for slot, count in enumerate(counts) for _ in range(count * unit)]
     expected = torch.stack([matrices[slot] @ row for slot, row in zip(slots, rows, strict=True)])
-    if adds:
+    if adds != "alone":
         expected = expected + total
-        found, leaves = add_slot_rows(total, rows, matrices, counts), [rows, matrices, total]
+        leaves = [rows, matrices, total]
+    if adds == "added":
+        found = add_slot_rows(total, rows, matrices, counts)
+    elif adds == "added in place":
+        output = total * 1.0
+        found = add_slot_rows_in_place(output, rows, matrices, counts)
+        assert found.data_ptr() == output.data_ptr()
     else:
         found, leaves = slot_rows(rows, matrices, counts), [rows, matrices]
     tolerance = {"rtol": 1e-10, "atol": 1e-12} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 2e-4}

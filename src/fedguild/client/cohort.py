@@ -278,6 +278,7 @@ class Cohort:
                 self._before = before[0], self.routing.layer_tokens.clone()
                 yield from self._micro_steps(index, columns, [len(plan) for plan in plans])
                 self.routing.close_step(*before)
+                self.read_losses()
                 self._record_step(columns)
                 if self._on_step is not None:
                     self._on_step(index + 1, total, self.mean_loss())
@@ -314,7 +315,10 @@ class Cohort:
             report.seconds = seconds * report.tokens / max(1, tokens)
 
     def read_losses(self) -> None:
-        """Adds the losses of an optimizer step's passes to the reports: all that the host waits for in a step."""
+        """Adds the losses of an optimizer step's passes to the reports: all that the host waits for in a step.
+
+        By then the host has queued the whole step, its backward pass and update included.
+        """
         if not self._unread:
             return
         passes, self._unread = self._unread, []
@@ -378,10 +382,8 @@ class Step:
         """
         losses = self.cohort.model.token_losses(self.batch, label_smoothing)
         counts = [targets_of(rows) for rows in self._rows]
-        sums = torch.stack([part.sum() for part in losses.split(counts)])
+        sums = sums_of_slots(losses, counts)
         self._report(sums.detach(), counts)
-        if self.is_update:
-            self.cohort.read_losses()
         return sums / on_device([max(1, count) for count in self._targets], sums.device, sums.dtype)
 
     def backward(self, loss: Tensor) -> None:
@@ -426,6 +428,31 @@ class Step:
             report.tokens += sum(len(row.input_ids) for row in rows)
             report.examples += len(rows)
         self.cohort._unread.append((sums, counts))
+
+
+def sums_of_slots(losses: Tensor, counts: Sequence[int]) -> Tensor:
+    """Returns [S], the sum of each slot's losses.
+
+    Off a CPU by as many operations for any number of slots, and in an order that repeats, which `index_add` is not.
+
+    Args:
+        losses: [P], slot-major.
+        counts: Each slot's number of them.
+    """
+    if losses.device.type == "cpu":
+        return torch.stack([part.sum() for part in losses.split(list(counts))])
+    return _padded_sums(losses, counts)
+
+
+def _padded_sums(losses: Tensor, counts: Sequence[int]) -> Tensor:
+    slots, width = len(counts), max(1, *counts)
+    if len(set(counts)) == 1:
+        return losses.reshape(slots, -1).sum(dim=1)
+    sizes = torch.tensor(counts)
+    first = torch.arange(slots) * width - (sizes.cumsum(0) - sizes)
+    places = torch.arange(len(losses)) + first.repeat_interleave(sizes)
+    padded = losses.new_zeros(slots * width)
+    return padded.index_copy(0, places.to(losses.device, non_blocking=True), losses).view(slots, width).sum(dim=1)
 
 
 def targets_of(rows: Sequence[Encoded]) -> int:

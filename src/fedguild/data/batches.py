@@ -112,7 +112,7 @@ class SlotBatch:
     decoder_mask: Tensor | None = None
 
     def to(self, device: torch.device) -> SlotBatch:
-        """Returns the batch on a device."""
+        """Returns the batch with the model's inputs on a device; targets and groups, which are none, stay."""
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
@@ -127,8 +127,8 @@ class SlotBatch:
             mask=move(self.mask),
             rows_per_slot=self.rows_per_slot,
             predict_at=move(self.predict_at),
-            targets=move(self.targets),
-            group=move(self.group),
+            targets=self.targets,
+            group=self.group,
             position_ids=move_if(self.position_ids),
             segments=move_if(self.segments),
             decoder_ids=move_if(self.decoder_ids),

@@ -31,6 +31,7 @@ def clipped(tensors: Mapping[str, Tensor], clip: float) -> dict[str, Tensor]:
 def with_noise(tensors: Mapping[str, Tensor], deviation: float, noise: Noise) -> dict[str, Tensor]:
     """Returns the tensors plus independent normal noise of a standard deviation, in fp64."""
     return {
-        name: tensor.to(torch.float64) + deviation * noise.normal(tensor.shape, name).to(tensor.device)
+        name: tensor.to(torch.float64)
+        + deviation * noise.normal(tensor.shape, name).to(tensor.device, non_blocking=True)
         for name, tensor in tensors.items()
     }

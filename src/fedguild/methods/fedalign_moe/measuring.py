@@ -77,21 +77,19 @@ class _Sums:
 
     @torch.no_grad()
     def add(self, routing: Routing) -> None:
-        kind = self.routing.dtype
-        keep = slice(None) if routing.keep is None else routing.keep
-        p = probabilities(routing.logits)[keep].to(kind)
-        slot, indices = routing.slot[keep], routing.indices[keep]
+        kind, slot = self.routing.dtype, routing.slot
+        p = _only(routing.keep, probabilities(routing.logits).to(kind))
         best = p.topk(2, dim=-1)
         likeliest = best.indices[:, 0]
         margin = torch.zeros_like(p).scatter_(1, likeliest[:, None], best.values[:, :1] - best.values[:, 1:])
         self.routing.index_add_(0, slot, p)
         self.margin.index_add_(0, slot, margin)
-        self.tokens.index_add_(0, slot, torch.ones_like(slot, dtype=kind))
-        hidden = routing.hidden[keep].to(kind)
-        counted = torch.cat([hidden, hidden.new_ones(len(hidden), 1)], dim=1)
+        self.tokens.index_add_(0, slot, _only(routing.keep, torch.ones_like(slot, dtype=kind)))
+        hidden = routing.hidden.to(kind)
+        counted = _only(routing.keep, torch.cat([hidden, hidden.new_ones(len(hidden), 1)], dim=1))
         experts = self.likeliest.shape[1]
         self.likeliest.flatten(0, 1).index_add_(0, slot * experts + likeliest, counted)
-        for column in indices.unbind(dim=1):
+        for column in routing.indices.unbind(dim=1):
             self.active.flatten(0, 1).index_add_(0, slot * experts + column, counted)
 
     def of(self, slot: int) -> LayerStatistics:
@@ -100,6 +98,11 @@ class _Sums:
         sums = torch.where(likeliest[:, -1:] > 0, likeliest, active)
         region = sums[:, :-1] / sums[:, -1:].clamp(min=1)
         return LayerStatistics((self.routing[slot] / tokens).cpu(), (self.margin[slot] / tokens).cpu(), region.cpu())
+
+
+def _only(keep: Tensor | None, values: Tensor) -> Tensor:
+    """Returns values [N, …] with zeros, which add nothing, in place of padding's; no shape depends on its number."""
+    return values if keep is None else values.masked_fill(~keep.view(-1, *[1] * (values.dim() - 1)), 0.0)
 
 
 def measure_routing(cohort: Cohort, tokens: int | None) -> RoutingProfile:

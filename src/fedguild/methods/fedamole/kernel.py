@@ -154,7 +154,8 @@ class Stacked:
             return _stacked(parts, gating, dtype)
         state = dtype, *(part._version for part in parts)
         if self._kept is None or self._kept[0] is not gating or self._kept[1] != state:
-            self._kept = gating, state, _stacked(parts, gating, dtype)
+            with torch.inference_mode(False):  # what an evaluation makes, a training may use
+                self._kept = gating, state, _stacked(parts, gating, dtype)
         return self._kept[2]
 
 

@@ -32,8 +32,9 @@ class Casts:
             return (tensor if scale is None else tensor * scale).to(dtype)
         kept = self._kept.get(id(tensor))
         if kept is None or kept[0] is not tensor or kept[1] != tensor._version or kept[2].dtype is not dtype:
-            value = tensor.detach() if scale is None else tensor.detach() * scale
-            kept = self._kept[id(tensor)] = (tensor, tensor._version, value.to(dtype))
+            with torch.inference_mode(False):  # what an evaluation makes, a training may use
+                value = tensor.detach() if scale is None else tensor.detach() * scale
+                kept = self._kept[id(tensor)] = (tensor, tensor._version, value.to(dtype))
         return kept[2]
 
     def with_gradient(self, tensor: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
