@@ -125,9 +125,9 @@ class SlotOptimizer:
         updates = defaultdict(list)
         for index in graded:
             trainable = self.trainables[index]
-            value, *moments = self._tensors(index)
-            update = Update(value, _grad(trainable), *moments, trainable.axis, trainable.decays, masks.get(index))
-            updates[value.dtype].append(update)
+            value, first, second = self._tensors(index)
+            grad, axis, mask = _grad(trainable).contiguous(), trainable.axis, masks.get(index)
+            updates[value.dtype].append(Update(value, grad, first, second, axis, trainable.decays, mask))
         for of_dtype in updates.values():
             adam_step(
                 of_dtype,
