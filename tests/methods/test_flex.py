@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedguild.costs.flops import cost
 from fedguild.data.batches import Encoded, collate
-from fedguild.methods.flex import GRAFT, Flex, FlexSettings
+from fedguild.methods.flex import GRAFT, Flex, FlexSettings, grafted_expert
 from fedguild.methods.flex.grafted_expert import GraftedExpert, source_name
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import MoeLayer
@@ -126,6 +126,25 @@ def test_a_client_grafts_the_expert_that_rebuilds_its_layer_best(olmoe_backbone:
         moved = {name for name, value in memory.items() if not torch.equal(later[name], value)}
         assert moved
         assert not {source_name(layer.info.name) for layer in olmoe_backbone.moe} & moved
+
+
+def test_choices_measured_at_once_have_the_losses_of_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does; all at once, and three at a time; with padding."""
+    backbone = tiny_backbone("olmoe", dtype=torch.float64)
+    backbone.packs = False
+    plans = [flex().plan(backbone.info, budget) for budget in (LARGE, SMALL)]
+    batch = collate([rows(2, 1), rows(3, 2)], 0, None)
+    found = []
+    for devices, elements in (("cpu", 1), ((), 1 << 20), ((), 3 * 16 * batch.input_ids.numel())):
+        monkeypatch.setattr(grafted_expert, "ONE_BY_ONE", devices)
+        monkeypatch.setattr(grafted_expert, "ELEMENTS", elements)
+        with SlotModel(backbone, plans) as model, model.attached[GraftedExpert].measuring() as losses, torch.no_grad():
+            model.logits(batch)
+        found.append(losses)
+    for name, expected in found[0].items():
+        assert expected.min() > 0
+        for other in found[1:]:
+            torch.testing.assert_close(other[name], expected, rtol=1e-12, atol=0)
 
 
 def test_only_what_lies_outside_of_the_experts_is_shared(olmoe_backbone: Backbone, tmp_path: Path) -> None:

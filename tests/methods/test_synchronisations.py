@@ -31,11 +31,11 @@ OWN = pytest.mark.parametrize("names", [(), ("optimizer",)], ids=["torch", "kern
 @pytest.mark.parametrize("label", cases_variants_long())
 def test_the_host_waits_at_most_twice_a_step(label, monkeypatch):
     """With clients of unequal budgets and accumulated passes; no copy to the device makes it wait."""
-    steps = steps_of(label, monkeypatch)
+    steps = steps_of(label, monkeypatch, num_hidden_layers=1)
     assert steps, "the method took no step"
     for step in steps:
         assert not step.blocking, step.blocking
-        assert len(step.waits) <= 2, step.waits
+        assert 1 <= len(step.waits) <= 2, step.waits
 
 
 @OWN

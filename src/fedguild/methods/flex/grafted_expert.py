@@ -26,6 +26,10 @@ from fedguild.model.slot_products import slot_rows
 from fedguild.model.targets import leaf
 
 Combine = Literal["add", "mix"]
+ONE_BY_ONE = ("cpu",)
+"""Types of device on which the choices of an expert are measured one after the other; elsewhere several at once."""
+ELEMENTS = 1 << 26
+"""Largest number of elements of their outputs."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +203,21 @@ class Grafts:
         assert current is not None
         assert self._losses is not None
         slot, keep, own = current.slot_of_token(len(hidden), hidden.device), current.keep(len(hidden)), layer.frozen()
-        for expert in range(layer.info.num_experts):
-            squares = (output - plain_expert(own, expert, hidden)).double().square().sum(dim=1)
+        losses = self._losses[layer.info.name]
+        at_once = 1 if hidden.device.type in ONE_BY_ONE else max(1, ELEMENTS // max(1, hidden.numel()))
+        for first in range(0, layer.info.num_experts, at_once):
+            last = min(first + at_once, layer.info.num_experts)
+            outputs = plain_expert(own, first, hidden) if at_once == 1 else plain_experts(own, first, last, hidden)
+            squares = (output - outputs).double().square().sum(dim=-1).view(last - first, -1)
             squares = squares if keep is None else squares.masked_fill(~keep, 0.0)
-            self._losses[layer.info.name][:, expert].index_add_(0, slot, squares)
+            losses[:, first:last].index_add_(0, slot, squares.T)
+
+
+def plain_experts(own: FrozenExperts, first: int, last: int, hidden: Tensor) -> Tensor:
+    """Returns E_j(x) [E, N, H] of the frozen experts from `first` to below `last` for [N, H]."""
+    z = hidden @ own.gate_up[first:last].transpose(1, 2)
+    h = own.gate(z.flatten(0, 1)).unflatten(0, (last - first, -1))
+    return h @ own.down[first:last].transpose(1, 2)
 
 
 def plain_expert(own: FrozenExperts, expert: int, hidden: Tensor) -> Tensor:
