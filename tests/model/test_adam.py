@@ -1,0 +1,69 @@
+"""The kernel of Adam in Triton's interpreter, against `torch.optim` slot by slot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is there for Linux only")
+
+from fedguild.model.kernels.adam import BLOCK, CHUNK, Update, adam_step
+
+SHAPES = [((3, 2, 5, 4), 1), ((3, 2, 5, 3), 1), ((2, BLOCK * CHUNK + 3), 0), ((2, BLOCK + 8), 0), ((2,), 0)]
+"""Of two slots, with the slot axis: of rows that fill 16 bytes and not, of two programs, of two blocks, and numbers."""
+BETAS, EPS, DECAY = (0.8, 0.99), 1e-6, 0.1
+
+
+@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)], ids=str)
+def test_three_steps_of_two_slots(dtype, tolerance, decoupled):
+    """One slot rests once; other experts are left out in each step; every other trainable decays."""
+    rng = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng, dtype=dtype)
+
+    values = [normal(*shape) for shape, _ in SHAPES]
+    moments = [[torch.zeros_like(value) for value in values] for _ in range(2)]
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    leaves = [
+        [value.select(axis, slot).clone() for value, (_, axis) in zip(values, SHAPES, strict=True)] for slot in (0, 1)
+    ]
+    alone = [
+        [kind([leaf], betas=BETAS, eps=EPS, weight_decay=DECAY * (index % 2)) for index, leaf in enumerate(of_slot)]
+        for of_slot in leaves
+    ]
+    counts = [0, 0]
+    for step, rates in enumerate(([0.1, 0.02], [0.3, None], [0.05, 0.05])):
+        grads = [normal(*shape) for shape, _ in SHAPES]
+        masks = [(torch.rand(2, 3, generator=rng) < (0.6 if step else 2)).T if axis else None for _, axis in SHAPES]
+        factor = torch.tensor([0.5, 1.0], dtype=torch.float64)
+        counts = [count + (rate is not None) for count, rate in zip(counts, rates, strict=True)]
+        tensors = zip(values, grads, *moments, SHAPES, masks, strict=True)
+        updates = [
+            Update(value, grad, first, second, axis, index % 2 == 1, mask)
+            for index, (value, grad, first, second, (_, axis), mask) in enumerate(tensors)
+        ]
+        adam_step(updates, rates, counts, betas=BETAS, eps=EPS, decay=DECAY, decoupled=decoupled, factor=factor)
+        for slot, rate in enumerate(rates):
+            for leaf, optimizer, grad, mask, (_, axis) in zip(
+                leaves[slot], alone[slot], grads, masks, SHAPES, strict=True
+            ):
+                if rate is None:
+                    continue
+                leaf.grad = grad.select(axis, slot) * factor[slot].to(dtype)
+                changing = [leaf, *(optimizer.state[leaf].get(name) for name in ("exp_avg", "exp_avg_sq"))]
+                before = [None if one is None else one.clone() for one in changing]
+                optimizer.param_groups[0]["lr"] = rate
+                optimizer.step()
+                if mask is not None and before[1] is not None:
+                    for one, old in zip(changing, before, strict=True):
+                        one[~mask[:, slot]] = old[~mask[:, slot]]
+    for slot in (0, 1):
+        for leaf, optimizer, value, first, second, (_, axis) in zip(
+            leaves[slot], alone[slot], values, *moments, SHAPES, strict=True
+        ):
+            state = optimizer.state[leaf]
+            pairs = ((value, leaf), (first, state["exp_avg"]), (second, state["exp_avg_sq"]))
+            for found, expected in pairs:
+                torch.testing.assert_close(found.select(axis, slot), expected, rtol=tolerance, atol=tolerance)
