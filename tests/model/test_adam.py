@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -67,3 +71,34 @@ def test_three_steps_of_two_slots(dtype, tolerance, decoupled):
             pairs = ((value, leaf), (first, state["exp_avg"]), (second, state["exp_avg_sq"]))
             for found, expected in pairs:
                 torch.testing.assert_close(found.select(axis, slot), expected, rtol=tolerance, atol=tolerance)
+
+
+COMPILE = """
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fedguild.model.kernels.adam import BLOCK, CHUNK, COLUMNS, NUMBERS, _adam_kernel
+
+names = _adam_kernel.arg_names
+for width, name in ((tl.float32, "fp32"), (tl.float64, "fp64")):
+    constants = dict(CLIPPED=True, DECOUPLED=True, ALIGNED=True, WIDTH=width, LANES=128 // width.primitive_bitwidth)
+    constants |= dict(COLUMNS=COLUMNS, NUMBERS=NUMBERS, BLOCK=BLOCK, CHUNK=CHUNK)
+    types = dict(of_tile_at="*i32", table_at="*i64", numbers_at="*fp64", factor_at="*fp64", slots="i32")
+    types |= dict.fromkeys(constants, "constexpr")
+    places = {(names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(_adam_kernel, signature={key: types[key] for key in names}, constexprs=places)
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    print(name, code.count("st.global"), sum("st.global" in line and ".v" in line for line in code.splitlines()))
+"""
+
+
+@pytest.mark.long
+def test_it_compiles_for_hopper_and_stores_16_bytes_at_a_time():
+    """Triton's compiler needs no GPU; the interpreter accepts what it refuses."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        name, stores, wide = line.split()
+        assert int(stores) == int(wide) > 0, name
