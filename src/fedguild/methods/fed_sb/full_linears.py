@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from fedguild.model.adapters.lora import in_place
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.info import ModelInfo
-from fedguild.model.slot_products import slot_rows
+from fedguild.model.moe.casts import Casts
+from fedguild.model.slot_products import add_slot_rows_in_place, slot_rows
 from fedguild.model.targets import targeted_linears
 
 
@@ -46,10 +48,15 @@ class FullLinears(AdapterPart):
 
 
 def _hook(host: AdapterHost, stored: Tensor) -> Callable[..., Tensor]:
+    casts = Casts()
+
     def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         current = host.backbone.runtime.current
         assert current is not None
         rows = args[0].reshape(-1, args[0].shape[-1])
-        return output + slot_rows(rows, stored.to(rows.dtype), current.rows_per_slot).view_as(output)
+        change = casts.with_gradient(stored, rows.dtype)
+        if in_place(output, rows):
+            return add_slot_rows_in_place(output, rows, change, current.rows_per_slot)
+        return output + slot_rows(rows, change, current.rows_per_slot).view_as(output)
 
     return hook

@@ -217,7 +217,8 @@ def plain_experts(own: FrozenExperts, first: int, last: int, hidden: Tensor) -> 
     """Returns E_j(x) [E, N, H] of the frozen experts from `first` to below `last` for [N, H]."""
     z = hidden @ own.gate_up[first:last].transpose(1, 2)
     h = own.gate(z.flatten(0, 1)).unflatten(0, (last - first, -1))
-    return h @ own.down[first:last].transpose(1, 2)
+    outputs: Tensor = h @ own.down[first:last].transpose(1, 2)
+    return outputs
 
 
 def plain_expert(own: FrozenExperts, expert: int, hidden: Tensor) -> Tensor:

@@ -105,11 +105,10 @@ class LowRank:
             scale · A x [n, p·r], which the backward pass needs.
         """
         downs, ups = trained[0::2], trained[1::2]
+        low = self.compress(rows, downs)
         if self.segments is not None:
-            low = self._segmented(rows, downs, transposed=True, scale=self.scale)
             self._segmented(low, ups, total=total)
             return low
-        low = self.compress(rows, stacked(downs))
         for part, part_low, up in zip(total.chunk(len(ups), dim=1), low.chunk(len(ups), dim=1), ups, strict=True):
             self.add_rows(part, part_low, up)
         return low
@@ -143,7 +142,7 @@ class LowRank:
         d_lows = [self.rows(part, up, transposed=True) for part, up in zip(parts, ups, strict=True)]
         d_low = self.scaled(torch.cat(d_lows, dim=1) if len(d_lows) > 1 else d_lows[0])
         if d_rows is not None:
-            self.add_rows(d_rows, d_low, stacked(downs))
+            self.add_compressed(d_rows, d_low, downs)
         if weight is not None:
             d_low, kept = d_low.mul_(weight), kept * weight
         gradients: list[Tensor | None] = [None] * len(trained)
@@ -181,9 +180,18 @@ class LowRank:
         else:
             total += self.rows(rows, stored)
 
-    def compress(self, rows: Tensor, stored: Tensor) -> Tensor:
-        """Returns scale · A x [n, r·p] of every row x [n, a], for the A [M, S, r·p, a] of p projections."""
-        return self.scaled(self.rows(rows, stored, transposed=True))
+    def compress(self, rows: Tensor, downs: Sequence[Tensor]) -> Tensor:
+        """Returns scale · A x [n, p·r] of every row x [n, a], for the A [M, S, r, a] of p projections."""
+        if self.segments is not None:
+            return self._segmented(rows, downs, transposed=True, scale=self.scale)
+        return self.scaled(self.rows(rows, stacked(downs), transposed=True))
+
+    def add_compressed(self, total: Tensor, low: Tensor, downs: Sequence[Tensor]) -> None:
+        """Adds Σ_p Aᵀ of the rows low [n, p·r] to the total [n, a], for the A [M, S, r, a] of p projections."""
+        if self.segments is not None:
+            self._segmented(low, downs, total=total, summed=True)
+        else:
+            self.add_rows(total, low, stacked(downs))
 
     def scaled(self, low: Tensor) -> Tensor:
         """Multiplies [n, r·p] by LoRA's scale, in place."""
@@ -242,7 +250,7 @@ class LowRank:
         downs, ups = trained[0::2], trained[1::2]
         d_low = self._segmented(d_total, ups, transposed=True, scale=self.scale)
         if d_rows is not None:
-            self._segmented(d_low, downs, total=d_rows, summed=True)
+            self.add_compressed(d_rows, d_low, downs)
         exact = torch.promote_types(rows.dtype, torch.float32)
         gradients: list[Tensor | None] = [None] * len(trained)
         parts = [part.chunk(len(ups), dim=1) for part in (d_low, kept, d_total)]

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedguild.model.moe.low_rank import LowRank, stacked
+from fedguild.model.moe.low_rank import LowRank
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class MiddleRank:
             scale · A x [n, p·r], which the backward pass needs.
         """
         downs, ups, middles = trained[0::3], trained[1::3], trained[2::3]
-        low = self.low_rank.compress(rows, stacked(downs))
+        low = self.low_rank.compress(rows, downs)
         parts = zip(total.chunk(len(ups), dim=1), low.chunk(len(ups), dim=1), ups, middles, strict=True)
         for part, part_low, up, middle in parts:
             self.low_rank.add_rows(part, self.low_rank.rows(part_low, middle, transposed=True), up)
@@ -72,7 +72,7 @@ class MiddleRank:
         d_highs = [self.low_rank.rows(part, up, transposed=True) for part, up in zip(parts, ups, strict=True)]
         if d_rows is not None:
             d_lows = [self.low_rank.rows(d_high, middle) for d_high, middle in zip(d_highs, middles, strict=True)]
-            self.low_rank.add_rows(d_rows, self.low_rank.scaled(torch.cat(d_lows, dim=1)), stacked(downs))
+            self.low_rank.add_compressed(d_rows, self.low_rank.scaled(torch.cat(d_lows, dim=1)), downs)
         lows = (kept if weight is None else kept * weight).chunk(len(ups), dim=1)
         gradients: list[Tensor | None] = [None] * len(trained)
         gradients[2::3] = [self.low_rank.outer(d_high, low) for d_high, low in zip(d_highs, lows, strict=True)]

@@ -85,7 +85,7 @@ class _TokenSide(torch.autograd.Function):
         h = own.gate(z)
         y = grouped_rows(h, own.down.transpose(1, 2), plan.expert_ends)
         of_pairs = weights.reshape(-1)[plan.active]
-        low_out = low_rank.compress(h, down)[plan.row_of_pair] * of_pairs.to(h.dtype)[:, None]
+        low_out = low_rank.compress(h, [down])[plan.row_of_pair] * of_pairs.to(h.dtype)[:, None]
         ctx.plan, ctx.cell, ctx.frozen, ctx.low_rank = plan, cell, frozen, low_rank
         ctx.save_for_backward(weights, z, low_in, down, *ups)
         return combine(y, plan, of_pairs), _scattered(low_out, plan, cell, len(tokens))
