@@ -9,10 +9,10 @@ one row each, 1 to 16 of them, with equal and with unequal budgets. Every case i
 soon as it is measured: a second call measures what is missing, and a case that does not fit says so. The cases that
 tell most come first, and the last minutes are kept for the other benchmarks. `index.html` shows them.
 
-- ours: one fused step of all clients (forward, backward, clipping, AdamW). Where it runs out of memory, it is measured again with
-  activations recomputed.
+- ours: one fused step of all clients (forward, backward, clipping, AdamW). Where it runs out of memory, it is measured
+  again with activations recomputed.
 - ours without kernels: the same with FEDGUILD_KERNELS=none.
-- peft: the step of one client of each budget; clients train one after the other, so their times add up. Its gate and up
+- peft: the same step of one client of each budget; clients train one after the other, so their times add up. Its gate and up
   projection share one rank.
 - transformers: the frozen model alone, forward and backward to its input, below which no training of adapters gets.
 

@@ -291,7 +291,7 @@ def test_doctor_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("setting", "installed", "verdict", "found"),
     [
-        ("auto", True, "ok", "low-rank, grouped, cross-entropy, dropout, norm, rotary, swiglu"),
+        ("auto", True, "ok", "low-rank, grouped, cross-entropy, dropout, optimizer, norm, rotary, swiglu"),
         ("auto", False, "missing", "none"),
         ("grouped,norm", True, "missing", "grouped, norm"),
         ("grouped,norm", False, "problem", "grouped,norm"),
