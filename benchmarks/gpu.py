@@ -12,7 +12,7 @@ tell most come first, and the last minutes are kept for the other benchmarks. `i
 - ours: one fused step of all clients (forward, backward, clipping, AdamW). Where it runs out of memory, it is measured
   again with activations recomputed.
 - ours without kernels: the same with FEDGUILD_KERNELS=none.
-- peft: the same step of one client of each budget; clients train one after the other, so their times add up. Its gate and up
+- peft: the step of one client of each budget; clients train one after the other, so their times add up. Its gate and up
   projection share one rank.
 - transformers: the frozen model alone, forward and backward to its input, below which no training of adapters gets.
 
