@@ -42,7 +42,25 @@ KINDS = {
 ADAM = {name: KINDS[name] for name in ("adamw", "adam with decay")}
 """What a kernel of ours does on a GPU."""
 WAYS = [pytest.param((), settings, id=name) for name, settings in KINDS.items()]
-WAYS += [pytest.param(("optimizer",), settings, id=f"{name}, by the kernel") for name, settings in ADAM.items()]
+WAYS += [
+    pytest.param(
+        ("optimizer",), settings, id=f"{name}, by the kernel", marks=[] if name == "adamw" else pytest.mark.long
+    )
+    for name, settings in ADAM.items()
+]
+TRAININGS = [
+    pytest.param(
+        *way.values,
+        clip,
+        masked,
+        id=f"{way.id}-{'clipped' if clip else 'unclipped'}-{'masked' if masked else 'whole'}",
+        marks=pytest.mark.long if way.values[0] and not (clip and masked and "adamw" in str(way.id)) else [],
+    )
+    for way in WAYS
+    for clip in (None, 5.0)
+    for masked in (False, True)
+]
+"""In Triton's interpreter one of them every day."""
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +93,7 @@ def random_masks(model: SlotModel, step: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("clip", [None, 5.0], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize(("names", "settings"), WAYS)
+@pytest.mark.parametrize(("names", "settings", "clip", "masked"), TRAININGS)
 def test_every_slot_is_updated_as_by_its_own_torch_optimizer(
     backbone, small_backbone, names, settings, clip, masked, monkeypatch
 ):
@@ -223,7 +239,13 @@ def test_a_slots_bits_are_those_alone(settings, piece, extra, masked, monkeypatc
     assert_bits_are_those_alone(settings, extra, masked=masked)
 
 
-@pytest.mark.parametrize("settings", [ADAM["adamw"], ADAM["adam with decay"]], ids=["adamw", "adam with decay"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(ADAM["adamw"], id="adamw"),
+        pytest.param(ADAM["adam with decay"], id="adam with decay", marks=pytest.mark.long),
+    ],
+)
 def test_a_slots_bits_are_those_alone_by_the_kernel(settings, monkeypatch):
     let_run(monkeypatch, ["optimizer"])
     assert_bits_are_those_alone(settings, OutputScale("per_layer"), masked=True, num_hidden_layers=1, num_experts=4)

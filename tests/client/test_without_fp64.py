@@ -28,6 +28,7 @@ OVERRIDES = {
     "fedamole": ["method.experts=4"],
 }
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=2, encode=lambda text, **_: list(range(3, 9)))
+DAILY = {"fedalign-moe", "fedamole", "flame", "flex", "pfl-moe"}
 TRAINABLE = sorted(name for name in METHODS if not METHODS.load(name).needs_float64)
 
 
@@ -55,7 +56,9 @@ class WithoutFp64(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("name", TRAINABLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in DAILY else pytest.mark.long) for name in TRAINABLE]
+)
 def test_a_cohort_trains_without_fp64_on_its_device(name: str, tmp_path: Path) -> None:
     backbone = make_backbone(tiny_model("olmoe", dtype=torch.bfloat16).to("meta"), TOKENIZER, name="without values")
     method = method_of(load_config(f"{name}/tiny-tasks", OVERRIDES.get(name, [])))
