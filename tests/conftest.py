@@ -63,7 +63,6 @@ UNTRACED = frozenset(
         "methods/test_synchronisations",
         "model/test_experts",
         "model/test_full_experts",
-        "model/test_kernels",
         "model/test_segmented",
         "test_commands",
         "test_gpu_benchmark",
