@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort
+from fedguild.model.on_device import on_device
 from fedguild.seeding import numpy_rng
 
 
@@ -49,7 +49,7 @@ def at_active_experts(cohort: Cohort, experts: Sequence[int], *, static: bool) -
     layers = cohort.model.backbone.moe
     before = [layer.output_scale for layer in layers]
     if static:
-        ratios = torch.tensor([cohort.model.backbone.info.top_k / number for number in experts])
+        ratios = on_device([cohort.model.backbone.info.top_k / number for number in experts], cohort.model.device)
         for layer in layers:
             assert layer.output_scale is not None
             layer.output_scale = ratios.to(layer.output_scale)
