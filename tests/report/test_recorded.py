@@ -89,6 +89,11 @@ def test_the_word_for_a_claim(gaps: list[list[float]], word: str) -> None:
     assert verdict([spread(gap) for gap in gaps]) == word
 
 
+def test_two_seeds_that_agree_decide_nothing() -> None:
+    assert verdict([spread([0.1, 0.1001])]) == verdict([spread([-0.1, -0.1001])]) == "undecided at this scale"
+    assert verdict([spread([0.1, 0.1001, 0.1])]) == "holds"
+
+
 def test_a_claim_about_a_row_that_was_not_run_has_no_verdict() -> None:
     assert verdict([spread([0.1, 0.1]), None]) == "not recorded"
 
@@ -127,8 +132,9 @@ def test_the_page_by_hand() -> None:
 
 
 def test_a_verdict_has_the_number_of_its_seeds() -> None:
-    """Both rows share seeds 0 and 1 only, then seed 0 only: a difference of one seed decides nothing."""
-    for seeds, told in (((0, 1), "| 2 |"), ((0,), "**undecided at this scale**, with one seed | 1 |")):
+    """Both rows share seeds 0 and 1 only, then seed 0 only: so few decide nothing, however alike they are."""
+    for seeds in ((0, 1), (0,)):
+        told = f"**undecided at this scale**, with fewer than 3 seeds | {len(seeds)} |"
         some = [record for record in records() if record.row == "ours" or record.seed in seeds]
         assert told in claims_markdown(TABLE, some).splitlines()[3]
     both = {**TABLE.model_dump(), "claims": [{"says": "it leads", "higher": "ours", "lower": ["theirs", "unrun"]}]}

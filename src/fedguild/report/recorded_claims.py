@@ -15,6 +15,8 @@ from fedguild.report.recorded import CellRecord
 Word = Literal["holds", "does not hold", "undecided at this scale", "not recorded"]
 ROUNDING = 1e-9
 """A deviation of scores below this is rounding."""
+FEWEST_SEEDS = 3
+"""Seeds without which nothing is decided: two that agree by chance have a narrow interval."""
 
 
 def claims_markdown(table: Table, records: Sequence[CellRecord]) -> str:
@@ -47,10 +49,10 @@ def _could_show(differences: Iterable[Spread | None]) -> str:
 
 
 def _reservation(differences: Iterable[Spread | None]) -> str:
-    """Returns what a verdict is to be read with: one seed shows no spread, and some differences do not vary."""
+    """Returns what a verdict is to be read with: too few seeds, or differences that do not vary."""
     known = [gap for gap in differences if gap is not None]
-    if any(gap.count == 1 for gap in known):
-        return ", with one seed"
+    if any(gap.count < FEWEST_SEEDS for gap in known):
+        return f", with fewer than {FEWEST_SEEDS} seeds"
     return ", without any spread over the seeds" if any(_is_constant(gap) for gap in known) else ""
 
 
@@ -68,11 +70,14 @@ def _seeds(differences: Iterable[Spread | None]) -> str:
 def verdict(differences: Iterable[Spread | None]) -> Word:
     """Returns what the paired differences of a row to those that it should be above say.
 
-    It holds where every difference's 95 % interval lies above 0, and does not where some interval lies below it.
+    It holds where every difference's 95 % interval lies above 0, and does not where some interval lies below it. With
+    fewer than `FEWEST_SEEDS` seeds it is undecided.
     """
     every = list(differences)
     if not every or any(gap is None for gap in every):
         return "not recorded"
+    if any(gap.count < FEWEST_SEEDS for gap in every if gap is not None):
+        return "undecided at this scale"
     ends = [(gap.mean - half_width(gap), gap.mean + half_width(gap)) for gap in every if gap is not None]
     if all(low > 0 for low, _ in ends):
         return "holds"

@@ -58,7 +58,7 @@ def test_loss_and_gradients_are_those_of_the_mixture(features: str) -> None:
         gates = LogitGates(cohort_of(model, [0, 1, 2]), features)  # type: ignore[arg-type]
         for name, tensor in gates.trainables.items():
             tensor.stored.detach().copy_(start[name])
-        losses = gates.losses(gates.said(collate(rows, PAD), first, second))
+        losses = gates.losses(gates.outputs(collate(rows, PAD), first, second))
         losses.sum().backward()
         found = {name: tensor.stored.grad for name, tensor in gates.trainables.items()}
     plain = tiny_model("llama", dtype=torch.float64)
@@ -84,21 +84,21 @@ def test_training_is_adam_from_one_half(kept_bytes: int) -> None:
     rows = rows_of(0, [7, 4, 5])
     with SlotModel(backbone, [PLAN]) as model:
         cohort, order, passes = cohort_of(model, [0]), [], []
-        planned, said = gate._batches, LogitGates.said
+        planned, outputs = gate._batches, LogitGates.outputs
 
         def noting(*args: Any) -> list[list[int]]:
             batches = planned(*args)
             order.extend([rows[index].input_ids for index in batch] for batch in batches)
             return batches
 
-        def counting(self: LogitGates, batch: SlotBatch, *adapters: Any) -> gate.Said:
+        def counting(self: LogitGates, batch: SlotBatch, *adapters: Any) -> gate.Outputs:
             passes.append(len(batch.input_ids))
-            return said(self, batch, *adapters)
+            return outputs(self, batch, *adapters)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gate, "KEPT_BYTES", kept_bytes)
             patch.setattr(gate, "_batches", noting)
-            patch.setattr(LogitGates, "said", counting)
+            patch.setattr(LogitGates, "outputs", counting)
             (found,) = train_gates(cohort, [rows], first, second, HOW)
     assert passes == ([2, 1] if kept_bytes > 1000 else [2, *[2, 1] * 3]), "it keeps the first, which is too much"
     assert [len(batch) for batch in order] == [2, 1] * 3
@@ -151,12 +151,12 @@ def test_the_gate_goes_to_the_better_model() -> None:
         good = cohort.read(0)
         gates = LogitGates(cohort, "hidden")
         with torch.no_grad():
-            before = float(gates.losses(gates.said(collate([rows], PAD), [good], [noise])))
+            before = float(gates.losses(gates.outputs(collate([rows], PAD), [good], [noise])))
         (found,) = train_gates(cohort, [rows], [good], [noise], GateSettings("hidden", 20.0, 0.05, 0.0))
         for name, tensor in gates.trainables.items():
             tensor.write(0, found[name])
         with torch.no_grad():
-            after = float(gates.losses(gates.said(collate([rows], PAD), [good], [noise])))
+            after = float(gates.losses(gates.outputs(collate([rows], PAD), [good], [noise])))
     assert after < 0.9 * before
     plain = tiny_model("llama", dtype=torch.float64)
     values = [

@@ -23,6 +23,7 @@ from fedguild.data.batches import Encoded, SlotBatch, collate
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, WEIGHT, gate_values, mixed
 from fedguild.methods.pfl_moe.prompt_features import Features, prompt_features, target_rows
 from fedguild.model.adapters.storage import SlotTensor
+from fedguild.model.on_device import slot_of_rows
 from fedguild.seeding import numpy_rng
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class GateSettings:
 
 
 @dataclass(frozen=True)
-class Said:
+class Outputs:
     """What the frozen models say of R rows with P response tokens.
 
     Attributes:
@@ -68,28 +69,26 @@ class Said:
     row: Tensor
     targets: Tensor
 
-    def by_row(self) -> list[Said]:
+    def by_row(self) -> list[Outputs]:
         """Returns the same for every row alone."""
         order = self.row.argsort(stable=True)
         sizes = torch.bincount(self.row, minlength=len(self.features)).tolist()
         parts = zip(*(tensor[order].split(sizes) for tensor in (self.first, self.second, self.targets)), strict=True)
         return [
-            Said((1,), features, first, second, torch.zeros_like(targets), targets)
+            Outputs((1,), features, first, second, torch.zeros_like(targets), targets)
             for features, (first, second, targets) in zip(self.features.split(1), parts, strict=True)
         ]
 
     @classmethod
-    def of(cls, by_slot: Sequence[Sequence[Said]]) -> Said:
+    def of(cls, by_slot: Sequence[Sequence[Outputs]]) -> Outputs:
         """Returns that of a batch from those of its rows, client by client."""
         rows = [row for of_slot in by_slot for row in of_slot]
-        sizes = torch.tensor([len(row.targets) for row in rows]).to(rows[0].row.device, non_blocking=True)
-        tokens = sum(len(row.targets) for row in rows)
         return cls(
             [len(of_slot) for of_slot in by_slot],
             torch.cat([row.features for row in rows]),
             torch.cat([row.first for row in rows]),
             torch.cat([row.second for row in rows]),
-            torch.arange(len(rows), device=sizes.device).repeat_interleave(sizes, output_size=tokens),
+            slot_of_rows([len(row.targets) for row in rows], rows[0].row.device),
             torch.cat([row.targets for row in rows]),
         )
 
@@ -116,21 +115,17 @@ class LogitGates:
         """Returns copies of a client's w [H] and b [], on the CPU."""
         return {name: tensor.own(slot).to("cpu", copy=True) for name, tensor in self.trainables.items()}
 
-    def losses(self, said: Said) -> Tensor:
+    def losses(self, outputs: Outputs) -> Tensor:
         """Returns [S], each client's mean loss over its response tokens, in nats; 0 for a client without any."""
-        rows = torch.tensor(said.rows_per_slot).to(said.features.device, non_blocking=True)
-        total = len(said.features)
-        weight, bias = (
-            self.trainables[name].stored.repeat_interleave(rows, dim=0, output_size=total) for name in (WEIGHT, BIAS)
-        )
-        gate = gate_values(said.features, weight, bias)[said.row]
-        losses = cross_entropy(mixed(gate, said.first, said.second), said.targets, reduction="none")
-        slots = torch.arange(len(rows), device=rows.device).repeat_interleave(rows, output_size=total)[said.row]
-        sums = losses.new_zeros(len(rows)).index_add(0, slots, losses)
-        return sums / losses.new_zeros(len(rows)).index_add(0, slots, torch.ones_like(losses)).clamp(min=1)
+        slot = slot_of_rows(outputs.rows_per_slot, outputs.features.device)
+        weight, bias = (self.trainables[name].stored.index_select(0, slot) for name in (WEIGHT, BIAS))
+        gate = gate_values(outputs.features, weight, bias)[outputs.row]
+        losses = cross_entropy(mixed(gate, outputs.first, outputs.second), outputs.targets, reduction="none")
+        slots, none = slot[outputs.row], losses.new_zeros(len(outputs.rows_per_slot))
+        return none.index_add(0, slots, losses) / none.index_add(0, slots, torch.ones_like(losses)).clamp(min=1)
 
     @torch.no_grad()
-    def said(self, batch: SlotBatch, first: Adapters, second: Adapters) -> Said:
+    def outputs(self, batch: SlotBatch, first: Adapters, second: Adapters) -> Outputs:
         """Returns what the frozen models say of a batch.
 
         Args:
@@ -139,7 +134,7 @@ class LogitGates:
             second: Each client's adapter that 1 - g weighs.
         """
         model = self._cohort.model
-        return Said(
+        return Outputs(
             batch.rows_per_slot,
             prompt_features(model.backbone, batch, self._features),
             self._logits(batch, first),
@@ -179,39 +174,41 @@ def train_gates(
     kept = _kept(cohort, gates, examples, first, second) if settings.epochs > 1 else None
     for index, batches in enumerate(zip_longest(*plans, fillvalue=[])):
         optimizer.zero_grad()
-        said = (
-            _said(cohort, gates, examples, batches, first, second) if kept is None else Said.of(_taken(kept, batches))
+        outputs = (
+            _outputs(cohort, gates, examples, batches, first, second)
+            if kept is None
+            else Outputs.of(_taken(kept, batches))
         )
-        gates.losses(said).sum().backward()
+        gates.losses(outputs).sum().backward()
         optimizer.step([settings.learning_rate if index < len(plan) else None for plan in plans])
     return [gates.read(slot) for slot in range(len(examples))]
 
 
-def _said(
+def _outputs(
     cohort: Cohort,
     gates: LogitGates,
     examples: Sequence[Sequence[Encoded]],
     batches: Sequence[Sequence[int]],
     first: Adapters,
     second: Adapters,
-) -> Said:
+) -> Outputs:
     """Returns what the models say of some of each client's examples."""
-    return gates.said(collate(_taken(examples, batches), cohort.pad_id, cohort.model.seq2seq), first, second)
+    return gates.outputs(collate(_taken(examples, batches), cohort.pad_id, cohort.model.seq2seq), first, second)
 
 
 def _kept(
     cohort: Cohort, gates: LogitGates, examples: Sequence[Sequence[Encoded]], first: Adapters, second: Adapters
-) -> list[list[Said]] | None:
+) -> list[list[Outputs]] | None:
     """Returns what the models say of every example of every client; None if that is more than `KEPT_BYTES`."""
-    kept: list[list[Said]] = [[] for _ in examples]
+    kept: list[list[Outputs]] = [[] for _ in examples]
     left, size = KEPT_BYTES, cohort.settings.batch_size
     for start in range(0, max(map(len, examples), default=0), size):
         batches = [range(start, min(start + size, len(rows))) for rows in examples]
-        said = _said(cohort, gates, examples, batches, first, second)
-        left -= said.first.nbytes + said.second.nbytes
+        outputs = _outputs(cohort, gates, examples, batches, first, second)
+        left -= outputs.first.nbytes + outputs.second.nbytes
         if left < 0:
             return None
-        rows = iter(said.by_row())
+        rows = iter(outputs.by_row())
         for of_slot, batch in zip(kept, batches, strict=True):
             of_slot += islice(rows, len(batch))
     return kept
