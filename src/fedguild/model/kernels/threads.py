@@ -1,0 +1,98 @@
+"""Runs Numba kernels on the threads that torch computes with.
+
+A kernel of ours is a C function of one array of whole numbers: addresses, sizes, and the number of pieces that its work
+consists of. Its threads take one piece after the other until none is left, so that the result does not depend on how
+many there are. They are torch's: its wheels for Linux compute with GCC's OpenMP, whose entry point is looked up in the
+very library that torch has loaded. A second pool of threads would fight with the first, whose threads spin for a while
+after every product. Where there is another OpenMP, or none, a kernel runs on the calling thread alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import cfunc, types
+from numba.extending import intrinsic
+
+SIGNATURE = types.void(types.CPointer(types.int64))
+FAST = {"reassoc", "contract", "nsz"}
+"""Sums may be taken in vectors: in another order than the code's, but always in the same."""
+PIECES_PER_THREAD = 4
+"""Pieces of a kernel for each thread, where there are several, so that none waits long for the last."""
+
+
+class Kernel:
+    """A kernel: compiled when it first runs; the machine code is kept on the disk.
+
+    Args:
+        function: Takes a pointer to the numbers: the next piece (for `next_piece`), the number of pieces, and its own.
+    """
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self._function, self.__doc__ = function, function.__doc__
+        self._compiled: Any = None
+
+    def run(self, numbers: Sequence[int], *, most_pieces: int) -> None:
+        """Runs the kernel; returns when all of its pieces are done.
+
+        Args:
+            numbers: Its own numbers.
+            most_pieces: How many pieces its work can be cut into.
+        """
+        if self._compiled is None:
+            self._compiled = cfunc(SIGNATURE, cache=True, fastmath=FAST, error_model="numpy")(self._function)
+        threads = torch.get_num_threads()
+        pieces = max(1, min(most_pieces, threads * PIECES_PER_THREAD if threads > 1 else 1))
+        given = (ctypes.c_int64 * (len(numbers) + 2))(0, pieces, *numbers)
+        parallel = _parallel() if pieces > 1 else None
+        if parallel is None:
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)(ctypes.addressof(given))
+        else:
+            parallel(self._compiled.address, ctypes.addressof(given), threads, 0)
+
+
+@cache
+def _parallel() -> Any:
+    """Returns the entry point of the OpenMP that torch has loaded, if it is GCC's or has GCC's interface; else None."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        found = ctypes.CDLL(str(library)).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return found
+
+
+def _to_pointer(kind: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(kind)(types.int64), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def floats(context: Any, address: Any) -> Any:
+    """Returns an address as a pointer to fp32 values."""
+    return _to_pointer(types.float32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def integers(context: Any, address: Any) -> Any:
+    """Returns an address as a pointer to 32-bit whole numbers."""
+    return _to_pointer(types.int32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def next_piece(context: Any, numbers: Any) -> Any:
+    """Returns the first of a kernel's numbers, its next piece, and counts it up; no two threads get the same."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.atomic_rmw("add", arguments[0], ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.CPointer(types.int64)), build
