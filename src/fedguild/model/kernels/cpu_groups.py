@@ -2,8 +2,7 @@
 
 torch's `grouped_mm` multiplies group by group on a CPU, at some ten microseconds a group whatever its size: with 64
 experts and 10 slots, a layer's low-rank products cost more than its frozen ones. Here a group costs what its rows cost.
-The interface is that of the kernels for a GPU (`segmented`): `Groups.rows` multiplies, scales and adds; `Groups.outer` is for
-the gradients of A and B. `scatter_add` adds rows of experts to their tokens.
+`Groups.outer` is for the gradients of A and B. `scatter_add` adds the rows of experts to those of their tokens.
 
 All are for fp32. A row's result does not depend on the other rows of its group, nor on the number of threads.
 """
@@ -18,10 +17,12 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from fedguild.model.kernels.threads import Kernel, floats, integers, next_piece
+from fedguild.model.kernels.threads import Kernel, floats, in_order, integers, next_piece
 
 EVERYTHING = 1 << 40
 """More elements than an array has: a kernel is given no sizes of arrays, and keeps within them."""
+LEAST_ROWS = 64
+"""Rows, and columns of a scatter, that are worth a thread."""
 
 
 @dataclass(frozen=True)
@@ -34,63 +35,51 @@ class Groups:
 
     ends: Tensor
 
-    def rows(
-        self,
-        rows: Tensor,
-        matrices: Sequence[Tensor],
-        *,
-        total: Tensor | None = None,
-        scale: Tensor | None = None,
-        summed: bool = False,
-    ) -> Tensor:
-        """Returns the rows times their group's matrix, of each of p projections.
+    def rows(self, rows: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+        """Returns [n, p·out], the rows [n, in] times their group's matrix of each of p projections.
 
         Args:
-            rows: [n, in], common to the projections, or [n, p·in], theirs side by side.
-            matrices: [G, in, out] of each projection, stored as that or as [G, out, in].
-            total: [n, p·out] that the product is added to in place; None for zeros.
-            scale: [S, out] factor on the columns, for group expert · S + slot that of its slot; 0 masks a column.
-            summed: Whether the projections' products are added up; `total` and the result are then [n, out].
-
-        Returns:
-            `total`, or a new tensor.
+            rows: [n, in], common to the projections.
+            matrices: [G, in, out] of each projection; the fastest are stored as [G, out, in].
         """
-        groups, inner, outer = matrices[0].shape
-        columns = outer if summed else outer * len(matrices)
-        by_columns = matrices[0].stride(1) == 1 and inner > 1
-        if total is None:
-            out = rows.new_empty(rows.shape[0], columns) if by_columns else rows.new_zeros(rows.shape[0], columns)
-        else:
-            out = total
+        _, inner, outer = matrices[0].shape
+        out = rows.new_empty(rows.shape[0], outer * len(matrices))
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        factor = None if scale is None else scale.contiguous()
-        own_rows = rows.shape[1] != inner
-        for part, matrix in enumerate(matrices):
-            matrix = _dense(matrix)
-            along, across = (matrix.stride(1), matrix.stride(2)) if by_columns else (matrix.stride(2), matrix.stride(1))
-            assert along == 1 or by_columns or outer == 1
-            adds = total is not None or (summed and part > 0)
-            numbers = (
-                rows.data_ptr() + part * own_rows * inner * 4,
-                rows.stride(0),
-                matrix.data_ptr(),
-                matrix.stride(0),
-                across,
-                out.data_ptr() + (0 if summed else part * outer * out.stride(1) * 4),
-                out.stride(0),
-                self.ends.data_ptr(),
-                groups,
-                inner,
-                outer,
-                rows.shape[0],
-                0 if factor is None else factor.data_ptr(),
-                1 if factor is None else factor.shape[0],
-                adds,
-            )
-            (_dots if by_columns else _sums).run(numbers, most_pieces=-(-rows.shape[0] // 64))
-        if factor is not None and not by_columns:
-            raise NotImplementedError("a scale goes with matrices stored as [G, out, in]")
+        for part, matrix in zip(out.split(outer, dim=1), matrices, strict=True):
+            if matrix.stride(1) == 1 and inner > 1:
+                self._run(_dots, rows, matrix, matrix.stride(2), part)
+            else:
+                self._run(_sums, rows, matrix.contiguous(), outer, part.zero_())
         return out
+
+    def add(self, total: Tensor, rows: Tensor, matrices: Sequence[Tensor], *, summed: bool = False) -> None:
+        """Adds the rows times their group's matrix, of each of p projections, to a total, in place.
+
+        Args:
+            total: [n, p·out]; [n, out] for the sum of all.
+            rows: [n, p·in], the projections' side by side.
+            matrices: [G, in, out] of each projection.
+            summed: Whether the projections' products are added up.
+        """
+        totals = [total] * len(matrices) if summed else total.chunk(len(matrices), dim=1)
+        for one, part, matrix in zip(totals, rows.chunk(len(matrices), dim=1), matrices, strict=True):
+            own = part if part.stride(1) == 1 else part.contiguous()
+            self._run(_sums, own, matrix if matrix.stride(2) == 1 else matrix.contiguous(), -1, one)
+
+    def _run(self, kernel: Kernel, rows: Tensor, matrix: Tensor, step: int, out: Tensor) -> None:
+        """Runs a kernel of rows [n, in] and matrices [G, in, out], `step` elements from one stored vector to the next."""
+        assert out.stride(1) == 1
+        numbers = (
+            *_place(rows),
+            matrix.data_ptr(),
+            matrix.stride(0),
+            matrix.stride(1) if step < 0 else step,
+            *_place(out),
+            self.ends.data_ptr(),
+            *matrix.shape,
+            rows.shape[0],
+        )
+        kernel.run(numbers, most_pieces=-(-rows.shape[0] // LEAST_ROWS))
 
     def outer(self, left: Tensor, right: Tensor, *, weight: Tensor | None = None) -> Tensor:
         """Returns [G, a, b], each group's left [n_g, a] transposed times its right [n_g, b].
@@ -105,10 +94,8 @@ class Groups:
         right = right if right.stride(1) == 1 else right.contiguous()
         out = left.new_empty(groups, a, b)
         numbers = (
-            left.data_ptr(),
-            left.stride(0),
-            right.data_ptr(),
-            right.stride(0),
+            *_place(left),
+            *_place(right),
             out.data_ptr(),
             self.ends.data_ptr(),
             groups,
@@ -126,21 +113,19 @@ def scatter_add(total: Tensor, rows: Tensor, at: Tensor, weight: Tensor | None =
     at = at.to(torch.int32)
     factor = None if weight is None else weight.contiguous()
     numbers = (
-        total.data_ptr(),
-        total.stride(0),
-        rows.data_ptr(),
-        rows.stride(0),
+        *_place(total),
+        *_place(rows),
         at.data_ptr(),
         rows.shape[0],
         columns,
         0 if factor is None else factor.data_ptr(),
     )
-    _scatter.run(numbers, most_pieces=-(-columns // 64))
+    _scatter.run(numbers, most_pieces=-(-columns // LEAST_ROWS))
 
 
-def _dense(matrix: Tensor) -> Tensor:
-    """Returns the matrices [G, a, b] with one of their two inner axes contiguous."""
-    return matrix if 1 in matrix.stride()[1:] else matrix.contiguous()
+def _place(rows: Tensor) -> tuple[int, int]:
+    """Returns where rows begin, and the elements from one to the next."""
+    return rows.data_ptr(), rows.stride(0)
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -156,46 +141,16 @@ def _first_group(ends, groups, row):  # type: ignore[no-untyped-def]
     return low
 
 
-@njit  # type: ignore[untyped-decorator]
-def _put(out, at, columns, factors, factor, adds, s0, s1, s2, s3):  # type: ignore[no-untyped-def]
-    """Writes up to four neighbouring values of a row, scaled; a factor of 0 masks whatever the value is."""
-    if factor >= 0:
-        s0 = s0 * factors[factor] if factors[factor] != 0 else np.float32(0)
-        if columns > 1:
-            s1 = s1 * factors[factor + 1] if factors[factor + 1] != 0 else np.float32(0)
-        if columns > 2:
-            s2 = s2 * factors[factor + 2] if factors[factor + 2] != 0 else np.float32(0)
-        if columns > 3:
-            s3 = s3 * factors[factor + 3] if factors[factor + 3] != 0 else np.float32(0)
-    if adds:
-        s0 += out[at]
-        if columns > 1:
-            s1 += out[at + 1]
-        if columns > 2:
-            s2 += out[at + 2]
-        if columns > 3:
-            s3 += out[at + 3]
-    out[at] = s0
-    if columns > 1:
-        out[at + 1] = s1
-    if columns > 2:
-        out[at + 2] = s2
-    if columns > 3:
-        out[at + 3] = s3
-
-
 @Kernel
 def _dots(numbers):  # type: ignore[no-untyped-def]
-    """out[i, o] (+)= scale[slot, o] · Σ_k x[i, k] m[g, o, k]: four rows and four columns at once."""
-    given = carray(numbers, 17)
+    """out[i, o] = Σ_k x[i, k] m[g, o, k]: four rows and four columns at once."""
+    given = carray(numbers, 14)
     pieces = given[1]
     x, x_row = carray(floats(given[2]), EVERYTHING), given[3]
     m, m_group, m_column = carray(floats(given[4]), EVERYTHING), given[5], given[6]
     out, out_row = carray(floats(given[7]), EVERYTHING), given[8]
     ends, groups = carray(integers(given[9]), EVERYTHING), given[10]
     inner, outer, n = np.uint64(given[11]), given[12], given[13]
-    factors, slots, adds = carray(floats(given[14]), EVERYTHING), given[15], given[16] != 0
-    scaled = given[14] != 0
     while True:
         piece = next_piece(numbers)
         if piece >= pieces:
@@ -207,11 +162,10 @@ def _dots(numbers):  # type: ignore[no-untyped-def]
                 group += 1
             end = min(np.int64(ends[group]), last)
             while i < end:
-                rows = end - i
                 x0, x1 = np.uint64(i * x_row), np.uint64(min(i + 1, end - 1) * x_row)
                 x2, x3 = np.uint64(min(i + 2, end - 1) * x_row), np.uint64(min(i + 3, end - 1) * x_row)
                 for c in range(0, outer, 4):
-                    columns, at = outer - c, group * m_group
+                    at = group * m_group
                     m0, m1 = np.uint64(at + c * m_column), np.uint64(at + min(c + 1, outer - 1) * m_column)
                     m2 = np.uint64(at + min(c + 2, outer - 1) * m_column)
                     m3 = np.uint64(at + min(c + 3, outer - 1) * m_column)
@@ -236,22 +190,29 @@ def _dots(numbers):  # type: ignore[no-untyped-def]
                         s31 += a3 * b1
                         s32 += a3 * b2
                         s33 += a3 * b3
-                    to, factor = i * out_row + c, (group % slots) * outer + c if scaled else -1
-                    _put(out, to, columns, factors, factor, adds, s00, s01, s02, s03)
-                    if rows > 1:
-                        _put(out, to + out_row, columns, factors, factor, adds, s10, s11, s12, s13)
-                    if rows > 2:
-                        _put(out, to + 2 * out_row, columns, factors, factor, adds, s20, s21, s22, s23)
-                    if rows > 3:
-                        _put(out, to + 3 * out_row, columns, factors, factor, adds, s30, s31, s32, s33)
+                    o0, o1, o2, o3 = c, min(c + 1, outer - 1), min(c + 2, outer - 1), min(c + 3, outer - 1)
+                    to = min(i + 3, end - 1) * out_row  # where rows or columns are fewer, the last is written again
+                    out[to + o0], out[to + o1], out[to + o2], out[to + o3] = s30, s31, s32, s33
+                    to = min(i + 2, end - 1) * out_row
+                    out[to + o0], out[to + o1], out[to + o2], out[to + o3] = s20, s21, s22, s23
+                    to = min(i + 1, end - 1) * out_row
+                    out[to + o0], out[to + o1], out[to + o2], out[to + o3] = s10, s11, s12, s13
+                    to = i * out_row
+                    out[to + o0], out[to + o1], out[to + o2], out[to + o3] = s00, s01, s02, s03
                 i += 4
             i = end
 
 
-@Kernel
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _eight(x, at):  # type: ignore[no-untyped-def]
+    """Returns eight neighbouring values."""
+    return x[at], x[at + 1], x[at + 2], x[at + 3], x[at + 4], x[at + 5], x[at + 6], x[at + 7]
+
+
+@in_order
 def _sums(numbers):  # type: ignore[no-untyped-def]
-    """out[i, o] += Σ_k x[i, k] m[g, k, o]: eight k at once."""
-    given = carray(numbers, 17)
+    """out[i, o] += Σ_k x[i, k] m[g, k, o]: eight k at once, of up to three rows."""
+    given = carray(numbers, 14)
     pieces = given[1]
     x, x_row = carray(floats(given[2]), EVERYTHING), given[3]
     m, m_group, m_row = carray(floats(given[4]), EVERYTHING), given[5], given[6]
@@ -267,27 +228,49 @@ def _sums(numbers):  # type: ignore[no-untyped-def]
         while i < last:
             while ends[group] <= i:
                 group += 1
-            to, at = np.uint64(i * out_row), i * x_row
-            k = 0
-            while k + 8 <= inner:
-                a0, a1, a2, a3 = x[at + k], x[at + k + 1], x[at + k + 2], x[at + k + 3]
-                a4, a5, a6, a7 = x[at + k + 4], x[at + k + 5], x[at + k + 6], x[at + k + 7]
-                m0 = np.uint64(group * m_group + k * m_row)
-                step = np.uint64(m_row)
-                m1, m2, m3 = m0 + step, m0 + np.uint64(2) * step, m0 + np.uint64(3) * step
-                m4, m5 = m0 + np.uint64(4) * step, m0 + np.uint64(5) * step
-                m6, m7 = m0 + np.uint64(6) * step, m0 + np.uint64(7) * step
-                for o in range(outer):
-                    low = a0 * m[m0 + o] + a1 * m[m1 + o] + a2 * m[m2 + o] + a3 * m[m3 + o]
-                    high = a4 * m[m4 + o] + a5 * m[m5 + o] + a6 * m[m6 + o] + a7 * m[m7 + o]
-                    out[to + o] += low + high
-                k += 8
-            while k < inner:
-                a0, m0 = x[at + k], np.uint64(group * m_group + k * m_row)
-                for o in range(outer):
-                    out[to + o] += a0 * m[m0 + o]
-                k += 1
-            i += 1
+            end = min(np.int64(ends[group]), last)
+            base = group * m_group
+            while i < end:
+                three = i + 3 <= end
+                at, to = i * x_row, np.uint64(i * out_row)
+                to1, to2 = to + np.uint64(out_row), to + np.uint64(2 * out_row)
+                k = 0
+                while k + 8 <= inner:
+                    a0, a1, a2, a3, a4, a5, a6, a7 = _eight(x, at + k)
+                    m0, m1 = np.uint64(base + k * m_row), np.uint64(base + (k + 1) * m_row)
+                    m2, m3 = np.uint64(base + (k + 2) * m_row), np.uint64(base + (k + 3) * m_row)
+                    m4, m5 = np.uint64(base + (k + 4) * m_row), np.uint64(base + (k + 5) * m_row)
+                    m6, m7 = np.uint64(base + (k + 6) * m_row), np.uint64(base + (k + 7) * m_row)
+                    if three:
+                        b0, b1, b2, b3, b4, b5, b6, b7 = _eight(x, at + x_row + k)
+                        c0, c1, c2, c3, c4, c5, c6, c7 = _eight(x, at + 2 * x_row + k)
+                        for o in range(outer):
+                            v0, v1, v2, v3 = m[m0 + o], m[m1 + o], m[m2 + o], m[m3 + o]
+                            v4, v5, v6, v7 = m[m4 + o], m[m5 + o], m[m6 + o], m[m7 + o]
+                            sum0 = a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3 + a4 * v4 + a5 * v5 + a6 * v6 + a7 * v7
+                            sum1 = b0 * v0 + b1 * v1 + b2 * v2 + b3 * v3 + b4 * v4 + b5 * v5 + b6 * v6 + b7 * v7
+                            sum2 = c0 * v0 + c1 * v1 + c2 * v2 + c3 * v3 + c4 * v4 + c5 * v5 + c6 * v6 + c7 * v7
+                            out[to + o] += sum0
+                            out[to1 + o] += sum1
+                            out[to2 + o] += sum2
+                    else:
+                        for o in range(outer):
+                            v0, v1, v2, v3 = m[m0 + o], m[m1 + o], m[m2 + o], m[m3 + o]
+                            v4, v5, v6, v7 = m[m4 + o], m[m5 + o], m[m6 + o], m[m7 + o]
+                            sum0 = a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3 + a4 * v4 + a5 * v5 + a6 * v6 + a7 * v7
+                            out[to + o] += sum0
+                    k += 8
+                while k < inner:
+                    a0, m0 = x[at + k], np.uint64(base + k * m_row)
+                    for o in range(outer):
+                        out[to + o] += a0 * m[m0 + o]
+                    if three:
+                        b0, c0 = x[at + x_row + k], x[at + 2 * x_row + k]
+                        for o in range(outer):
+                            out[to1 + o] += b0 * m[m0 + o]
+                            out[to2 + o] += c0 * m[m0 + o]
+                    k += 1
+                i += 3 if three else 1
 
 
 @Kernel

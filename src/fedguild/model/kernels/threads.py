@@ -21,10 +21,17 @@ from numba import cfunc, types
 from numba.extending import intrinsic
 
 SIGNATURE = types.void(types.CPointer(types.int64))
-FAST = {"reassoc", "contract", "nsz"}
+FUSED = {"contract", "nsz"}
+"""A product and a sum may be one operation."""
+VECTORS = FUSED | {"reassoc"}
 """Sums may be taken in vectors: in another order than the code's, but always in the same."""
 PIECES_PER_THREAD = 4
 """Pieces of a kernel for each thread, where there are several, so that none waits long for the last."""
+
+
+def in_order(function: Callable[[Any], None]) -> Kernel:
+    """Returns a kernel whose sums are taken in the code's order."""
+    return Kernel(function, in_order=True)
 
 
 class Kernel:
@@ -32,10 +39,11 @@ class Kernel:
 
     Args:
         function: Takes a pointer to the numbers: the next piece (for `next_piece`), the number of pieces, and its own.
+        in_order: Whether its sums are taken in the code's order.
     """
 
-    def __init__(self, function: Callable[[Any], None]) -> None:
-        self._function, self.__doc__ = function, function.__doc__
+    def __init__(self, function: Callable[[Any], None], *, in_order: bool = False) -> None:
+        self._function, self._fastmath = function, FUSED if in_order else VECTORS
         self._compiled: Any = None
 
     def run(self, numbers: Sequence[int], *, most_pieces: int) -> None:
@@ -46,7 +54,7 @@ class Kernel:
             most_pieces: How many pieces its work can be cut into.
         """
         if self._compiled is None:
-            self._compiled = cfunc(SIGNATURE, cache=True, fastmath=FAST, error_model="numpy")(self._function)
+            self._compiled = cfunc(SIGNATURE, cache=True, fastmath=self._fastmath, error_model="numpy")(self._function)
         threads = torch.get_num_threads()
         pieces = max(1, min(most_pieces, threads * PIECES_PER_THREAD if threads > 1 else 1))
         given = (ctypes.c_int64 * (len(numbers) + 2))(0, pieces, *numbers)
