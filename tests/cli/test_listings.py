@@ -207,7 +207,7 @@ def test_doctor_knows_every_extra() -> None:
 def test_doctor_names_kernels_that_fail_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
-    monkeypatch.setattr(kernels, "chosen", lambda setting: frozenset(kernels.KERNELS))
+    monkeypatch.setattr(kernels, "chosen", lambda setting, kind: frozenset(kernels.KERNELS))
     monkeypatch.setattr("fedguild.model.kernels.fused.faults", lambda *given: {})
     assert doctor._kernels().verdict == "ok"
     monkeypatch.setattr("fedguild.model.kernels.fused.faults", lambda *given: {"OlmoeMLP": "no sm_90"})
@@ -300,7 +300,6 @@ def test_doctor_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_lists_the_kernels_of_a_gpu(
     setting: str, installed: bool, verdict: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert doctor._kernels().found == "none: they are for a GPU"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(kernels.util, "find_spec", lambda name: name if installed else None)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
@@ -311,6 +310,28 @@ def test_doctor_lists_the_kernels_of_a_gpu(
     kernels.chosen.cache_clear()
     assert (line.verdict, line.found) == (verdict, found)
     assert ("pip install 'fedguild[gpu]'" in line.consequence) is (verdict != "ok")
+
+
+@pytest.mark.parametrize(
+    ("setting", "installed", "verdict", "found"),
+    [
+        ("auto", True, "ok", "low-rank, optimizer"),
+        ("auto", False, "missing", "none"),
+        ("optimizer,norm", True, "missing", "optimizer"),
+        ("optimizer,norm", False, "problem", "optimizer,norm"),
+    ],
+)
+def test_doctor_lists_the_kernels_of_a_cpu(
+    setting: str, installed: bool, verdict: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(kernels, "_is_installed", lambda package: installed)
+    monkeypatch.setenv(kernels.VARIABLE, setting)
+    kernels.chosen.cache_clear()
+    line = doctor._kernels()
+    kernels.chosen.cache_clear()
+    assert (line.verdict, line.found) == (verdict, found)
+    assert ("pip install 'fedguild[cpu]'" in line.consequence) is (verdict != "ok")
 
 
 @pytest.fixture

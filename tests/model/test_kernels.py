@@ -233,9 +233,49 @@ def test_dropouts_mask_has_the_same_bits(tokens, features, monkeypatch):
     assert torch.equal(dropout.kept(keys, least, features), expected)
 
 
-def test_a_cpu_runs_no_kernel(monkeypatch):
-    monkeypatch.setenv(kernels.VARIABLE, ",".join(kernels.KERNELS))
-    assert not any(kernels.runs(name, torch.device("cpu")) for name in kernels.KERNELS)
+@pytest.fixture
+def install(monkeypatch):
+    """Installs packages, and no others, as far as `kernels` sees."""
+    kernels.chosen.cache_clear()
+
+    def only(*names):
+        monkeypatch.setattr(kernels.util, "find_spec", lambda name: name if name in names else None)
+        monkeypatch.setattr(kernels, "import_module", lambda name: name)
+
+    yield only
+    kernels.chosen.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("setting", "installed", "expected"),
+    [
+        ("auto", {"numba", "triton", "liger_kernel"}, {"low-rank", "optimizer"}),
+        ("", {"numba"}, {"low-rank", "optimizer"}),
+        ("auto", {"triton", "liger_kernel"}, set()),
+        ("none", {"numba"}, set()),
+        ("optimizer, norm", {"numba"}, {"optimizer"}),
+        ("grouped, norm", set(), set()),
+        (",".join(kernels.KERNELS), {"numba"}, {"low-rank", "optimizer"}),
+    ],
+)
+def test_a_cpu_runs_those_in_numba(setting, installed, expected, install, monkeypatch):
+    """What only a GPU runs may be named, with nothing of it installed."""
+    install(*installed)
+    monkeypatch.setenv(kernels.VARIABLE, setting)
+    assert {name for name in kernels.KERNELS if kernels.runs(name, torch.device("cpu"))} == expected
+    assert {name for name in kernels.KERNELS if kernels.runs(name, torch.device("meta"))} == set()
+
+
+def test_numba_that_cannot_be_imported_is_not_installed(install, monkeypatch):
+    """As with a NumPy that is newer than it."""
+    install("numba")
+
+    def broken(name):
+        raise ImportError("Numba needs NumPy 2.3 or less.")
+
+    monkeypatch.setattr(kernels, "import_module", broken)
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    assert not kernels.runs("optimizer", torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -248,22 +288,27 @@ def test_a_cpu_runs_no_kernel(monkeypatch):
         ("low-rank, norm", {"triton", "liger_kernel"}, {"low-rank", "norm"}),
     ],
 )
-def test_a_gpu_runs_what_is_installed_and_not_switched_off(setting, installed, expected, monkeypatch):
-    monkeypatch.setattr(kernels.util, "find_spec", lambda name: name if name in installed else None)
+def test_a_gpu_runs_what_is_installed_and_not_switched_off(setting, installed, expected, install, monkeypatch):
+    install(*installed)
     monkeypatch.setenv(kernels.VARIABLE, setting)
     new = torch.device("cuda", 0)
     monkeypatch.setattr(kernels, "is_new_enough", lambda device: device == new)
-    kernels.chosen.cache_clear()
     assert not any(kernels.runs(name, torch.device("cuda", 1)) for name in kernels.KERNELS)
     assert {name for name in kernels.KERNELS if kernels.runs(name, new)} == expected
-    kernels.chosen.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("setting", "message"), [("lowrank", "unknown kernel 'lowrank'"), ("norm", "liger-kernel is not installed")]
+    ("setting", "kind", "message", "hint"),
+    [
+        ("lowrank", "cuda", "unknown kernel 'lowrank'", "Known"),
+        ("lowrank", "cpu", "unknown kernel 'lowrank'", "Known"),
+        ("norm", "cuda", "liger-kernel is not installed", "gpu"),
+        ("low-rank", "cuda", "triton is not installed", "gpu"),
+        ("low-rank", "cpu", "numba is not installed", "cpu"),
+    ],
 )
-def test_what_cannot_run_is_refused(setting, message, monkeypatch):
-    monkeypatch.setattr(kernels.util, "find_spec", lambda name: None)
-    kernels.chosen.cache_clear()
-    with pytest.raises(ConfigError, match=message):
-        kernels.chosen(setting)
+def test_what_cannot_run_is_refused(setting, kind, message, hint, install):
+    install()
+    with pytest.raises(ConfigError, match=message) as caught:
+        kernels.chosen(setting, kind)
+    assert hint in caught.value.hint

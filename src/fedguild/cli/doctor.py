@@ -31,6 +31,7 @@ EXTRAS = {
     **{name: ((name,), f"tracking: [{name}] cannot be used") for name in ("tensorboard", "wandb", "mlflow", "trackio")},
     "four-bit": (("bitsandbytes", "accelerate"), "model.load_in_4bit cannot be enabled"),
     "gpu": (("triton", "liger_kernel"), "training on a GPU takes longer: no fused kernels"),
+    "cpu": (("numba",), "training on a CPU takes longer: no kernels of our own"),
     "fusion": (("nevergrad",), "no method can search its fusion weights"),
     "ray": (("ray",), "runs cannot be spread over GPUs and machines"),
     "flower": (("flwr",), "clients cannot take part over the network"),
@@ -157,20 +158,19 @@ def _device() -> Iterator[Finding]:
 
 
 def _kernels() -> Finding:
-    """Which kernels a GPU runs; `FEDGUILD_KERNELS` chooses among them."""
+    """Which kernels the device runs; `FEDGUILD_KERNELS` chooses among them."""
     import torch
 
     from fedguild.errors import ConfigError
-    from fedguild.model.kernels import KERNELS, VARIABLE, chosen
+    from fedguild.model.kernels import CPU_KERNELS, KERNELS, VARIABLE, chosen
 
-    if not torch.cuda.is_available():
-        return Finding("kernels", "none: they are for a GPU")
+    kind, extra, known = ("cuda", "gpu", KERNELS) if torch.cuda.is_available() else ("cpu", "cpu", CPU_KERNELS)
     try:
-        running = chosen(os.environ.get(VARIABLE, "auto"))
+        running = chosen(os.environ.get(VARIABLE, "auto"), kind)
     except ConfigError as error:
         return Finding("kernels", os.environ[VARIABLE], "problem", f"{error.message} {error.hint}")
-    left_out = [name for name in KERNELS if name not in running]
-    found = ", ".join(name for name in KERNELS if name in running) or "none"
+    left_out = [name for name in known if name not in running]
+    found = ", ".join(name for name in known if name in running) or "none"
     from fedguild.model.kernels.fused import FUSED, faults
 
     if tried := running & set(FUSED):
@@ -181,7 +181,7 @@ def _kernels() -> Finding:
             return Finding("kernels", found, "problem", f"plain torch computes in their place: {reasons}")
     if not left_out:
         return Finding("kernels", found)
-    loss = f"without {', '.join(left_out)}: pip install 'fedguild[gpu]', or {VARIABLE} leaves them out"
+    loss = f"without {', '.join(left_out)}: pip install 'fedguild[{extra}]', or {VARIABLE} leaves them out"
     return Finding("kernels", found, "missing", loss)
 
 

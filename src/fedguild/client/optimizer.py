@@ -114,7 +114,8 @@ class SlotOptimizer:
             return False
         kinds = {trainable.stored.dtype for trainable in self.trainables}
         exact = kinds <= {torch.float32, torch.float64}
-        return exact and kernels.runs("optimizer", self.trainables[0].stored.device)
+        device = self.trainables[0].stored.device
+        return exact and kernels.runs("optimizer", device) and kernels.language(device) == "triton"
 
     def _update_by_kernel(
         self, rates: Sequence[float | None], graded: Sequence[int], masks: Mapping[int, Tensor], factor: Tensor | None

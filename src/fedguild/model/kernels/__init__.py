@@ -1,19 +1,20 @@
-"""Kernels of a GPU: which of them run, on which device.
+"""Kernels of ours, and others', in place of torch's: which of them run, on which device.
 
-Two kinds. Our own, in Triton: products of (expert, slot) groups (`segmented`), the cross-entropy (`cross_entropy`),
-dropout's mask (`dropout`) and the step of Adam (`adam`). Liger-Kernel's, in place of a frozen model's norms, rotary
-embedding and gates (`fused`).
+Two kinds run on a GPU. Our own, in Triton: products of (expert, slot) groups (`segmented`), the cross-entropy
+(`cross_entropy`), dropout's mask (`dropout`) and the step of Adam (`adam`). Liger-Kernel's, in place of a frozen
+model's norms, rotary embedding and gates (`fused`). A CPU runs two of our own, in Numba, on torch's threads
+(`threads`): products of groups (`cpu_groups`) and the step of Adam (`cpu_adam`).
 
-A CPU never runs any of them. On a GPU that Triton compiles for each runs where its package is installed; the variable
+On a CPU, and on a GPU that Triton compiles for, each runs where its package is installed; the variable
 `FEDGUILD_KERNELS` is `auto` (the default), `none`, or the names of those that must run and no others:
-`FEDGUILD_KERNELS=low-rank,grouped`. `docs/decisions/0016` says what each is for.
+`FEDGUILD_KERNELS=low-rank,grouped`. `docs/decisions/0016` and `0019` say what each is for.
 """
 
 from __future__ import annotations
 
 import os
 from functools import cache
-from importlib import util
+from importlib import import_module, util
 
 import torch
 
@@ -30,7 +31,11 @@ KERNELS = {
     "rotary": "liger_kernel",
     "swiglu": "liger_kernel",
 }
-"""Name -> the package that it needs."""
+"""Name -> the package that it needs on a GPU."""
+CPU_KERNELS = {"low-rank": "numba", "optimizer": "numba"}
+"""Name -> the package that it needs on a CPU."""
+EXTRAS = {"triton": "gpu", "liger_kernel": "gpu", "numba": "cpu"}
+"""Package -> the extra that installs it."""
 OLDEST = (7, 5)
 """The lowest compute capability that Triton compiles for."""
 
@@ -45,7 +50,14 @@ def runs(name: str, device: torch.device) -> bool:
     Raises:
         ConfigError: FEDGUILD_KERNELS has an unknown name, or names a kernel whose package is not installed.
     """
+    if device.type == "cpu":
+        return name in CPU_KERNELS and name in chosen(os.environ.get(VARIABLE, "auto"), "cpu")
     return device.type == "cuda" and name in chosen(os.environ.get(VARIABLE, "auto")) and is_new_enough(device)
+
+
+def language(device: torch.device) -> str:
+    """Returns the package in which our own kernels for a device are written."""
+    return "numba" if device.type == "cpu" else "triton"
 
 
 @cache
@@ -55,23 +67,40 @@ def is_new_enough(device: torch.device) -> bool:
 
 
 @cache
-def chosen(setting: str) -> frozenset[str]:
-    """Returns the kernels that a value of FEDGUILD_KERNELS lets a GPU run.
+def chosen(setting: str, kind: str = "cuda") -> frozenset[str]:
+    """Returns the kernels that a value of FEDGUILD_KERNELS lets a kind of device run.
+
+    Args:
+        setting: The variable's value.
+        kind: `cuda` or `cpu`. What only the other runs may be named; it is left out.
 
     Raises:
         ConfigError: a name is unknown, or its package is not installed.
     """
+    known = CPU_KERNELS if kind == "cpu" else KERNELS
     if setting in ("", "auto"):
-        return frozenset(name for name, package in KERNELS.items() if util.find_spec(package))
+        return frozenset(name for name, package in known.items() if _is_installed(package))
     names = frozenset() if setting == "none" else frozenset(map(str.strip, setting.split(",")))
     if unknown := names - set(KERNELS):
         raise ConfigError(
             f"{VARIABLE}: unknown kernel '{min(unknown)}'.", f"Known: auto, none, or any of {', '.join(KERNELS)}."
         )
-    for name in sorted(names):
-        if util.find_spec(KERNELS[name]) is None:
+    for name in sorted(names & set(known)):
+        if not _is_installed(known[name]):
             raise ConfigError(
-                f"{VARIABLE} names {name}, but {KERNELS[name].replace('_', '-')} is not installed.",
-                "pip install 'fedguild[gpu]', or leave it out.",
+                f"{VARIABLE} names {name}, but {known[name].replace('_', '-')} is not installed.",
+                f"pip install 'fedguild[{EXTRAS[known[name]]}]', or leave it out.",
             )
-    return names
+    return names & set(known)
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package is installed; Numba also with a NumPy that it knows, without which it cannot be imported."""
+    if util.find_spec(package) is None:
+        return False
+    if package == "numba":
+        try:
+            import_module(package)
+        except ImportError:
+            return False
+    return True

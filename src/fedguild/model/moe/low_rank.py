@@ -75,7 +75,7 @@ class LowRank:
         """Returns the products of a dispatch; `scale` [S, r] is LoRA's scale of each slot's ranks."""
         if plan.block_ends is None:
             factor = scale.index_select(0, plan.slot)
-            if kernels.runs("low-rank", scale.device):
+            if kernels.runs("low-rank", scale.device) and kernels.language(scale.device) == "triton":
                 from fedguild.model.kernels.segmented import Segments
 
                 segments = Segments.of(plan.group_ends, plan.slot.shape[0], scale.dtype)
