@@ -1,10 +1,9 @@
 """Products of rows sorted by group with each group's own small matrices on a CPU, in Numba.
 
-torch's `grouped_mm` multiplies group by group on a CPU, at some ten microseconds a group whatever its size: with 64
-experts and 10 slots, a layer's low-rank products cost more than its frozen ones. Here a group costs what its rows cost.
-`Groups.outer` is for the gradients of A and B. `scatter_add` adds the rows of experts to those of their tokens.
+torch's `grouped_mm` multiplies group by group on a CPU, and a group costs microseconds however small it is: with 64
+experts and 10 slots a layer has 640. Here a group costs what its rows cost (docs/decisions/0019).
 
-All are for fp32. A row's result does not depend on the other rows of its group, nor on the number of threads.
+All is for fp32. A row's products do not depend on the other rows of its group, and nothing on the number of threads.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from fedguild.model.kernels.threads import Kernel, floats, in_order, integers, n
 EVERYTHING = 1 << 40
 """More elements than an array has: a kernel is given no sizes of arrays, and keeps within them."""
 LEAST_ROWS = 64
-"""Rows, and columns of a scatter, that are worth a thread."""
+"""Rows that are worth a piece of their own."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +38,19 @@ class Groups:
         """Returns [n, p·out], the rows [n, in] times their group's matrix of each of p projections.
 
         Args:
-            rows: [n, in], common to the projections.
+            rows: [n, in], common to the projections, or [n, p·in], theirs side by side.
             matrices: [G, in, out] of each projection; the fastest are stored as [G, out, in].
         """
         _, inner, outer = matrices[0].shape
         out = rows.new_empty(rows.shape[0], outer * len(matrices))
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        for part, matrix in zip(out.split(outer, dim=1), matrices, strict=True):
+        own = rows.chunk(len(matrices), dim=1) if rows.shape[1] != inner else [rows] * len(matrices)
+        for part, of_part, matrix in zip(out.split(outer, dim=1), own, matrices, strict=True):
             if matrix.stride(1) == 1 and inner > 1:
-                self._run(_dots, rows, matrix, matrix.stride(2), part)
+                self._run(_dots, of_part, matrix, matrix.stride(2), part)
             else:
-                self._run(_sums, rows, matrix.contiguous(), outer, part.zero_())
+                matrix = matrix.contiguous()
+                self._run(_sums, of_part, matrix, matrix.stride(1), part.zero_())
         return out
 
     def add(self, total: Tensor, rows: Tensor, matrices: Sequence[Tensor], *, summed: bool = False) -> None:
@@ -63,8 +64,8 @@ class Groups:
         """
         totals = [total] * len(matrices) if summed else total.chunk(len(matrices), dim=1)
         for one, part, matrix in zip(totals, rows.chunk(len(matrices), dim=1), matrices, strict=True):
-            own = part if part.stride(1) == 1 else part.contiguous()
-            self._run(_sums, own, matrix if matrix.stride(2) == 1 else matrix.contiguous(), -1, one)
+            matrix = matrix if matrix.stride(2) == 1 else matrix.contiguous()
+            self._run(_sums, part if part.stride(1) == 1 else part.contiguous(), matrix, matrix.stride(1), one)
 
     def _run(self, kernel: Kernel, rows: Tensor, matrix: Tensor, step: int, out: Tensor) -> None:
         """Runs a kernel of rows [n, in] and matrices [G, in, out], `step` elements from one stored vector to the next."""
@@ -73,7 +74,7 @@ class Groups:
             *_place(rows),
             matrix.data_ptr(),
             matrix.stride(0),
-            matrix.stride(1) if step < 0 else step,
+            step,
             *_place(out),
             self.ends.data_ptr(),
             *matrix.shape,
@@ -81,46 +82,14 @@ class Groups:
         )
         kernel.run(numbers, most_pieces=-(-rows.shape[0] // LEAST_ROWS))
 
-    def outer(self, left: Tensor, right: Tensor, *, weight: Tensor | None = None) -> Tensor:
-        """Returns [G, a, b], each group's left [n_g, a] transposed times its right [n_g, b].
-
-        Args:
-            left: [n, a].
-            right: [n, b].
-            weight: [n, 1] factor on each row.
-        """
-        groups, a, b = self.ends.shape[0], left.shape[1], right.shape[1]
-        left = left * weight if weight is not None else left if left.stride(1) == 1 else left.contiguous()
+    def outer(self, left: Tensor, right: Tensor) -> Tensor:
+        """Returns [G, a, b], each group's left [n_g, a] transposed times its right [n_g, b]."""
+        left = left if left.stride(1) == 1 else left.contiguous()
         right = right if right.stride(1) == 1 else right.contiguous()
-        out = left.new_empty(groups, a, b)
-        numbers = (
-            *_place(left),
-            *_place(right),
-            out.data_ptr(),
-            self.ends.data_ptr(),
-            groups,
-            a,
-            b,
-        )
-        _outer.run(numbers, most_pieces=groups)
+        out = left.new_empty(self.ends.shape[0], left.shape[1], right.shape[1])
+        numbers = (*_place(left), *_place(right), out.data_ptr(), self.ends.data_ptr(), *out.shape)
+        _outer.run(numbers, most_pieces=out.shape[0])
         return out
-
-
-def scatter_add(total: Tensor, rows: Tensor, at: Tensor, weight: Tensor | None = None) -> None:
-    """Adds rows [n, b], times their weight [n], to the rows of the total [N, b] that `at` [n] names, in their order."""
-    total_rows, columns = total.shape
-    assert total.stride(1) == rows.stride(1) == 1
-    at = at.to(torch.int32)
-    factor = None if weight is None else weight.contiguous()
-    numbers = (
-        *_place(total),
-        *_place(rows),
-        at.data_ptr(),
-        rows.shape[0],
-        columns,
-        0 if factor is None else factor.data_ptr(),
-    )
-    _scatter.run(numbers, most_pieces=-(-columns // LEAST_ROWS))
 
 
 def _place(rows: Tensor) -> tuple[int, int]:
@@ -324,25 +293,3 @@ def _outer(numbers):  # type: ignore[no-untyped-def]
                     for b in range(columns):
                         out[to + b] += p0 * right[r0 + b]
                 i += 1
-
-
-@Kernel
-def _scatter(numbers):  # type: ignore[no-untyped-def]
-    """total[at[i], b] += weight[i] · rows[i, b]; a piece is a range of columns."""
-    given = carray(numbers, 10)
-    pieces = given[1]
-    total, total_row = carray(floats(given[2]), EVERYTHING), given[3]
-    rows, row_step = carray(floats(given[4]), EVERYTHING), given[5]
-    at, n, columns = carray(integers(given[6]), EVERYTHING), given[7], given[8]
-    weight, weighted = carray(floats(given[9]), EVERYTHING), given[9] != 0
-    while True:
-        piece = next_piece(numbers)
-        if piece >= pieces:
-            break
-        first = columns * piece // pieces
-        width = np.uint64(columns * (piece + 1) // pieces - first)
-        for i in range(n):
-            to, source = np.uint64(at[i] * total_row + first), np.uint64(i * row_step + first)
-            factor = weight[i] if weighted else np.float32(1)
-            for b in range(width):
-                total[to + b] += factor * rows[source + b]

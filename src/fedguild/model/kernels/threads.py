@@ -54,7 +54,7 @@ class Kernel:
             most_pieces: How many pieces its work can be cut into.
         """
         if self._compiled is None:
-            self._compiled = cfunc(SIGNATURE, cache=True, fastmath=self._fastmath, error_model="numpy")(self._function)
+            self._compiled = self._compile()
         threads = torch.get_num_threads()
         pieces = max(1, min(most_pieces, threads * PIECES_PER_THREAD if threads > 1 else 1))
         given = (ctypes.c_int64 * (len(numbers) + 2))(0, pieces, *numbers)
@@ -63,6 +63,14 @@ class Kernel:
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)(ctypes.addressof(given))
         else:
             parallel(self._compiled.address, ctypes.addressof(given), threads, 0)
+
+
+    def _compile(self) -> Any:
+        """Returns the compiled function, from the disk where it has been compiled before."""
+        try:
+            return cfunc(SIGNATURE, cache=True, fastmath=self._fastmath, error_model="numpy")(self._function)
+        except RuntimeError:  # nothing can be written, neither beside this file nor in the user's cache
+            return cfunc(SIGNATURE, fastmath=self._fastmath, error_model="numpy")(self._function)
 
 
 @cache

@@ -1,7 +1,8 @@
 """The low-rank products of one layer's experts: every (expert, slot) group with its own factors.
 
-Four ways. On a GPU with Triton, a kernel over the groups that adds into the frozen product (docs/decisions/0016). A
-grouped product over the groups; where the dispatch has filled the groups up to whole blocks, one batched
+Five ways. On a GPU with Triton, a kernel over the groups that adds into the frozen product (docs/decisions/0016); on a
+CPU with Numba, kernels that do the same (docs/decisions/0019). Without them, a grouped product over the groups; where
+the dispatch has filled the groups up to whole blocks, one batched
 product over the blocks (docs/decisions/0003); and where there are more groups than a grouped product takes, one over
 the experts alone, with the factors of all slots side by side: a row's values at the other slots are zero. Its cost
 grows with the slots, but from a small share of the frozen product's, and it needs no copy of the factors.
@@ -21,6 +22,7 @@ from fedguild.model.moe.dispatch import Dispatch
 from fedguild.model.moe.products import GROUP_LIMIT, grouped_outer, grouped_rows
 
 if TYPE_CHECKING:
+    from fedguild.model.kernels.cpu_groups import Groups
     from fedguild.model.kernels.segmented import Segments
 
 
@@ -30,10 +32,16 @@ def prefers_blocks(rows: Tensor) -> bool:
     CPU libraries have a batched product for fp32 and fp64 that shares its matrices out among the
     threads; the groups of a grouped one run in turn, each as a small product of all threads. With a
     single thread that costs nothing, and blocks would only copy the matrices. CUDA has a kernel for
-    grouped products.
+    grouped products, and ours for a CPU share out the rows whatever their groups.
     """
-    is_full_precision = rows.dtype in (torch.float32, torch.float64)
+    is_full_precision = rows.dtype in (torch.float32, torch.float64) and not prefers_groups(rows)
     return rows.device.type == "cpu" and is_full_precision and torch.get_num_threads() > 1
+
+
+def prefers_groups(tensor: Tensor) -> bool:
+    """Whether the kernels for a CPU compute a layer's products with a tensor of this dtype and device."""
+    suits = tensor.device.type == "cpu" and tensor.dtype is torch.float32 and kernels.runs("low-rank", tensor.device)
+    return suits and kernels.language(tensor.device) == "numba"
 
 
 def prefers_side_by_side(device: torch.device, groups: int) -> bool:
@@ -57,6 +65,7 @@ class LowRank:
         slots: S.
         scale: [S, r] LoRA's scale of each slot's ranks, 0 beyond a slot's own, for the kernel; else None.
         segments: The groups' tiles, for the kernel; else None.
+        groups: The groups, for the kernels of a CPU; else None.
     """
 
     tensors_per_projection: ClassVar[int] = 2
@@ -69,12 +78,17 @@ class LowRank:
     slots: int = 0
     scale: Tensor | None = None
     segments: Segments | None = None
+    groups: Groups | None = None
 
     @classmethod
     def of(cls, plan: Dispatch, scale: Tensor) -> LowRank:
         """Returns the products of a dispatch; `scale` [S, r] is LoRA's scale of each slot's ranks."""
         if plan.block_ends is None:
             factor = scale.index_select(0, plan.slot)
+            if prefers_groups(scale):
+                from fedguild.model.kernels.cpu_groups import Groups
+
+                return cls(factor, plan.group_ends, groups=Groups(plan.group_ends))
             if kernels.runs("low-rank", scale.device) and kernels.language(scale.device) == "triton":
                 from fedguild.model.kernels.segmented import Segments
 
@@ -109,6 +123,9 @@ class LowRank:
         if self.segments is not None:
             self._segmented(low, ups, total=total)
             return low
+        if self.groups is not None:
+            self.groups.add(total, low, by_group(ups))
+            return low
         for part, part_low, up in zip(total.chunk(len(ups), dim=1), low.chunk(len(ups), dim=1), ups, strict=True):
             self.add_rows(part, part_low, up)
         return low
@@ -139,8 +156,11 @@ class LowRank:
         if self.segments is not None:
             return self._segmented_back(d_rows, d_total, rows, trained, kept, weight, needed)
         parts = d_total.chunk(len(ups), dim=1)
-        d_lows = [self.rows(part, up, transposed=True) for part, up in zip(parts, ups, strict=True)]
-        d_low = self.scaled(torch.cat(d_lows, dim=1) if len(d_lows) > 1 else d_lows[0])
+        if self.groups is not None:
+            d_low = self.scaled(self.groups.rows(d_total, by_group(ups, transposed=True)))
+        else:
+            d_lows = [self.rows(part, up, transposed=True) for part, up in zip(parts, ups, strict=True)]
+            d_low = self.scaled(torch.cat(d_lows, dim=1) if len(d_lows) > 1 else d_lows[0])
         if d_rows is not None:
             self.add_compressed(d_rows, d_low, downs)
         if weight is not None:
@@ -163,6 +183,8 @@ class LowRank:
         """
         if self.segments is not None:
             return self._segmented(rows, [stored], transposed=transposed)
+        if self.groups is not None:
+            return self.groups.rows(rows, by_group([stored], transposed=transposed))
         if self.slot is not None:
             return self._rows_side_by_side(rows, stored.flatten(1, 2).to(rows.dtype), transposed)
         matrices = self._matrices(stored, rows.dtype)
@@ -175,6 +197,8 @@ class LowRank:
         """Adds the rows [n, a] times their group's matrix, stored [M, S, a, b], to the total [n, b]."""
         if self.segments is not None:
             self._segmented(rows, [stored], total=total)
+        elif self.groups is not None:
+            self.groups.add(total, rows, by_group([stored]))
         elif self.group_of_block is not None and total.is_contiguous():
             self._blocks(total).baddbmm_(self._blocks(rows), self._matrices(stored, rows.dtype))
         else:
@@ -184,12 +208,16 @@ class LowRank:
         """Returns scale · A x [n, p·r] of every row x [n, a], for the A [M, S, r, a] of p projections."""
         if self.segments is not None:
             return self._segmented(rows, downs, transposed=True, scale=self.scale)
+        if self.groups is not None:
+            return self.scaled(self.groups.rows(rows, by_group(downs, transposed=True)))
         return self.scaled(self.rows(rows, stacked(downs), transposed=True))
 
     def add_compressed(self, total: Tensor, low: Tensor, downs: Sequence[Tensor]) -> None:
         """Adds Σ_p Aᵀ of the rows low [n, p·r] to the total [n, a], for the A [M, S, r, a] of p projections."""
         if self.segments is not None:
             self._segmented(low, downs, total=total, summed=True)
+        elif self.groups is not None:
+            self.groups.add(total, low, by_group(downs), summed=True)
         else:
             self.add_rows(total, low, stacked(downs))
 
@@ -204,6 +232,8 @@ class LowRank:
             from fedguild.model.kernels.segmented import segmented_outer
 
             return segmented_outer(left, right, self.segments)
+        if self.groups is not None:
+            return self.groups.outer(left, right)
         if self.slot is not None:
             both = grouped_outer(self._spread(left), right, self.ends)
             by_group: Tensor = both.unflatten(1, (-1, left.shape[1])).flatten(0, 1)
@@ -229,8 +259,7 @@ class LowRank:
         from fedguild.model.kernels.segmented import segmented_rows
 
         assert self.segments is not None
-        by_group = [one.flatten(0, 1) for one in stored]
-        matrices = [one.transpose(1, 2) for one in by_group] if transposed else by_group
+        matrices = by_group(stored, transposed=transposed)
         return segmented_rows(rows, matrices, self.segments, total=total, scale=scale, summed=summed)
 
     def _segmented_back(
@@ -283,6 +312,12 @@ class LowRank:
     def _blocks(self, rows: Tensor) -> Tensor:
         blocks: Tensor = rows.unflatten(0, (-1, self.height))
         return blocks
+
+
+def by_group(stored: Sequence[Tensor], *, transposed: bool = False) -> list[Tensor]:
+    """Returns the matrices [M, S, a, b] of each projection as [G, a, b], or as [G, b, a] with `transposed`."""
+    matrices = [one.flatten(0, 1) for one in stored]
+    return [one.transpose(1, 2) for one in matrices] if transposed else matrices
 
 
 def stacked(downs: Sequence[Tensor]) -> Tensor:
