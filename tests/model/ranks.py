@@ -43,9 +43,9 @@ SHORT_SECONDS = 2.0
 
 
 def build(family: str, ranks: Ranks | None, checkpointing: bool = False, **sizes: int) -> Backbone:
-    """Returns the backbone of a family, whose texts never end."""
+    """Returns the backbone of a family, whose texts never end; Switch's in fp64, as Adam makes much of its rounding."""
     tokenizer = SimpleNamespace(pad_token_id=PAD, eos_token_id=None)
-    model = tiny_model(family, **sizes)
+    model = tiny_model(family, dtype=torch.float64 if family == "switch" else torch.float32, **sizes)
     return make_backbone(model, tokenizer, name=family, ranks=ranks, gradient_checkpointing=checkpointing)
 
 

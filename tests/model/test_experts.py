@@ -8,16 +8,23 @@ import torch
 from fedguild.model.moe import dispatch as dispatch_module
 from fedguild.model.moe import low_rank
 from fedguild.model.moe.dense import prefers_dense
-from fedguild.model.moe.low_rank import prefers_blocks, prefers_side_by_side
+from fedguild.model.moe.low_rank import prefers_blocks, prefers_groups, prefers_side_by_side
 from fedguild.model.moe.token_side import prefers_token_side
+from tests.model.kernels import let_run
 from tests.model.layers import CASES, Case, Layer, Way, build, by_loop, by_view, worst
 
 
 @pytest.fixture(params=[0, 8, 32], ids=["groups", "blocks of 8", "blocks of 32"])
 def layout(request, monkeypatch):
-    """Forces one of the ways of the low-rank products."""
+    """Forces one of torch's ways of the low-rank products."""
+    let_run(monkeypatch, ())
     monkeypatch.setattr(dispatch_module, "BLOCK_HEIGHTS", (request.param,) if request.param else ())
     monkeypatch.setattr(dispatch_module, "FILLER_LIMIT", 1000.0)
+
+
+def cpu_groups():
+    """The kernels' module, where Numba is installed."""
+    return pytest.importorskip("fedguild.model.kernels.cpu_groups", reason="Numba is an extra")
 
 
 ONE_SLOT = {
@@ -63,6 +70,17 @@ def test_experts_equal_the_loop(case, dtype, tolerance):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
 def test_wide_products_for_the_tokens_equal_the_loop(case, dtype, tolerance):
     assert_equals_the_loop(build(case, dtype), dtype, tolerance, way="tokens")
+
+
+@pytest.mark.parametrize("way", ["pairs", "tokens"])
+@pytest.mark.parametrize("case", WITH_LORA.values(), ids=WITH_LORA.keys())
+def test_the_kernels_of_a_cpu_equal_the_loop(case, way, monkeypatch):
+    let_run(monkeypatch, {"low-rank"}, language="numba")
+    ran = []
+    rows = cpu_groups().Groups.rows
+    monkeypatch.setattr(cpu_groups().Groups, "rows", lambda *args: ran.append(1) or rows(*args))
+    assert_equals_the_loop(build(case, torch.float32), torch.float32, 1e-5, way=way)
+    assert ran
 
 
 @pytest.mark.parametrize("case", ONE_SLOT.values(), ids=ONE_SLOT.keys())
@@ -150,8 +168,17 @@ def test_a_slots_gradients_come_from_its_own_tokens_only(way):
     [(2, torch.float32, True), (2, torch.float64, True), (2, torch.bfloat16, False), (1, torch.float32, False)],
 )
 def test_blocks_are_for_full_precision_on_several_threads(threads, dtype, expected, monkeypatch):
+    let_run(monkeypatch, ())
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert prefers_blocks(torch.zeros(1, 1, dtype=dtype)) is expected
+
+
+def test_the_kernels_of_a_cpu_need_no_blocks(monkeypatch):
+    let_run(monkeypatch, {"low-rank"}, language="numba")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    single, double = (torch.zeros(1, 1, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    assert [prefers_groups(rows) for rows in (single, double)] == [True, False]
+    assert [prefers_blocks(rows) for rows in (single, double)] == [False, True]
 
 
 @pytest.mark.parametrize("case", WITH_LORA.values(), ids=WITH_LORA.keys())

@@ -17,6 +17,7 @@ from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.model.targets import leaf
 from tests.backbones import END, PAD, lora_plan, random_adapter, random_rows, tiny_backbone, tiny_model
+from tests.model.kernels import let_run
 from tests.oracles.lora import MergedModel
 
 FAMILIES = {
@@ -37,7 +38,8 @@ ROWS = [
 
 @pytest.fixture(params=[0, 8], ids=["groups", "blocks of 8"])
 def layout(request, monkeypatch):
-    """Forces one of the ways of the experts' low-rank products."""
+    """Forces one of torch's ways of the experts' low-rank products."""
+    let_run(monkeypatch, ())
     monkeypatch.setattr(dispatch_module, "BLOCK_HEIGHTS", (request.param,) if request.param else ())
     monkeypatch.setattr(dispatch_module, "FILLER_LIMIT", 1000.0)
     monkeypatch.setattr("fedguild.model.moe.view.prefers_blocks", lambda _: bool(request.param))

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numba import carray, njit
 from torch import Tensor
 
@@ -68,7 +67,7 @@ class Groups:
             self._run(_sums, part if part.stride(1) == 1 else part.contiguous(), matrix, matrix.stride(1), one)
 
     def _run(self, kernel: Kernel, rows: Tensor, matrix: Tensor, step: int, out: Tensor) -> None:
-        """Runs a kernel of rows [n, in] and matrices [G, in, out], `step` elements from one stored vector to the next."""
+        """Runs a kernel of rows [n, in] and matrices [G, in, out], whose stored vectors are `step` elements apart."""
         assert out.stride(1) == 1
         numbers = (
             *_place(rows),

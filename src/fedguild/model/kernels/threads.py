@@ -64,7 +64,6 @@ class Kernel:
         else:
             parallel(self._compiled.address, ctypes.addressof(given), threads, 0)
 
-
     def _compile(self) -> Any:
         """Returns the compiled function, from the disk where it has been compiled before."""
         try:

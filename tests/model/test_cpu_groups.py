@@ -1,0 +1,168 @@
+"""The products of groups on a CPU, in Numba, against one product after the other in fp64, at awkward sizes."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+cpu_groups = pytest.importorskip("fedguild.model.kernels.cpu_groups", reason="Numba is an extra")
+threads = pytest.importorskip("fedguild.model.kernels.threads")
+Groups = cpu_groups.Groups
+
+SIZES = {
+    "ragged": (3, 0, 17, 1, 20, 0),
+    "one row each": (1, 1, 1),
+    "one group": (5,),
+    "the first and the last are empty": (0, 33, 0),
+    "no rows": (0, 0),
+    "more rows than a piece": (150, 0, 90, 200),
+}
+CASES = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+WIDTHS = pytest.mark.parametrize(("inner", "outer"), [(20, 24), (17, 5), (1, 3), (3, 1), (64, 8)], ids=str)
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def groups_of(sizes: tuple[int, ...]) -> Groups:
+    return Groups(torch.tensor(sizes).cumsum(0).to(torch.int32))
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    largest = float(expected.abs().max()) if expected.numel() else 1.0
+    assert float((found.double() - expected).abs().max() if found.numel() else 0.0) <= 1e-6 * largest
+
+
+def by_loop(rows: Tensor, matrices: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    parts = rows.double().split(list(sizes))
+    return torch.cat([part @ matrix for part, matrix in zip(parts, matrices.double(), strict=True)])
+
+
+@pytest.fixture(params=[1, 2, 3])
+def number_of_threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@CASES
+@WIDTHS
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_times_their_groups_matrix(sizes, inner, outer, transposed):
+    """Matrices stored either way round; rows that are part of a wider tensor."""
+    rows = normal(sum(sizes), inner + 3, seed=1)[:, 2:-1]
+    stored = normal(len(sizes), *((outer, inner) if transposed else (inner, outer)), seed=2)
+    matrices = stored.transpose(1, 2) if transposed else stored
+    assert_near(groups_of(sizes).rows(rows, [matrices]), by_loop(rows, matrices, sizes))
+
+
+@CASES
+@WIDTHS
+def test_products_are_added_in_place(sizes, inner, outer):
+    """To a part of a wider tensor, whose other columns stay."""
+    rows, matrices = normal(sum(sizes), inner, seed=1), normal(len(sizes), inner, outer, seed=2)
+    wide = normal(sum(sizes), outer + 5, seed=3)
+    before = wide.double().clone()
+    groups_of(sizes).add(wide[:, 5:], rows, [matrices])
+    assert_near(wide[:, 5:], before[:, 5:] + by_loop(rows, matrices, sizes))
+    assert torch.equal(wide[:, :5].double(), before[:, :5])
+
+
+def test_two_projections_at_once():
+    """From common rows side by side, each from its own rows, and their sum."""
+    sizes = SIZES["ragged"]
+    groups, n, inner, outer = groups_of(sizes), sum(sizes), 17, 18
+    shared, both = normal(n, inner, seed=1), normal(n, 2 * inner, seed=2)
+    pair = [normal(len(sizes), inner, outer, seed=seed) for seed in (3, 4)]
+    own = [by_loop(part, matrices, sizes) for part, matrices in zip(both.chunk(2, dim=1), pair, strict=True)]
+    of_shared = torch.cat([by_loop(shared, matrices, sizes) for matrices in pair], dim=1)
+    turned = [matrices.transpose(1, 2).contiguous().transpose(1, 2) for matrices in pair]
+    for matrices in (pair, turned):
+        assert_near(groups.rows(shared, matrices), of_shared)
+        assert_near(groups.rows(both, matrices), torch.cat(own, dim=1))
+    total, side_by_side = torch.zeros(n, outer), torch.zeros(n, 2 * outer)
+    groups.add(total, both, pair, summed=True)
+    groups.add(side_by_side, both, pair)
+    assert_near(total, own[0] + own[1])
+    assert_near(side_by_side, torch.cat(own, dim=1))
+
+
+@CASES
+@WIDTHS
+def test_left_rows_transposed_times_right_rows(sizes, inner, outer):
+    left, right = normal(sum(sizes), inner + 7, seed=1)[:, 7:], normal(sum(sizes), outer, seed=2)
+    bounds = pairwise([0, *torch.tensor(sizes).cumsum(0).tolist()])
+    found = groups_of(sizes).outer(left, right)
+    expected = torch.stack([left[start:end].double().t() @ right[start:end].double() for start, end in bounds])
+    assert_near(found, expected)
+    assert not found[torch.tensor(sizes) == 0].any()
+
+
+def all_products(rows: Tensor, down: Tensor, up: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
+    groups = groups_of(sizes)
+    low = groups.rows(rows, [down.transpose(1, 2)])
+    total = rows.clone()
+    groups.add(total, low, [up])
+    return [low, total, groups.outer(low, rows)]
+
+
+def test_results_are_the_same_bits_on_any_number_of_threads(number_of_threads):
+    sizes = SIZES["more rows than a piece"]
+    given = normal(sum(sizes), 40, seed=1), normal(4, 12, 40, seed=2), normal(4, 12, 40, seed=3), sizes
+    found = all_products(*given)
+    torch.set_num_threads(1)
+    for one, alone in zip(found, all_products(*given), strict=True):
+        assert torch.equal(one, alone)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7])
+def test_a_row_has_the_same_bits_alone_and_among_others(size):
+    rows, down, up = normal(size, 33, seed=1), normal(1, 11, 33, seed=2), normal(1, 11, 33, seed=3)
+    together, alone = all_products(rows, down, up, (size,)), all_products(rows[:1], down, up, (1,))
+    assert torch.equal(together[0][:1], alone[0])
+    assert torch.equal(together[1][:1], alone[1])
+
+
+def test_every_piece_is_taken_once(number_of_threads):
+    sizes = (1,) * 500
+    rows, matrices = normal(500, 8, seed=1), normal(500, 8, 8, seed=2)
+    expected = by_loop(rows, matrices, sizes)
+    assert_near(groups_of(sizes).rows(rows, [matrices]), expected)
+
+
+def test_without_torchs_openmp_the_calling_thread_does_all(monkeypatch):
+    def load(name):
+        raise OSError(name)
+
+    sizes = SIZES["more rows than a piece"]
+    rows, matrices = normal(sum(sizes), 8, seed=1), normal(4, 8, 8, seed=2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    threads._parallel.cache_clear()
+    assert threads._parallel() is None
+    assert_near(groups_of(sizes).rows(rows, [matrices]), by_loop(rows, matrices, sizes))
+    threads._parallel.cache_clear()
+
+
+def test_where_nothing_can_be_written_a_kernel_is_compiled_for_this_process(monkeypatch):
+    asked = []
+    compile_for = threads.cfunc
+
+    def without_a_cache(signature, cache=False, **options):
+        asked.append(cache)
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return compile_for(signature, **options)
+
+    monkeypatch.setattr(threads, "cfunc", without_a_cache)
+    monkeypatch.setattr(cpu_groups._outer, "_compiled", None)
+    left, right = normal(3, 2, seed=1), normal(3, 2, seed=2)
+    assert_near(groups_of((3,)).outer(left, right), (left.double().t() @ right.double())[None])
+    assert asked == [True, False]
