@@ -96,8 +96,8 @@ def _place(rows: Tensor) -> tuple[int, int]:
     return rows.data_ptr(), rows.stride(0)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _first_group(ends, groups, row):  # type: ignore[no-untyped-def]
+@njit(inline="always")
+def _first_group(ends, groups, row):
     """Returns the group of a row."""
     low, high = 0, groups
     while low < high:
@@ -110,7 +110,7 @@ def _first_group(ends, groups, row):  # type: ignore[no-untyped-def]
 
 
 @Kernel
-def _dots(numbers):  # type: ignore[no-untyped-def]
+def _dots(numbers):
     """out[i, o] = Σ_k x[i, k] m[g, o, k]: four rows and four columns at once."""
     given = carray(numbers, 14)
     pieces = given[1]
@@ -171,14 +171,14 @@ def _dots(numbers):  # type: ignore[no-untyped-def]
             i = end
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _eight(x, at):  # type: ignore[no-untyped-def]
+@njit(inline="always")
+def _eight(x, at):
     """Returns eight neighbouring values."""
     return x[at], x[at + 1], x[at + 2], x[at + 3], x[at + 4], x[at + 5], x[at + 6], x[at + 7]
 
 
 @in_order
-def _sums(numbers):  # type: ignore[no-untyped-def]
+def _sums(numbers):
     """out[i, o] += Σ_k x[i, k] m[g, k, o]: eight k at once, of up to three rows."""
     given = carray(numbers, 14)
     pieces = given[1]
@@ -242,7 +242,7 @@ def _sums(numbers):  # type: ignore[no-untyped-def]
 
 
 @Kernel
-def _outer(numbers):  # type: ignore[no-untyped-def]
+def _outer(numbers):
     """out[g, a, b] = Σ_i left[i, a] right[i, b]: four rows and two a at once, in the rows' order."""
     given = carray(numbers, 11)
     pieces = given[1]
