@@ -46,12 +46,11 @@ def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
     bounds = pairwise([0, *ends.tolist()])
     weights = matrices.transpose(1, 2).unbind()
-    parts = [
-        _onednn(rows, start, end, weight) if onednn else rows[start:end] @ weight.t()
-        for (start, end), weight in zip(bounds, weights, strict=True)
-        if end > start
-    ]
-    return torch.cat(parts) if parts else rows.new_empty(0, outer)
+    product = rows.new_empty(rows.shape[0], outer)
+    for (start, end), weight in zip(bounds, weights, strict=True):
+        if end > start:  # copied while it is in the cache
+            product[start:end] = _onednn(rows, start, end, weight) if onednn else rows[start:end] @ weight.t()
+    return product
 
 
 def add_grouped_rows(total: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
