@@ -40,12 +40,11 @@ KINDS = {
 
 
 ADAM = {name: KINDS[name] for name in ("adamw", "adam with decay")}
-"""What a kernel of ours does on a GPU."""
-WAYS = [pytest.param((), settings, id=name) for name, settings in KINDS.items()]
+"""What a kernel of ours does."""
+WAYS = [pytest.param(None, settings, id=name) for name, settings in KINDS.items()]
+WAYS += [pytest.param("numba", KINDS[name], id=f"{name}, by a CPU's kernel") for name in KINDS if "adam" in name]
 WAYS += [
-    pytest.param(
-        ("optimizer",), settings, id=f"{name}, by the kernel", marks=[] if name == "adamw" else pytest.mark.long
-    )
+    pytest.param("triton", settings, id=f"{name}, by the kernel", marks=[] if name == "adamw" else pytest.mark.long)
     for name, settings in ADAM.items()
 ]
 TRAININGS = [
@@ -54,13 +53,18 @@ TRAININGS = [
         clip,
         masked,
         id=f"{way.id}-{'clipped' if clip else 'unclipped'}-{'masked' if masked else 'whole'}",
-        marks=pytest.mark.long if way.values[0] and not (clip and masked and "adamw" in str(way.id)) else [],
+        marks=pytest.mark.long if way.values[0] == "triton" and not (clip and masked and "adamw" in str(way.id)) else [],
     )
     for way in WAYS
     for clip in (None, 5.0)
     for masked in (False, True)
 ]
 """In Triton's interpreter one of them every day."""
+
+
+def let_step(monkeypatch, language):
+    """Lets a kernel of ours in Triton or Numba take the steps, or torch."""
+    let_run(monkeypatch, ["optimizer"] if language else [], language=language or "triton")
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +97,13 @@ def random_masks(model: SlotModel, step: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(("names", "settings", "clip", "masked"), TRAININGS)
+@pytest.mark.parametrize(("language", "settings", "clip", "masked"), TRAININGS)
 def test_every_slot_is_updated_as_by_its_own_torch_optimizer(
-    backbone, small_backbone, names, settings, clip, masked, monkeypatch
+    backbone, small_backbone, language, settings, clip, masked, monkeypatch
 ):
     """With unequal rates, slots that rest or have finished, and experts that a slot leaves alone."""
-    let_run(monkeypatch, names)
-    backbone = small_backbone if names else backbone
+    let_step(monkeypatch, language)
+    backbone = small_backbone if language == "triton" else backbone
     starts = [random_adapter(backbone.info, plan, slot) for slot, plan in enumerate(PLANS)]
     alone = [ClientOptimizer({name: value.clone() for name, value in start.items()}, settings) for start in starts]
     with SlotModel(backbone, PLANS) as model:
@@ -122,10 +126,10 @@ def test_every_slot_is_updated_as_by_its_own_torch_optimizer(
                 assert not torch.equal(value, starts[slot][name])
 
 
-@pytest.mark.parametrize(("names", "settings"), WAYS)
-def test_a_slot_that_does_not_step_keeps_weights_and_moments(backbone, small_backbone, names, settings, monkeypatch):
-    let_run(monkeypatch, names)
-    backbone = small_backbone if names else backbone
+@pytest.mark.parametrize(("language", "settings"), WAYS)
+def test_a_slot_that_does_not_step_keeps_weights_and_moments(backbone, small_backbone, language, settings, monkeypatch):
+    let_step(monkeypatch, language)
+    backbone = small_backbone if language == "triton" else backbone
     with SlotModel(backbone, PLANS) as model:
         for slot, plan in enumerate(PLANS):
             model.load(slot, random_adapter(backbone.info, plan, slot))
@@ -150,10 +154,10 @@ def test_a_slot_that_does_not_step_keeps_weights_and_moments(backbone, small_bac
         assert optimizer.steps == [2, 1, 2]
 
 
-@pytest.mark.parametrize(("names", "settings"), WAYS)
-def test_ranks_beyond_a_slots_own_stay_exactly_zero(backbone, small_backbone, names, settings, monkeypatch):
-    let_run(monkeypatch, names)
-    backbone = small_backbone if names else backbone
+@pytest.mark.parametrize(("language", "settings"), WAYS)
+def test_ranks_beyond_a_slots_own_stay_exactly_zero(backbone, small_backbone, language, settings, monkeypatch):
+    let_step(monkeypatch, language)
+    backbone = small_backbone if language == "triton" else backbone
     with SlotModel(backbone, PLANS) as model:
         for slot, plan in enumerate(PLANS):
             model.load(slot, random_adapter(backbone.info, plan, slot))
@@ -180,7 +184,9 @@ def test_output_scales_do_not_decay(backbone):
             assert torch.equal(value, torch.full_like(value, 1.0 if name.endswith("output_scale") else 0.5))
 
 
-def test_clipping_reaches_only_the_slots_above_the_limit(backbone):
+def test_clipping_reaches_only_the_slots_above_the_limit(backbone, monkeypatch):
+    """By torch; a kernel scales the gradients as it reads them."""
+    let_step(monkeypatch, None)
     with SlotModel(backbone, PLANS) as model:
         optimizer = SlotOptimizer(model.trainables, TrainingSettings())
         grads = put_gradients(model, 0)
@@ -235,19 +241,21 @@ def trained(backbone, plans, seeds, settings, rates, *, masked=False):
 @pytest.mark.parametrize("extra", [OutputScale("per_layer"), FullRouter()], ids=["output scales", "full routers"])
 def test_a_slots_bits_are_those_alone(settings, piece, extra, masked, monkeypatch):
     """fp32, by `torch.equal`: in step, then at rates of their own, resting, finished; some sizes fill no lanes."""
+    let_step(monkeypatch, None)
     monkeypatch.setitem(slot_major.PIECE, "cpu", piece)
     assert_bits_are_those_alone(settings, extra, masked=masked)
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "language"),
     [
-        pytest.param(ADAM["adamw"], id="adamw"),
-        pytest.param(ADAM["adam with decay"], id="adam with decay", marks=pytest.mark.long),
+        pytest.param(ADAM["adamw"], "triton", id="adamw"),
+        pytest.param(ADAM["adam with decay"], "triton", id="adam with decay", marks=pytest.mark.long),
+        *(pytest.param(settings, "numba", id=f"{name}, on a CPU") for name, settings in ADAM.items()),
     ],
 )
-def test_a_slots_bits_are_those_alone_by_the_kernel(settings, monkeypatch):
-    let_run(monkeypatch, ["optimizer"])
+def test_a_slots_bits_are_those_alone_by_the_kernel(settings, language, monkeypatch):
+    let_step(monkeypatch, language)
     assert_bits_are_those_alone(settings, OutputScale("per_layer"), masked=True, num_hidden_layers=1, num_experts=4)
 
 
@@ -264,7 +272,8 @@ def assert_bits_are_those_alone(settings, extra, *, masked, **changes):
             assert torch.equal(beside[slot][name], value), (slot, name)
 
 
-def test_moments_keep_their_values_when_they_are_stored_slot_by_slot(backbone):
+def test_moments_keep_their_values_when_they_are_stored_slot_by_slot(backbone, monkeypatch):
+    let_step(monkeypatch, None)
     settings = KINDS["adamw"]
     with SlotModel(backbone, PLANS) as model:
         optimizer = SlotOptimizer(model.trainables, settings)
@@ -279,6 +288,19 @@ def test_moments_keep_their_values_when_they_are_stored_slot_by_slot(backbone):
         assert optimizer.first[experts].stride(1) > optimizer.first[experts].stride(0)
 
 
+def test_threads_of_any_number_leave_the_same_bits(monkeypatch):
+    """Tensors of several pieces."""
+    let_step(monkeypatch, "numba")
+    backbone = tiny_backbone("olmoe", hidden_size=136, intermediate_size=72)
+    results, before = [], torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        results.append(trained(backbone, PLANS, range(3), KINDS["adamw"], list(zip(*RATES, strict=True))))
+    torch.set_num_threads(before)
+    for one, other in zip(*results, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 @pytest.mark.parametrize("slots", [2, 8])
 def test_calls_do_not_grow_with_experts(slots, monkeypatch):
     """Of the fused kernel, at rates of their own: one for each slot and piece, and one for its output scales."""
@@ -288,6 +310,7 @@ def test_calls_do_not_grow_with_experts(slots, monkeypatch):
         calls.append(len(values))
         return fused(values, *args, **options)
 
+    let_step(monkeypatch, None)
     monkeypatch.setattr(torch, "_fused_adamw_", counted)
     counts = []
     for experts in (4, 16):

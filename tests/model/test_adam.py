@@ -1,4 +1,4 @@
-"""The kernel of Adam in Triton's interpreter, against `torch.optim` slot by slot."""
+"""The kernels of Adam, in Triton's interpreter and in Numba, against `torch.optim` slot by slot."""
 
 from __future__ import annotations
 
@@ -9,18 +9,26 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is there for Linux only")
+from fedguild.model.kernels.adam_updates import State, Update
 
-from fedguild.model.kernels.adam import BLOCK, CHUNK, Update, adam_step
-
+BLOCK, CHUNK = 1024, 8
+"""As in the kernel of a GPU."""
 SHAPES = [((3, 2, 5, 4), 1), ((3, 2, 5, 3), 1), ((2, BLOCK * CHUNK + 3), 0), ((2, BLOCK + 8), 0), ((2,), 0)]
 """Of two slots, with the slot axis: of rows that fill 16 bytes and not, of two programs, of two blocks, and numbers."""
 BETAS, EPS, DECAY = (0.8, 0.99), 1e-6, 0.1
 
 
+@pytest.fixture(params=["adam", "cpu_adam"])
+def adam_step(request):
+    """Of the kernels for a GPU and for a CPU."""
+    module = pytest.importorskip(f"fedguild.model.kernels.{request.param}", reason="Triton or Numba is not installed")
+    assert (getattr(module, "BLOCK", BLOCK), getattr(module, "CHUNK", CHUNK)) == (BLOCK, CHUNK)
+    return module.adam_step
+
+
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)], ids=str)
-def test_three_steps_of_two_slots(dtype, tolerance, decoupled):
+def test_three_steps_of_two_slots(adam_step, dtype, tolerance, decoupled):
     """One slot rests once; other experts are left out in each step; every other trainable decays."""
     rng = torch.Generator().manual_seed(0)
 
@@ -45,7 +53,7 @@ def test_three_steps_of_two_slots(dtype, tolerance, decoupled):
         counts = [count + (rate is not None) for count, rate in zip(counts, rates, strict=True)]
         tensors = zip(values, grads, *moments, SHAPES, masks, strict=True)
         updates = [
-            Update(value, grad, first, second, axis, index % 2 == 1, mask)
+            Update(State(value, first, second, axis, index % 2 == 1), grad, mask)
             for index, (value, grad, first, second, (_, axis), mask) in enumerate(tensors)
         ]
         adam_step(updates, rates, counts, betas=BETAS, eps=EPS, decay=DECAY, decoupled=decoupled, factor=factor)

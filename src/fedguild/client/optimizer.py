@@ -1,9 +1,10 @@
 """SGD, Adam and AdamW for all clients of a cohort at once, each with its own learning rate and step count.
 
-On a GPU with Triton, one kernel of our own takes every step of Adam and AdamW (`model/kernels/adam.py`): each slot's
-rate, count and clipping factor, and the entries to leave out, are numbers that it reads on the device.
+On a GPU with Triton, and on a CPU with Numba, one kernel of our own takes every step of Adam and AdamW
+(`model/kernels/adam.py`, `cpu_adam.py`): each slot's rate, count and clipping factor, and the entries to leave out, are
+numbers that it reads.
 
-Elsewhere, and for SGD, torch's fused kernels do the work. While all clients are at the same step with the same rate,
+Without them, and for SGD, torch's fused kernels do the work. While all clients are at the same step with the same rate,
 they update each tensor as it is stored. They still do when some clients rest or have finished, as long as most have
 not: the others' gradients and moments are zero then, which changes no weight, and their moments wait elsewhere
 (`_Resting`). At rates of their own, the moments lie slot by slot (`slot_major.py`), and every client's part of them is
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,10 +45,12 @@ class SlotOptimizer:
     def __init__(self, trainables: Mapping[str, SlotTensor], settings: TrainingSettings) -> None:
         self.settings = settings
         self.trainables = list(trainables.values())
+        self._dtypes = {trainable.stored.dtype for trainable in self.trainables}
         self.slots = len(self.trainables[0].shapes) if self.trainables else 0
         self.steps = [0] * self.slots
         self.first: list[Tensor] = []
         self.second: list[Tensor] = []
+        self._states: list[Any] = []
         self._apart: list[SlotMajor] = []
         self._resting: dict[int, _Resting] = {}
         self._factor: Tensor | None = None
@@ -99,7 +103,7 @@ class SlotOptimizer:
                 self.steps[slot] += 1
                 together[(rate, self.steps[slot])].append(slot)
         graded = [index for index, trainable in enumerate(self.trainables) if trainable.stored.grad is not None]
-        names = {index: self.trainables[index].name for index in graded}
+        names = {index: self.trainables[index].name for index in graded} if updated else {}
         masks = {index: updated[name] for index, name in names.items() if updated and name in updated}
         if self._by_kernel():
             self._update_by_kernel(rates, graded, masks, factor)
@@ -112,23 +116,24 @@ class SlotOptimizer:
         """Whether a kernel of ours takes the steps."""
         if self.settings.optimizer == "sgd" or not self.trainables:
             return False
-        kinds = {trainable.stored.dtype for trainable in self.trainables}
-        exact = kinds <= {torch.float32, torch.float64}
-        device = self.trainables[0].stored.device
-        return exact and kernels.runs("optimizer", device) and kernels.language(device) == "triton"
+        exact = self._dtypes <= {torch.float32, torch.float64}
+        return exact and kernels.runs("optimizer", self.trainables[0].stored.device)
 
     def _update_by_kernel(
         self, rates: Sequence[float | None], graded: Sequence[int], masks: Mapping[int, Tensor], factor: Tensor | None
     ) -> None:
         """Updates all slots that step, at once."""
-        from fedguild.model.kernels.adam import Update, adam_step
+        from fedguild.model.kernels.adam_updates import Update
+
+        if kernels.language(self.trainables[0].stored.device) == "numba":
+            from fedguild.model.kernels.cpu_adam import adam_step
+        else:
+            from fedguild.model.kernels.adam import adam_step
 
         updates = defaultdict(list)
         for index in graded:
-            trainable = self.trainables[index]
-            value, first, second = self._tensors(index)
-            grad, axis, mask = _grad(trainable).contiguous(), trainable.axis, masks.get(index)
-            updates[value.dtype].append(Update(value, grad, first, second, axis, trainable.decays, mask))
+            state, grad = self._states[index], _grad(self.trainables[index]).contiguous()
+            updates[state.dtype].append(Update(state, grad, masks.get(index)))
         for of_dtype in updates.values():
             adam_step(
                 of_dtype,
@@ -171,7 +176,12 @@ class SlotOptimizer:
         self.first = [torch.zeros_like(t.stored, requires_grad=False) for t in self.trainables] if has_first else []
         self.second = [torch.zeros_like(t.stored, requires_grad=False) for t in self.trainables] if has_second else []
         self._apart = []
-        if not self._by_kernel():
+        if self._by_kernel():
+            from fedguild.model.kernels.adam_updates import State
+
+            parts = zip(self.trainables, self.first, self.second, strict=True)
+            self._states = [State(t.stored.detach(), first, second, t.axis, t.decays) for t, first, second in parts]
+        else:
             self._set_apart([index for index, trainable in enumerate(self.trainables) if not is_aligned(trainable)])
 
     def _moments(self) -> list[list[Tensor]]:

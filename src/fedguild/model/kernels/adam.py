@@ -11,15 +11,15 @@ What is computed is Loshchilov and Hutter, Decoupled Weight Decay Regularization
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from fedguild.model.kernels.adam_updates import NUMBERS, Update, address, mask_place, step_numbers
 
 BLOCK = 1024
 """Elements that a program has in registers at once."""
@@ -28,33 +28,8 @@ CHUNK = 8
 ALIGNMENT = 16
 """Bytes that a thread loads at once."""
 COLUMNS = 11
-"""Whole numbers of a trainable in the table."""
-NUMBERS = 4
-"""Floating-point numbers of a slot behind it."""
+"""Whole numbers of a trainable in the table; the slots' floating-point numbers stand behind it."""
 WIDTHS = {torch.float32: tl.float32, torch.float64: tl.float64}
-
-
-@dataclass(frozen=True)
-class Update:
-    """One trainable of all slots, and its gradient and moments, all contiguous and of one shape.
-
-    Attributes:
-        value: [S, …] or [M, S, …].
-        grad: Its gradient.
-        first: Its first moment.
-        second: Its second moment.
-        axis: Position of the slot axis.
-        decays: Whether weight decay applies.
-        mask: [M, S] bool, the entries to update; None for all.
-    """
-
-    value: Tensor
-    grad: Tensor
-    first: Tensor
-    second: Tensor
-    axis: int
-    decays: bool
-    mask: Tensor | None = None
 
 
 def adam_step(
@@ -80,7 +55,7 @@ def adam_step(
         decoupled: Whether it is AdamW's; else it is added to the gradient.
         factor: [S] factor on each slot's gradient, on the device; None for 1.
     """
-    numbers = _numbers(rates, counts, betas, eps, decay)
+    numbers = step_numbers(rates, counts, betas, eps, decay)
     for aligned in (True, False):
         own = [update for update in updates if _is_aligned(update) is aligned]
         if own:
@@ -97,9 +72,8 @@ def _launch(
     aligned: bool,
 ) -> None:
     """Updates some trainables that are all aligned or may all not be."""
-    value = updates[0].value
-    shapes = tuple((tuple(update.value.shape), update.axis) for update in updates)
-    of_tile, first_tiles = _tiles(shapes, value.device)
+    value = updates[0].state.tensors[0]
+    of_tile, first_tiles = _tiles(tuple((state.rows, state.inner) for state, _, _ in updates), value.device)
     rows = [_row(update, first) for update, first in zip(updates, first_tiles, strict=True)]
     table = _table(rows, numbers, value.device)
     if value.device.type == "meta":
@@ -123,56 +97,23 @@ def _launch(
         )
 
 
-def _numbers(
-    rates: Sequence[float | None], counts: Sequence[int], betas: tuple[float, float], eps: float, decay: float
-) -> list[float]:
-    """Returns the constants, and of each slot whether it steps, its rate, and its bias corrections as factors."""
-    numbers = [betas[0], betas[1], eps, decay]
-    for rate, count in zip(rates, counts, strict=True):
-        if rate is None:
-            numbers += [0.0] * NUMBERS
-        else:
-            root = (1 - betas[1] ** count) ** 0.5
-            numbers += [1.0, rate, rate / (1 - betas[0] ** count), root]
-    return numbers
-
-
-def _inner(shape: Sequence[int], axis: int) -> int:
-    """Returns the elements of one slot's row of a trainable."""
-    return math.prod(shape[axis + 1 :])
+def _is_aligned(update: Update) -> bool:
+    """Whether every row begins at a multiple of `ALIGNMENT` bytes, and fills one, so that a thread loads so many."""
+    bytes_of_row = update.state.inner * update.grad.element_size()
+    return not any(number % ALIGNMENT for number in (bytes_of_row, *map(address, _tensors(update))))
 
 
 def _tensors(update: Update) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return update.value, update.grad, update.first, update.second
-
-
-def _is_aligned(update: Update) -> bool:
-    """Whether every row begins at a multiple of `ALIGNMENT` bytes, and fills one, so that a thread loads so many."""
-    bytes_of_row = _inner(update.value.shape, update.axis) * update.value.element_size()
-    return not any(number % ALIGNMENT for number in (bytes_of_row, *map(_address, _tensors(update))))
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None or tensor.device.type == "meta" else tensor.data_ptr()
+    value, first, second = update.state.tensors
+    return value, update.grad, first, second
 
 
 def _row(update: Update, first_tile: int) -> list[int]:
     """Returns a trainable's row of the table."""
-    inner = _inner(update.value.shape, update.axis)
-    tensors = _tensors(update)
-    assert all(tensor.is_contiguous() for tensor in tensors), "a trainable and what belongs to it lie in one order"
-    mask = update.mask
-    assert mask is None or (update.axis == 1 and mask.dtype is torch.bool), "a mask is of [M, S] entries"
-    strides = (0, 0) if mask is None else mask.stride()
-    return [
-        *map(_address, tensors),
-        _address(mask),
-        *strides,
-        inner,
-        first_tile,
-        -(-inner // (BLOCK * CHUNK)),
-        int(update.decays),
-    ]
+    assert update.grad.is_contiguous(), "a trainable and its gradient lie in one order"
+    inner = update.state.inner
+    places = [*map(address, _tensors(update)), *mask_place(update)]
+    return [*places, inner, first_tile, -(-inner // (BLOCK * CHUNK)), int(update.state.decays)]
 
 
 def _table(rows: Sequence[Sequence[int]], numbers: Sequence[float], device: torch.device) -> Tensor:
@@ -185,9 +126,14 @@ def _table(rows: Sequence[Sequence[int]], numbers: Sequence[float], device: torc
 
 
 @lru_cache(maxsize=16)
-def _tiles(shapes: tuple[tuple[tuple[int, ...], int], ...], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
-    """Returns the trainable of each program [T] int32, on the device, and each trainable's first program."""
-    parts = [math.prod(shape[: axis + 1]) * -(-_inner(shape, axis) // (BLOCK * CHUNK)) for shape, axis in shapes]
+def _tiles(shapes: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
+    """Returns the trainable of each program [T] int32, on the device, and each trainable's first program.
+
+    Args:
+        shapes: The rows of each trainable, and the elements of a row.
+        device: Where the kernel runs.
+    """
+    parts = [rows * -(-inner // (BLOCK * CHUNK)) for rows, inner in shapes]
     sizes = torch.tensor(parts)
     of_tile = torch.arange(len(parts), dtype=torch.int32).repeat_interleave(sizes)
     return of_tile.to(device, non_blocking=True), tuple((sizes.cumsum(0) - sizes).tolist())

@@ -104,6 +104,25 @@ def integers(context: Any, address: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def long_integers(context: Any, address: Any) -> Any:
+    """Returns an address as a pointer to 64-bit whole numbers."""
+    return _to_pointer(types.int64)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def booleans(context: Any, address: Any) -> Any:
+    """Returns an address as a pointer to bytes, 0 for False."""
+    return _to_pointer(types.uint8)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pointer_like(context: Any, address: Any, example: Any) -> Any:
+    """Returns an address as a pointer to values of an example's type."""
+    signature, build = _to_pointer(example)
+    return signature.return_type(types.int64, example), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def next_piece(context: Any, numbers: Any) -> Any:
     """Returns the first of a kernel's numbers, its next piece, and counts it up; no two threads get the same."""
 
