@@ -25,7 +25,7 @@ from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.recording import believable_tokens, client_records, observation_records, routing_record
 from fedguild.results import CHECKPOINTS, DIVERGED, STOPPED, RunResult, has_begun, result_of, write_stopping_reason
-from fedguild.scoring import evaluate_state, recorded_scores, untrained_loss
+from fedguild.scoring import evaluate_state, recorded_scores, require_scorable, untrained_loss
 from fedguild.sealed import remove_leftovers
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
@@ -242,14 +242,17 @@ def _no_metric(prediction: str, reference: str) -> float:
 
 
 def _begin(experiment: Experiment) -> Payload:
-    """Records and scores the initial state of a run and returns it."""
+    """Records the initial state of a run, scores it unless the config says not to, and returns it."""
     config = experiment.config
     state = experiment.method.start(
         experiment.backbone.info, experiment.budgets, torch_rng(config.seed, "start", config.method.name)
     )
     state = experiment.method.enroll(state, experiment.backbone.info, experiment.clients)
     _write_facts(experiment)
-    RunLog(experiment.folder).append(*evaluate_state(experiment, state, 0))
+    if config.evaluation.initial:
+        RunLog(experiment.folder).append(*evaluate_state(experiment, state, 0))
+    else:
+        require_scorable(experiment)
     return _save(experiment, 0, state)
 
 
@@ -337,6 +340,8 @@ class _Rounds:
         """Returns the clients that a round may ask, after telling that it begins; none if the run ends before it."""
         experiment = self.experiment
         if self.delivery.reason:
+            if not _evaluations(self.log.read()):  # a report needs a score, and the first was still to come
+                _score_last(experiment, self.state, self.last, self.accepted)
             return ()
         if experiment.remote is not None:
             experiment.clients = experiment.remote.current()

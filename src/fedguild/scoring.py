@@ -54,7 +54,7 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
     global_models = [(budget.name, budget, deployment) for budget, deployment in deployed if deployment is not None]
     records = _scored(experiment, global_models, [pooled] * len(global_models), ("budget", number, split))
     summary: list[Record] = [summary_record("mean", records)] if records else []
-    if settings.clients or not (global_models or settings.trained):
+    if _scores_own_models(experiment, has_global_model=bool(global_models)):
         require_public_scores(experiment.config)
         scored = _client_scores(experiment, "client", state, number, split)
         summary.append(summary_record("mtal", scored))
@@ -76,6 +76,25 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
         or {record.name: record.score for record in summary if isinstance(record, EvaluationRecord)}
     )
     return [*records, *summary]
+
+
+def require_scorable(experiment: Experiment) -> None:
+    """Checks, before anything is trained, that a run may take the scores that its config asks for.
+
+    Raises:
+        ConfigError: only the clients' own models can be scored, and those scores are not public.
+    """
+    settings, is_local = experiment.config.evaluation, experiment.remote is None
+    pooled = experiment.data.pooled(settings.split, settings.max_examples, experiment.config.seed)
+    has_global_model = experiment.method.has_global_model and (is_local or bool(pooled))
+    if _scores_own_models(experiment, has_global_model=has_global_model):
+        require_public_scores(experiment.config)
+
+
+def _scores_own_models(experiment: Experiment, *, has_global_model: bool) -> bool:
+    """Whether every client's own model is scored: where the config asks for it, or there is nothing else to score."""
+    settings = experiment.config.evaluation
+    return settings.clients or not (has_global_model or settings.trained)
 
 
 def recorded_scores(config: Config, method: Method) -> dict[str, set[str]]:

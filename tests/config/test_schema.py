@@ -159,6 +159,8 @@ def test_trackers_are_a_list_a_name_or_the_switch_of_old_configs(
         "federation.engine={name: ray, ray: {actors: 4}}",
         "federation.keep_checkpoints=9",
         "evaluation.batch_tokens=512",
+        "evaluation.diagnosis=true",
+        "evaluation.initial=false",
         "tracking.tensorboard=true",
         "tracking={trackers: [wandb, mlflow], project: other, tags: [a]}",
         "training.learning_rate=0.005",

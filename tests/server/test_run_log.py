@@ -238,6 +238,9 @@ def test_records_that_are_missing_from_the_end_show_against_the_seal(tmp_path: P
     log.append(client(2))
     log.truncate_after(1, last)
     assert log.seal == last
+    log.append(evaluation(1))
+    log.truncate_after(1, last)
+    assert log.seal == last, "of the same round, but written after the seal was taken"
     lines = log.path.read_bytes().splitlines(keepends=True)
     log.path.write_bytes(b"".join(lines[:-1]))
     with pytest.raises(CheckpointError, match="records are missing"):

@@ -39,7 +39,7 @@ class Event:
         folder: The run's folder.
         round: The round; 0 is before training.
         rounds: The number of rounds that the config asks for.
-        history: All scores so far, round 0 included, in order.
+        history: All scores so far in order, those of round 0 included; empty before the first evaluation.
 
     Examples:
         >>> import fedguild

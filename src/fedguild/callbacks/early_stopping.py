@@ -17,7 +17,7 @@ class EarlyStopping:
     """A callback that stops a run after `patience` evaluations without a better score.
 
     It has no memory of its own: it looks at the run's history only, so a resumed run stops where an uninterrupted one
-    does. The score before training (round 0) counts.
+    does. The score before training (round 0) counts, unless `evaluation.initial` is false.
 
     Attributes:
         monitor: A budget (`b1`), or a mean: `mean`, `mtal`, `trained`, `received`, `pooled`; `auto`: the first of
@@ -69,7 +69,7 @@ class EarlyStopping:
         Raises:
             ConfigError: the run has no such score or metric.
         """
-        if not isinstance(event, Saved):
+        if not isinstance(event, Saved) or not event.history:  # the first evaluation may be rounds away
             return
         monitor = self._monitored(event.history)
         values = self._values(event.history, monitor)

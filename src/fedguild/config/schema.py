@@ -29,6 +29,7 @@ NOT_IN_FINGERPRINT = (
     ("federation", "keep_checkpoints"),
     ("evaluation", "batch_tokens"),
     ("evaluation", "diagnosis"),
+    ("evaluation", "initial"),
 )
 LEFT_OUT_BY_DEFAULT = (
     ("federation", "norm_factor"),
@@ -136,6 +137,11 @@ class EvaluationSettings(Section):
 
     every: int = Field(
         default=1, ge=1, description="Rounds from one evaluation to the next; the last is always evaluated."
+    )
+    initial: bool = Field(
+        default=True,
+        description="Also score the initial state, before training, as round 0. Without it reports have nothing to "
+        "compare the last round with, and a run is shorter by one evaluation.",
     )
     split: Literal["test", "validation"] = Field(default="test", description="Which held-out examples are scored.")
     clients: bool = Field(
@@ -286,8 +292,8 @@ class Config(Section):
     def fingerprint(self) -> str:
         """Returns the SHA-256 of every setting that determines results, 64 hexadecimal digits.
 
-        Left out: names and folders, the device, and what changes results by floating-point
-        rounding only (`NOT_IN_FINGERPRINT`).
+        Left out: names and folders, the device, what changes results by floating-point
+        rounding only, and what adds observations without changing any (`NOT_IN_FINGERPRINT`).
         """
         settings = self.model_dump(mode="json")
         for *sections, key in NOT_IN_FINGERPRINT:

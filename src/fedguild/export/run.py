@@ -286,7 +286,7 @@ def _privacy(experiment: Experiment, number: int) -> str:
     """Returns what the run promised the clients of its global model after a round; empty for nothing."""
     if experiment.config.privacy.unit == "none":
         return ""
-    run = load_run(experiment.folder)
+    run = load_run(experiment.folder, needs_scores=False)
     spent = [record for record in run.privacy if record.round == number]
     assumptions = " ".join(run.guarantee)
     return " ".join(f"per {r.unit}, ε up to {max(r.epsilon):.3f} at δ = {r.delta:g}. {assumptions}" for r in spent)

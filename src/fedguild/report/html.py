@@ -193,6 +193,7 @@ def _run_page(run: Run, shown: Shown) -> dict[str, Any]:
         "grid": table.grid() if table.rows else None,
         "curves": shown(lambda width: figures.score_curves(curves, run.split, width=width)) if curves else None,
         "curve_values": curves_values(curves, f"{run.split.capitalize()} score by round"),
+        "from_the_start": any(record.round == 0 for record in run.evaluations),
         "tasks": task_grid(run),
         "privacy": privacy_grid(run),
         "guarantee": run.guarantee,

@@ -183,8 +183,12 @@ class Run:
         return [(record.round, entry.client, entry.reason) for record in self.rounds for entry in record.rejected]
 
 
-def load_run(folder: Path) -> Run:
+def load_run(folder: Path, *, needs_scores: bool = True) -> Run:
     """Reads a run folder.
+
+    Args:
+        folder: The folder.
+        needs_scores: Whether a run that has no score yet is refused; its tables and figures would be empty.
 
     Raises:
         CheckpointError: the folder is not that of a run, a file of it is damaged, or it has no score yet.
@@ -197,10 +201,10 @@ def load_run(folder: Path) -> Run:
         )
     records = RunLog(folder).read()
     evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
-    if not evaluations:
+    if needs_scores and not evaluations:
         raise CheckpointError(
             f"{folder / RunLog.FILE} holds no score yet, so there is nothing to report.",
-            "Wait for the first round, or continue the run with `fedguild resume`.",
+            "Wait for the first evaluation, or continue the run with `fedguild resume`.",
         )
     return Run(
         folder=folder,

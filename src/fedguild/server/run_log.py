@@ -366,7 +366,8 @@ class RunLog:
 
         Args:
             round: The last round whose records are kept.
-            seal: The log's seal after that round, if it is known.
+            seal: The log's seal after that round, if it is known; what was written after it is dropped too, such as the
+                scores of a run that was killed between them and their checkpoint as it ended early.
 
         Raises:
             CheckpointError: a complete line is damaged, or records of a kept round are missing from the end.
@@ -375,14 +376,14 @@ class RunLog:
         if not self.path.exists() and seal in (None, chained.START):
             return
         kept = [content for record, content in self._lines() if record.round <= round]
-        content, found = _chain(kept, chained.START)
-        if seal is not None and found != seal:
+        lines, seals = _chain(kept, chained.START)
+        if seal is not None and seal not in seals:
             raise CheckpointError(
                 f"{self.path} does not end round {round} with the record that it had when the round was complete: "
                 "records are missing.",
                 "Restore the file, or go back to an earlier round with `fedguild resume FOLDER --round N`.",
             )
-        write_bytes(self.path, content)
+        write_bytes(self.path, b"".join(lines if seal is None else lines[: seals.index(seal)]))
 
     def _last_seal(self, stream: IO[bytes], end: int) -> str:
         """Returns the seal of the last line of a log that is `end` bytes long."""
@@ -430,15 +431,18 @@ class RunLog:
 
 def _sealed_lines(records: Sequence[Record], before: str) -> tuple[bytes, str]:
     """Returns records as sealed lines, and the seal of the last."""
-    return _chain([record.model_dump_json().encode() for record in records], before)
+    lines, seals = _chain([record.model_dump_json().encode() for record in records], before)
+    return b"".join(lines), seals[-1]
 
 
-def _chain(contents: Sequence[bytes], before: str) -> tuple[bytes, str]:
-    lines = []
+def _chain(contents: Sequence[bytes], before: str) -> tuple[list[bytes], list[str]]:
+    """Returns sealed lines, and the seals: `before`, then that of each line."""
+    lines, seals = [], [before]
     for content in contents:
-        line, before = chained.sealed(content.decode(), before)
+        line, seal = chained.sealed(content.decode(), seals[-1])
         lines.append(line)
-    return b"".join(lines), before
+        seals.append(seal)
+    return lines, seals
 
 
 def _private(path: str, flags: int) -> int:

@@ -128,6 +128,26 @@ def test_faulty_uploads_are_left_out_and_the_run_goes_on(
     assert max(decoded_bytes) <= LIMIT_BYTES
 
 
+def test_a_federation_need_not_score_its_initial_state(config: Config, local: Ended, tmp_path: Path) -> None:
+    """Round 1 comes first; all else is as it is on one machine."""
+    quick = changed(config, "evaluation", initial=False)
+    grid, _ = federation(quick, tmp_path)
+    serve_on(grid, quick, tmp_path)
+    later = [record for record in local.records if record["round"] > 0]
+    assert len(later) < len(local.records)
+    assert_same(replace(ended(tmp_path / "state" / "run"), memory={}), replace(local, records=later))
+
+
+def test_scores_that_are_not_public_are_refused_before_anything_is_trained(config: Config, tmp_path: Path) -> None:
+    """A server without data has the clients' own models scored; nothing of that waits for the first evaluation."""
+    private = changed(config, "evaluation", initial=False)
+    private = changed(private, "privacy", unit="client", noise_multiplier=1.0)
+    grid, _ = federation(private, tmp_path)
+    with pytest.raises(ConfigError, match="scores of the clients' own models are not public"):
+        serve_on(grid, private, tmp_path, reads_data=False)
+    assert rounds_of(tmp_path) == []
+
+
 def test_an_upload_that_is_requested_again_is_aggregated_once(config: Config, local: Ended, tmp_path: Path) -> None:
     retrying = changed(config, "federation", retries=1)
     grid, _ = federation(retrying, tmp_path)
