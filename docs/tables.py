@@ -2,6 +2,7 @@
 
     python docs/tables.py [TABLE …] [--data DIR] [--jobs N]     # run what is missing, record, write the pages
     python docs/tables.py --recorded                            # write the pages from the records alone
+    python docs/tables.py [TABLE …] --list                      # say what is missing, and how long that should take
 
 Without --data, `../shared/data` is the folder of the data sets where it exists.
 
@@ -13,10 +14,11 @@ are written by `docs/generate.py`, which reads the records and nothing else.
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +29,7 @@ import yaml
 from pydantic import ValidationError
 
 from fedguild.api.cells import Cell, complete, plan_table
-from fedguild.config import load_config, table_cells, tables
+from fedguild.config import Config, load_config, table_cells, tables
 from fedguild.config.table import TableCell, require_claimed_scores
 from fedguild.errors import ConfigError
 from fedguild.report.recorded import CellRecord, ChoiceRecord, choice_path, read_records, record_of, record_path
@@ -40,6 +42,8 @@ DATA = "$DATA"
 """Stands in the plan for the folder of `--data`, and in the records too."""
 USUAL_DATA = ROOT.parent / "shared" / "data"
 """The folder of the data sets where none is given and this one exists."""
+OF_LENGTH = ("federation.rounds=", "evaluation.every=", "evaluation.initial=")
+"""Settings of how long a run is, which leave a round as long as it was, nearly."""
 
 
 @dataclass(frozen=True)
@@ -160,12 +164,16 @@ class Plan:
         path = choice_path(RECORDS, self.name, row)
         if "choose" not in self.settings or not path.is_file():
             return None
-        choice, choose = ChoiceRecord.model_validate_json(path.read_bytes()), self.settings["choose"]
-        expected = {
+        choice = ChoiceRecord.model_validate_json(path.read_bytes())
+        return choice if choice.fingerprints.items() <= self.tried(row).items() else None
+
+    def tried(self, row: str) -> dict[str, str]:
+        """Returns value -> fingerprint of the run that tries it for a row; none where nothing is chosen."""
+        choose = self.settings.get("choose", {"values": ()})
+        return {
             value: self.fingerprint(row, choose["column"], choose["seed"], self.candidate_overrides(value))
             for value in map(str, choose["values"])
         }
-        return choice if choice.fingerprints.items() <= expected.items() else None
 
     def is_chosen(self, row: str) -> bool:
         """Returns whether a row's setting was chosen among all the values that the plan has now."""
@@ -184,9 +192,13 @@ class Plan:
         return (*self.overrides, "evaluation.split=validation", f"{self.settings['choose']['setting']}={value}")
 
     def fingerprint(self, row: str, column: str, seed: int, overrides: Sequence[str]) -> str:
-        """Returns the fingerprint of a cell's config, which is not held against its model."""
+        """Returns the fingerprint of a cell's config."""
+        return self.config(row, column, seed, overrides).fingerprint()
+
+    def config(self, row: str, column: str, seed: int, overrides: Sequence[str]) -> Config:
+        """Returns a cell's config, which is not held against its model."""
         cell, of_column = self.cells_by_place[row, column], self.overrides_in(column, overrides)
-        return load_config(cell.preset, [*of_column, f"seed={seed}"], between=cell.layers).fingerprint()
+        return load_config(cell.preset, [*of_column, f"seed={seed}"], between=cell.layers)
 
     @cached_property
     def cells_by_place(self) -> dict[tuple[str, str], TableCell]:
@@ -325,6 +337,139 @@ def run(plan: Plan, jobs: int) -> None:
             print(f"recorded {one.record().relative_to(ROOT)}", flush=True)
 
 
+@dataclass(frozen=True)
+class Left:
+    """What is left to run of a table.
+
+    Attributes:
+        table: The table's name.
+        cells: How many cells it has, each seed counted.
+        recorded: How many of them are recorded.
+        shared: How many are not, but are or will be runs of another table.
+        choices: How many runs are missing by which settings are chosen.
+        rounds: The rounds of all runs that are missing.
+        seconds_a_round: How long a round should take; None if nobody knows.
+        by: The table whose records say so.
+    """
+
+    table: str
+    cells: int
+    recorded: int
+    shared: int
+    choices: int
+    rounds: int
+    seconds_a_round: float | None
+    by: str
+
+    @property
+    def hours(self) -> float | None:
+        """Hours of one core that the missing runs should take; None if nobody knows."""
+        if self.rounds == 0:
+            return 0.0
+        return None if self.seconds_a_round is None else self.rounds * self.seconds_a_round / 3600
+
+
+class Listing:
+    """Counts what is left of tables, one after the other; a run that several of them need counts once.
+
+    Args:
+        every: All tables of the plan, by whose records times are estimated.
+    """
+
+    def __init__(self, every: Sequence[Plan]) -> None:
+        self._every = every
+        self._records = valid_records()
+        self._places = {one.path(RECORDS): one.fingerprint for one in self._records}
+        self._known: set[Hashable] = {one.fingerprint for one in self._records}
+        self._scores: dict[str, dict[str, float]] = {}
+
+    def left(self, plan: Plan) -> Left:
+        """Returns what is left of a table, apart from what was left of those that were asked for before."""
+        found = {"recorded": 0, "shared": 0, "missing": 0}
+        rounds = choices = 0
+        for row in plan.table.rows:
+            for fingerprint in self._untried(plan, row):
+                choose = plan.settings["choose"]
+                choices += 1
+                rounds += plan.config(row, choose["column"], choose["seed"], plan.overrides).federation.rounds
+                self._known.add((plan.score_to_choose_by(row), fingerprint))
+            for state, number in self._cells(plan, row):
+                found[state] += 1
+                rounds += number if state == "missing" else 0
+        by, seconds = self._pace(plan)
+        return Left(plan.name, sum(found.values()), found["recorded"], found["shared"], choices, rounds, seconds, by)
+
+    def _untried(self, plan: Plan, row: str) -> list[str]:
+        """Returns the fingerprints of the candidates that are still to run for a row's choice."""
+        if "choose" not in plan.settings or plan.is_chosen(row):
+            return []
+        score = plan.score_to_choose_by(row)
+        return [
+            one for one in plan.tried(row).values() if one not in self._tried(score) and (score, one) not in self._known
+        ]
+
+    def _tried(self, score: str) -> Mapping[str, float]:
+        if score not in self._scores:
+            self._scores[score] = tried_before(score)
+        return self._scores[score]
+
+    def _cells(self, plan: Plan, row: str) -> Iterator[tuple[str, int]]:
+        """Yields for each cell of a row whether it is recorded, shared or missing, and its rounds.
+
+        A cell is also that of another table if both choose a setting by the same runs, and agree in all others.
+        """
+        overrides, tried = plan.row_overrides(row), tuple(plan.tried(row).values())
+        for column in plan.table.columns:
+            for seed in plan.seeds:
+                config = plan.config(row, column, seed, plan.overrides)
+                keys: set[Hashable] = {(config.fingerprint(), plan.score_to_choose_by(row), *tried)} if tried else set()
+                if overrides is not None:
+                    config = plan.config(row, column, seed, overrides)
+                    keys.add(config.fingerprint())
+                if self._places.get(record_path(RECORDS, plan.name, column, row, seed)) in keys:
+                    yield "recorded", config.federation.rounds
+                elif keys & self._known and not config.evaluation.diagnosis:
+                    yield "shared", config.federation.rounds
+                else:
+                    yield "missing", config.federation.rounds
+                self._known |= keys
+
+    def _pace(self, plan: Plan) -> tuple[str, float | None]:
+        """Returns the seconds of a round by the records of the table, or of one with the same settings, and which."""
+        alike = [one for one in self._every if one.name != plan.name and _pace_settings(one) == _pace_settings(plan)]
+        for one in (plan, *alike):
+            timed = [record for record in self._records if record.table == one.name and record.seconds is not None]
+            if timed:
+                return one.name, math.fsum(record.seconds or 0.0 for record in timed) / sum(one.round for one in timed)
+        return "", None
+
+
+def _pace_settings(plan: Plan) -> tuple[str, frozenset[str]]:
+    """Returns what a round's time depends on: the model, and the settings of the plan but for those of the length."""
+    cell = next(iter(plan.cells_by_place))
+    settings = frozenset(one for one in plan.overrides if not one.startswith(OF_LENGTH))
+    return plan.config(*cell, plan.seeds[0], plan.overrides).model.path, settings
+
+
+def listing(wanted: Sequence[Plan]) -> str:
+    """Returns a line for each table with what is left to run of it, and their sum."""
+    counts = Listing(plans())
+    every = [counts.left(plan) for plan in wanted]
+    known = [left.hours for left in every if left.hours is not None]
+    lines = [f"{'table':34}{'cells':>7}{'recorded':>10}{'shared':>8}{'missing':>9}{'choices':>9}  hours of one core"]
+    for left in every:
+        missing = left.cells - left.recorded - left.shared
+        hours = "unknown" if left.hours is None else f"{left.hours:.1f}"
+        by = f", by {left.by}" if left.hours and left.by != left.table else ""
+        counted = f"{left.cells:7}{left.recorded:10}{left.shared:8}{missing:9}{left.choices:9}"
+        lines.append(f"{left.table:34}{counted}  {hours}{by}")
+    unknown = len(every) - len(known)
+    lines.append(
+        f"In all {math.fsum(known):.1f} hours" + (f" and tables of unknown length: {unknown}." if unknown else ".")
+    )
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs and records what is missing, then writes the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -338,7 +483,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--recorded", action="store_true", help="only write the pages, from the records")
+    parser.add_argument("--list", action="store_true", help="run nothing; say what is missing, and how long it takes")
     options = parser.parse_args(arguments)
+    if options.list:
+        print(listing(plans(options.tables)))
+        return 0
     wanted = [] if options.recorded else plans(options.tables, options.data)
     for plan in wanted:
         if plan.data is None and plan.needs_data():

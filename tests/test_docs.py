@@ -252,6 +252,67 @@ def test_what_another_table_has_run_is_not_run_again(
         assert shared.scores == own.scores
 
 
+def test_what_is_left_of_the_tables_is_counted_once_and_timed_by_records(
+    recording: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FLAME with its learned rescaler is in Tables 2 and 5; Table 3 is at other settings, and nobody knows its time."""
+    records = tmp_path / "records"
+    records.mkdir()
+    first, second, other = "flame/table-2-tiny", "flame/table-5-tiny", "flame/table-3-tiny"
+    settings, setting = ["evaluation.max_examples=9", "federation.rounds=5"], "training.learning_rate"
+    choose = {"setting": setting, "values": ["1e-3", "3e-3"], "seed": 100, "column": "dirichlet-5"}
+    plan: dict[str, Any] = {first: {"seeds": [0, 1], "settings": settings, "choose": choose}}
+    plan[second] = dict(plan[first])
+    plan[other] = {"seeds": [0], "settings": ["evaluation.max_examples=8"]}
+    (records / "plan.yaml").write_text(yaml.safe_dump(plan))
+    monkeypatch.setattr(recording, "ROOT", tmp_path)
+    monkeypatch.setattr(recording, "RECORDS", records)
+
+    def left() -> dict[str, Any]:
+        counts = recording.Listing(recording.plans())
+        return {one.name: counts.left(one) for one in recording.plans()}
+
+    def counted(of: Any) -> tuple[int, int, int, int]:
+        return of.cells, of.recorded, of.shared, of.choices
+
+    rows = {one.name: len(one.table.rows) for one in recording.plans()}
+    begun = left()
+    assert counted(begun[first]) == (rows[first] * 4, 0, 0, rows[first] * 2)
+    assert counted(begun[second]) == (rows[second] * 4, 0, 4, (rows[second] - 1) * 2)
+    assert [one.hours for one in begun.values()] == [None] * 3
+    monkeypatch.setattr(recording, "finish", lambda runs, jobs: None)
+    monkeypatch.setattr(recording.Planned, "recorded", lambda one: took(one, 40.0))
+
+    def took(one: Any, seconds: float) -> CellRecord:
+        return CellRecord(
+            table=one.table,
+            column=one.column,
+            row=one.cell.config.name,
+            seed=one.cell.config.seed,
+            fingerprint=one.fingerprint,
+            fedguild="0.3.0",
+            round=5,
+            split="test",
+            scores={"mean": one.cell.config.training.learning_rate},
+            seconds=seconds,
+        )
+
+    recording.run(recording.plans()[0], jobs=1)
+    later = left()
+    assert counted(later[first]) == (rows[first] * 4, rows[first] * 4, 0, 0)
+    assert later[first].hours == 0
+    assert counted(later[second]) == counted(begun[second])
+    missing = 5 * (rows[second] - 1) * (4 + 2)
+    assert (later[second].rounds, later[second].by) == (missing, first)
+    assert later[second].hours == pytest.approx(missing * 8.0 / 3600)
+    assert later[other].hours is None
+    capsys.readouterr()
+    assert recording.main(["--list"]) == 0
+    said = capsys.readouterr().out
+    assert f"{missing * 8.0 / 3600:.1f}, by {first}" in said
+    assert said.rstrip().endswith("and tables of unknown length: 1.")
+
+
 def test_a_table_that_needs_data_says_how_to_give_it(
     recording: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

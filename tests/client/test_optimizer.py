@@ -53,7 +53,9 @@ TRAININGS = [
         clip,
         masked,
         id=f"{way.id}-{'clipped' if clip else 'unclipped'}-{'masked' if masked else 'whole'}",
-        marks=pytest.mark.long if way.values[0] == "triton" and not (clip and masked and "adamw" in str(way.id)) else [],
+        marks=pytest.mark.long
+        if way.values[0] == "triton" and not (clip and masked and "adamw" in str(way.id))
+        else [],
     )
     for way in WAYS
     for clip in (None, 5.0)
