@@ -8,7 +8,7 @@ import pytest
 from fedguild.client.budget import Budget
 from fedguild.costs import published_claims
 from fedguild.costs.flops import cost
-from fedguild.costs.from_config import EXAMPLES
+from fedguild.api.profiling import EXAMPLES
 from fedguild.methods import build_method
 from fedguild.model.backbone import describe_config
 from tests.cli.conftest import Invoke

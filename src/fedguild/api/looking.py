@@ -61,7 +61,7 @@ def profile(
         >>> bool(frame.loc["b4", "flops_round"] < frame.loc["b1", "flops_round"])
         True
     """
-    from fedguild.costs.from_config import WIRE_DTYPES, known_examples, profile_config
+    from fedguild.api.profiling import WIRE_DTYPES, known_examples, profile_config
 
     if wire_dtype not in WIRE_DTYPES:
         raise ConfigError(f"The dtype on the wire is '{wire_dtype}'.", f"Known: {', '.join(WIRE_DTYPES)}.")

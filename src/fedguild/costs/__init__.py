@@ -3,5 +3,4 @@
 `flops` and `memory` count a client's training from the shapes of model and adapter; `traffic` counts payloads by
 running a method's server half on shapes (`shapes_only`); `profile` puts them together for the tiers of clients
 (`tiers`) and the server (`server`), and `rows` flattens that. `published` compares the papers' figures with ours.
-`from_config` starts from a config, and comes after the stages.
 """

@@ -1,4 +1,4 @@
-"""Profile of a config, without any data, weights or device; it comes after the stages, beside `setup`."""
+"""Profile of a config, without any data, weights or device."""
 
 from __future__ import annotations
 
