@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fedguild.data.batches import Encoded, SlotBatch, collate
 from fedguild.errors import ModelError
@@ -17,10 +18,12 @@ from fedguild.model.moe import dispatch as dispatch_module
 from fedguild.model.moe import products
 from fedguild.model.moe.dispatch import dispatch
 from fedguild.model.moe.experts import FrozenExperts, run_experts
+from fedguild.model.moe.full import FullChange
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
 from tests.backbones import MOE_FAMILIES, PAD, random_adapter, random_rows, tiny_backbone, tiny_model
 from tests.client.clients import SETTINGS, distance, first_gradients, flat, make_clients, train
+from tests.model.kernels import let_run
 from tests.model.layers import FULL_CASES, build, by_loop, by_view, worst
 from tests.oracles.lora import MergedModel
 
@@ -47,6 +50,50 @@ def test_the_kernel_equals_the_loop(case, dtype, tolerance, way, monkeypatch):
     found_grads[1], expected_grads[1] = found_grads[1].masked_fill(beyond, 0), expected_grads[1].masked_fill(beyond, 0)
     for found_grad, expected_grad in zip(found_grads, expected_grads, strict=True):
         assert worst(found_grad, expected_grad) < tolerance
+
+
+@pytest.mark.parametrize("groups", [6, 1022, 1024, 2048])
+@pytest.mark.parametrize(("hidden", "width"), [(32, 24), (32, 20), (20, 24), (9, 7)])
+def test_the_products_of_a_hopper_gpu_are_such_as_it_takes(hidden, width, groups, monkeypatch):
+    """Those of torch have rows of 16 bytes and fewer than 1,024 groups; all others are our kernel's."""
+    segmented = pytest.importorskip("fedguild.model.kernels.segmented", reason="Triton is there for Linux only")
+    let_run(monkeypatch, {"grouped"}, "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    ours, theirs = [], []
+
+    def by_torch(left, right, offs):
+        theirs.append((left, right, offs))
+        groups_first = [len(offs)] if right.dim() == 2 else []
+        return left.new_empty(*groups_first, left.shape[0], right.shape[-1])
+
+    def rows_by_kernel(rows, matrices, segments, *, total=None):
+        ours.append((rows, matrices))
+        return rows.new_empty(rows.shape[0], matrices[0].shape[2]) if total is None else total
+
+    def outer_by_kernel(left, right, segments):
+        ours.append((left, right))
+        return left.new_empty(len(segments.ends), left.shape[1], right.shape[1])
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", by_torch)
+    monkeypatch.setattr(segmented, "segmented_rows", rows_by_kernel)
+    monkeypatch.setattr(segmented, "segmented_outer", outer_by_kernel)
+    with FakeTensorMode():
+        on = {"device": "cuda", "dtype": torch.bfloat16}
+        ends = torch.empty(groups, device="cuda", dtype=torch.int32)
+        rows, total, weight = torch.empty(50, hidden, **on), torch.empty(50, 2 * width, **on), torch.empty(50, 1, **on)
+        changes = [torch.empty(groups // 2, 2, width, hidden, **on) for _ in range(2)]
+        change = FullChange(ends)
+        change.add(total, rows, changes)
+        gradients = change.back(torch.empty_like(rows), total, rows, changes, None, weight, (True, True))
+    assert [tuple(gradient.shape) for gradient in gradients] == [(groups, width, hidden)] * 2
+    assert len(ours) + len(theirs) == 6
+    suits = groups < 1024 and hidden % 8 == width % 8 == 0
+    assert len(theirs) == (6 if suits else 0)
+    for left, right, offs in theirs:
+        assert len(offs) < 1024
+        for operand in (left, right):
+            assert all(stride == 1 or stride * 2 % 16 == 0 for stride in operand.stride())
+            assert operand.storage_offset() * 2 % 16 == 0
 
 
 def test_two_slots_by_hand():

@@ -43,6 +43,18 @@ def test_products_equal_one_after_the_other(dtype, tolerance):
     assert torch.allclose(grouped_rows(rows, transposed, ENDS), by_rows, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("inner", "outer"), [(7, 5), (8, 5), (7, 16)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+def test_widths_that_are_no_multiple_of_16_bytes(dtype, tolerance, inner, outer):
+    """torch's kernel refuses them, on any device; chunks of a wider tensor, as of gate and up together, too."""
+    rows, other = (normal(9, 2 * width, dtype=dtype).chunk(2, dim=1)[1] for width in (inner, outer))
+    matrices = normal(6, inner, outer, dtype=dtype)
+    by_rows = torch.cat([rows[start:end] @ matrices[group] for group, (start, end) in enumerate(GROUPS)])
+    by_outer = torch.stack([rows[start:end].t() @ other[start:end] for start, end in GROUPS])
+    assert torch.allclose(grouped_rows(rows, matrices, ENDS), by_rows, rtol=tolerance, atol=tolerance)
+    assert torch.allclose(grouped_outer(rows, other, ENDS), by_outer, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_trainable_matrices_are_taken_where_gradients_are_off(mode):

@@ -5,6 +5,7 @@ with. For large groups oneDNN's kernels are up to twice as fast in fp32 (docs/de
 benchmarks/grouped_products.py), so they are used for those. On a GPU torch has a kernel for bf16 on Hopper and
 Blackwell; elsewhere its `grouped_mm` reads the groups' ends back to the host and multiplies group by group, so that our
 own kernel runs there instead, and where there are more groups than torch's takes (docs/decisions/0016).
+What torch's does not take, and our kernel is not there for, is multiplied group by group.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         from fedguild.model.kernels.segmented import Segments, segmented_rows
 
         return segmented_rows(rows, [matrices], Segments.of(ends, rows.shape[0], rows.dtype))
-    if rows.device.type != "cpu" and rows.dtype is not torch.float64:
+    by_torch = _suits_torch(rows, inner, outer)
+    if by_torch and rows.device.type != "cpu":
         return _in_chunks(rows, matrices, ends)
     large = rows.shape[0] * inner * outer >= WORTHWHILE * groups
     onednn = large and rows.dtype is torch.float32 and has_onednn()
-    if not onednn and rows.dtype is not torch.float64:
+    if by_torch and not onednn:
         return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
     bounds = pairwise([0, *ends.tolist()])
     weights = matrices.transpose(1, 2).unbind()
@@ -74,7 +76,8 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
         from fedguild.model.kernels.segmented import Segments, segmented_outer
 
         return segmented_outer(left, right, Segments.of(ends, left.shape[0], left.dtype))
-    if left.dtype is not torch.float64 and (left.device.type == "cpu" or groups <= GROUP_LIMIT):
+    few = left.device.type == "cpu" or groups <= GROUP_LIMIT
+    if few and _suits_torch(left, left.shape[1], right.shape[1]):
         return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
     sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
     return torch.stack([a.t() @ b for a, b in zip(left.split(sizes), right.split(sizes), strict=True)])
@@ -84,9 +87,14 @@ def _suits_kernel(rows: Tensor, groups: int, *widths: int) -> bool:
     """Whether our own kernel takes a product: where it runs, and torch has none of its own."""
     if not kernels.runs("grouped", rows.device):
         return False
-    aligned = all(width * rows.element_size() % ROW_BYTES == 0 for width in widths)
-    by_torch = rows.dtype is torch.bfloat16 and aligned and groups <= GROUP_LIMIT
+    by_torch = rows.dtype is torch.bfloat16 and groups <= GROUP_LIMIT and _suits_torch(rows, *widths)
     return not (by_torch and rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] in BF16_KERNELS)
+
+
+def _suits_torch(rows: Tensor, *widths: int) -> bool:
+    """Whether torch's grouped product takes rows and matrices of these widths, on any device."""
+    aligned = all(width * rows.element_size() % ROW_BYTES == 0 for width in widths)
+    return aligned and rows.dtype is not torch.float64
 
 
 def _onednn(rows: Tensor, start: int, end: int, weight: Tensor) -> Tensor:
