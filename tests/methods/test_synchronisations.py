@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from fedguild.client.cohort import Cohort, LocalWork, Step
 from fedguild.client.optimizer import SlotOptimizer
+from fedguild.client.private_training import _Client
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
 from fedguild.model import slot_products
@@ -18,13 +20,19 @@ from fedguild.model.backbone import make_backbone
 from fedguild.model.on_device import kept_on_device
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
+from fedguild.privacy.dp_sgd import DpSgd
+from fedguild.privacy.noise import Noise
 from fedguild.seeding import torch_rng
 from tests.backbones import END, PAD, random_rows, tiny_model
 from tests.client.device import Device, Found
 from tests.methods.test_matrix import CASES, CLIENTS, cases_variants_long, method_of
+from tests.methods.test_private_methods import able
 from tests.model.kernels import let_run
 
 SETTINGS = TrainingSettings(optimizer="adamw", batch_size=2, accumulation=2, steps=2, clip_norm=1.0)
+PRIVATE = TrainingSettings(optimizer="adamw", batch_size=2, steps=2, clip_norm=None)
+DP = DpSgd(clip=0.3, noise_multiplier=0.2, probability=0.6, steps=1, divisor=4.5, noise=Noise(b"key"))
+DAILY = ("fedit", "fed-sb from random factors", "fedprompt")
 OWN = pytest.mark.parametrize("names", [(), ("optimizer",)], ids=["torch", "kernel"])
 
 
@@ -36,6 +44,37 @@ def test_the_host_waits_at_most_twice_a_step(label, monkeypatch):
     for step in steps:
         assert not step.blocking, step.blocking
         assert 1 <= len(step.waits) <= 2, step.waits
+
+
+@pytest.mark.parametrize(
+    "label",
+    [pytest.param(label, marks=[] if label in DAILY else pytest.mark.long) for label in able("example", plain=True)],
+)
+def test_the_host_waits_for_nothing_in_a_step_of_dp_sgd(label, monkeypatch):
+    """Several microbatches a step, with dropout where a method has it; the losses are not read."""
+    steps = private_steps_of(label, monkeypatch, num_hidden_layers=1)
+    assert len(steps) == DP.steps * len(CLIENTS)
+    for step in steps:
+        assert not step.blocking, step.blocking
+        assert not step.waits, step.waits
+
+
+def test_a_step_of_dp_sgd_takes_as_many_operations_for_any_number_of_experts_and_examples(monkeypatch):
+    """Of one microbatch of equal rows, in which every example is a slot."""
+    counts = set()
+    for experts, examples in ((16, 2), (64, 2), (16, 5)):
+        monkeypatch.setattr(DpSgd, "batch", lambda *_, examples=examples: [0] * examples)
+        settings = PRIVATE.model_copy(update={"batch_size": examples})
+        step = private_steps_of("fedit", monkeypatch, settings, num_experts=experts, num_hidden_layers=1)[-1]
+        counts.add((step.operations, step.copies))
+    assert len(counts) == 1
+
+
+def test_a_step_of_dp_sgd_without_examples_waits_for_nothing(monkeypatch):
+    monkeypatch.setattr(DpSgd, "batch", lambda self, step, examples: [])
+    steps = private_steps_of("fedit", monkeypatch, num_hidden_layers=1)
+    assert steps
+    assert not [place for step in steps for place in (*step.blocking, *step.waits)]
 
 
 @OWN
@@ -75,9 +114,57 @@ def steps_of(
     label: str, monkeypatch: pytest.MonkeyPatch, settings: TrainingSettings = SETTINGS, **changes: int
 ) -> list[Found]:
     """Returns what was counted in each optimizer step of a method."""
+    steps: list[Found] = []
+    device, original = Device(), Cohort.steps
+
+    def counted(self: Cohort, most: Sequence[int] | None = None) -> Iterator[Step]:
+        last = -1
+        for step in original(self, most):
+            if step.index != last:  # only now has the last one read its losses
+                last, device.found = step.index, Found()
+                steps.append(device.found)
+            yield step
+        device.found = None
+
+    monkeypatch.setattr(Cohort, "steps", counted)
+    update_locally(label, monkeypatch, device, settings, **changes)
+    return steps
+
+
+def private_steps_of(
+    label: str, monkeypatch: pytest.MonkeyPatch, settings: TrainingSettings | None = None, **changes: int
+) -> list[Found]:
+    """Returns what was counted in each step of DP-SGD."""
+    steps: list[Found] = []
+    device, spread = Device(), _Client._spread_weights
+
+    def first_of_a_step(self: _Client, model: SlotModel, *, frozen: bool) -> None:
+        device.found = Found()
+        steps.append(device.found)
+        spread(self, model, frozen=frozen)
+
+    def told(*_: object) -> None:
+        device.found = None
+
+    monkeypatch.setattr(_Client, "_spread_weights", first_of_a_step)
+    monkeypatch.setattr(Cohort, "tell_step", told)
+    update_locally(label, monkeypatch, device, settings or PRIVATE, dp=DP, **changes)
+    return steps
+
+
+def update_locally(
+    label: str,
+    monkeypatch: pytest.MonkeyPatch,
+    device: Device,
+    settings: TrainingSettings,
+    *,
+    dp: DpSgd | None = None,
+    **changes: int,
+) -> None:
+    """Runs a method's client half on the device, as DP-SGD if `dp` says so."""
     slot_products._ends.cache_clear()
     kept_on_device.cache_clear()
-    method, steps, device = method_of(label), [], Device()
+    method = method_of(label)
     model = tiny_model(CASES[label].family, dtype=torch.bfloat16, **changes).to("meta")
     tokenizer = SimpleNamespace(
         pad_token_id=PAD, eos_token_id=END, encode=lambda text, **_: [1 + ord(letter) % 31 for letter in text]
@@ -90,20 +177,8 @@ def steps_of(
         rows = random_rows([4 + (who.index + number) % 5 for number in range(9)], who.index)
         examples = [Encoded(tuple(row), 2) for row in rows]
         work.append(LocalWork(who, examples, method.download(state, info, who), Payload()))
-    original = Cohort.steps
-
-    def counted(self: Cohort, most: Sequence[int] | None = None) -> Iterator[Step]:
-        last = -1
-        for step in original(self, most):
-            if step.index != last:  # only now has the last one read its losses
-                last, device.found = step.index, Found()
-                steps.append(device.found)
-            yield step
-        device.found = None
-
-    monkeypatch.setattr(Cohort, "steps", counted)
+    private = None if dp is None else [replace(dp, noise=dp.noise.child(who.index)) for who in CLIENTS]
     monkeypatch.setattr(SlotOptimizer, "_kernel", lambda self, values, *_: None)
     plans = [method.plan(info, who.budget) for who in CLIENTS]
     with device.running(monkeypatch), SlotModel(backbone, plans) as slots:
-        method.local_update(Cohort(slots, work, settings, round_index=1, seed=1))
-    return steps
+        method.local_update(Cohort(slots, work, settings, round_index=1, seed=1, private=private))

@@ -25,11 +25,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from fedguild.client.cohort import Cohort, targets_of
+from fedguild.client.cohort import Cohort, sums_of_slots, targets_of
 from fedguild.client.schedule import learning_rate
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import DataError
 from fedguild.model.adapters.storage import SlotTensor
+from fedguild.model.on_device import on_device
 from fedguild.model.slots import SlotModel
 from fedguild.privacy.clipping import with_noise
 from fedguild.privacy.dp_sgd import DpSgd, microbatches
@@ -81,7 +82,9 @@ class _Client:
                 total: Gradients = {}
                 for drawn in microbatches(dp.batch(step, len(self.examples)), self.micro):
                     _add(total, self._clipped_sum(model, drawn, step))
-                self._apply(step, _noisy_mean(total, self._shapes(), dp, step), penalty)
+                for name, shape in self._shapes().items():
+                    total.setdefault(name, torch.zeros(shape, dtype=torch.float64, device=model.device))
+                self._apply(step, _noisy_mean(total, dp, step), penalty)
                 cohort.reports[self.slot].steps += 1
                 cohort.tell_step(step + 1, dp.steps)
 
@@ -104,7 +107,8 @@ class _Client:
         for tensor in model.trainables.values():
             tensor.stored.grad = None
         counts = [targets_of(own) for own in slots]
-        losses = torch.stack([own.sum() / max(1, len(own)) for own in model.token_losses(batch).split(counts)])
+        sums = sums_of_slots(model.token_losses(batch), counts)
+        losses = sums / on_device([max(1, count) for count in counts], sums.device, sums.dtype)
         losses.sum().backward()
         report = cohort.reports[self.slot]
         report.tokens += sum(len(row.input_ids) for row in rows)
@@ -184,8 +188,7 @@ def _add(total: Gradients, more: Gradients) -> None:
         total[name] = total[name] + value if name in total else value
 
 
-def _noisy_mean(total: Gradients, shapes: Mapping[str, tuple[int, ...]], dp: DpSgd, step: int) -> Gradients:
+def _noisy_mean(total: Gradients, dp: DpSgd, step: int) -> Gradients:
     """Line 5; every trained tensor gets noise, also one that no drawn example has a gradient in."""
-    whole = {name: total.get(name, torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()}
-    noisy = with_noise(whole, dp.noise_multiplier * dp.clip, dp.noise.child("step", step))
+    noisy = with_noise(total, dp.noise_multiplier * dp.clip, dp.noise.child("step", step))
     return {name: value / dp.divisor for name, value in noisy.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -379,8 +380,8 @@ def _real_tokens(batch: SlotBatch) -> tuple[int, ...] | None:
     """Returns each slot's real tokens; None where the mask is not on the host."""
     if batch.mask.device.type != "cpu":
         return None
-    of_rows = batch.mask.sum(dim=1).split(batch.rows_per_slot)
-    return tuple(int(tokens.sum()) for tokens in of_rows)
+    of_rows = iter(batch.mask.sum(dim=1).tolist())
+    return tuple(sum(islice(of_rows, rows)) for rows in batch.rows_per_slot)
 
 
 def _halves(prompts: Sequence[Sequence[Sequence[int]]]) -> list[list[list[Sequence[int]]]]:
