@@ -1,4 +1,4 @@
-"""The structure of the package: no module imports from a later stage, and neither modules nor packages form a circle."""
+"""The structure of the package: nothing imports from a later stage, and neither modules nor packages form a circle."""
 
 from __future__ import annotations
 

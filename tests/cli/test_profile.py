@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from fedguild.api.profiling import EXAMPLES
 from fedguild.client.budget import Budget
 from fedguild.costs import published_claims
 from fedguild.costs.flops import cost
-from fedguild.api.profiling import EXAMPLES
 from fedguild.methods import build_method
 from fedguild.model.backbone import describe_config
 from tests.cli.conftest import Invoke
