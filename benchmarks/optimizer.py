@@ -3,8 +3,8 @@
 Run: python benchmarks/optimizer.py
 A step of AdamW over LoRA on attention, routers and experts in OLMoE-1B-7B's layout (64 experts a layer;
 16 layers with smaller matrices, and 2 with its own), for 4 and 8 slots: all at one rate; one of them finished; all at
-rates of their own. Prints both ratios, and the time in step against that by torch's fused kernel, where a kernel of ours
-runs (FEDGUILD_KERNELS=none measures torch's alone); the largest of each last, and the time of clipping.
+rates of their own. Prints both ratios, and the time in step against that by torch's fused kernel, where a kernel of
+ours runs (FEDGUILD_KERNELS=none measures torch's alone); the largest of each last, and the time of clipping.
 """
 
 from __future__ import annotations

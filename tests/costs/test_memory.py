@@ -24,7 +24,9 @@ def test_memory_of_weights_and_optimizer():
         4 * stored,
         8 * stored,
     )
-    assert held.cohort_bytes == 18 * stored + held.activations_bytes
+    layer = PADDED * EXPERTS * 3 * (HIDDEN + WIDTH)
+    assert held.scratch_bytes == 2 * layer
+    assert held.cohort_bytes == 18 * stored + held.activations_bytes + 2 * layer
     assert held.total_bytes == 2 * OLMOE.parameters + held.cohort_bytes
     exact = memory(OLMOE, FLAME, 512, dtype=torch.float32)
     trainable = cost(OLMOE, FLAME).trainable

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fedguild.client.budget import Budget
-from fedguild.costs.memory import largest_cohort, memory
+from fedguild.costs.memory import PLAIN, StepForm, largest_cohort, memory
 from fedguild.methods import build_method
 from fedguild.model.backbone import DTYPES, describe_config
 
@@ -32,33 +32,48 @@ CASES = [
 SETTINGS = [("bfloat16", False, 512), ("bfloat16", True, 8192), ("float32", False, 8192)]
 
 
+FORMS = {
+    "accumulated": StepForm(accumulation=4),
+    "steps of their own": StepForm(apart=True),
+    "packed for an attention that pads": StepForm(padded_tokens=3 * 8192),
+    "DP-SGD": StepForm(examples=16),
+}
+"""How steps are taken, beside the plain form: in the second round, in bf16 with checkpointing."""
+PLACES = [
+    *product(SETTINGS, [("plain", PLAIN)], (1, 2), (1, 8)),
+    *product(SETTINGS[1:2], FORMS.items(), (2,), (1, 8)),
+]
+
+
 def estimates() -> Iterator[dict[str, str]]:
-    """Yields a row for each case, dtype, checkpointing and number of tokens; cohorts of 1 and 8, in rounds 1 and 2."""
+    """Yields a row for each case, dtype, checkpointing and number of tokens; cohorts of 1 and 8, in rounds 1 and 2.
+
+    Then for each other form of a step.
+    """
     for name, path, rank, active in CASES:
         method, model, budget = build_method(name, {}), describe_config(path), Budget("all", active, rank)
         plan = method.plan(model, budget)
-        for dtype, checkpointing, tokens in SETTINGS:
-            for round_index, slots in product((1, 2), (1, 8)):
-                beside = method.further_plan(model, budget, round_index)
-                own = {"dtype": DTYPES[dtype], "checkpointing": checkpointing, "beside": beside}
-                need = memory(model, plan, tokens, slots=slots, **own)
-                free = int(0.6 * (FREE - need.weights_bytes))
-                key = (name, path, dtype, checkpointing, tokens, round_index, slots)
-                names = ("method", "model", "dtype", "checkpointing", "tokens", "round", "clients")
-                size = largest_cohort(model, plan, tokens, 64, free, **own)
-                yield {
-                    **{what: str(value) for what, value in zip(names, key, strict=True)},
-                    **{what: str(value) for what, value in asdict(need).items()},
-                    "total_bytes": str(need.total_bytes),
-                    "cohort_on_an_h200": str(size),
-                }
+        for (dtype, checkpointing, tokens), (form_name, form), round_index, slots in PLACES:
+            beside = method.further_plan(model, budget, round_index)
+            own = {"dtype": DTYPES[dtype], "checkpointing": checkpointing, "beside": beside, "form": form}
+            need = memory(model, plan, tokens, slots=slots, **own)
+            free = int(0.6 * (FREE - need.weights_bytes))
+            key = (name, path, dtype, checkpointing, tokens, form_name, round_index, slots)
+            names = ("method", "model", "dtype", "checkpointing", "tokens", "form", "round", "clients")
+            size = largest_cohort(model, plan, tokens, 64, free, **own)
+            yield {
+                **{what: str(value) for what, value in zip(names, key, strict=True)},
+                **{what: str(value) for what, value in asdict(need).items()},
+                "total_bytes": str(need.total_bytes),
+                "cohort_on_an_h200": str(size),
+            }
 
 
 def test_the_estimates_are_the_recorded_ones():
     with TABLE.open(newline="") as file:
         recorded = list(csv.DictReader(file))
     found = list(estimates())
-    assert len(recorded) == len(CASES) * len(SETTINGS) * 4
+    assert len(recorded) == len(CASES) * len(PLACES)
     for ours, row in zip(found, recorded, strict=True):
         assert ours == row
 

@@ -15,7 +15,7 @@ import torch
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.memory import ClientMemory
-from fedguild.costs.memory import memory
+from fedguild.costs.memory import StepForm, memory
 from fedguild.engines import cohorts, local
 from fedguild.engines.cohorts import auto_cohort_size, free_bytes
 from fedguild.engines.local import LocalEngine
@@ -33,6 +33,7 @@ from fedguild.wire.accounting import count_traffic
 from tests.backbones import random_adapter, tiny_backbone
 from tests.client.clients import distance, flat
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client
+from tests.model.kernels import let_run
 
 CLIENTS = (client(0, LARGE, 5), client(1, SMALL, 3), client(2, MIDDLE, 4), client(3, LARGE, 2), client(4, SMALL, 6))
 ROUND = 2
@@ -278,13 +279,15 @@ def test_auto_plans_for_the_largest_client_and_the_longest_batch(olmoe_backbone,
 
     monkeypatch.setattr(cohorts, "auto_cohort_size", one)
     monkeypatch.setattr(local, "free_bytes", lambda device: 12345)
+    let_run(monkeypatch, ())  # torch takes the steps
     engine = engine_of(olmoe_backbone, flame, tmp_path, "auto")
     list(engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone)))
     lengths = [sorted(len(row.input_ids) for row in rows) for rows in engine.examples.values()]
     size = engine.settings.batch_size
     tokens = min(size * max(map(max, lengths)), math.ceil(1.1 * max(sum(own[-size:]) for own in lengths)))
     largest = flame.plan(olmoe_backbone.info, LARGE)
-    assert asked == [(olmoe_backbone, largest, tokens, 5, 12345, engine.settings, None)]
+    form = StepForm(engine.settings.accumulation)
+    assert asked == [(olmoe_backbone, largest, tokens, 5, 12345, engine.settings, None, form)]
 
 
 @pytest.mark.parametrize(("packs", "tokens"), [(False, 2 * 40), (True, math.ceil(1.1 * 45))])
@@ -295,7 +298,7 @@ def test_auto_counts_the_padding_that_is_computed(packs, tokens):
 
 def test_auto_counts_the_first_round_of_fed_sb(olmoe_backbone, flame, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(cohorts, "auto_cohort_size", lambda *arguments: asked.append(arguments[-1]) or 1)
+    monkeypatch.setattr(cohorts, "auto_cohort_size", lambda *arguments: asked.append(arguments[-2]) or 1)
     engine = engine_of(olmoe_backbone, flame, tmp_path, "auto")
     method = build_method("fed-sb", {"rank": 2, "start": "sketch"})
     for round_index in (1, 2):
@@ -314,3 +317,13 @@ def test_free_bytes_of_a_gpu_count_what_torch_keeps_cached(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 300)
     assert free_bytes(torch.device("cuda")) == 1400
+
+
+def test_auto_knows_when_clients_take_unequal_numbers_of_steps(olmoe_backbone, monkeypatch):
+    """Then torch's optimizer holds moments twice for a while; a kernel of ours does not."""
+    trainer = cohorts.Trainer(olmoe_backbone, SETTINGS.model_copy(update={"steps": None, "epochs": 1}), seed=1)
+    equal, unequal = [[5] * 8, [5] * 8], [[5] * 4, [5] * 80]
+    let_run(monkeypatch, ())
+    assert [trainer._step_form(lengths, 10).apart for lengths in (equal, unequal)] == [False, True]
+    let_run(monkeypatch, {"optimizer"}, language="numba")
+    assert not trainer._step_form(unequal, 10).apart

@@ -108,7 +108,17 @@ def _size(parts: Mapping[str, int], name: str) -> str:
 
 def _memory(profile: Profile) -> Table:
     shown = _table("Peak memory of a client that trains alone (estimate)")
-    for name in ("tier", "weights in", "checkpointing", "weights", "adapter", "gradients", "optimizer", "activations"):
+    for name in (
+        "tier",
+        "weights in",
+        "checkpointing",
+        "weights",
+        "adapter",
+        "gradients",
+        "optimizer",
+        "activations",
+        "scratch",
+    ):
         shown.add_column(name, justify="left" if name in ("tier", "weights in", "checkpointing") else "right")
     shown.add_column("in all", justify="right")
     for tier in profile.tiers:
@@ -119,12 +129,14 @@ def _memory(profile: Profile) -> Table:
                 estimate.adapters_bytes,
                 estimate.gradients_bytes,
                 estimate.optimizer_bytes,
+                estimate.activations_bytes,
+                estimate.scratch_bytes,
             )
             shown.add_row(
                 tier.budget.name,
                 row.weights,
                 "yes" if row.checkpointing else "no",
-                *(byte_count(size) for size in (*sizes, estimate.activations_bytes, estimate.total_bytes)),
+                *(byte_count(size) for size in (*sizes, estimate.total_bytes)),
             )
     return shown
 

@@ -151,28 +151,26 @@ def clipped_sum(trainables: Mapping[str, SlotTensor], clip: float) -> Gradients:
     Returns:
         Name -> gradient in fp64, at a slot's own shape.
     """
-    grads = {name: (tensor, tensor.stored.grad) for name, tensor in trainables.items()}
-    by_slot = {
-        name: grad.movedim(tensor.axis, 0).reshape(len(tensor.shapes), -1)
-        for name, (tensor, grad) in grads.items()
-        if grad is not None
-    }
-    if not by_slot:
+    grads = {name: (t, t.stored.grad) for name, t in trainables.items() if t.stored.grad is not None}
+    if not grads:
         return {}
-    squares = torch.stack([rows.to(torch.float64).square().sum(1) for rows in by_slot.values()]).sum(0)
+    squares = torch.stack([_rows(*pair).square().sum(1) for pair in grads.values()]).sum(0)
     norms = squares.sqrt()
     factor = torch.where(norms.isfinite(), clip / norms.clamp_min(clip), 0.0)  # line 4
     summed = {}
-    for name, rows in by_slot.items():
-        tensor, grad = grads[name]
-        assert grad is not None
-        finite = torch.where(factor[:, None] > 0, rows.to(torch.float64), 0.0)
+    for name, (tensor, grad) in grads.items():
+        finite = torch.where(factor[:, None] > 0, _rows(tensor, grad), 0.0)
         whole = (factor @ finite).view(grad.movedim(tensor.axis, 0).shape[1:])
         shape = tensor.shapes[0]
         assert shape is not None
         whole = whole.transpose(-1, -2) if tensor.swapped else whole
         summed[name] = whole[tuple(slice(0, size) for size in shape)]
     return summed
+
+
+def _rows(tensor: SlotTensor, grad: Tensor) -> Tensor:
+    """Returns [S, ..], every slot's gradient of a tensor in a row, in fp64."""
+    return grad.movedim(tensor.axis, 0).reshape(len(tensor.shapes), -1).to(torch.float64)
 
 
 @torch.no_grad()

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
+from fedguild.client.slot_major import PIECE_ELSEWHERE
 from fedguild.costs.flops import active_experts, expert_parameters
 from fedguild.model.chunked_loss import chunk_rows
 from fedguild.model.info import LinearInfo, ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes
 
 TRAINABLE_BYTES = 4  # adapters, their gradients and moments are fp32
+EXACT_BYTES = 8  # sums of clipped gradients are fp64
+QUERIES = ("q_proj", "q_b_proj", "q")  # the layers that give queries to the attention
 LOGIT_COPIES = 2  # fp32 logits and their gradient
 NF4_BYTES = 0.5 + 4 / 64  # four bits a weight, and an fp32 scale for each block of 64 (no double quantisation)
 
@@ -29,6 +32,9 @@ class Memory:
         gradients_bytes: Their gradients.
         optimizer_bytes: The optimizer's moments.
         activations_bytes: Activations and logits.
+        scratch_bytes: What a step holds beside all these for a while: the gradients of one layer's experts before they
+            are fp32, moments that wait while their client rests, and what the update takes beyond the activations,
+            which are gone by then.
     """
 
     weights_bytes: int
@@ -36,6 +42,7 @@ class Memory:
     gradients_bytes: int
     optimizer_bytes: int
     activations_bytes: int
+    scratch_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -45,7 +52,32 @@ class Memory:
     @property
     def cohort_bytes(self) -> int:
         """The sum without the backbone's weights."""
-        return self.adapters_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
+        kept = self.adapters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return kept + self.activations_bytes + self.scratch_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepForm:
+    """How a cohort takes its steps, as far as memory depends on it.
+
+    Attributes:
+        accumulation: Passes whose gradients add up to a step.
+        apart: Whether the clients' moments are stored slot by slot at some time: they differ in the number of their
+            steps, and torch takes these (`fedguild.client.optimizer`).
+        examples: Slots of single examples that each client in turn trains in with DP-SGD
+            (`fedguild.client.private_training`); 0 without.
+        padded_tokens: Tokens of a client's rows where attention pads what is packed outside of it
+            (`fedguild.model.packed_rows`); 0 elsewhere.
+    """
+
+    accumulation: int = 1
+    apart: bool = False
+    examples: int = 0
+    padded_tokens: int = 0
+
+
+PLAIN = StepForm()
+"""One pass a step, of clients that take the same steps."""
 
 
 def memory(
@@ -59,6 +91,7 @@ def memory(
     four_bit: bool = False,
     slots: int = 1,
     beside: AdapterPlan | None = None,
+    form: StepForm = PLAIN,
 ) -> Memory:
     """Returns an estimate of the peak memory of a training step.
 
@@ -76,27 +109,41 @@ def memory(
         slots: Clients that train at once.
         beside: The plan of further slots that are trained, or whose gradients are summed, while those of `plan` only
             lie there (`Method.further_plan`).
+        form: How the cohort takes its steps.
     """
-    gradients, frozen = _stored_values(model, plan, dtype)
+    trained, frozen = _stored_values(model, plan, dtype)
+    gradients = sum(trained.values())
     held = gradients + frozen
     if beside is not None:
-        gradients, frozen = _stored_values(model, beside, dtype)
+        trained, frozen = _stored_values(model, beside, dtype)
+        gradients = sum(trained.values())
         held, moments = held + gradients + frozen, max(moments, 1)
     casts = dtype.itemsize if dtype.itemsize < TRAINABLE_BYTES else 0
-    kept = _kept_activations(model, beside or plan)
+    kept, padded = _kept_activations(model, beside or plan), attention_values(model) if form.padded_tokens else 0
     if checkpointing:
-        kept = model.layers * model.hidden + kept // max(model.layers, 1)
+        layers = max(model.layers, 1)
+        kept, padded = model.layers * model.hidden + kept // layers, padded // layers
     values = kept + _working_activations(model, beside or plan)
-    logits = slots * tokens
+    running = 1 if form.examples else slots  # with DP-SGD, clients run one after the other
+    logits = running * tokens
     if model.seq2seq is None:
         logits = min(logits, chunk_rows(model.vocabulary, torch.float32))
+    every = slots + form.examples
+    optimizer = slots * moments * TRAINABLE_BYTES * gradients
+    activations = (
+        running * dtype.itemsize * (tokens * values + form.padded_tokens * padded)
+        + logits * TRAINABLE_BYTES * LOGIT_COPIES * model.vocabulary
+    )
+    of_layer = (form.examples or slots) * _largest_layer(model, trained)
+    passing = of_layer * (casts + (TRAINABLE_BYTES if form.accumulation > 1 else 0))
+    waiting = optimizer // slots * (slots // 2) if form.apart else 0
     return Memory(
         weights_bytes=weight_bytes(model, dtype, four_bit=four_bit),
-        adapters_bytes=slots * (TRAINABLE_BYTES + casts) * held,
-        gradients_bytes=slots * TRAINABLE_BYTES * gradients,
-        optimizer_bytes=slots * moments * TRAINABLE_BYTES * gradients,
-        activations_bytes=slots * tokens * dtype.itemsize * values
-        + logits * TRAINABLE_BYTES * LOGIT_COPIES * model.vocabulary,
+        adapters_bytes=every * (TRAINABLE_BYTES + casts) * held,
+        gradients_bytes=every * TRAINABLE_BYTES * gradients,
+        optimizer_bytes=optimizer,
+        activations_bytes=activations,
+        scratch_bytes=max(passing + waiting, _update_bytes(trained, slots, optimizer, form) - activations),
     )
 
 
@@ -111,6 +158,7 @@ def largest_cohort(
     moments: int = 2,
     checkpointing: bool = False,
     beside: AdapterPlan | None = None,
+    form: StepForm = PLAIN,
 ) -> int:
     """Returns how many clients train at once in some free bytes beside the backbone: at most all, at least one.
 
@@ -124,6 +172,7 @@ def largest_cohort(
         moments: As in `memory`.
         checkpointing: As in `memory`.
         beside: As in `memory`.
+        form: As in `memory`.
     """
 
     def fits(slots: int) -> bool:
@@ -136,20 +185,48 @@ def largest_cohort(
             checkpointing=checkpointing,
             slots=slots,
             beside=beside,
+            form=form,
         )
         return need.cohort_bytes <= free
 
     return max(1, bisect_left(range(1, clients + 1), True, key=lambda slots: not fits(slots)))
 
 
-def _stored_values(model: ModelInfo, plan: AdapterPlan, dtype: torch.dtype) -> tuple[int, int]:
-    """Returns the values that one slot's tensors take in their storage, trained and frozen; ranks are padded there."""
-    trained = frozen = 0
+def _stored_values(model: ModelInfo, plan: AdapterPlan, dtype: torch.dtype) -> tuple[dict[str, int], int]:
+    """Returns the values that one slot's tensors take in their storage, by name the trained ones, and all frozen ones.
+
+    Ranks are padded there.
+    """
+    trained, frozen = {}, 0
     for part in plan.parts:
         for name, shape in part.shapes(model).items():
             values = math.prod(part.layout(name, shape, dtype).shape)
-            trained, frozen = (trained + values, frozen) if part.trains(name) else (trained, frozen + values)
+            if part.trains(name):
+                trained[name] = values
+            else:
+                frozen += values
     return trained, frozen
+
+
+def _largest_layer(model: ModelInfo, trained: Mapping[str, int]) -> int:
+    """Returns the trained values of one slot in the experts of the layer with the most of them."""
+    layers = [f"{moe.experts}." for moe in model.moe]
+    return max((sum(values for name, values in trained.items() if name.startswith(of)) for of in layers), default=0)
+
+
+def _update_bytes(trained: Mapping[str, int], slots: int, optimizer: int, form: StepForm) -> int:
+    """Returns the bytes that the update holds at its peak beside trainables, gradients and moments.
+
+    To clip, a CPU squares one tensor after the other. Moments that are first stored slot by slot are there twice, and
+    their values and gradients are copied in pieces. DP-SGD clips in fp64, one tensor after the other, and sums there.
+    """
+    largest, whole = max(trained.values(), default=0), sum(trained.values())
+    if form.examples:
+        clipping = EXACT_BYTES * (2 * form.examples * largest + 3 * whole)
+    else:
+        clipping = TRAINABLE_BYTES * slots * largest
+    moving = optimizer + 2 * TRAINABLE_BYTES * min(PIECE_ELSEWHERE, slots * whole) if form.apart else 0
+    return max(clipping, moving)
 
 
 def weight_bytes(model: ModelInfo, dtype: torch.dtype, *, four_bit: bool = False) -> int:
@@ -210,6 +287,13 @@ def cached_values(model: ModelInfo) -> int:
             name, _, leaf = linear.name.rpartition(".")
             layers.setdefault(name, {})[leaf] = linear
     return sum(map(_cached_values, layers.values()))
+
+
+def attention_values(model: ModelInfo) -> int:
+    """Returns the queries, keys, values and outputs of a token within the attention of all layers."""
+    outputs = (linear.inputs for linear in model.linears if linear.name.rpartition(".")[2] in ("o_proj", "o"))
+    queries = sum(linear.outputs for linear in model.linears if linear.name.rpartition(".")[2] in QUERIES)
+    return cached_values(model) + queries + sum(outputs)
 
 
 def _cached_values(attention: Mapping[str, LinearInfo]) -> int:

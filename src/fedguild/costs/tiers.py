@@ -13,7 +13,7 @@ from fedguild.client.budget import Budget
 from fedguild.client.schedule import steps_in_round
 from fedguild.config.training import TrainingSettings
 from fedguild.costs.flops import Cost, cost
-from fedguild.costs.memory import Memory, memory
+from fedguild.costs.memory import Memory, StepForm, memory
 from fedguild.costs.traffic import Exchange, Exchanges
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
@@ -166,6 +166,7 @@ def _memory(model: ModelInfo, plan: AdapterPlan, workload: Workload, checkpointi
         moments=workload.moments,
         checkpointing=checkpointing,
         four_bit=four_bit,
+        form=StepForm(workload.training.accumulation),
     )
 
 

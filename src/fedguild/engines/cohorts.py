@@ -19,14 +19,16 @@ from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merge_ledger import VERSION, merge_version
+from fedguild.client.schedule import steps_in_round
 from fedguild.config.training import TrainingSettings
-from fedguild.costs.memory import largest_cohort
+from fedguild.costs.memory import PLAIN, StepForm, largest_cohort
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.peak_memory import peak_bytes, reset_peak
 from fedguild.errors import FedGuildError
+from fedguild.model import kernels
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
-from fedguild.model.packed_rows import PADDING_LIMIT
+from fedguild.model.packed_rows import PADDING_LIMIT, pads_attention
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
@@ -161,7 +163,23 @@ class Trainer:
         largest = max(plans, key=lambda plan: (plan.rank, plan.active_experts or self.backbone.info.top_k))
         packs = self.backbone.packs and all(part.packs for part in largest.parts)
         tokens = most_tokens(lengths, self.settings.batch_size, packs=packs)
-        return auto_cohort_size(self.backbone, largest, tokens, len(plans), free, self.settings, beside)
+        form = self._step_form(lengths, tokens)
+        return auto_cohort_size(self.backbone, largest, tokens, len(plans), free, self.settings, beside, form)
+
+    def _step_form(self, lengths: Sequence[Sequence[int]], tokens: int) -> StepForm:
+        """Returns how clients take their steps, given the tokens of their examples and those of a pass."""
+        settings, device = self.settings, self.backbone.device
+        padded = most_tokens(lengths, settings.batch_size, packs=False)
+        by_kernel = settings.optimizer != "sgd" and kernels.runs("optimizer", device)
+        steps = {steps_in_round(len(own), settings) for own in lengths}
+        pads = pads_attention(self.backbone.model.config, device, self.backbone.dtype)
+        in_turn = self.private is not None and len(lengths) > 1
+        return StepForm(
+            settings.accumulation,
+            apart=not by_kernel and (in_turn or len(steps) > 1),
+            examples=settings.batch_size if self.private is not None else 0,
+            padded_tokens=padded if tokens < padded and pads else 0,
+        )
 
 
 def most_tokens(lengths: Sequence[Sequence[int]], batch_size: int, *, packs: bool) -> int:
@@ -282,6 +300,7 @@ def auto_cohort_size(
     free: int,
     settings: TrainingSettings | None = None,
     beside: AdapterPlan | None = None,
+    form: StepForm = PLAIN,
 ) -> int:
     """Returns how many clients to train at once: as many as fit `MEMORY_SHARE` of the free bytes.
 
@@ -293,6 +312,7 @@ def auto_cohort_size(
         free: Free bytes of the device's memory.
         settings: How clients train; None for Adam.
         beside: The plan of further slots, as `Method.further_plan` returns it.
+        form: How the cohort takes its steps.
     """
     return largest_cohort(
         backbone.info,
@@ -304,6 +324,7 @@ def auto_cohort_size(
         moments=2 if settings is None else settings.moments,
         checkpointing=any(getattr(module, "gradient_checkpointing", False) for module in backbone.model.modules()),
         beside=beside,
+        form=form,
     )
 
 

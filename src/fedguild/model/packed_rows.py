@@ -75,6 +75,27 @@ def allow_packing(model: Any) -> bool:
     return bool(suits)
 
 
+def pads_attention(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the attention pads packed rows, as on a GPU without torch's variable-length attention for the model.
+
+    Args:
+        config: The model's config.
+        device: Where it runs.
+        dtype: The dtype of its products.
+    """
+    text = config.get_text_config()
+    values = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    keys = values
+    if getattr(text, "qk_rope_head_dim", None):  # latent attention, as DeepSeek's
+        keys, values = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
+    return device.type not in ROW_BY_ROW and not _has_variable_length(device, dtype, keys, values)
+
+
+def _has_variable_length(device: torch.device, dtype: torch.dtype, keys: int, values: int) -> bool:
+    """Whether torch's variable-length attention takes heads of these widths."""
+    return device.type == "cuda" and dtype in _VARLEN_DTYPES and keys == values <= 256
+
+
 def pays(batch: SlotBatch) -> bool:
     """Whether a causal batch on the CPU has so much padding that packing pays."""
     return batch.mask.numel() > PADDING_LIMIT * int(batch.mask.sum())
@@ -134,7 +155,7 @@ def packed_attention(
         mask = attention_mask if is_masked else None
         output, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
         return output, None
-    if query.is_cuda and query.dtype in _VARLEN_DTYPES and query.shape[-1] == value.shape[-1] <= 256:
+    if _has_variable_length(query.device, query.dtype, query.shape[-1], value.shape[-1]):
         return _variable_length(query, key, value, packed_rows, options.get("scaling")), None
     if query.device.type not in ROW_BY_ROW:
         return _padded(module, query, key, value, packed_rows, options), None

@@ -64,7 +64,8 @@ def mask_place(update: Update) -> tuple[int, int, int]:
     mask = update.mask
     if mask is None:
         return 0, 0, 0
-    assert update.state.axis == 1 and mask.dtype is torch.bool, "a mask is of [M, S] entries"
+    assert update.state.axis == 1, "a mask is of [M, S] entries"
+    assert mask.dtype is torch.bool
     down, across = mask.stride()
     return address(mask), down, across
 

@@ -6,8 +6,8 @@ slots with the same numbers are one loop. Every element is read and written once
 the pace, as it does for torch's.
 
 What is computed is that of `adam`, the kernel of a GPU, and of torch, in the trainables' own dtype. No operation is
-fused with another or reordered, and each is rounded as IEEE 754 has it: an element's bits depend neither on its place in
-a vector, nor on the other slots, nor on the number of threads.
+fused with another or reordered, and each is rounded as IEEE 754 has it: an element's bits depend neither on its place
+in a vector, nor on the other slots, nor on the number of threads.
 """
 
 from __future__ import annotations
