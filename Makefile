@@ -72,7 +72,7 @@ $(VENV)/.torch: constraints.txt
 	touch $@
 
 $(VENV)/.runtime: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cpu]'
 	touch $@
 
 $(VENV)/.developer: $(VENV)/.runtime
