@@ -123,6 +123,21 @@ def pointer_like(context: Any, address: Any, example: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def prefetch(context: Any, pointer: Any, place: Any) -> Any:
+    """Asks for the cache line of an element, which is not used."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        asked = builder.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
+        line = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), byte)
+        builder.call(asked, [line, number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def next_piece(context: Any, numbers: Any) -> Any:
     """Returns the first of a kernel's numbers, its next piece, and counts it up; no two threads get the same."""
 
