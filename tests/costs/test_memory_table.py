@@ -28,7 +28,10 @@ CASES = [
     ("ffa-lora", "mixtral-8x7b", 8, 2),
     ("fed-sb", "olmoe-1b-7b", 20, 8),
     ("rolora", "deepseek-v2-lite", 16, 6),
+    ("fedavg", "deepseek-v2-lite", 16, 6),
 ]
+"""Method, model, rank and active experts; FedAvg trains the experts in full, as dense changes."""
+OPTIONS = {"fedavg": {"experts": "full"}}
 SETTINGS = [("bfloat16", False, 512), ("bfloat16", True, 8192), ("float32", False, 8192)]
 
 
@@ -51,7 +54,7 @@ def estimates() -> Iterator[dict[str, str]]:
     Then for each other form of a step.
     """
     for name, path, rank, active in CASES:
-        method, model, budget = build_method(name, {}), describe_config(path), Budget("all", active, rank)
+        method, model, budget = build_method(name, OPTIONS.get(name, {})), describe_config(path), Budget("all", active, rank)
         plan = method.plan(model, budget)
         for (dtype, checkpointing, tokens), (form_name, form), round_index, slots in PLACES:
             beside = method.further_plan(model, budget, round_index)

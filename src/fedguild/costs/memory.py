@@ -217,16 +217,17 @@ def _largest_layer(model: ModelInfo, trained: Mapping[str, int]) -> int:
 def _update_bytes(trained: Mapping[str, int], slots: int, optimizer: int, form: StepForm) -> int:
     """Returns the bytes that the update holds at its peak beside trainables, gradients and moments.
 
-    To clip, a CPU squares one tensor after the other. Moments that are first stored slot by slot are there twice, and
-    their values and gradients are copied in pieces. DP-SGD clips in fp64, one tensor after the other, and sums there.
+    To clip, a CPU squares one tensor after the other. Moments that come to be stored slot by slot are there twice
+    for once; only later are values and gradients copied beside them, in pieces. DP-SGD clips in fp64, one tensor after
+    the other, and sums there.
     """
     largest, whole = max(trained.values(), default=0), sum(trained.values())
     if form.examples:
         clipping = EXACT_BYTES * (2 * form.examples * largest + 3 * whole)
     else:
         clipping = TRAINABLE_BYTES * slots * largest
-    moving = optimizer + 2 * TRAINABLE_BYTES * min(PIECE_ELSEWHERE, slots * whole) if form.apart else 0
-    return max(clipping, moving)
+    pieces = 2 * TRAINABLE_BYTES * min(PIECE_ELSEWHERE, slots * whole)
+    return max(clipping, optimizer, pieces) if form.apart else clipping
 
 
 def weight_bytes(model: ModelInfo, dtype: torch.dtype, *, four_bit: bool = False) -> int:
