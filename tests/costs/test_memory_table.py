@@ -54,7 +54,8 @@ def estimates() -> Iterator[dict[str, str]]:
     Then for each other form of a step.
     """
     for name, path, rank, active in CASES:
-        method, model, budget = build_method(name, OPTIONS.get(name, {})), describe_config(path), Budget("all", active, rank)
+        method = build_method(name, OPTIONS.get(name, {}))
+        model, budget = describe_config(path), Budget("all", active, rank)
         plan = method.plan(model, budget)
         for (dtype, checkpointing, tokens), (form_name, form), round_index, slots in PLACES:
             beside = method.further_plan(model, budget, round_index)
