@@ -32,7 +32,15 @@ from fedguild.api.cells import Cell, complete, plan_table
 from fedguild.config import Config, load_config, table_cells, tables
 from fedguild.config.table import TableCell, require_claimed_scores
 from fedguild.errors import ConfigError
-from fedguild.report.recorded import CellRecord, ChoiceRecord, choice_path, read_records, record_of, record_path
+from fedguild.report.recorded import (
+    SUMMARIES,
+    CellRecord,
+    ChoiceRecord,
+    choice_path,
+    read_records,
+    record_of,
+    record_path,
+)
 from fedguild.report.run_folder import load_run
 
 ROOT = Path(__file__).parents[1]
@@ -233,9 +241,9 @@ class Plan:
         """Writes the record of what was chosen for a row, from its finished candidates."""
         choose, candidates, score = self.settings["choose"], self.candidates(row), self.score_to_choose_by(row)
         known = tried_before(score)
+        ran = {value: one.recorded().scores for value, one in candidates.items() if one.fingerprint not in known}
         tried = {
-            value: known[one.fingerprint] if one.fingerprint in known else one.recorded().scores[score]
-            for value, one in candidates.items()
+            value: ran[value][score] if value in ran else known[one.fingerprint] for value, one in candidates.items()
         }
         return ChoiceRecord(
             table=self.name,
@@ -246,6 +254,11 @@ class Plan:
             score=score,
             tried=tried,
             fingerprints={value: one.fingerprint for value, one in candidates.items()},
+            others=(before.others if (before := self.choice(row)) else {})
+            | {
+                value: {name: found for name, found in scores.items() if name in SUMMARIES and name != score}
+                for value, scores in ran.items()
+            },
         ).write(RECORDS)
 
     def cells(self) -> list[Planned]:
@@ -291,8 +304,8 @@ def tried_before(score: str) -> dict[str, float]:
     return {
         choice.fingerprints[value]: tried
         for path in RECORDS.rglob("choices/*.json")
-        if (choice := ChoiceRecord.model_validate_json(path.read_bytes())).score == score
-        for value, tried in choice.tried.items()
+        for choice in [ChoiceRecord.model_validate_json(path.read_bytes())]
+        for value, tried in choice.by_score(score).items()
     }
 
 
@@ -392,7 +405,7 @@ class Listing:
                 choose = plan.settings["choose"]
                 choices += 1
                 rounds += plan.config(row, choose["column"], choose["seed"], plan.overrides).federation.rounds
-                self._known.add((plan.score_to_choose_by(row), fingerprint))
+                self._known.add(("tried", fingerprint))
             for state, number in self._cells(plan, row):
                 found[state] += 1
                 rounds += number if state == "missing" else 0
@@ -403,10 +416,8 @@ class Listing:
         """Returns the fingerprints of the candidates that are still to run for a row's choice."""
         if "choose" not in plan.settings or plan.is_chosen(row):
             return []
-        score = plan.score_to_choose_by(row)
-        return [
-            one for one in plan.tried(row).values() if one not in self._tried(score) and (score, one) not in self._known
-        ]
+        tried = self._tried(plan.score_to_choose_by(row))
+        return [one for one in plan.tried(row).values() if one not in tried and ("tried", one) not in self._known]
 
     def _tried(self, score: str) -> Mapping[str, float]:
         if score not in self._scores:

@@ -469,6 +469,31 @@ def test_one_more_candidate_leaves_a_rows_cells_as_they_are_while_the_choice_sta
         assert more.cells()[0].is_recorded() == stays
 
 
+def test_a_value_that_was_tried_is_not_tried_again_for_another_score(
+    recording: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second table may choose by another summary of the same runs, and keeps it as values are added."""
+    monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
+    choose = {"setting": "training.learning_rate", "values": ["1e-3"], "seed": 100, "column": "dirichlet-5"}
+    settings = {"seeds": [0], "choose": {**choose, "score": "b4"}}
+    for values in (["1e-3"], ["1e-3", "4e-3"]):
+        settings["choose"]["values"] = values
+        plan = recording.Plan("flame/table-2-tiny", settings)
+        for value, candidate in plan.candidates("flame").items():
+            final = {**dict.fromkeys(FLAME_FINAL, 0.3 + 10 * float(value)), "b4": 0.9 - 10 * float(value)}
+            if candidate in plan.untried("flame"):
+                write_run(candidate.cell.folder, name="flame", seed=100, final=final)
+        plan.chosen("flame")
+    assert plan.choice("flame").chosen == "1e-3"
+    assert set(plan.choice("flame").others) == {"1e-3", "4e-3"}
+    by_mean = recording.Plan("flame/table-2-tiny", {**settings, "choose": {**settings["choose"], "score": "mean"}})
+    assert not by_mean.untried("flame")
+    by_mean.chosen("flame")
+    assert by_mean.choice("flame").chosen == "4e-3"
+    assert len(by_mean.untried("flexlora")) == 2
+
+
 def test_a_record_of_an_older_form_is_recorded_again(
     recording: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

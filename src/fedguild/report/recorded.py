@@ -103,6 +103,7 @@ class ChoiceRecord(BaseModel):
         score: The score that decided.
         tried: Value, as on the command line -> score on the validation examples.
         fingerprints: Value -> fingerprint of the run's config.
+        others: Value -> the run's other summaries, for a table that decides by another of them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -115,6 +116,13 @@ class ChoiceRecord(BaseModel):
     score: str
     tried: dict[str, float] = Field(min_length=1)
     fingerprints: dict[str, str]
+    others: dict[str, dict[str, float]] = Field(default_factory=dict)
+
+    def by_score(self, score: str) -> dict[str, float]:
+        """Returns value -> a score of its run, of the values whose runs have it."""
+        if score == self.score:
+            return self.tried
+        return {value: scores[score] for value, scores in self.others.items() if score in scores}
 
     @property
     def chosen(self) -> str:
@@ -128,7 +136,7 @@ class ChoiceRecord(BaseModel):
             FedGuildError: the file cannot be written.
         """
         path = choice_path(folder, self.table, self.row)
-        write_text(path, self.model_dump_json(indent=1) + "\n")
+        write_text(path, self.model_dump_json(indent=1, exclude_defaults=True) + "\n")
         return path
 
 
