@@ -54,7 +54,7 @@ def fused_backbone(family: str, rank: int, ranks: Ranks | None) -> Backbone:
     calls = Calls()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused.kernels, "runs", lambda name, device: name in fused.FUSED)
-        patch.setattr(fused, "liger", calls.library)
+        patch.setattr(fused, "on_a_cpu", calls.library)
         with torch.device("cpu" if ranks is None or rank == 0 else "meta"):
             model = tiny_model(family)
         backbone = make_backbone(model, None, name=family, ranks=ranks)

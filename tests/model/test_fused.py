@@ -127,14 +127,16 @@ def test_a_library_that_fails_leaves_the_model_as_it_is(monkeypatch, told):
     monkeypatch.setattr(fused.kernels, "runs", lambda name, device: True)
     model, ids = tiny_model("qwen2_moe"), torch.arange(3, 12)[None]
     before = model(ids).logits
-    monkeypatch.setattr(fused, "liger", lambda: Library(failing, failing, failing, failing))
+    monkeypatch.setattr(fused, "on_a_cpu", lambda: Library(failing, failing, failing, failing))
     assert fuse(model, CPU, torch.float32) == {}
     assert torch.equal(model(ids).logits, before)
     assert "Qwen2MoeRMSNorm computes without a fused kernel: RuntimeError: at 12:4: cannot compile" in told
     assert len(told) == 4
+    monkeypatch.setattr(fused, "on_a_cpu", failing)
     monkeypatch.setattr(fused, "liger", failing)
-    assert fuse(model, CPU, torch.float32) == {}
-    assert "Liger-Kernel cannot be imported (at 12:4: cannot compile)" in told[-1]
+    for device, package in ((CPU, "Numba"), (torch.device("cuda"), "Liger-Kernel")):
+        assert fuse(model, device, torch.float32) == {}
+        assert f"{package} cannot be imported (at 12:4: cannot compile)" in told[-1]
 
 
 @pytest.mark.parametrize("family", ["olmoe", "qwen2_moe"])
@@ -151,7 +153,7 @@ def test_weights_that_come_later(family):
 
 
 def test_doctor_tries_the_kernels(monkeypatch):
-    monkeypatch.setattr(fused, "liger", lambda: replace(Calls().library(), product=failing))
+    monkeypatch.setattr(fused, "on_a_cpu", lambda: replace(Calls().library(), product=failing))
     assert fused.faults(CPU, torch.float32, EVERYTHING) == {"Qwen2MoeMLP": "RuntimeError: at 12:4: cannot compile"}
     assert fused.faults(CPU, torch.float32, {"norm"}) == {}
 
@@ -162,9 +164,11 @@ def test_only_what_is_wanted_is_replaced():
     assert found == {"OlmoeRMSNorm": 9}
 
 
-def test_a_frozen_model_on_a_cpu_stays_as_it_is(monkeypatch):
+def test_without_kernels_a_frozen_model_on_a_cpu_stays_as_it_is(monkeypatch):
     """The bits of its logits, whatever is installed."""
-    monkeypatch.setattr(fused, "liger", lambda: pytest.fail("a CPU asked for Liger-Kernel"))
+    monkeypatch.setenv(fused.kernels.VARIABLE, "none")
+    for library in ("liger", "on_a_cpu"):
+        monkeypatch.setattr(fused, library, lambda: pytest.fail("kernels were asked for"))
     model, ids = tiny_model("olmoe"), torch.arange(3, 12)[None]
     assert fuse(model, CPU, torch.float32) == {}
     changed = [name for name, module in model.named_modules() if {"forward", "_apply_gate"} & set(vars(module))]

@@ -249,13 +249,13 @@ def install(monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "installed", "expected"),
     [
-        ("auto", {"numba", "triton", "liger_kernel"}, {"low-rank", "optimizer"}),
-        ("", {"numba"}, {"low-rank", "optimizer"}),
+        ("auto", {"numba", "triton", "liger_kernel"}, set(kernels.CPU_KERNELS)),
+        ("", {"numba"}, {"low-rank", "optimizer", "norm", "rotary", "swiglu"}),
         ("auto", {"triton", "liger_kernel"}, set()),
         ("none", {"numba"}, set()),
-        ("optimizer, norm", {"numba"}, {"optimizer"}),
-        ("grouped, norm", set(), set()),
-        (",".join(kernels.KERNELS), {"numba"}, {"low-rank", "optimizer"}),
+        ("optimizer, grouped", {"numba"}, {"optimizer"}),
+        ("grouped, dropout", set(), set()),
+        (",".join(kernels.KERNELS), {"numba"}, set(kernels.CPU_KERNELS)),
     ],
 )
 def test_a_cpu_runs_those_in_numba(setting, installed, expected, install, monkeypatch):

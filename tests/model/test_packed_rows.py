@@ -11,7 +11,7 @@ import torch
 
 from fedguild.data import load_corpus
 from fedguild.data.batches import Encoded, collate, encode
-from fedguild.model import packed_rows
+from fedguild.model import kernels, packed_rows
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.soft_prompt import SoftPrompt
 from fedguild.model.backbone import make_backbone
@@ -160,7 +160,8 @@ def test_a_packed_batch_by_hand():
 
 
 @pytest.mark.parametrize("family", ["olmoe", "llama", "deepseek_v2 greedy"])
-def test_without_packing_the_attention_is_sdpa_to_the_bit(family):
+def test_without_packing_the_attention_is_sdpa_to_the_bit(family, monkeypatch):
+    monkeypatch.setenv(kernels.VARIABLE, "none")
     backbone, plain = tiny_backbone(family), tiny_model(family)
     assert (backbone.model.config._attn_implementation, plain.config._attn_implementation) == (ATTENTION, "sdpa")
     ids, mask = torch.tensor(random_rows([9, 9], 1)), torch.ones(2, 9, dtype=torch.int64)

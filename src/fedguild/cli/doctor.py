@@ -174,8 +174,8 @@ def _kernels() -> Finding:
     from fedguild.model.kernels.fused import FUSED, faults
 
     if tried := running & set(FUSED):
-        dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-        failed = faults(torch.device("cuda"), dtype, set(tried))
+        dtype = torch.bfloat16 if kind == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+        failed = faults(torch.device(kind), dtype, set(tried))
         if failed:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
             return Finding("kernels", found, "problem", f"plain torch computes in their place: {reasons}")

@@ -1,11 +1,12 @@
-"""Fused norms, rotary embeddings and gates of a frozen model on a GPU, from Liger-Kernel.
+"""Fused norms, rotary embeddings and gates of a frozen model: on a GPU Liger-Kernel's, on a CPU our own in Numba.
 
-Source: Hsu et al., Liger Kernel, 2024 (arXiv:2410.10989). Its functions take the place of what a module computes, one
-module object at a time: no class of transformers is changed, so that another model in the process stays as it is, and
-there is no list of families, as Liger's own patches have, which lacks OLMoE. What a module computes is found by its
-form, and a replacement is taken only if it agrees with the module itself on a few random values on the model's device,
-forward and backward. These values go through a stand-in of the module with small weights of its own on that device: the
-module's may be on `meta`, on the host or in 4 bit. Whatever fails there leaves the module as it is and is logged.
+Source: Hsu et al., Liger Kernel, 2024 (arXiv:2410.10989); `cpu_fused`. The functions take the place of what a module
+computes, one module object at a time: no class of transformers is changed, so that another model in the process stays
+as it is, and there is no list of families, as Liger's own patches have, which lacks OLMoE. What a module computes is
+found by its form, and a replacement is taken only if it agrees with the module itself on a few random values on the
+model's device, forward and backward. These values go through a stand-in of the module with small weights of its own on
+that device: the module's may be on `meta`, on the host or in 4 bit. Whatever fails there leaves the module as it is and
+is logged.
 
 - a norm with `weight` and `variance_epsilon` whose class is some `…RMSNorm`;
 - an attention whose `forward` calls its file's `apply_rotary_pos_emb` (DeepSeek's interleaved one does not);
@@ -42,6 +43,7 @@ class Library:
     """The functions that take a module's place, all differentiable.
 
     Attributes:
+        takes: Whether they compute with a tensor; the module's own way is taken with another.
         norm: (x [..., H], weight [H], epsilon) -> [..., H].
         rotary: (query [B, h, T, d], key, cos [B, T, d], sin) -> both rotated, possibly in place.
         gate: z [n, 2·I] -> silu of the first half times the second, [n, I].
@@ -52,6 +54,7 @@ class Library:
     rotary: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     gate: Callable[[Tensor], Tensor]
     product: Callable[[Tensor, Tensor], Tensor]
+    takes: Callable[[Tensor], bool] = lambda values: values.numel() > 0
 
 
 def liger() -> Library:
@@ -82,8 +85,15 @@ def liger() -> Library:
     return Library(norm, rotary, gate, product)
 
 
+def on_a_cpu() -> Library:
+    """Returns our own functions for a CPU."""
+    from fedguild.model.kernels.cpu_fused import numba
+
+    return numba()
+
+
 def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str, int]:
-    """Lets the modules of a frozen model on a GPU compute by fused kernels where they allow it.
+    """Lets the modules of a frozen model compute by fused kernels where they allow it.
 
     Args:
         model: The model, without gradients; its weights may be anywhere.
@@ -91,10 +101,10 @@ def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str
         dtype: The dtype of its activations.
 
     Returns:
-        Class of module -> the number of them that are fused; empty on a CPU.
+        Class of module -> the number of them that are fused.
     """
     wanted = {name for name in FUSED if kernels.runs(name, device)}
-    if not wanted or dtype not in TOLERANCE:
+    if not wanted or dtype not in TOLERANCE or (device.type == "cpu" and dtype is not torch.float32):
         return {}
     counts, faults = _fused(model, device, dtype, wanted)
     for name, reason in faults.items():
@@ -135,9 +145,10 @@ def _fused(
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Returns the number of fused modules by class, and why others are not."""
     try:
-        library = liger()
+        library = on_a_cpu() if device.type == "cpu" else liger()
     except Exception as error:
-        return {}, {"Every module": f"Liger-Kernel cannot be imported ({_first_line(error)})"}
+        package = "Numba" if device.type == "cpu" else "Liger-Kernel"
+        return {}, {"Every module": f"{package} cannot be imported ({_first_line(error)})"}
     fusion = Fusion(library, device, dtype)
     return fusion.fuse(model, wanted), fusion.faults
 
@@ -179,13 +190,13 @@ class Fusion:
         return {name: count for name, count in counts.items() if count}
 
     def _fuse_norm(self, module: Any) -> bool:
-        norm = self.library.norm
+        norm, takes = self.library.norm, self.library.takes
 
         def replaced(module: Any) -> Callable[[Tensor], Tensor]:
             own = module.forward
 
             def forward(hidden_states: Tensor) -> Tensor:
-                if not hidden_states.numel():
+                if not (takes(hidden_states) and takes(module.weight)):
                     return own(hidden_states)  # type: ignore[no-any-return]
                 return norm(hidden_states, module.weight, module.variance_epsilon)
 
@@ -196,26 +207,26 @@ class Fusion:
         return self._take(module, twin, "forward", replaced, (3, width))
 
     def _fuse_gate(self, module: Any) -> bool:
-        gate = self.library.gate
+        gate, takes = self.library.gate, self.library.takes
 
         def replaced(module: Any) -> Callable[[Tensor], Tensor]:
             own = module._apply_gate
 
             def forward(gate_up_out: Tensor) -> Tensor:
-                return gate(gate_up_out) if gate_up_out.numel() else own(gate_up_out)
+                return gate(gate_up_out) if takes(gate_up_out) else own(gate_up_out)
 
             return forward
 
         return self._take(module, stand_in(module), "_apply_gate", replaced, (3, 2 * module.down_proj.shape[-1]))
 
     def _fuse_mlp(self, module: Any) -> bool:
-        product = self.library.product
+        product, takes = self.library.product, self.library.takes
 
         def replaced(module: Any) -> Callable[[Tensor], Tensor]:
             own = module.forward
 
             def forward(hidden: Tensor) -> Tensor:
-                if not hidden.numel():
+                if not takes(hidden):
                     return own(hidden)  # type: ignore[no-any-return]
                 return module.down_proj(product(module.gate_proj(hidden), module.up_proj(hidden)))  # type: ignore[no-any-return]
 
@@ -251,10 +262,11 @@ class Fusion:
         forward = kind.forward  # type: ignore[attr-defined]
         names = forward.__globals__ if isinstance(forward, FunctionType) else {}
         if isinstance(forward, FunctionType) and ROTARY in forward.__code__.co_names and ROTARY in names:
-            own = names[ROTARY]
+            own, takes = names[ROTARY], self.library.takes
 
             def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-                if unsqueeze_dim != 1 or not q.numel():
+                suit = takes(q) and takes(k) and takes(cos) and cos.shape[-1] == q.shape[-1]
+                if unsqueeze_dim != 1 or not suit:
                     return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)  # type: ignore[no-any-return]
                 return self.library.rotary(q, k, cos, sin)
 

@@ -123,6 +123,16 @@ def pointer_like(context: Any, address: Any, example: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def bits_as_float(context: Any, bits: Any) -> Any:
+    """Returns the fp32 value that has the bits of a 32-bit whole number."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
+
+    return types.float32(types.int32), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def prefetch(context: Any, pointer: Any, place: Any) -> Any:
     """Asks for the cache line of an element, which is not used."""
 

@@ -86,8 +86,9 @@ class _EveryExpert(torch.autograd.Function):
             lows = [_scaled(tokens @ down.flatten(0, 1).t(), scale) for down in downs]
             for part, low, up in zip(_by_expert(z, experts).chunk(len(ups), dim=2), lows, ups, strict=True):
                 part.baddbmm_(_by_expert(low, experts), up)
-        with torch.enable_grad():
-            z_leaf = z.view(-1, own.gate_up.shape[1]).detach().requires_grad_()
+        trained = any(ctx.needs_input_grad) and not torch.is_inference_mode_enabled()
+        with torch.set_grad_enabled(trained):
+            z_leaf = z.view(-1, own.gate_up.shape[1]).detach().requires_grad_(trained)
             h = own.gate(z_leaf)
         weighted = (h.detach() * shares.reshape(-1, 1)).view(len(tokens), -1)
         w_down = _side_by_side(own.down)
