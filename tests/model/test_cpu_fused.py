@@ -50,16 +50,19 @@ def gated(left: Tensor, right: Tensor) -> Tensor:
 
 
 def compare(ours, oracle, *given: Tensor) -> None:
-    """Results and gradients, to the rounding of fp32."""
+    """Results and gradients, to the rounding of fp32; the gradient of the result dense, with gaps, and one for all."""
     leaves = [one.clone(memory_format=torch.preserve_format).requires_grad_() for one in given]
     exact = [one.detach().double().requires_grad_() for one in given]
     found, expected = ours(*leaves), oracle(*exact)
-    d_out = normal(*expected.shape, seed=9)
     near(found, expected)
-    for one, other in zip(
-        torch.autograd.grad(found, leaves, d_out), torch.autograd.grad(expected, exact, d_out.double()), strict=True
-    ):
-        near(one, other)
+    dense = normal(*expected.shape, seed=9)
+    gaps = normal(*expected.shape[:-1], 2 * expected.shape[-1], seed=9)[..., ::2]
+    apart = normal(expected.shape[-1], *expected.shape[:-1], seed=9).movedim(0, -1)
+    for d_out in (dense, gaps, apart, torch.tensor(0.7).expand(expected.shape)):
+        gradients = torch.autograd.grad(found, leaves, d_out, retain_graph=True)
+        exactly = torch.autograd.grad(expected, exact, d_out.double(), retain_graph=True)
+        for one, other in zip(gradients, exactly, strict=True):
+            near(one, other)
 
 
 def near(found: Tensor, expected: Tensor) -> None:
@@ -125,19 +128,50 @@ def test_product_of_parts_of_a_wider_tensor():
     compare(cpu_fused.numba().product, gated, both[:, 1:9], both[:, 10:18])
 
 
+def test_a_size_of_one_in_the_middle():
+    """Its stride says nothing, and such a tensor counts as contiguous."""
+    left = normal(1, 7, 16).transpose(0, 1)
+    assert left.stride(1) != 16
+    compare(cpu_fused.numba().product, gated, left, normal(7, 1, 16, seed=1))
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    """Instead of a wrong one."""
+    leaf = normal(3, 8).requires_grad_()
+    (first,) = torch.autograd.grad(cpu_fused.numba().gate(leaf).square().sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_a_query_whose_key_is_not_used():
+    cos, sin = normal(1, 5, 8, seed=1), normal(1, 5, 8, seed=2)
+    key = normal(2, 1, 5, 8, seed=4)
+    compare(
+        lambda query: cpu_fused.numba().rotary(query, key, cos, sin)[0],
+        lambda query: rotated(query, cos.double(), sin.double()),
+        normal(2, 3, 5, 8),
+    )
+
+
 def test_gates_far_from_zero():
     """Where the exponential function leaves fp32, the gate is as good as open or closed."""
-    ends = torch.tensor([[-1e30, -300.0, -88.0, -20.0, 0.0, 20.0, 88.0, 300.0, 1e30]])
+    ends = torch.tensor([[-torch.inf, -3e38, -1e30, -300.0, -88.0, -20.0, 0.0, 20.0, 88.0, 300.0, 1e30]])
     found = cpu_fused.numba().product(ends, torch.ones_like(ends))
-    assert found[0, :2].abs().max() < 1e-7
-    assert torch.allclose(found[0, 2:], gated(ends, torch.ones_like(ends))[0, 2:], rtol=1e-6, atol=1e-36)
+    assert found[0, :4].abs().max() < 1e-36
+    assert torch.allclose(found[0, 4:], gated(ends, torch.ones_like(ends))[0, 4:], rtol=1e-6, atol=1e-36)
+    leaves = [ends.clone().requires_grad_(), torch.ones_like(ends, requires_grad=True)]
+    for gradient in torch.autograd.grad(cpu_fused.numba().product(*leaves).sum(), leaves):
+        assert gradient[0, :4].abs().max() < 1e-34
     each = torch.linspace(-87, 87, 100_001)[None]
     off = (cpu_fused.numba().product(each, 1 / each) * (1 + (-each.double()).exp()) - 1).abs()
     assert off[each != 0].max() < 1e-6
 
 
 def test_what_is_not_a_number_stays_so():
-    assert cpu_fused.numba().gate(torch.tensor([[torch.nan, 1.0]])).isnan().all()
+    wide = torch.full((2, 80), torch.nan, requires_grad=True)
+    gated = cpu_fused.numba().gate(wide)
+    assert gated.isnan().all()
+    assert torch.autograd.grad(gated.sum(), wide)[0].isnan().all()
     assert cpu_fused.numba().norm(torch.tensor([[torch.nan, 1.0]]), torch.ones(2), EPSILON).isnan().all()
 
 
@@ -190,6 +224,28 @@ def test_other_tensors_take_the_modules_own_way(monkeypatch):
     assert takes(nn.Parameter(torch.ones(1)))
     others = (torch.ones(0), torch.ones(1).double(), torch.ones(1, device="meta"), torch.ones(1).as_subclass(Other))
     assert not any(map(takes, others))
+
+
+def test_linear_layers_of_another_dtype(monkeypatch):
+    """Under autocast they take fp32 and give bf16."""
+    monkeypatch.setenv(VARIABLE, "auto")
+    model, plain, ids = tiny_model("qwen2_moe"), tiny_model("qwen2_moe"), torch.arange(3, 12)[None]
+    assert fused.fuse(model, CPU, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert torch.allclose(model(ids).logits, plain(ids).logits, rtol=0.05, atol=0.05)
+
+
+def test_shapes_that_do_not_fit_are_the_models_own(monkeypatch):
+    """It broadcasts them, or says what is wrong."""
+    monkeypatch.setenv(VARIABLE, "auto")
+    model = tiny_model("llama")
+    assert fused.fuse(model, CPU, torch.float32)
+    turn = model.model.layers[0].self_attn.forward.__func__.__globals__[fused.ROTARY]
+    query, key, one = normal(1, 2, 5, 8), normal(1, 1, 5, 8, seed=1), normal(1, 1, 8, seed=2)
+    found = torch.cat(turn(query, key, one, one), dim=1)
+    assert torch.allclose(found, rotated(torch.cat([query, key], dim=1), one, one), atol=1e-6)
+    with pytest.raises(RuntimeError, match="must match"):
+        model.model.norm(torch.ones(2, model.config.hidden_size // 2))
 
 
 def test_a_rotary_embedding_of_a_part_of_the_width_is_the_models_own(monkeypatch):

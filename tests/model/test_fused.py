@@ -106,6 +106,21 @@ def test_a_replacement_with_another_gradient_is_not_taken():
     assert fusion.faults == {"OlmoeExperts": fused.DIFFERS}
 
 
+def test_a_gate_that_clamps_is_not_taken(monkeypatch):
+    """Which shows with large values only."""
+    model = tiny_model("olmoe")
+    kind = type(model.model.layers[0].mlp.experts)
+
+    def clamped(self, both):
+        first, second = both.chunk(2, dim=-1)
+        return silu(first).clamp(max=7) * second.clamp(-7, 7)
+
+    monkeypatch.setattr(kind, "_apply_gate", clamped)
+    fusion = Fusion(Calls().library(), CPU, torch.float32)
+    assert "OlmoeExperts" not in fusion.fuse(model, EVERYTHING)
+    assert fusion.faults == {"OlmoeExperts": fused.DIFFERS}
+
+
 @pytest.fixture
 def told() -> Iterator[list[str]]:
     """What is logged, wherever other tests have sent it."""

@@ -5,20 +5,22 @@ own: at hidden size 256 they take a fifth of a training step (docs/decisions/002
 the backward pass can compute again is not kept.
 
 All is for fp32; `fused` lets other tensors take the module's own way. A row's result depends neither on the other rows
-nor on the number of threads. The exponential function is a polynomial, right to two units in the last place.
+nor on the number of threads. The exponential function is a polynomial, right to some units in the last place.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from numba import carray, njit
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from fedguild.model.kernels.fused import Library
+from fedguild.model.kernels.library import Library
 from fedguild.model.kernels.threads import Kernel, bits_as_float, floats, in_order, next_piece
 
 EVERYTHING = 1 << 40
@@ -32,10 +34,13 @@ P0, P1, P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float3
 P3, P4, P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 """Coefficients of (eˣ - 1 - x) / x² within ln 2 / 2 of 0 (Cephes' expf; Moshier, 1989)."""
 ONE, HALF = np.float32(1), np.float32(0.5)
+SHUT = np.float32(-100)
+"""Below it a gate lets nothing through: its SiLU is less than 1e-36."""
 
 
+@cache
 def numba() -> Library:
-    """Returns the functions of this module."""
+    """Returns the functions of this module, always the same object."""
     return Library(_Norm.apply, _Rotary.apply, _Gate.apply, _Product.apply, _takes)
 
 
@@ -59,25 +64,27 @@ class _Norm(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, scales = ctx.saved_tensors
         gradient, out = grads[0].contiguous(), torch.empty_like(hidden)
         given = (hidden, weight, gradient, scales, out)
         _norm_back.run((*_addresses(given), scales.numel(), hidden.shape[-1]), most_pieces=_pieces(hidden))
         along = gradient * hidden * scales[..., None] if ctx.needs_input_grad[1] else None
-        return out, None if along is None else along.flatten(0, -2).sum(dim=0), None
+        return out, None if along is None else along.reshape(-1, along.shape[-1]).sum(dim=0), None
 
 
 class _Rotary(torch.autograd.Function):
-    """x · cos + rotate_half(x) · sin of the query [B, h, T, d] and the key, with cos and sin [B, T, d]."""
+    """x · cos + rotate_half(x) · sin of the query [B, h, T, d] and the key, with cos and sin [B or 1, T, d]."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = cos.expand(len(query), -1, -1).contiguous(), sin.expand(len(query), -1, -1).contiguous()
+        cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
         return _rotated(query, cos, sin, backward=False), _rotated(key, cos, sin, backward=False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         of_query, of_key = (_rotated(grad, cos, sin, backward=True) for grad in grads)
@@ -98,6 +105,7 @@ class _Product(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         left, right = ctx.saved_tensors
         d_left, d_right = left.new_empty(left.shape), left.new_empty(left.shape)
@@ -119,6 +127,7 @@ class _Gate(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (both,) = ctx.saved_tensors
         out: Tensor = both.new_empty(both.shape)
@@ -144,6 +153,7 @@ def _rotated(values: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Ten
         *values.shape,
         *values.stride()[:3],
         *out.stride()[:3],
+        0 if len(cos) == 1 else cos.stride(0),
         1 if backward else 0,
     )
     _turned.run(numbers, most_pieces=_pieces(values))
@@ -162,7 +172,7 @@ def _as_rows(values: Tensor) -> Tensor:
 
 def _step(values: Tensor) -> int:
     """Returns the elements from one row of `_as_rows` to the next."""
-    return values.stride(-2) if values.dim() > 1 else 0
+    return values.shape[-1] if values.is_contiguous() else values.stride(-2)
 
 
 def _pieces(values: Tensor) -> int:
@@ -177,7 +187,7 @@ def _bits(value: float) -> int:
 @njit(inline="always")
 def _exp(x):
     """Returns eˣ: 2ⁿ times a polynomial of what is left, n the whole number next to x / ln 2."""
-    x = min(max(x, LOWEST), HIGHEST)
+    x = min(HIGHEST, max(LOWEST, x))  # the lowest for what is not a number
     n = np.floor(x * LOG2_E + HALF)
     x = x - n * LN2_HIGH - n * LN2_LOW
     p = ((((P0 * x + P1) * x + P2) * x + P3) * x + P4) * x + P5
@@ -232,14 +242,14 @@ def _norm_back(numbers):
 @in_order
 def _turned(numbers):
     """Of the halves: x₁ cos₁ - x₂ sin₁ and x₂ cos₂ + x₁ sin₂; backward x₁ cos₁ + x₂ sin₂ and x₂ cos₂ - x₁ sin₁."""
-    given = carray(numbers, 17)
+    given = carray(numbers, 18)
     pieces = given[1]
     x, out = carray(floats(given[2]), EVERYTHING), carray(floats(given[3]), EVERYTHING)
     cos, sin = carray(floats(given[4]), EVERYTHING), carray(floats(given[5]), EVERYTHING)
     batch, heads, tokens, half = given[6], given[7], given[8], np.uint64(given[9] // 2)
     x_batch, x_head, x_token = given[10], given[11], given[12]
     out_batch, out_head, out_token = given[13], given[14], given[15]
-    backward = given[16]
+    table_batch, backward = given[16], given[17]
     n = batch * tokens
     while True:
         piece = next_piece(numbers)
@@ -247,7 +257,7 @@ def _turned(numbers):
             break
         for i in range(n * piece // pieces, n * (piece + 1) // pieces):
             b, t = i // tokens, i % tokens
-            c = np.uint64(i) * (half + half)
+            c = np.uint64(b * table_batch + t * given[9])
             for h in range(heads):
                 at = np.uint64(b * x_batch + h * x_head + t * x_token)
                 to = np.uint64(b * out_batch + h * out_head + t * out_token)
@@ -277,7 +287,7 @@ def _gated(numbers):
         for i in range(n * piece // pieces, n * (piece + 1) // pieces):
             of_a, of_b, to = np.uint64(i * a_row), np.uint64(i * b_row), np.uint64(i * out_row)
             for k in range(width):
-                value = a[of_a + k]
+                value = max(a[of_a + k], SHUT)
                 out[to + k] = value / (ONE + _exp(-value)) * b[of_b + k]
 
 
@@ -299,9 +309,9 @@ def _gated_back(numbers):
             of_a, of_b, of_dy = np.uint64(i * a_row), np.uint64(i * b_row), np.uint64(i * dy_row)
             to_a, to_b = np.uint64(i * da_row), np.uint64(i * db_row)
             for k in range(width):  # two loops, as one that writes to both is not computed in vectors
-                share = ONE / (ONE + _exp(-a[of_a + k]))
-                db[to_b + k] = dy[of_dy + k] * (a[of_a + k] * share)
+                value = max(a[of_a + k], SHUT)
+                db[to_b + k] = dy[of_dy + k] * (value / (ONE + _exp(-value)))
             for k in range(width):
-                value = a[of_a + k]
+                value = max(a[of_a + k], SHUT)
                 share = ONE / (ONE + _exp(-value))
                 da[to_a + k] = dy[of_dy + k] * b[of_b + k] * share * (ONE + value * (ONE - share))

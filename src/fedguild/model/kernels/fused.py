@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -26,35 +25,19 @@ import torch
 from torch import Tensor, nn
 
 from fedguild.model import kernels
+from fedguild.model.kernels.library import Library
 
 FUSED = ("norm", "rotary", "swiglu")
 """The kernels of this module, of `kernels.KERNELS`."""
 ROTARY = "apply_rotary_pos_emb"
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 """Dtypes that are fused -> largest difference from the module's own result, relative to the largest value."""
+PROBES = (1.0, 100.0, 1e-3)
+"""Factors of the random values: large ones show a gate that clamps, small ones the place of a norm's epsilon."""
 PROBE_WIDTH = 16
 """Width of the hidden states with which a dense MLP is tried."""
 DIFFERS = "its result differs from the module's own"
 _log = logging.getLogger("fedguild")
-
-
-@dataclass(frozen=True)
-class Library:
-    """The functions that take a module's place, all differentiable.
-
-    Attributes:
-        takes: Whether they compute with a tensor; the module's own way is taken with another.
-        norm: (x [..., H], weight [H], epsilon) -> [..., H].
-        rotary: (query [B, h, T, d], key, cos [B, T, d], sin) -> both rotated, possibly in place.
-        gate: z [n, 2·I] -> silu of the first half times the second, [n, I].
-        product: (a, b) -> silu(a) · b.
-    """
-
-    norm: Callable[[Tensor, Tensor, float], Tensor]
-    rotary: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    gate: Callable[[Tensor], Tensor]
-    product: Callable[[Tensor, Tensor], Tensor]
-    takes: Callable[[Tensor], bool] = lambda values: values.numel() > 0
 
 
 def liger() -> Library:
@@ -196,9 +179,10 @@ class Fusion:
             own = module.forward
 
             def forward(hidden_states: Tensor) -> Tensor:
-                if not (takes(hidden_states) and takes(module.weight)):
+                weight = module.weight
+                if not (takes(hidden_states) and takes(weight) and hidden_states.shape[-1:] == weight.shape):
                     return own(hidden_states)  # type: ignore[no-any-return]
-                return norm(hidden_states, module.weight, module.variance_epsilon)
+                return norm(hidden_states, weight, module.variance_epsilon)
 
             return forward
 
@@ -228,7 +212,9 @@ class Fusion:
             def forward(hidden: Tensor) -> Tensor:
                 if not takes(hidden):
                     return own(hidden)  # type: ignore[no-any-return]
-                return module.down_proj(product(module.gate_proj(hidden), module.up_proj(hidden)))  # type: ignore[no-any-return]
+                left, right = module.gate_proj(hidden), module.up_proj(hidden)  # of another dtype under autocast
+                both = takes(left) and takes(right) and left.shape == right.shape
+                return module.down_proj(product(left, right) if both else module.act_fn(left) * right)  # type: ignore[no-any-return]
 
             return forward
 
@@ -247,8 +233,16 @@ class Fusion:
     ) -> bool:
         """Sets a module's method, on this object alone, if that of its stand-in agrees with its replacement."""
         kind = type(module)
-        fault = self._fault(lambda x: [getattr(twin, name)(x)], lambda x: [replaced(twin)(x)], [self._random(*shape)])
-        if fault:
+        settings = ((key, value) for key, value in vars(module).items() if isinstance(value, bool | int | float | str))
+        form = (kind, name, shape, *sorted(settings), self.device, self.dtype)
+        if form not in self.library.tried:
+            faults = (
+                self._fault(lambda x: [getattr(twin, name)(x)], lambda x: [replaced(twin)(x)], [factor * values])
+                for values in [self._random(*shape)]
+                for factor in PROBES
+            )
+            self.library.tried[form] = next(filter(None, faults), "")
+        if fault := self.library.tried[form]:
             self.faults[kind.__name__] = fault
             return False
         setattr(module, name, replaced(module))
@@ -265,8 +259,7 @@ class Fusion:
             own, takes = names[ROTARY], self.library.takes
 
             def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-                suit = takes(q) and takes(k) and takes(cos) and cos.shape[-1] == q.shape[-1]
-                if unsqueeze_dim != 1 or not suit:
+                if unsqueeze_dim != 1 or not (all(map(takes, (q, k, cos, sin))) and _are_rotary(q, k, cos, sin)):
                     return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)  # type: ignore[no-any-return]
                 return self.library.rotary(q, k, cos, sin)
 
@@ -339,6 +332,13 @@ def stand_in(
     twin._parameters, twin._modules = {**(parameters or {})}, {**module._modules, **(modules or {})}
     twin.training = module.training
     return twin
+
+
+def _are_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether they are [B, h, T, d], [B, h', T, d], and twice [B or 1, T, d]."""
+    batch, tokens, width = query.shape[0], query.shape[-2], query.shape[-1]
+    suit = query.dim() == key.dim() == 4 and key.shape[0] == batch and key.shape[2:] == query.shape[2:]
+    return suit and cos.shape == sin.shape and cos.shape in ((batch, tokens, width), (1, tokens, width))
 
 
 def is_norm(module: Any) -> bool:
