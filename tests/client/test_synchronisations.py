@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import groupby
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,11 +22,13 @@ from fedguild.data.batches import Encoded, collate
 from fedguild.model import slot_products
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import make_backbone
+from fedguild.model.moe import view
 from fedguild.model.moe.products import GROUP_LIMIT
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
-from tests.backbones import random_rows, tiny_model
+from tests.backbones import END, PAD, random_rows, tiny_model
+from tests.client.device import Device, Found
 from tests.model.kernels import let_run
 
 SETTINGS = TrainingSettings(optimizer="adamw", batch_size=2, steps=2, schedule="linear", clip_norm=1.0)
@@ -97,6 +100,24 @@ def train(backbone, slots, monkeypatch, *, dropout=0.3, active=(2, 4), lengths=(
             counts.append((copies.copies, copies.operations))
     assert [kind for kind, _ in groupby(reports)] == ["update", (slots,)] * 2  # the host waits when all is queued
     return counts[-1]
+
+
+def test_experts_with_a_capacity_and_a_decoder_wait_for_nothing_within_a_layer(monkeypatch):
+    """How many pairs are dropped or padding, the host does not know, and does not ask."""
+    tokenizer = SimpleNamespace(pad_token_id=PAD, eos_token_id=END)
+    model = tiny_model("switch", expert_capacity=3, dtype=torch.bfloat16).to("meta")
+    backbone = make_backbone(model, tokenizer, name="without values")
+    plan = AdapterPlan((Lora(8, 1.0, ("attention", "router", "experts")),))
+    batches = [[Encoded(tuple(ids), 2) for ids in random_rows([9, 3, 5], slot)] for slot in range(2)]
+    waits = []
+    for asks in (True, False):
+        monkeypatch.setattr(view, "waits_for_values", lambda _, asks=asks: not asks)
+        device = Device(Found())
+        with device.running(monkeypatch), SlotModel(backbone, [plan, plan]) as slots:
+            slots.token_losses(collate(batches, PAD, slots.seq2seq)).sum().backward()
+        waits.append([place for place in device.found.waits if "moe" in place])
+    assert len(waits[0]) >= len(backbone.info.moe), "one in each layer"
+    assert not waits[1]
 
 
 @pytest.mark.parametrize(

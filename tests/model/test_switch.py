@@ -11,6 +11,7 @@ from fedguild.errors import ModelError
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import describe_config, load_backbone, make_backbone
+from fedguild.model.moe import view
 from fedguild.model.moe.routing import within_capacity
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
@@ -91,9 +92,14 @@ def losses_and_gradients(backbone, plans, adapters, rows):
     return losses.detach(), grads
 
 
+@pytest.mark.parametrize("asks", [True, False], ids=["as on a CPU", "as on a GPU"])
 @pytest.mark.parametrize("capacity", [64, 2], ids=["within capacity", "beyond capacity"])
-def test_slots_equal_their_merged_models_in_losses_and_gradients(capacity):
-    """Three slots of mixed rank and scale, one without rows, on rows of unequal lengths; fp64."""
+def test_slots_equal_their_merged_models_in_losses_and_gradients(capacity, asks, monkeypatch):
+    """Three slots of mixed rank and scale, one without rows, on rows of unequal lengths; fp64.
+
+    On a GPU the host does not ask how many pairs are active, and all are computed.
+    """
+    monkeypatch.setattr(view, "waits_for_values", lambda _: not asks)
     backbone = tiny_backbone("switch", dtype=torch.float64, expert_capacity=capacity)
     adapters = random_adapters(backbone, PLANS)
     losses, found = losses_and_gradients(backbone, PLANS, adapters, ROWS)

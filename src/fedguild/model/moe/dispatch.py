@@ -122,6 +122,19 @@ def dispatch(
     )
 
 
+def all_active(weights: Tensor, indices: Tensor, keep: Tensor | None, experts: int) -> tuple[Tensor, Tensor]:
+    """Returns weights and indices [N, k] in which every pair has an expert, and weight 0 if it is not an active one.
+
+    For a device whose host does not know how many pairs are active, and would have to wait to find out. A pair without
+    an expert (M), or of a token that is not kept, gets one in turn; its output and its gradients are zero.
+    """
+    absent = indices >= experts
+    if keep is not None:
+        absent = absent | ~keep[:, None]
+    in_turn = torch.arange(indices.numel(), device=indices.device).view_as(indices) % experts
+    return weights.masked_fill(absent, 0.0), torch.where(absent, in_turn, indices)
+
+
 def _block_height(count: Tensor, pairs: int) -> int:
     """Returns the rows of a block for groups of these sizes [G]; 0 if blocks need too much filler."""
     for height in BLOCK_HEIGHTS:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedguild.model.info import MoeInfo
 from fedguild.model.moe.casts import Casts
 from fedguild.model.moe.dense import prefers_dense, run_every_expert
-from fedguild.model.moe.dispatch import dispatch
+from fedguild.model.moe.dispatch import all_active, dispatch
 from fedguild.model.moe.experts import Factors, FrozenExperts, run_experts
 from fedguild.model.moe.low_rank import prefers_blocks
 from fedguild.model.moe.routing import RoutingRule, route, within_capacity
@@ -150,6 +150,9 @@ class MoeLayer:
             return run_every_expert(hidden, weights, indices, keep, experts, self.frozen, lora, self.expert_scale)
         blocks = lora is not None and delta is None and prefers_blocks(hidden)
         pairs = None if current is None or self.capacity is not None else current.active_pairs(tokens)
+        if pairs is None and waits_for_values(hidden.device):
+            weights, indices = all_active(weights, indices, keep, self.info.num_experts)
+            keep, pairs = None, indices.numel()
         plan = dispatch(indices, slot, keep, self.info.num_experts, slots, blocks, pairs)
         scale = self.expert_scale
         if current is not None and plain and lora and scale is not None and prefers_token_side(hidden, plan):
@@ -158,3 +161,8 @@ class MoeLayer:
 
     def _prefers_dense(self, hidden: Tensor, top_k: int, slots: int) -> bool:
         return prefers_dense(hidden, top_k, self.info.num_experts, self.info.hidden * self.info.width, slots)
+
+
+def waits_for_values(device: torch.device) -> bool:
+    """Whether the host waits until a device has done all that is queued, to read a value of it."""
+    return device.type != "cpu"
