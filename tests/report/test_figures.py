@@ -231,3 +231,10 @@ def test_a_narrow_partition_names_the_most_frequent_labels_and_sums_the_others()
     assert [text for text in said if text.startswith("label")] == [f"label {i}" for i in range(7, 20)]
     assert "7 other" in said
     assert str(int(counts[0].sum())) in said
+
+
+def test_a_clients_four_models_have_a_mark_each():
+    names = ("before training", "own model", "as trained", "as received")
+    scores = {name: {"0": 0.1 * place, "1": None} for place, name in enumerate(names)}
+    drawn = figures.client_dots(scores, "test")
+    assert [drawn.count(name) for name in names] == [2, 2, 2, 2], "in the description and in the legend"

@@ -34,6 +34,13 @@ from fedguild.report.style import (
 Curve = Sequence[tuple[int, float]]
 _MOST_LABELS, _MOST_LABELS_NARROW = 60, 14
 _MOST_ROWS_NAMED = 40
+CLIENT_MARKS = (
+    (75, MUTED, "o"),
+    (34, METHOD_COLOURS[0], "o"),
+    (11, METHOD_COLOURS[1], "o"),
+    (16, METHOD_COLOURS[2], "D"),
+)
+"""Size, colour and shape of the marks of a client's models, so that all can be seen where they lie on each other."""
 
 
 def score_curves(curves: Mapping[str, Curve], split: str, key: str = "curves", width: float = FULL_WIDTH) -> str:
@@ -73,26 +80,27 @@ def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str, wi
     """Returns a row per client with a mark for each of its models' scores, joined by a line.
 
     Args:
-        scores: Label of a model's marks -> client -> score, or None where there is none.
+        scores: Label of a model's marks, of up to four models -> client -> score, or None where there is none.
         split: What the scores were measured on.
         width: In inches.
     """
     key = key_at("clients", width)
+    assert len(scores) <= len(CLIENT_MARKS)
     clients = list(dict.fromkeys(client for model in scores.values() for client in model))
-    marks = zip(scores.items(), (75, 34, 11), (MUTED, METHOD_COLOURS[0], METHOD_COLOURS[1]), strict=False)
+    marks = zip(scores.items(), CLIENT_MARKS, strict=False)
     with styled(key):
         figure = Figure(figsize=(width, 0.9 + min(0.24 * len(clients), 8.0)), layout="constrained")
         axes = figure.subplots()
         for place, client in enumerate(clients):
             known = [value for model in scores.values() if (value := model.get(client)) is not None]
             axes.plot([min(known), max(known)] if known else [], [place] * min(2, 2 * len(known)), color=RULE, zorder=1)
-        for (name, model), size, colour in marks:
+        for (name, model), (size, colour, shape) in marks:
             points = [
                 (value, place) for place, client in enumerate(clients) if (value := model.get(client)) is not None
             ]
-            face = "white" if colour == MUTED else colour
             across, down = [x for x, _ in points], [y for _, y in points]
-            axes.scatter(across, down, s=size, facecolors=face, edgecolors=colour, label=name, zorder=2)
+            face = "white" if colour == MUTED else colour
+            axes.scatter(across, down, s=size, marker=shape, facecolors=face, edgecolors=colour, label=name, zorder=2)
         step = 1 if len(clients) <= _MOST_ROWS_NAMED else -(-len(clients) // _MOST_ROWS_NAMED)
         axes.set_yticks(range(0, len(clients), step), clients[::step])
         axes.set(xlabel=f"{split} score, own data", ylabel="client", ylim=(len(clients) - 0.4, -0.6))
