@@ -89,10 +89,10 @@ def test_leaving_experts_alone_takes_as_many_operations_for_any_number_of_them(l
     ("label", "parts"),
     [
         ("fedit", ("q_proj", "gate", "experts.up_proj")),
-        ("fed-sb from random factors", ("q_proj", "experts.up_proj")),
-        ("fedalign-moe with full experts", ("gate", "experts.up_proj")),
+        pytest.param("fed-sb from random factors", ("q_proj", "experts.up_proj"), marks=pytest.mark.long),
+        pytest.param("fedalign-moe with full experts", ("gate", "experts.up_proj"), marks=pytest.mark.long),
         ("fedamole", ("q_proj.experts", "q_proj.router")),
-        ("fedamole with vanilla routers", ("q_proj.experts", "q_proj.router")),
+        pytest.param("fedamole with vanilla routers", ("q_proj.experts", "q_proj.router"), marks=pytest.mark.long),
         ("flex", ("graft.gate", "graft.down_proj")),
     ],
     ids=str,
