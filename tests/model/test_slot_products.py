@@ -5,18 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedguild.model import slot_products
+from fedguild.model import kernels, slot_products
 from fedguild.model.frozen_linear import WORTHWHILE
 from fedguild.model.slot_products import add_slot_rows, add_slot_rows_in_place, slot_rows
 
-SMALL, LARGE = (5, 6, 3), (256, 128, 64)
+SMALL, LARGE, DOWN, UP = (5, 6, 3), (256, 128, 64), (7, 70, 20), (7, 20, 70)
 
 
 @pytest.mark.parametrize("counts", [(1,), (1, 1, 1), (2, 0, 1), (0, 3)], ids=str)
 @pytest.mark.parametrize("adds", ["added", "added in place", "alone"])
-@pytest.mark.parametrize(("sizes", "dtype"), [(SMALL, torch.float64), (LARGE, torch.float32)], ids=["small", "large"])
-def test_values_and_gradients_against_a_product_for_each_row(counts, adds, sizes, dtype):
-    """Sizes are (rows in a unit, inputs, outputs); the large ones are worth oneDNN's price."""
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [(SMALL, torch.float64), (LARGE, torch.float32), (DOWN, torch.float32), (UP, torch.float32)],
+    ids=["small", "large", "down to a rank", "up from a rank"],
+)
+@pytest.mark.parametrize("kernel", ["auto", "none"])
+def test_values_and_gradients_against_a_product_for_each_row(counts, adds, sizes, dtype, kernel, monkeypatch):
+    """Sizes are (rows in a unit, inputs, outputs); the large ones are worth oneDNN's price, a rank is our kernel's."""
+    monkeypatch.setenv(kernels.VARIABLE, kernel)
     unit, inputs, outputs = sizes
     assert (unit * inputs * outputs >= WORTHWHILE) == (sizes is LARGE)
     rng = torch.Generator().manual_seed(0)
@@ -46,6 +52,30 @@ def test_values_and_gradients_against_a_product_for_each_row(counts, adds, sizes
     assert all(torch.allclose(mine, wanted, **tolerance) for mine, wanted in zip(ours, theirs, strict=True))
 
 
+def test_products_of_low_rank_are_our_kernels(monkeypatch):
+    cpu_groups = pytest.importorskip("fedguild.model.kernels.cpu_groups", reason="Numba is an extra")
+    monkeypatch.setenv(kernels.VARIABLE, "auto")
+    calls = []
+    for name in ("rows", "outer"):
+        own = getattr(cpu_groups.Groups, name)
+        counted = lambda self, *given, own=own, name=name: calls.append(name) or own(self, *given)  # noqa: E731
+        monkeypatch.setattr(cpu_groups.Groups, name, counted)
+    for sizes, dtype, expected in (
+        (DOWN, torch.float32, ["rows", "rows", "outer"]),
+        (UP, torch.float32, ["rows", "rows", "outer"]),
+        (LARGE, torch.float32, []),
+        (DOWN, torch.float64, []),
+    ):
+        unit, inputs, outputs = sizes
+        rows = torch.ones(3 * unit, inputs, dtype=dtype, requires_grad=True)
+        matrices = torch.ones(2, outputs, inputs, dtype=dtype, requires_grad=True)
+        slot_rows(rows, matrices, (2, 1)).sum().backward()
+        assert calls == expected
+        calls.clear()
+    slot_rows(torch.ones(8, 70), torch.ones(2, 20, 70), (1, 1))
+    assert not calls, "slots of equal numbers of rows share a batched product"
+
+
 def test_what_needs_no_gradient_gets_none():
     rows, matrices = torch.ones(4, 3), torch.ones(2, 5, 3, requires_grad=True)
     add_slot_rows(torch.zeros(4, 5), rows, matrices, (1, 1)).sum().backward()
@@ -58,6 +88,7 @@ def test_what_needs_no_gradient_gets_none():
 @pytest.mark.parametrize("adds", [True, False], ids=["added", "alone"])
 def test_one_grouped_product_equals_a_product_for_each_slot(counts, adds, monkeypatch):
     """The way of other devices than a CPU, in fp32 on a CPU."""
+    monkeypatch.setenv(kernels.VARIABLE, "none")
     rng = torch.Generator().manual_seed(0)
     rows, matrices = (torch.randn(shape, generator=rng) for shape in ((5 * sum(counts), 8), (len(counts), 16, 8)))
     total, upstream = (torch.randn(5 * sum(counts), 16, generator=rng) for _ in range(2))

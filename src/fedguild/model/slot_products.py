@@ -2,14 +2,15 @@
 
 On a CPU, large enough fp32 products run in oneDNN, slot by slot (docs/decisions/0004). Otherwise slots with equal
 numbers of rows share one batched product. Slots with unequal numbers, as packed rows have, get a product each on a CPU,
-and share a grouped one elsewhere.
+and share a grouped one elsewhere. A CPU's fp32 products of low rank are one call of our kernel then, where that is
+installed (docs/decisions/0020).
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,12 @@ from torch import Tensor
 from fedguild.model import kernels
 from fedguild.model.frozen_linear import WORTHWHILE, has_onednn, onednn_linear
 from fedguild.model.moe.products import ROW_BYTES, grouped_outer, grouped_rows
+
+if TYPE_CHECKING:
+    from fedguild.model.kernels.cpu_groups import Groups
+
+LOW_RANK = 32
+"""The largest rank whose products on a CPU are the kernel's: oneDNN's are faster in both directions above."""
 
 
 def slot_rows(rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -92,6 +99,9 @@ class _SlotRows(torch.autograd.Function):
 
 def rows_of_slots(rows: Tensor, matrices: Tensor, counts: tuple[int, ...], total: Tensor | None = None) -> Tensor:
     """Returns what `slot_rows` does, plus the total if there is one; not for autograd."""
+    if (groups := _groups(rows, matrices, counts)) is not None:
+        product = groups.rows(rows, [_laid_out(matrices.transpose(1, 2))])
+        return product if total is None else product.add_(total)
     if len(counts) == 1:
         return _product(rows, matrices[0], total)
     if len(set(counts)) == 1 and not _suits_onednn(rows, rows.numel() // len(counts) * matrices.shape[1]):
@@ -113,7 +123,9 @@ def add_to_slot_rows(total: Tensor, rows: Tensor, matrices: Tensor, counts: tupl
     Only where slots have unequal numbers of rows and torch's grouped product is the one to take does the product exist
     by itself first.
     """
-    if len(counts) == 1:
+    if (groups := _groups(rows, matrices, counts)) is not None:
+        groups.add(total, rows, [matrices.transpose(1, 2)])
+    elif len(counts) == 1:
         total.addmm_(rows, matrices[0].t())
     elif len(set(counts)) == 1:
         grouped = rows.unflatten(0, (len(counts), -1))
@@ -132,6 +144,11 @@ def add_to_slot_rows(total: Tensor, rows: Tensor, matrices: Tensor, counts: tupl
 
 def outer_of_slots(left: Tensor, right: Tensor, counts: tuple[int, ...]) -> Tensor:
     """Returns [S, a, b], every slot's left rows [N, a] transposed times its right rows [N, b]; not for autograd."""
+    if min(left.shape[1], right.shape[1]) <= LOW_RANK and prefers_kernel(left, counts):
+        groups = _groups_of(counts, left)
+        if left.shape[1] <= right.shape[1]:
+            return groups.outer(left, right)
+        return groups.outer(right, left).transpose(1, 2)
     if len(counts) == 1:
         return _product(left.t(), right.t())[None]
     if len(set(counts)) == 1 and not _suits_onednn(left, left.numel() // len(counts) * right.shape[1]):
@@ -154,6 +171,31 @@ def _product(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor
 def _suits_onednn(rows: Tensor, multiplications: int) -> bool:
     """Whether oneDNN's higher cost per call pays off."""
     return multiplications >= WORTHWHILE and rows.dtype is torch.float32 and rows.device.type == "cpu" and has_onednn()
+
+
+def prefers_kernel(rows: Tensor, counts: tuple[int, ...]) -> bool:
+    """Whether products of low rank with such rows are our kernel's for a CPU: slots with unequal numbers of them."""
+    suits = len(set(counts)) > 1 and rows.device.type == "cpu" and rows.dtype is torch.float32
+    return suits and kernels.runs("low-rank", rows.device) and kernels.language(rows.device) == "numba"
+
+
+def _groups(rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> Groups | None:
+    """Returns the slots as the groups of our kernel for a CPU; None where it is not the one to take."""
+    suits = min(matrices.shape[1:]) <= LOW_RANK and matrices.dtype is torch.float32 and prefers_kernel(rows, counts)
+    return _groups_of(counts, rows) if suits else None
+
+
+def _groups_of(counts: tuple[int, ...], rows: Tensor) -> Groups:
+    from fedguild.model.kernels.cpu_groups import Groups
+
+    return Groups(_ends(counts, rows.shape[0], rows.device))
+
+
+def _laid_out(matrices: Tensor) -> Tensor:
+    """Returns the matrices [S, c, a] as the kernel is fastest: with the longer side's values adjacent."""
+    if matrices.shape[1] > matrices.shape[2]:
+        return matrices.transpose(1, 2).contiguous().transpose(1, 2)
+    return matrices.contiguous()
 
 
 def _suits_grouped(rows: Tensor, *widths: int) -> bool:

@@ -19,7 +19,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.moe.casts import Casts
 from fedguild.model.on_device import kept_on_device, on_device
 from fedguild.model.slot_low_rank import add_low_rank
-from fedguild.model.slot_products import add_slot_rows_in_place, slot_rows
+from fedguild.model.slot_products import add_slot_rows_in_place, prefers_kernel, slot_rows
 from fedguild.model.targets import leaf, targeted_shapes
 
 DOWN, UP, MIDDLE = "lora_A", "lora_B", "lora_R"
@@ -234,14 +234,14 @@ def through_factors(hidden: Tensor, factors: Sequence[Tensor], rows: tuple[int, 
     """
     shape = hidden.shape
     flat = hidden.reshape(-1, shape[-1])
-    if len(rows) == 1:
-        out = _through(flat, [factor[0] for factor in factors])
-    elif len(set(rows)) == 1:
-        out = _through(flat.view(len(rows), -1, shape[-1]), factors)
-    elif flat.device.type != "cpu":
+    if prefers_kernel(flat, rows) or (flat.device.type != "cpu" and len(set(rows)) > 1):
         out = flat
         for factor in factors:
             out = slot_rows(out, factor, rows)
+    elif len(rows) == 1:
+        out = _through(flat, [factor[0] for factor in factors])
+    elif len(set(rows)) == 1:
+        out = _through(flat.view(len(rows), -1, shape[-1]), factors)
     else:
         unit = flat.shape[0] // sum(rows)
         parts = flat.split([count * unit for count in rows])
