@@ -174,8 +174,12 @@ def _suits_onednn(rows: Tensor, multiplications: int) -> bool:
 
 
 def prefers_kernel(rows: Tensor, counts: tuple[int, ...]) -> bool:
-    """Whether products of low rank with such rows are our kernel's for a CPU: slots with unequal numbers of them."""
-    suits = len(set(counts)) > 1 and rows.device.type == "cpu" and rows.dtype is torch.float32
+    """Whether products of low rank with such rows are our kernel's for a CPU: but for slots with equal numbers of rows.
+
+    A slot alone is the kernel's too, so that it gets the bits that it gets in company.
+    """
+    batched = len(counts) > 1 and len(set(counts)) == 1
+    suits = not batched and rows.device.type == "cpu" and rows.dtype is torch.float32
     return suits and kernels.runs("low-rank", rows.device) and kernels.language(rows.device) == "numba"
 
 
