@@ -55,7 +55,7 @@ def our_logits(backbone, deployment):
 @pytest.mark.parametrize("parts", [(), (FullExperts(), FullRouter())], ids=["LoRA", "LoRA and dense changes"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_loads_the_merged_checkpoint_with_our_logits(parts, tied, tmp_path):
-    """In fp64: fp32's rounding of a low-rank product and of its merge differ by about as much as the bound allows here."""
+    """In fp64: in fp32 the rounding of a low-rank product and of its merge differ by about what the bound allows."""
     model = tiny_model("switch", tie_word_embeddings=tied, dtype=torch.float64)
     backbone = make_backbone(model, None, name="tiny switch")
     before = backbone.fingerprint()
