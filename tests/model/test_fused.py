@@ -222,3 +222,10 @@ def test_liger_kernels_functions_in_the_interpreter():
             results.append([*(out.detach() for out in outputs), *gradients])
         for expected, found in zip(*results, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text)
+
+
+def test_the_large_probes_fit_fp16():
+    """Where a product overflowed, the two would differ by what is not a number."""
+    fusion = Fusion(Calls().library(), CPU, torch.float16)
+    assert fusion.fuse(tiny_model("qwen2_moe", dtype=torch.float16), EVERYTHING) == EXPECTED["qwen2_moe"]
+    assert not fusion.faults
