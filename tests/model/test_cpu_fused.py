@@ -16,14 +16,6 @@ CPU = torch.device("cpu")
 EPSILON = 1e-5
 
 
-@pytest.fixture(params=[1, 2, 3])
-def number_of_threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def normal(*shape: int, seed: int = 0, factor: float = 1.0) -> Tensor:
     return factor * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 

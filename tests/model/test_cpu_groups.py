@@ -44,14 +44,6 @@ def by_loop(rows: Tensor, matrices: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return torch.cat([part @ matrix for part, matrix in zip(parts, matrices.double(), strict=True)])
 
 
-@pytest.fixture(params=[1, 2, 3])
-def number_of_threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @CASES
 @WIDTHS
 @pytest.mark.parametrize("transposed", [False, True])

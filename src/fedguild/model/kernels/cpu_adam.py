@@ -22,10 +22,16 @@ from numba import carray, njit
 from torch import Tensor
 
 from fedguild.model.kernels.adam_updates import NUMBERS, Update, mask_place, step_numbers
-from fedguild.model.kernels.threads import Kernel, booleans, long_integers, next_piece, pointer_like, prefetch
+from fedguild.model.kernels.threads import (
+    EVERYTHING,
+    Kernel,
+    booleans,
+    long_integers,
+    next_piece,
+    pointer_like,
+    prefetch,
+)
 
-EVERYTHING = 1 << 40
-"""More elements than an array has: the kernel is given no sizes of arrays, and keeps within them."""
 LEAST_ELEMENTS = 1 << 14
 """Elements that are worth a thread."""
 LANES = 16

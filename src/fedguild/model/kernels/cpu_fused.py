@@ -1,7 +1,7 @@
 """RMS norms, rotary embeddings and SiLU gates of a frozen model on a CPU, in Numba: each in one pass over its values.
 
 torch computes them operation by operation, five to eight of them forward and more backward, each with a tensor of its
-own: at hidden size 256 they take a fifth of a training step (docs/decisions/0020). Here a value is read once, and what
+own (docs/decisions/0020). Here a value is read once, and what
 the backward pass can compute again is not kept.
 
 All is for fp32; `fused` lets other tensors take the module's own way. A row's result depends neither on the other rows
@@ -21,10 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from fedguild.model.kernels.library import Library
-from fedguild.model.kernels.threads import Kernel, bits_as_float, floats, in_order, next_piece
+from fedguild.model.kernels.threads import EVERYTHING, Kernel, bits_as_float, floats, in_order, next_piece
 
-EVERYTHING = 1 << 40
-"""More elements than an array has: a kernel is given no sizes of arrays, and keeps within them."""
 LEAST_ELEMENTS = 1 << 13
 """Elements that are worth a piece of their own."""
 LOWEST, HIGHEST = np.float32(-87.3), np.float32(88.3)
@@ -97,12 +95,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
         left, right = _as_rows(left), _as_rows(right)
-        out = left.new_empty(left.shape)
-        rows, width = out.numel() // max(out.shape[-1], 1), out.shape[-1]
-        numbers = (*_addresses((left, right, out)), rows, width, _step(left), _step(right), width)
-        _gated.run(numbers, most_pieces=_pieces(out))
         ctx.save_for_backward(left, right)
-        return out
+        return _gate_of(left, right)
 
     @staticmethod
     @once_differentiable
@@ -119,12 +113,8 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
         both = _as_rows(both)
-        out = both.new_empty(both.shape[0], both.shape[1] // 2)
-        left, right = both.chunk(2, dim=1)
-        numbers = (*_addresses((left, right, out)), *out.shape, _step(left), _step(right), out.shape[1])
-        _gated.run(numbers, most_pieces=_pieces(out))
         ctx.save_for_backward(both)
-        return out
+        return _gate_of(*both.chunk(2, dim=1))
 
     @staticmethod
     @once_differentiable
@@ -136,10 +126,18 @@ class _Gate(torch.autograd.Function):
         return out
 
 
+def _gate_of(left: Tensor, right: Tensor) -> Tensor:
+    """Returns silu(a) · b of a and b [..., I] as `_as_rows` gives them, or as halves of that."""
+    out, width = left.new_empty(left.shape), left.shape[-1]
+    numbers = (*_addresses((left, right, out)), out.numel() // width, width, *map(_step, (left, right, out)))
+    _gated.run(numbers, most_pieces=_pieces(out))
+    return out
+
+
 def _gate_back(left: Tensor, right: Tensor, gradient: Tensor, d_left: Tensor, d_right: Tensor) -> None:
     """Writes the gradients of a and b [..., I] of silu(a) · b."""
     gradient = _as_rows(gradient)
-    rows, width = left.numel() // max(left.shape[-1], 1), left.shape[-1]
+    rows, width = left.numel() // left.shape[-1], left.shape[-1]
     given = (left, right, gradient, d_left, d_right)
     _gated_back.run((*_addresses(given), rows, width, *map(_step, given)), most_pieces=_pieces(left))
 
@@ -218,7 +216,7 @@ def _norm(numbers):
 
 @Kernel
 def _norm_back(numbers):
-    """Dx = s (w dy - x s² mean(w dy x))."""
+    """The gradient of x: s (w dy - x s² mean(w dy x))."""
     given = carray(numbers, 9)
     pieces = given[1]
     x, w = carray(floats(given[2]), EVERYTHING), carray(floats(given[3]), EVERYTHING)

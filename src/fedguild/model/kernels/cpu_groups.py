@@ -15,10 +15,8 @@ import numpy as np
 from numba import carray, njit
 from torch import Tensor
 
-from fedguild.model.kernels.threads import Kernel, floats, in_order, integers, next_piece
+from fedguild.model.kernels.threads import EVERYTHING, Kernel, floats, in_order, integers, next_piece
 
-EVERYTHING = 1 << 40
-"""More elements than an array has: a kernel is given no sizes of arrays, and keeps within them."""
 LEAST_ROWS = 64
 """Rows that are worth a piece of their own."""
 

@@ -25,6 +25,8 @@ FUSED = {"contract", "nsz"}
 """A product and a sum may be one operation."""
 VECTORS = FUSED | {"reassoc"}
 """Sums may be taken in vectors: in another order than the code's, but always in the same."""
+EVERYTHING = 1 << 40
+"""More elements than an array has: a kernel is given no sizes of arrays, and keeps within them."""
 PIECES_PER_THREAD = 4
 """Pieces of a kernel for each thread, where there are several, so that none waits long for the last."""
 
