@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
@@ -36,6 +37,25 @@ OURS = ("low-rank", "grouped", "cross-entropy", "dropout")
 WAYS = pytest.mark.parametrize("names", [(), OURS], ids=["torch", "kernels"])
 RANK = 40
 """A rank that is no other size of the model."""
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations read and write on the device; a view moves none."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in function._schema.returns)
+        if not is_view and function is not torch.ops.aten._unsafe_view.default:
+            self.bytes += sum(
+                value.numel() * value.element_size()
+                for value in tree_leaves((args, kwargs, out))
+                if isinstance(value, torch.Tensor) and value.device.type == "meta"
+            )
+        return out
 
 
 class Copies(TorchDispatchMode):
@@ -161,6 +181,49 @@ def test_there_is_no_cliff_in_the_number_of_groups(monkeypatch):
     assert operations[15] == operations[14]
     assert operations[17] == operations[16]
     assert 0 < operations[16] - operations[15] < 2 * 150
+
+
+def bytes_of_a_step(slots, rows, monkeypatch, **changes):
+    """Returns the bytes that a second step moves but for the optimizer, and those of one slot's trained factors."""
+    slot_products._ends.cache_clear()
+    monkeypatch.setattr(Cohort, "read_losses", lambda self: self._unread.clear())
+    settings = SETTINGS.model_copy(update={"batch_size": rows})
+    plan = AdapterPlan((Lora(8, 1.0, ("attention", "router", "experts")),))
+    with SlotModel(meta_backbone(**changes), [plan] * slots) as model:
+        factors = sum(trainable.stored.numel() * 4 for trainable in model.trainables.values())
+        for step in Cohort(model, work_of(slots, (9,) * rows), settings, round_index=1, seed=1).steps():
+            with Moved() as moved:
+                step.backward(step.forward())
+    return moved.bytes, factors // slots
+
+
+def test_a_step_moves_the_bytes_of_its_tokens_once_whatever_the_slots(monkeypatch):
+    """The same tokens in more slots: a further slot moves its factors, as they are cast, used and differentiated."""
+    moved = {slots: bytes_of_a_step(slots, 8 // slots, monkeypatch)[0] for slots in (2, 4, 8)}
+    _, factors = bytes_of_a_step(2, 4, monkeypatch)
+    assert moved[8] - moved[4] == 2 * (moved[4] - moved[2])
+    assert (moved[4] - moved[2]) / 2 < 4.5 * factors
+    assert moved[8] < 1.5 * moved[2]
+
+
+def test_of_a_further_expert_a_step_moves_its_own_weights_and_the_routers_scores(monkeypatch):
+    """At the same pairs: what it moves for each token is the same at any width of the model."""
+
+    def of_an_expert(rows, hidden):
+        sizes = {"hidden_size": hidden, "num_attention_heads": 2, "num_key_value_heads": 2}
+        counts = {
+            experts: bytes_of_a_step(2, rows, monkeypatch, num_experts=experts, **sizes) for experts in (8, 16, 32)
+        }
+        moved, factors = ({experts: count[place] for experts, count in counts.items()} for place in (0, 1))
+        assert moved[32] - moved[16] == 2 * (moved[16] - moved[8])
+        return (moved[16] - moved[8]) / 8, 2 * (factors[16] - factors[8]) / 8
+
+    scores = set()
+    for hidden in (16, 32):
+        (few, factors), (many, _) = of_an_expert(2, hidden), of_an_expert(4, hidden)
+        scores.add(many - few)
+        assert few - (many - few) < 5 * factors  # as many tokens less as many: none
+    assert len(scores) == 1
 
 
 @pytest.mark.long

@@ -75,7 +75,7 @@ def test_wide_products_for_the_tokens_equal_the_loop(case, dtype, tolerance):
 @pytest.mark.parametrize("way", ["pairs", "tokens"])
 @pytest.mark.parametrize("case", WITH_LORA.values(), ids=WITH_LORA.keys())
 def test_the_kernels_of_a_cpu_equal_the_loop(case, way, monkeypatch):
-    let_run(monkeypatch, {"low-rank"}, language="numba")
+    let_run(monkeypatch, {"low-rank", "grouped"}, language="numba")
     ran = []
     rows = cpu_groups().Groups.rows
     monkeypatch.setattr(cpu_groups().Groups, "rows", lambda *args: ran.append(1) or rows(*args))
@@ -120,8 +120,20 @@ def test_what_is_trained_alone_gets_the_gradient_that_it_gets_with_all(way, trai
         (16, 8, 2048 * 1024, 1, torch.float32, False),
     ],
 )
-def test_every_expert_runs_for_one_slot_few_tokens_and_half_of_the_experts(tokens, top_k, size, slots, dtype, expected):
+def test_every_expert_runs_for_one_slot_few_tokens_and_half_of_the_experts(
+    tokens, top_k, size, slots, dtype, expected, monkeypatch
+):
+    let_run(monkeypatch, ())
     assert prefers_dense(torch.zeros(tokens, 1, dtype=dtype), top_k, 16, size, slots) is expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_where_our_kernel_computes_the_products_of_groups_every_layer_is_dispatched_by_pairs(dtype, monkeypatch):
+    let_run(monkeypatch, {"grouped"}, language="numba")
+    layer = build(Case((6, 4), (4, 4), (6, 6), (1.0, 1.0)), dtype)
+    plan = dispatch_module.dispatch(layer.indices, layer.slot, layer.keep, 6, 2)
+    assert prefers_dense(torch.zeros(128, 1, dtype=dtype), 8, 16, 256 * 128, 1) is (dtype is torch.float64)
+    assert prefers_token_side(layer.tokens.to(dtype), plan) is (dtype is torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +146,10 @@ def test_every_expert_runs_for_one_slot_few_tokens_and_half_of_the_experts(token
         (3, (4,), torch.float32, False),
     ],
 )
-def test_wide_products_are_for_the_tokens_where_half_of_all_pairs_are_routed(top_k, padding, dtype, expected):
+def test_wide_products_are_for_the_tokens_where_half_of_all_pairs_are_routed(
+    top_k, padding, dtype, expected, monkeypatch
+):
+    let_run(monkeypatch, ())
     layer = build(Case((6, 4), (4, 4), (top_k, top_k), (1.0, 1.0), padding=padding), dtype)
     plan = dispatch_module.dispatch(layer.indices, layer.slot, layer.keep, 6, 2)
     assert prefers_token_side(layer.tokens.to(dtype), plan) is expected

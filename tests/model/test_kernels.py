@@ -250,11 +250,11 @@ def install(monkeypatch):
     ("setting", "installed", "expected"),
     [
         ("auto", {"numba", "triton", "liger_kernel"}, set(kernels.CPU_KERNELS)),
-        ("", {"numba"}, {"low-rank", "optimizer", "norm", "rotary", "swiglu"}),
+        ("", {"numba"}, {"low-rank", "grouped", "optimizer", "norm", "rotary", "swiglu"}),
         ("auto", {"triton", "liger_kernel"}, set()),
         ("none", {"numba"}, set()),
-        ("optimizer, grouped", {"numba"}, {"optimizer"}),
-        ("grouped, dropout", set(), set()),
+        ("optimizer, dropout", {"numba"}, {"optimizer"}),
+        ("cross-entropy, dropout", set(), set()),
         (",".join(kernels.KERNELS), {"numba"}, set(kernels.CPU_KERNELS)),
     ],
 )

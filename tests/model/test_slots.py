@@ -15,6 +15,7 @@ from fedguild.model.moe import token_side, view
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
 from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tiny_model
+from tests.model.kernels import let_run
 from tests.oracles.lora import MergedModel
 
 PLAN = AdapterPlan((Lora(4, 0.5, ("attention", "router", "experts")),), 2)
@@ -240,6 +241,7 @@ def test_tensors_that_do_not_fit_are_refused(olmoe_backbone, tensors, message):
 def test_a_model_takes_the_wide_products_for_its_tokens_and_gets_the_gradients_of_the_pairs(
     olmoe_backbone, monkeypatch
 ):
+    let_run(monkeypatch, ())
     plans = [PLAN, PLAN.with_lora(rank=2, scale=2.0)]
     adapters = [random_adapter(olmoe_backbone.info, plan, seed) for seed, plan in enumerate(plans)]
     calls = []

@@ -130,7 +130,7 @@ def add_to_slot_rows(total: Tensor, rows: Tensor, matrices: Tensor, counts: tupl
     elif len(set(counts)) == 1:
         grouped = rows.unflatten(0, (len(counts), -1))
         total.unflatten(0, (len(counts), -1)).baddbmm_(grouped, matrices.transpose(1, 2))
-    elif kernels.runs("grouped", rows.device):
+    elif kernels.runs("grouped", rows.device) and kernels.language(rows.device) == "triton":
         from fedguild.model.kernels.segmented import Segments, segmented_rows
 
         segments = Segments.of(_ends(counts, rows.shape[0], rows.device), rows.shape[0], rows.dtype)
@@ -205,7 +205,7 @@ def _laid_out(matrices: Tensor) -> Tensor:
 
 def _suits_grouped(rows: Tensor, *widths: int) -> bool:
     """Whether a device other than a CPU computes slots with unequal numbers of rows in one grouped product."""
-    if kernels.runs("grouped", rows.device):
+    if kernels.runs("grouped", rows.device) and kernels.language(rows.device) == "triton":
         return True
     low_precision = rows.dtype in (torch.bfloat16, torch.float16)
     aligned = all(width * rows.element_size() % ROW_BYTES == 0 for width in widths)

@@ -3,11 +3,12 @@
 Two kinds run on a GPU. Our own, in Triton: products of (expert, slot) groups (`segmented`), the cross-entropy
 (`cross_entropy`), dropout's mask (`dropout`) and the step of Adam (`adam`). Liger-Kernel's, in place of a frozen
 model's norms, rotary embedding and gates (`fused`). A CPU runs our own, in Numba, on torch's threads (`threads`):
-products of groups (`cpu_groups`), the step of Adam (`cpu_adam`), and norms, rotary embedding and gates (`cpu_fused`).
+products of groups, of low rank (`cpu_groups`) and with the experts' weights (`cpu_products`), the step of Adam
+(`cpu_adam`), and norms, rotary embedding and gates (`cpu_fused`).
 
 On a CPU, and on a GPU that Triton compiles for, each runs where its package is installed; the variable
 `FEDGUILD_KERNELS` is `auto` (the default), `none`, or the names of those that must run and no others:
-`FEDGUILD_KERNELS=low-rank,grouped`. `docs/decisions/0016`, `0019` and `0020` say what each is for.
+`FEDGUILD_KERNELS=low-rank,grouped`. `docs/decisions/0016` and `0019` to `0021` say what each is for.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ KERNELS = {
     "swiglu": "liger_kernel",
 }
 """Name -> the package that it needs on a GPU."""
-CPU_KERNELS = dict.fromkeys(("low-rank", "optimizer", "norm", "rotary", "swiglu"), "numba")
+CPU_KERNELS = dict.fromkeys(("low-rank", "grouped", "optimizer", "norm", "rotary", "swiglu"), "numba")
 """Name -> the package that it needs on a CPU."""
 EXTRAS = {"triton": "gpu", "liger_kernel": "gpu", "numba": "cpu"}
 """Package -> the extra that installs it."""

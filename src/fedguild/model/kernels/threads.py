@@ -48,17 +48,18 @@ class Kernel:
         self._function, self._fastmath = function, FUSED if in_order else VECTORS
         self._compiled: Any = None
 
-    def run(self, numbers: Sequence[int], *, most_pieces: int) -> None:
+    def run(self, numbers: Sequence[int], *, most_pieces: int, pieces_per_thread: int = PIECES_PER_THREAD) -> None:
         """Runs the kernel; returns when all of its pieces are done.
 
         Args:
             numbers: Its own numbers.
             most_pieces: How many pieces its work can be cut into.
+            pieces_per_thread: How many pieces it is cut into for each thread, where there are several.
         """
         if self._compiled is None:
             self._compiled = self._compile()
         threads = torch.get_num_threads()
-        pieces = max(1, min(most_pieces, threads * PIECES_PER_THREAD if threads > 1 else 1))
+        pieces = max(1, min(most_pieces, threads * pieces_per_thread if threads > 1 else 1))
         given = (ctypes.c_int64 * (len(numbers) + 2))(0, pieces, *numbers)
         parallel = _parallel() if pieces > 1 else None
         if parallel is None:

@@ -2,7 +2,8 @@
 
 If a layer has few tokens and at least half of its experts are active for each token, sorting the pairs and calling a
 product for each expert costs more than the unnecessary products (docs/decisions/0008). An expert that a token was not
-routed to has weight 0 in its output and gets exactly no gradient from it.
+routed to has weight 0 in its output and gets exactly no gradient from it. Where our own kernel computes the products
+of groups, they are faster (docs/decisions/0021).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from fedguild.model.frozen_linear import frozen_product
 from fedguild.model.moe.experts import Factors, FrozenExperts
+from fedguild.model.moe.products import runs_on_cpu
 
 LEAST_ACTIVE = 0.5
 """Smallest share of the experts that must be active for a token."""
@@ -34,7 +36,8 @@ def prefers_dense(hidden: Tensor, top_k: int, experts: int, size: int, slots: in
     """
     full_precision = hidden.dtype in (torch.float32, torch.float64) and hidden.device.type == "cpu"
     small = hidden.shape[0] * top_k * size <= SMALL * experts
-    return full_precision and slots == 1 and top_k >= LEAST_ACTIVE * experts and small
+    fits = full_precision and slots == 1 and top_k >= LEAST_ACTIVE * experts and small
+    return fits and not runs_on_cpu(hidden)
 
 
 def run_every_expert(

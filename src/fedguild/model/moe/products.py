@@ -1,8 +1,8 @@
 """Grouped matrix products: rows sorted by group, one matrix for each group.
 
 torch's `grouped_mm` computes them in one call. On a CPU it multiplies group by group with the BLAS that torch was built
-with. For large groups oneDNN's kernels are up to twice as fast in fp32 (docs/decisions/0004,
-benchmarks/grouped_products.py), so they are used for those. On a GPU torch has a kernel for bf16 on Hopper and
+with. In fp32 our own kernel is faster there (docs/decisions/0021, benchmarks/grouped_products.py); without Numba, large
+groups go to oneDNN (docs/decisions/0004). On a GPU torch has a kernel for bf16 on Hopper and
 Blackwell; elsewhere its `grouped_mm` reads the groups' ends back to the host and multiplies group by group, so that our
 own kernel runs there instead, and where there are more groups than torch's takes (docs/decisions/0016).
 What torch's does not take, and our kernel is not there for, is multiplied group by group.
@@ -39,6 +39,10 @@ def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         from fedguild.model.kernels.segmented import Segments, segmented_rows
 
         return segmented_rows(rows, [matrices], Segments.of(ends, rows.shape[0], rows.dtype))
+    if _suits_cpu_kernel(rows, matrices):
+        from fedguild.model.kernels.cpu_products import products
+
+        return products(rows, matrices, ends)
     by_torch = _suits_torch(rows, inner, outer)
     if by_torch and rows.device.type != "cpu":
         return _in_chunks(rows, matrices, ends)
@@ -62,6 +66,10 @@ def add_grouped_rows(total: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor
         from fedguild.model.kernels.segmented import Segments, segmented_rows
 
         segmented_rows(rows, [matrices], Segments.of(ends, rows.shape[0], rows.dtype), total=total)
+    elif _suits_cpu_kernel(rows, matrices) and total.stride(1) == 1:
+        from fedguild.model.kernels.cpu_products import products
+
+        products(rows, matrices, ends, total)
     else:
         total += grouped_rows(rows, matrices, ends)
 
@@ -84,11 +92,26 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _suits_kernel(rows: Tensor, groups: int, *widths: int) -> bool:
-    """Whether our own kernel takes a product: where it runs, and torch has none of its own."""
-    if not kernels.runs("grouped", rows.device):
+    """Whether our own kernel for a GPU takes a product: where it runs, and torch has none of its own."""
+    if not kernels.runs("grouped", rows.device) or kernels.language(rows.device) != "triton":
         return False
     by_torch = rows.dtype is torch.bfloat16 and groups <= GROUP_LIMIT and _suits_torch(rows, *widths)
     return not (by_torch and rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] in BF16_KERNELS)
+
+
+def runs_on_cpu(values: Tensor) -> bool:
+    """Whether our own kernel for a CPU computes grouped products with values of this dtype and device."""
+    suits = values.device.type == "cpu" and values.dtype is torch.float32 and kernels.runs("grouped", values.device)
+    return suits and kernels.language(values.device) == "numba"
+
+
+def _suits_cpu_kernel(rows: Tensor, matrices: Tensor) -> bool:
+    """Whether our own kernel for a CPU takes a product."""
+    if not runs_on_cpu(rows) or matrices.dtype is not rows.dtype:
+        return False
+    from fedguild.model.kernels.cpu_products import takes
+
+    return takes(rows, *matrices.shape[1:])
 
 
 def _suits_torch(rows: Tensor, *widths: int) -> bool:

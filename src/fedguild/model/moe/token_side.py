@@ -4,7 +4,7 @@ Of the four low-rank products of an expert, two are as wide as the model: A of g
 tokens, and B of down adds to the output of the tokens. If most experts are active, one large product of each slot's
 tokens with the concatenated factors of all experts is faster than a small product for each (expert, slot) group, and it
 needs no gathered rows (docs/decisions/0009). The two narrow ones, B of gate and up and A of down, are still computed
-for the pairs.
+for the pairs. Where our own kernels compute the products of groups, they are faster (docs/decisions/0021).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from fedguild.model.moe.dispatch import Dispatch, combine, gather
 from fedguild.model.moe.experts import Factors, FrozenExperts, row_weights, weights_gradient
 from fedguild.model.moe.low_rank import LowRank, stacked
-from fedguild.model.moe.products import grouped_rows
+from fedguild.model.moe.products import grouped_rows, runs_on_cpu
 from fedguild.model.slot_products import add_slot_rows, slot_rows
 
 LEAST_ROUTED = 0.5
@@ -28,7 +28,8 @@ LEAST_ROUTED = 0.5
 def prefers_token_side(hidden: Tensor, plan: Dispatch) -> bool:
     """Whether a layer's wide low-rank products are faster for the tokens [N, H] than for its pairs."""
     full_precision = hidden.dtype in (torch.float32, torch.float64) and hidden.device.type == "cpu"
-    return full_precision and plan.active.shape[0] >= LEAST_ROUTED * plan.experts * hidden.shape[0]
+    many = plan.active.shape[0] >= LEAST_ROUTED * plan.experts * hidden.shape[0]
+    return full_precision and many and not runs_on_cpu(hidden)
 
 
 def run_token_side(
