@@ -12,6 +12,7 @@ from torch import Tensor
 cpu_groups = pytest.importorskip("fedguild.model.kernels.cpu_groups", reason="Numba is an extra")
 threads = pytest.importorskip("fedguild.model.kernels.threads")
 Groups = cpu_groups.Groups
+LANES, WIDTH, DEPTH, ROWS = cpu_groups.LANES, cpu_groups.WIDTH, cpu_groups.DEPTH, cpu_groups.ROWS
 
 SIZES = {
     "ragged": (3, 0, 17, 1, 20, 0),
@@ -19,10 +20,15 @@ SIZES = {
     "one group": (5,),
     "the first and the last are empty": (0, 33, 0),
     "no rows": (0, 0),
+    "empty in between": (4, 0, 0, 0, 5, 0, 7),
     "more rows than a piece": (150, 0, 90, 200),
 }
 CASES = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-WIDTHS = pytest.mark.parametrize(("inner", "outer"), [(20, 24), (17, 5), (1, 3), (3, 1), (64, 8)], ids=str)
+WIDTHS = pytest.mark.parametrize(
+    ("inner", "outer"),
+    [(20, 24), (17, 5), (1, 3), (3, 1), (64, 8), (2 * LANES, WIDTH + LANES), (80, 2 * WIDTH)],
+    ids=str,
+)
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -33,10 +39,14 @@ def groups_of(sizes: tuple[int, ...]) -> Groups:
     return Groups(torch.tensor(sizes).cumsum(0).to(torch.int32))
 
 
-def assert_near(found: Tensor, expected: Tensor) -> None:
+def assert_near(found: Tensor, expected: Tensor, inner: int = 256) -> None:
+    """Within 1e-6 of the largest value; the rounding of longer sums grows with the root of their length."""
     assert found.shape == expected.shape
     largest = float(expected.abs().max()) if expected.numel() else 1.0
-    assert float((found.double() - expected).abs().max() if found.numel() else 0.0) <= 1e-6 * largest
+    assert (
+        float((found.double() - expected).abs().max() if found.numel() else 0.0)
+        <= 1e-6 * largest * max(1.0, inner / 256) ** 0.5
+    )
 
 
 def by_loop(rows: Tensor, matrices: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -65,6 +75,73 @@ def test_products_are_added_in_place(sizes, inner, outer):
     groups_of(sizes).add(wide[:, 5:], rows, [matrices])
     assert_near(wide[:, 5:], before[:, 5:] + by_loop(rows, matrices, sizes))
     assert torch.equal(wide[:, :5].double(), before[:, :5])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("outer", [WIDTH, WIDTH + 5, LANES], ids=str)
+def test_sums_are_taken_up_again_for_the_next_panel(outer, transposed):
+    sizes, inner = (2 * ROWS + 5, 0, 3), 2 * DEPTH + LANES + 3
+    rows = normal(sum(sizes), inner, seed=1)
+    stored = normal(len(sizes), *((outer, inner) if transposed else (inner, outer)), seed=2)
+    matrices = stored.transpose(1, 2) if transposed else stored
+    assert_near(groups_of(sizes).rows(rows, [matrices]), by_loop(rows, matrices, sizes), inner)
+
+
+def test_matrices_without_a_side_of_adjacent_values_are_copied():
+    sizes = SIZES["ragged"]
+    rows, matrices = normal(sum(sizes), LANES, seed=1), normal(len(sizes), LANES, 2 * LANES, seed=2)[:, :, ::2]
+    assert 1 not in matrices.stride()[1:]
+    assert_near(groups_of(sizes).rows(rows, [matrices]), by_loop(rows, matrices, sizes))
+
+
+def test_what_is_beside_a_group_is_not_read():
+    """Not even to multiply it by zero: NaN stays where it is."""
+    sizes = (5, 8, 3)
+    rows, matrices = normal(16, 33, seed=1), normal(3, 70, 33, seed=2)
+    rows[5:13], matrices[1] = torch.nan, torch.nan
+    found = groups_of(sizes).rows(rows, [matrices.transpose(1, 2)])
+    assert found[5:13].isnan().all()
+    assert not found[:5].isnan().any()
+    assert not found[13:].isnan().any()
+
+
+@pytest.mark.parametrize("size", [1, ROWS, 2 * ROWS + 1])
+def test_a_matrix_gives_the_same_bits_either_way_round(size):
+    """The sums are taken in the same order, wherever a row stands."""
+    rows, matrices = normal(size, DEPTH + 40, seed=1), normal(1, DEPTH + 40, WIDTH, seed=2)
+    turned = matrices.transpose(1, 2).contiguous().transpose(1, 2)
+    found = groups_of((size,)).rows(rows, [matrices])
+    assert torch.equal(found, groups_of((size,)).rows(rows, [turned]))
+    assert torch.equal(found[-1:], groups_of((1,)).rows(rows[-1:], [turned]))
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 17, 1, 20, 0), (0, 0, 0, 0, 0, 5), (9, 9, 0, 0, 70, 1)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("inner", "outer", "rank", "summed"),
+    [(40, 2 * WIDTH, 5, False), (40, 2 * WIDTH, 5, True), (DEPTH + 7, 2 * LANES, 20, False), (33, 37, 3, True)],
+)
+def test_low_rank_products_beside_a_frozen_one(sizes, transposed, inner, outer, rank, summed):
+    """Three experts of two slots each; one projection as well as two."""
+    groups, experts = groups_of(sizes), torch.tensor(sizes).cumsum(0)[1::2].to(torch.int32)
+    merged = tuple(torch.tensor(sizes).view(3, 2).sum(dim=1).tolist())
+    rows = normal(sum(sizes), inner, seed=1)
+    stored = normal(3, *((outer, inner) if transposed else (inner, outer)), seed=2)
+    frozen = stored.transpose(1, 2) if transposed else stored
+    for projections in (1, 2):
+        each = outer if summed else outer // projections
+        low = normal(sum(sizes), projections * rank + 2, seed=3)[:, 1:-1]
+        ups = [normal(6, rank, each, seed=seed) for seed in range(4, 4 + projections)]
+        if not cpu_groups.suits_frozen(outer, ups, summed=summed):
+            assert each % WIDTH
+            continue
+        parts = [by_loop(part, up, sizes) for part, up in zip(low.chunk(projections, dim=1), ups, strict=True)]
+        expected = by_loop(rows, frozen, merged) + (sum(parts) if summed else torch.cat(parts, dim=1))
+        found = groups.add_to_frozen(rows, frozen, experts, low, ups, summed=summed)
+        assert_near(found, expected, inner)
+        if summed and projections == 2:
+            apart = groups.add_to_frozen(rows, frozen, experts, low[:, :rank], ups[:1], summed=True)
+            assert not torch.equal(found, apart)
 
 
 def test_two_projections_at_once():

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fedguild.model.moe import products
-from fedguild.model.moe.products import grouped_outer, grouped_rows
+from fedguild.model.moe.products import FrozenProduct, add_grouped_rows, grouped_outer, grouped_rows
+from tests.model.kernels import let_run
 
 ENDS = torch.tensor([0, 3, 3, 4, 9, 9], dtype=torch.int32)
 GROUPS = list(pairwise([0, *ENDS.tolist()]))
@@ -89,3 +90,31 @@ def test_more_groups_than_a_kernel_takes_are_split(monkeypatch):
     rows, matrices = normal(9, 8, dtype=torch.float32), normal(6, 8, 16, dtype=torch.float32)
     expected = torch.cat([rows[start:end] @ matrices[group] for group, (start, end) in enumerate(GROUPS)])
     assert torch.allclose(products._in_chunks(rows, matrices, ENDS), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("outer", [16, 37], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_in_fp32_a_cpu_s_products_are_our_kernel_s(outer, transposed, monkeypatch):
+    """Others are torch's; a total is added to."""
+    let_run(monkeypatch, {"grouped"}, language="numba")
+    cpu_groups = pytest.importorskip("fedguild.model.kernels.cpu_groups")
+    ran = []
+    multiply = cpu_groups.Groups._multiply
+    monkeypatch.setattr(
+        cpu_groups.Groups, "_multiply", lambda *args, **options: ran.append(1) or multiply(*args, **options)
+    )
+    rows, matrices = normal(9, 80, dtype=torch.float64), normal(6, 80, outer, dtype=torch.float64)
+    expected = torch.cat([rows[start:end] @ matrices[group] for group, (start, end) in enumerate(GROUPS)])
+    single = matrices.float()
+    single = single.transpose(1, 2).contiguous().transpose(1, 2) if transposed else single
+    total = torch.ones(9, outer)
+    add_grouped_rows(total, rows.float(), single, ENDS)
+    product = FrozenProduct(rows.float(), single, ENDS)
+    for found in (grouped_rows(rows.float(), single, ENDS), total - 1, product.computed()):
+        assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert product.fuses()
+    assert len(ran) == 3
+    assert torch.allclose(grouped_rows(rows, matrices, ENDS), expected, rtol=1e-14, atol=1e-13)
+    grouped_rows(rows.bfloat16(), matrices.bfloat16(), ENDS)
+    assert len(ran) == 3
+    assert not FrozenProduct(rows, matrices, ENDS).fuses()

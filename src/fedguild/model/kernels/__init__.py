@@ -3,7 +3,7 @@
 Two kinds run on a GPU. Our own, in Triton: products of (expert, slot) groups (`segmented`), the cross-entropy
 (`cross_entropy`), dropout's mask (`dropout`) and the step of Adam (`adam`). Liger-Kernel's, in place of a frozen
 model's norms, rotary embedding and gates (`fused`). A CPU runs our own, in Numba, on torch's threads (`threads`):
-products of groups, of low rank (`cpu_groups`) and with the experts' weights (`cpu_products`), the step of Adam
+products of groups (`cpu_groups`), the step of Adam
 (`cpu_adam`), and norms, rotary embedding and gates (`cpu_fused`).
 
 On a CPU, and on a GPU that Triton compiles for, each runs where its package is installed; the variable

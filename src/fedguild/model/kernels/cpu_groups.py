@@ -1,7 +1,10 @@
-"""Products of rows sorted by group with each group's own small matrices on a CPU, in Numba.
+"""Products of rows sorted by group with each group's own matrix on a CPU, in Numba.
 
-torch's `grouped_mm` multiplies group by group on a CPU, and a group costs microseconds however small it is: with 64
-experts and 10 slots a layer has 640. Here a group costs what its rows cost (docs/decisions/0019).
+torch multiplies group by group on a CPU, by oneDNN or the BLAS it was built with, and a group costs microseconds
+however small it is: with 64 experts and 10 slots a layer has 640. Here a group costs what its rows cost
+(docs/decisions/0019), and the experts' frozen products are a third to six times as fast (docs/decisions/0021): a piece
+of work is some columns of some groups, a panel of one group's matrix is copied to where it stays in the cache, and six
+rows at once meet all of it, their sums in registers. While they do, the next panel is fetched from memory.
 
 All is for fp32. A row's products do not depend on the other rows of its group, and nothing on the number of threads.
 """
@@ -11,12 +14,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numba import carray, njit
+from numba import carray, njit, types
 from torch import Tensor
 
-from fedguild.model.kernels.threads import EVERYTHING, Kernel, floats, in_order, integers, next_piece
+from fedguild.model.kernels.cpu_tiles import DEPTH, LANES, ROWS, VECTORS, WIDTH, copy, panel_memory, tile, turn
+from fedguild.model.kernels.threads import EVERYTHING, Kernel, floats, integers, next_piece
 
+PIECES_PER_THREAD = 8
+"""Groups have unequal numbers of rows, so that the threads take more and smaller pieces than elsewhere."""
+SHALLOW = 64
+"""Rows of a matrix up to which they stay in the cache and are read where they are."""
 LEAST_ROWS = 64
 """Rows that are worth a piece of their own."""
 
@@ -36,18 +43,18 @@ class Groups:
 
         Args:
             rows: [n, in], common to the projections, or [n, p·in], theirs side by side.
-            matrices: [G, in, out] of each projection; the fastest are stored as [G, out, in].
+            matrices: [G, in, out] of each projection.
         """
         _, inner, outer = matrices[0].shape
         out = rows.new_empty(rows.shape[0], outer * len(matrices))
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        matrices = [_adjacent(matrix) for matrix in matrices]
+        strides = {matrix.stride() for matrix in matrices}
+        if len(matrices) == 2 and rows.shape[1] == inner and len(strides) == 1 and matrices[0].stride(1) == 1:
+            self._multiply(rows, matrices, out)
+            return out
         own = rows.chunk(len(matrices), dim=1) if rows.shape[1] != inner else [rows] * len(matrices)
         for part, of_part, matrix in zip(out.split(outer, dim=1), own, matrices, strict=True):
-            if matrix.stride(1) == 1 and inner > 1:
-                self._run(_dots, of_part, matrix, matrix.stride(2), part)
-            else:
-                matrix = matrix.contiguous()
-                self._run(_sums, of_part, matrix, matrix.stride(1), part.zero_())
+            self._multiply(of_part, [matrix], part)
         return out
 
     def add(self, total: Tensor, rows: Tensor, matrices: Sequence[Tensor], *, summed: bool = False) -> None:
@@ -61,41 +68,308 @@ class Groups:
         """
         totals = [total] * len(matrices) if summed else total.chunk(len(matrices), dim=1)
         for one, part, matrix in zip(totals, rows.chunk(len(matrices), dim=1), matrices, strict=True):
-            matrix = matrix if matrix.stride(2) == 1 else matrix.contiguous()
-            self._run(_sums, part if part.stride(1) == 1 else part.contiguous(), matrix, matrix.stride(1), one)
+            matrix = _adjacent(matrix)
+            if matrix.stride(2) == 1 and matrix.shape[1] <= SHALLOW:
+                self._add_shallow(part, matrix, one)
+            else:
+                self._multiply(part, [matrix], one, adds=True)
 
-    def _run(self, kernel: Kernel, rows: Tensor, matrix: Tensor, step: int, out: Tensor) -> None:
-        """Runs a kernel of rows [n, in] and matrices [G, in, out], whose stored vectors are `step` elements apart."""
-        assert out.stride(1) == 1
+    def add_to_frozen(
+        self,
+        rows: Tensor,
+        frozen: Tensor,
+        ends: Tensor,
+        low: Tensor,
+        matrices: Sequence[Tensor],
+        *,
+        summed: bool = False,
+    ) -> Tensor:
+        """Returns [n, out], the rows times their expert's frozen matrix, with what `add` adds to it from `low`.
+
+        Args:
+            rows: [n, in].
+            frozen: [M, in, out], an expert's groups being G / M successive ones.
+            ends: [M] int32, where each expert's rows end.
+            low: [n, p·r], the projections' side by side.
+            matrices: [G, r, out / p] of each projection, or [G, r, out] if they are added up.
+            summed: Whether the projections' products are added up.
+        """
+        out = rows.new_empty(rows.shape[0], frozen.shape[2])
+        Groups(ends)._multiply(rows, [_adjacent(frozen)], out, low_rank=(self.ends, low, matrices, summed))
+        return out
+
+    def outer(self, left: Tensor, right: Tensor) -> Tensor:
+        """Returns [G, a, b], each group's left [n_g, a] transposed times its right [n_g, b]."""
+        right = _contiguous_rows(right)
+        out = left.new_empty(self.ends.shape[0], left.shape[1], right.shape[1])
+        tasks = out.shape[0] * -(-out.shape[2] // WIDTH)
         numbers = (
-            *_place(rows),
+            left.data_ptr(),
+            *left.stride(),
+            right.data_ptr(),
+            right.stride(0),
+            out.data_ptr(),
+            self.ends.data_ptr(),
+            *out.shape[1:],
+            tasks,
+        )
+        _outer.run(numbers, most_pieces=tasks, pieces_per_thread=PIECES_PER_THREAD)
+        return out
+
+    def _multiply(
+        self,
+        rows: Tensor,
+        matrices: Sequence[Tensor],
+        out: Tensor,
+        *,
+        adds: bool = False,
+        low_rank: tuple[Tensor, Tensor, Sequence[Tensor], bool] | None = None,
+    ) -> None:
+        """Writes the rows [n, in] times the matrices, one or two that are stored transposed, to [n, out], or adds them.
+
+        Args:
+            rows: [n, in].
+            matrices: [G, in, out / p] of p projections.
+            out: [n, out], its columns adjacent.
+            adds: Whether the products are added to what is there.
+            low_rank: What `add_to_frozen` adds to them: the ends of the smaller groups, low, matrices, and summed.
+        """
+        assert out.stride(1) == 1
+        rows = _contiguous_rows(rows)
+        groups, inner, each = matrices[0].shape
+        outer = each * len(matrices)
+        vectors = _vectors(outer)
+        tasks = groups * -(-outer // (vectors * LANES))
+        numbers = (
+            rows.data_ptr(),
+            rows.stride(0),
+            matrices[0].data_ptr(),
+            matrices[-1].data_ptr(),
+            *matrices[0].stride(),
+            out.data_ptr(),
+            out.stride(0),
+            self.ends.data_ptr(),
+            inner,
+            outer,
+            each,
+            int(adds),
+            tasks,
+            (vectors * LANES - 1).bit_length(),
+            *_low_rank_numbers(groups, outer, low_rank),
+        )
+        _PRODUCTS[vectors - 1].run(numbers, most_pieces=tasks, pieces_per_thread=PIECES_PER_THREAD)
+
+    def _add_shallow(self, rows: Tensor, matrix: Tensor, total: Tensor) -> None:
+        """Adds the rows [n, in] times their group's matrix [G, in, out], whose rows are few, to the total [n, out]."""
+        assert total.stride(1) == 1
+        rows = _contiguous_rows(rows)
+        numbers = (
+            rows.data_ptr(),
+            rows.stride(0),
             matrix.data_ptr(),
-            matrix.stride(0),
-            step,
-            *_place(out),
+            *matrix.stride()[:2],
+            total.data_ptr(),
+            total.stride(0),
             self.ends.data_ptr(),
             *matrix.shape,
             rows.shape[0],
         )
-        kernel.run(numbers, most_pieces=-(-rows.shape[0] // LEAST_ROWS))
-
-    def outer(self, left: Tensor, right: Tensor) -> Tensor:
-        """Returns [G, a, b], each group's left [n_g, a] transposed times its right [n_g, b]."""
-        left = left if left.stride(1) == 1 else left.contiguous()
-        right = right if right.stride(1) == 1 else right.contiguous()
-        out = left.new_empty(self.ends.shape[0], left.shape[1], right.shape[1])
-        numbers = (*_place(left), *_place(right), out.data_ptr(), self.ends.data_ptr(), *out.shape)
-        _outer.run(numbers, most_pieces=out.shape[0])
-        return out
+        _sums.run(numbers, most_pieces=-(-rows.shape[0] // LEAST_ROWS))
 
 
-def _place(rows: Tensor) -> tuple[int, int]:
-    """Returns where rows begin, and the elements from one to the next."""
-    return rows.data_ptr(), rows.stride(0)
+def suits_frozen(columns: int, matrices: Sequence[Tensor], *, summed: bool) -> bool:
+    """Whether `add_to_frozen` takes low-rank matrices [G, r, a] beside a frozen one with so many columns."""
+    ups = [matrix for matrix in matrices if matrix.stride(2) == 1 and matrix.stride() == matrices[0].stride()]
+    whole = summed or len(matrices) == 1 or matrices[0].shape[2] % (LANES * _vectors(columns)) == 0
+    return len(ups) == len(matrices) <= 2 and whole
+
+
+def _low_rank_numbers(
+    groups: int, outer: int, low_rank: tuple[Tensor, Tensor, Sequence[Tensor], bool] | None
+) -> tuple[int, ...]:
+    """Returns the numbers of `_products` that say what is added to them: the rank is 0 for nothing."""
+    if low_rank is None:
+        return (0,) * 11
+    ends, low, matrices, summed = low_rank
+    low = _contiguous_rows(low)
+    size, rank, columns = matrices[0].shape
+    return (
+        rank,
+        low.data_ptr(),
+        low.stride(0),
+        matrices[0].data_ptr(),
+        matrices[-1].data_ptr(),
+        *matrices[0].stride()[:2],
+        ends.data_ptr(),
+        size // groups,
+        outer if summed else columns,
+        len(matrices) if summed else 1,
+    )
+
+
+def _vectors(columns: int) -> int:
+    """Returns the vectors of a row of a tile, of a product with so many columns."""
+    return max(1, min(VECTORS, -(-columns // LANES)))
+
+
+def _adjacent(matrix: Tensor) -> Tensor:
+    """Returns matrices [G, in, out] with the values of one side adjacent, and the groups' alike."""
+    return matrix if 1 in matrix.stride()[1:] else matrix.contiguous()
+
+
+def _contiguous_rows(rows: Tensor) -> Tensor:
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 @njit(inline="always")
-def _first_group(ends, groups, row):
+def _first_row(ends, group):
+    """Returns where a group's rows begin."""
+    first = types.int64(0)
+    if group > 0:
+        first = types.int64(ends[group - 1])
+    return first
+
+
+@njit(inline="always")
+def _products(numbers, vectors):
+    """out[i, o] (+)= Σ_k x[i, k] m[g, k, o], in order of k."""
+    given = carray(numbers, 29)
+    pieces = given[1]
+    x, x_row = given[2], given[3]
+    m, other, m_group, m_row, m_column = given[4], given[5], given[6], given[7], given[8]
+    out, out_row = given[9], given[10]
+    ends = carray(integers(given[11]), EVERYTHING)
+    inner, outer, each, adds, tasks, shift = given[12], given[13], given[14], given[15], given[16], given[17]
+    rank, low, low_row, up, other_up, up_group, up_row = (
+        given[18], given[19], given[20], given[21], given[22], given[23], given[24],
+    )  # fmt: skip
+    small_ends, small, up_columns, parts = carray(integers(given[25]), EVERYTHING), given[26], given[27], given[28]
+    width = vectors * LANES
+    blocks = (outer + width - 1) // width
+    memory = panel_memory()
+    while True:
+        piece = next_piece(numbers)
+        if piece >= pieces:
+            break
+        last_task = tasks * (piece + 1) // pieces
+        for task in range(tasks * piece // pieces, last_task):
+            group, block = task // blocks, task % blocks
+            first, end = _first_row(ends, group), types.int64(ends[group])
+            if first == end:
+                continue
+            columns = min(width, outer - block * width)
+            following = task + 1
+            while following < last_task and following % blocks == 0 and _is_empty(ends, following // blocks):
+                following += blocks
+            if following >= last_task:
+                following = task
+            own = 4 * group * m_group
+            at = m + own + 4 * block * width * m_column
+            next_group = m + 4 * (following // blocks * m_group + following % blocks * width * m_column)
+            to = out + 4 * block * width
+            for k in range(0, inner, DEPTH):
+                depth = min(DEPTH, inner - k)
+                panel, panel_step = memory, types.int64(4 * width)
+                ahead, ahead_step, ahead_shift = next_group, 4 * m_row, types.int64(62)
+                if k + DEPTH < inner:
+                    ahead = at + 4 * (k + DEPTH) * m_row
+                if m_row == 1:
+                    ahead_step, ahead_shift = 4 * m_column, shift
+                    for column in range(0, columns, LANES):
+                        source = own + 4 * k
+                        turn(
+                            m + source,
+                            other + source,
+                            4 * m_column,
+                            block * width + column,
+                            each,
+                            depth,
+                            memory + 4 * column,
+                            4 * width,
+                        )
+                elif columns < width:
+                    panel, panel_step = at + 4 * k * m_row, 4 * m_row
+                else:
+                    for row in range(depth):
+                        copy(vectors, at + 4 * (k + row) * m_row, memory + 4 * row * width)
+                for i in range(first, end, ROWS):
+                    from_row, last_row = x + 4 * (i * x_row + k), x + 4 * ((end - 1) * x_row + k)
+                    to_row, last_out = to + 4 * i * out_row, to + 4 * (end - 1) * out_row
+                    _whole_or_part(
+                        vectors, from_row, 4 * x_row, last_row, 4, panel, panel_step, depth,
+                        to_row, 4 * out_row, last_out, columns, adds + k, ahead, ahead_step, ahead_shift,
+                    )  # fmt: skip
+                    ahead, ahead_step = panel, types.int64(0)  # asked for once
+            if rank == 0:
+                continue
+            for part in range(parts):
+                number = part + block * width // up_columns
+                factor = up
+                if number == 1:
+                    factor = other_up
+                for one in range(group * small, (group + 1) * small):
+                    first, end = _first_row(small_ends, one), types.int64(small_ends[one])
+                    panel = factor + 4 * (one * up_group + block * width % up_columns)
+                    for i in range(first, end, ROWS):
+                        from_row = low + 4 * (i * low_row + number * rank)
+                        last_row = low + 4 * ((end - 1) * low_row + number * rank)
+                        to_row, last_out = to + 4 * i * out_row, to + 4 * (end - 1) * out_row
+                        _whole_or_part(
+                            vectors, from_row, 4 * low_row, last_row, 4, panel, 4 * up_row, rank,
+                            to_row, 4 * out_row, last_out, columns, 1, panel, types.int64(0), types.int64(62),
+                        )  # fmt: skip
+
+
+@njit(inline="always")
+def _whole_or_part(
+    vectors, x, x_step, x_last, x_next, panel, panel_step, depth,
+    out, out_step, out_last, columns, adds, ahead, step, shift,
+):  # fmt: skip
+    """Multiplies a tile, with masks where it is not as wide as its vectors."""
+    if columns == vectors * LANES:
+        tile(
+            vectors, 0, x, x_step, x_last, x_next, panel, panel_step, depth,
+            out, out_step, out_last, columns, adds, ahead, step, shift,
+        )  # fmt: skip
+    else:
+        tile(
+            vectors, 1, x, x_step, x_last, x_next, panel, panel_step, depth,
+            out, out_step, out_last, columns, adds, ahead, step, shift,
+        )  # fmt: skip
+
+
+@njit(inline="always")
+def _is_empty(ends, group):
+    """Returns whether a group after the first has no rows."""
+    return ends[group] == ends[group - 1]
+
+
+@Kernel
+def _products_1(numbers):
+    _products(numbers, 1)
+
+
+@Kernel
+def _products_2(numbers):
+    _products(numbers, 2)
+
+
+@Kernel
+def _products_3(numbers):
+    _products(numbers, 3)
+
+
+@Kernel
+def _products_4(numbers):
+    _products(numbers, 4)
+
+
+_PRODUCTS = (_products_1, _products_2, _products_3, _products_4)
+"""By the vectors of a row of a tile."""
+
+
+@njit(inline="always")
+def _group_of(ends, groups, row):
     """Returns the group of a row."""
     low, high = 0, groups
     while low < high:
@@ -108,185 +382,65 @@ def _first_group(ends, groups, row):
 
 
 @Kernel
-def _dots(numbers):
-    """out[i, o] = Σ_k x[i, k] m[g, o, k]: four rows and four columns at once."""
-    given = carray(numbers, 14)
-    pieces = given[1]
-    x, x_row = carray(floats(given[2]), EVERYTHING), given[3]
-    m, m_group, m_column = carray(floats(given[4]), EVERYTHING), given[5], given[6]
-    out, out_row = carray(floats(given[7]), EVERYTHING), given[8]
-    ends, groups = carray(integers(given[9]), EVERYTHING), given[10]
-    inner, outer, n = np.uint64(given[11]), given[12], given[13]
-    while True:
-        piece = next_piece(numbers)
-        if piece >= pieces:
-            break
-        i, last = n * piece // pieces, n * (piece + 1) // pieces
-        group = _first_group(ends, groups, i)
-        while i < last:
-            while ends[group] <= i:
-                group += 1
-            end = min(np.int64(ends[group]), last)
-            while i < end:
-                x0, x1 = np.uint64(i * x_row), np.uint64(min(i + 1, end - 1) * x_row)
-                x2, x3 = np.uint64(min(i + 2, end - 1) * x_row), np.uint64(min(i + 3, end - 1) * x_row)
-                for c in range(0, outer, 4):
-                    at = group * m_group
-                    m0, m1 = np.uint64(at + c * m_column), np.uint64(at + min(c + 1, outer - 1) * m_column)
-                    m2 = np.uint64(at + min(c + 2, outer - 1) * m_column)
-                    m3 = np.uint64(at + min(c + 3, outer - 1) * m_column)
-                    s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = np.float32(0)
-                    s20 = s21 = s22 = s23 = s30 = s31 = s32 = s33 = np.float32(0)
-                    for k in range(inner):
-                        a0, a1, a2, a3 = x[x0 + k], x[x1 + k], x[x2 + k], x[x3 + k]
-                        b0, b1, b2, b3 = m[m0 + k], m[m1 + k], m[m2 + k], m[m3 + k]
-                        s00 += a0 * b0
-                        s01 += a0 * b1
-                        s02 += a0 * b2
-                        s03 += a0 * b3
-                        s10 += a1 * b0
-                        s11 += a1 * b1
-                        s12 += a1 * b2
-                        s13 += a1 * b3
-                        s20 += a2 * b0
-                        s21 += a2 * b1
-                        s22 += a2 * b2
-                        s23 += a2 * b3
-                        s30 += a3 * b0
-                        s31 += a3 * b1
-                        s32 += a3 * b2
-                        s33 += a3 * b3
-                    o0, o1, o2, o3 = c, min(c + 1, outer - 1), min(c + 2, outer - 1), min(c + 3, outer - 1)
-                    to = min(i + 3, end - 1) * out_row  # where rows or columns are fewer, the last is written again
-                    out[to + o0], out[to + o1], out[to + o2], out[to + o3] = s30, s31, s32, s33
-                    to = min(i + 2, end - 1) * out_row
-                    out[to + o0], out[to + o1], out[to + o2], out[to + o3] = s20, s21, s22, s23
-                    to = min(i + 1, end - 1) * out_row
-                    out[to + o0], out[to + o1], out[to + o2], out[to + o3] = s10, s11, s12, s13
-                    to = i * out_row
-                    out[to + o0], out[to + o1], out[to + o2], out[to + o3] = s00, s01, s02, s03
-                i += 4
-            i = end
-
-
-@njit(inline="always")
-def _eight(x, at):
-    """Returns eight neighbouring values."""
-    return x[at], x[at + 1], x[at + 2], x[at + 3], x[at + 4], x[at + 5], x[at + 6], x[at + 7]
-
-
-@in_order
 def _sums(numbers):
-    """out[i, o] += Σ_k x[i, k] m[g, k, o]: eight k at once, of up to three rows."""
+    """out[i, o] += Σ_k x[i, k] m[g, k, o], all columns of some rows after the other."""
     given = carray(numbers, 14)
     pieces = given[1]
-    x, x_row = carray(floats(given[2]), EVERYTHING), given[3]
-    m, m_group, m_row = carray(floats(given[4]), EVERYTHING), given[5], given[6]
-    out, out_row = carray(floats(given[7]), EVERYTHING), given[8]
-    ends, groups = carray(integers(given[9]), EVERYTHING), given[10]
-    inner, outer, n = given[11], np.uint64(given[12]), given[13]
+    x, x_row, m, m_group, m_row, out, out_row = given[2], given[3], given[4], given[5], given[6], given[7], given[8]
+    ends = carray(integers(given[9]), EVERYTHING)
+    groups, inner, outer, n = given[10], given[11], given[12], given[13]
     while True:
         piece = next_piece(numbers)
         if piece >= pieces:
             break
         i, last = n * piece // pieces, n * (piece + 1) // pieces
-        group = _first_group(ends, groups, i)
+        group = _group_of(ends, groups, i)
         while i < last:
             while ends[group] <= i:
                 group += 1
-            end = min(np.int64(ends[group]), last)
-            base = group * m_group
+            end = min(types.int64(ends[group]), last)
             while i < end:
-                three = i + 3 <= end
-                at, to = i * x_row, np.uint64(i * out_row)
-                to1, to2 = to + np.uint64(out_row), to + np.uint64(2 * out_row)
-                k = 0
-                while k + 8 <= inner:
-                    a0, a1, a2, a3, a4, a5, a6, a7 = _eight(x, at + k)
-                    m0, m1 = np.uint64(base + k * m_row), np.uint64(base + (k + 1) * m_row)
-                    m2, m3 = np.uint64(base + (k + 2) * m_row), np.uint64(base + (k + 3) * m_row)
-                    m4, m5 = np.uint64(base + (k + 4) * m_row), np.uint64(base + (k + 5) * m_row)
-                    m6, m7 = np.uint64(base + (k + 6) * m_row), np.uint64(base + (k + 7) * m_row)
-                    if three:
-                        b0, b1, b2, b3, b4, b5, b6, b7 = _eight(x, at + x_row + k)
-                        c0, c1, c2, c3, c4, c5, c6, c7 = _eight(x, at + 2 * x_row + k)
-                        for o in range(outer):
-                            v0, v1, v2, v3 = m[m0 + o], m[m1 + o], m[m2 + o], m[m3 + o]
-                            v4, v5, v6, v7 = m[m4 + o], m[m5 + o], m[m6 + o], m[m7 + o]
-                            sum0 = a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3 + a4 * v4 + a5 * v5 + a6 * v6 + a7 * v7
-                            sum1 = b0 * v0 + b1 * v1 + b2 * v2 + b3 * v3 + b4 * v4 + b5 * v5 + b6 * v6 + b7 * v7
-                            sum2 = c0 * v0 + c1 * v1 + c2 * v2 + c3 * v3 + c4 * v4 + c5 * v5 + c6 * v6 + c7 * v7
-                            out[to + o] += sum0
-                            out[to1 + o] += sum1
-                            out[to2 + o] += sum2
-                    else:
-                        for o in range(outer):
-                            v0, v1, v2, v3 = m[m0 + o], m[m1 + o], m[m2 + o], m[m3 + o]
-                            v4, v5, v6, v7 = m[m4 + o], m[m5 + o], m[m6 + o], m[m7 + o]
-                            sum0 = a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3 + a4 * v4 + a5 * v5 + a6 * v6 + a7 * v7
-                            out[to + o] += sum0
-                    k += 8
-                while k < inner:
-                    a0, m0 = x[at + k], np.uint64(base + k * m_row)
-                    for o in range(outer):
-                        out[to + o] += a0 * m[m0 + o]
-                    if three:
-                        b0, c0 = x[at + x_row + k], x[at + 2 * x_row + k]
-                        for o in range(outer):
-                            out[to1 + o] += b0 * m[m0 + o]
-                            out[to2 + o] += c0 * m[m0 + o]
-                    k += 1
-                i += 3 if three else 1
+                from_row, last_row = x + 4 * i * x_row, x + 4 * (end - 1) * x_row
+                for column in range(0, outer, WIDTH):
+                    panel, columns = m + 4 * (group * m_group + column), min(WIDTH, outer - column)
+                    to_row, last_out = out + 4 * (i * out_row + column), out + 4 * ((end - 1) * out_row + column)
+                    _whole_or_part(
+                        VECTORS, from_row, 4 * x_row, last_row, 4, panel, 4 * m_row, inner,
+                        to_row, 4 * out_row, last_out, columns, 1, panel, types.int64(0), types.int64(62),
+                    )  # fmt: skip
+                i += ROWS
+            i = end
 
 
 @Kernel
 def _outer(numbers):
-    """out[g, a, b] = Σ_i left[i, a] right[i, b]: four rows and two a at once, in the rows' order."""
-    given = carray(numbers, 11)
+    """out[g, a, b] = Σ_i left[i, a] right[i, b], in the rows' order."""
+    given = carray(numbers, 12)
     pieces = given[1]
-    left, left_row = carray(floats(given[2]), EVERYTHING), given[3]
-    right, right_row = carray(floats(given[4]), EVERYTHING), given[5]
-    out, ends, groups = carray(floats(given[6]), EVERYTHING), carray(integers(given[7]), EVERYTHING), given[8]
-    rows_out, columns = given[9], np.uint64(given[10])
+    left, left_row, left_column = given[2], given[3], given[4]
+    right, right_row, out = given[5], given[6], given[7]
+    ends = carray(integers(given[8]), EVERYTHING)
+    rows_out, outer, tasks = given[9], given[10], given[11]
+    blocks = (outer + WIDTH - 1) // WIDTH
     while True:
         piece = next_piece(numbers)
         if piece >= pieces:
             break
-        for group in range(groups * piece // pieces, groups * (piece + 1) // pieces):
-            i = np.int64(0)
-            if group > 0:
-                i = np.int64(ends[group - 1])
-            end = np.int64(ends[group])
-            base = group * rows_out
-            for a in range(rows_out):
-                to = np.uint64(base + a) * columns
-                for b in range(columns):
-                    out[to + b] = 0
-            while i + 4 <= end:
-                r0, r1 = np.uint64(i * right_row), np.uint64((i + 1) * right_row)
-                r2, r3 = np.uint64((i + 2) * right_row), np.uint64((i + 3) * right_row)
-                l0, l1, l2, l3 = i * left_row, (i + 1) * left_row, (i + 2) * left_row, (i + 3) * left_row
-                a = 0
-                while a + 2 <= rows_out:
-                    p0, p1, p2, p3 = left[l0 + a], left[l1 + a], left[l2 + a], left[l3 + a]
-                    q0, q1, q2, q3 = left[l0 + a + 1], left[l1 + a + 1], left[l2 + a + 1], left[l3 + a + 1]
-                    to = np.uint64(base + a) * columns
-                    under = to + columns
-                    for b in range(columns):
-                        v0, v1, v2, v3 = right[r0 + b], right[r1 + b], right[r2 + b], right[r3 + b]
-                        out[to + b] += p0 * v0 + p1 * v1 + p2 * v2 + p3 * v3
-                        out[under + b] += q0 * v0 + q1 * v1 + q2 * v2 + q3 * v3
-                    a += 2
-                if a < rows_out:
-                    p0, p1, p2, p3 = left[l0 + a], left[l1 + a], left[l2 + a], left[l3 + a]
-                    to = np.uint64(base + a) * columns
-                    for b in range(columns):
-                        out[to + b] += p0 * right[r0 + b] + p1 * right[r1 + b] + p2 * right[r2 + b] + p3 * right[r3 + b]
-                i += 4
-            while i < end:
-                r0 = np.uint64(i * right_row)
+        for task in range(tasks * piece // pieces, tasks * (piece + 1) // pieces):
+            group, block = task // blocks, task % blocks
+            first, end = _first_row(ends, group), types.int64(ends[group])
+            columns = min(WIDTH, outer - block * WIDTH)
+            to = out + 4 * (group * rows_out * outer + block * WIDTH)
+            if first == end:
+                nothing = carray(floats(to), EVERYTHING)
                 for a in range(rows_out):
-                    p0, to = left[i * left_row + a], np.uint64(base + a) * columns
                     for b in range(columns):
-                        out[to + b] += p0 * right[r0 + b]
-                i += 1
+                        nothing[a * outer + b] = 0
+                continue
+            at, panel = left + 4 * first * left_row, right + 4 * (first * right_row + block * WIDTH)
+            for a in range(0, rows_out, ROWS):
+                _whole_or_part(
+                    VECTORS, at + 4 * a * left_column, 4 * left_column, at + 4 * (rows_out - 1) * left_column,
+                    4 * left_row, panel, 4 * right_row, end - first, to + 4 * a * outer, 4 * outer,
+                    to + 4 * (rows_out - 1) * outer, columns, 0, panel, 0, 62,
+                )  # fmt: skip

@@ -21,7 +21,7 @@ from fedguild.model.moe.dispatch import Dispatch, combine, gather
 from fedguild.model.moe.full import FullChange
 from fedguild.model.moe.low_rank import LowRank
 from fedguild.model.moe.middle import MiddleRank
-from fedguild.model.moe.products import grouped_rows
+from fedguild.model.moe.products import FrozenProduct, computed
 
 T = TypeVar("T")
 Factors = tuple[Tensor, ...]
@@ -37,21 +37,23 @@ class Addition(Protocol):
 
     tensors_per_projection: ClassVar[int]
 
-    def add(self, total: Tensor, rows: Tensor, trained: Sequence[Tensor]) -> Tensor | None:
-        """Adds its product of the rows [n, in] to the total [n, p·out]; returns what `back` needs of it."""
+    def add(
+        self, total: Tensor | FrozenProduct, rows: Tensor, trained: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Adds its product of the rows [n, in] to the total [n, p·out]; returns the total, and what `back` needs."""
         ...
 
     def back(
         self,
-        d_rows: Tensor | None,
+        d_rows: Tensor | FrozenProduct | None,
         d_total: Tensor,
         rows: Tensor,
         trained: Sequence[Tensor],
         kept: Tensor | None,
         weight: Tensor | None,
         needed: Sequence[bool],
-    ) -> list[Tensor | None]:
-        """Adds its share to the gradient of the rows; returns the gradients of the trained tensors.
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Adds its share to the gradient of the rows; returns that, and the gradients of the trained tensors.
 
         Args:
             d_rows: [n, in]; None if nothing before the layer is trained.
@@ -137,11 +139,11 @@ class _Experts(torch.autograd.Function):
         own = frozen()
         parts = _split(additions, used, own.input_projections)
         rows = gather(tokens, plan)
-        z = grouped_rows(rows, own.gate_up.transpose(1, 2), plan.expert_ends)
-        kept_inner = [addition.add(z, rows, inner) for addition, inner, _ in parts]
+        product = FrozenProduct(rows, own.gate_up.transpose(1, 2), plan.expert_ends)
+        z, kept_inner = _with_additions(product, [(addition, inner) for addition, inner, _ in parts])
         h = own.gate(z)
-        y = grouped_rows(h, own.down.transpose(1, 2), plan.expert_ends)
-        kept_outer = [addition.add(y, h, outer) for addition, _, outer in parts]
+        product = FrozenProduct(h, own.down.transpose(1, 2), plan.expert_ends)
+        y, kept_outer = _with_additions(product, [(addition, outer) for addition, _, outer in parts])
         ctx.plan, ctx.frozen, ctx.additions, ctx.used = plan, frozen, additions, used
         ctx.save_for_backward(rows if parts else rows[:0], weights, z, *kept_inner, *kept_outer, *trained)
         return combine(y, plan, weights.reshape(-1)[plan.active])
@@ -160,26 +162,42 @@ class _Experts(torch.autograd.Function):
             h = own.gate(z_leaf)
         weight = row_weights(weights, plan).to(dy.dtype)[:, None]
 
-        dh = grouped_rows(dy, own.down, plan.expert_ends)
-        d_outer = [
-            addition.back(dh, dy, h.detach(), outer, kept, weight, wanted)
-            for (addition, _, outer), kept, (_, _, wanted) in zip(parts, kept_outer, needed, strict=True)
-        ]
+        d_h: Tensor | FrozenProduct | None = FrozenProduct(dy, own.down, plan.expert_ends)
+        d_outer = []
+        for (addition, _, outer), kept, (_, _, wanted) in zip(parts, kept_outer, needed, strict=True):
+            d_h, gradients = addition.back(d_h, dy, h.detach(), outer, kept, weight, wanted)
+            d_outer.append(gradients)
+        assert d_h is not None
+        dh = computed(d_h)
         d_weights = weights_gradient(weights, plan, dh, h.detach())
 
         (dz,) = torch.autograd.grad(h, z_leaf, dh.mul_(weight))
-        d_rows = grouped_rows(dz, own.gate_up, plan.expert_ends) if ctx.needs_input_grad[0] else None
-        d_inner = [
-            addition.back(d_rows, dz, rows, inner, kept, None, wanted)
-            for (addition, inner, _), kept, (_, wanted, _) in zip(parts, kept_inner, needed, strict=True)
-        ]
+        d_rows: Tensor | FrozenProduct | None = None
+        if ctx.needs_input_grad[0]:
+            d_rows = FrozenProduct(dz, own.gate_up, plan.expert_ends)
+        d_inner = []
+        for (addition, inner, _), kept, (_, wanted, _) in zip(parts, kept_inner, needed, strict=True):
+            d_rows, gradients = addition.back(d_rows, dz, rows, inner, kept, None, wanted)
+            d_inner.append(gradients)
         gradients = [d for inner, outer in zip(d_inner, d_outer, strict=True) for d in (*inner, *outer)]
         d_trained = (
             None if d is None else d.to(tensor.dtype).reshape(tensor.shape)
             for d, tensor in zip(gradients, trained, strict=True)
         )
-        d_tokens = None if d_rows is None else combine(d_rows, plan)
+        d_tokens = None if d_rows is None else combine(computed(d_rows), plan)
         return (d_tokens, d_weights, None, None, None, None, *d_trained)
+
+
+def _with_additions(
+    product: FrozenProduct, parts: Sequence[tuple[Addition, tuple[Tensor, ...]]]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Returns the product with all that is added to it, and what each addition keeps."""
+    total: Tensor | FrozenProduct = product
+    kept = []
+    for addition, trained in parts:
+        total, own = addition.add(total, product.rows, trained)
+        kept.append(own)
+    return computed(total), kept
 
 
 def _split(

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedguild.model.moe.products import add_grouped_rows, grouped_outer
+from fedguild.model.moe.products import FrozenProduct, add_grouped_rows, computed, grouped_outer
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,24 @@ class FullChange:
     tensors_per_projection: ClassVar[int] = 1
     ends: Tensor
 
-    def add(self, total: Tensor, rows: Tensor, trained: Sequence[Tensor]) -> None:
-        """Adds D x of every row x [n, in] to the frozen product [n, p·out]."""
+    def add(self, total: Tensor | FrozenProduct, rows: Tensor, trained: Sequence[Tensor]) -> tuple[Tensor, None]:
+        """Adds D x of every row x [n, in] to the frozen product [n, p·out]; returns that, and nothing for `back`."""
+        total = computed(total)
         for part, change in zip(total.chunk(len(trained), dim=1), trained, strict=True):
             add_grouped_rows(part, rows, self._matrices(change, rows.dtype).transpose(1, 2), self.ends)
+        return total, None
 
     def back(
         self,
-        d_rows: Tensor | None,
+        d_rows: Tensor | FrozenProduct | None,
         d_total: Tensor,
         rows: Tensor,
         trained: Sequence[Tensor],
         kept: Tensor | None,
         weight: Tensor | None,
         needed: Sequence[bool],
-    ) -> list[Tensor | None]:
-        """Adds Dᵀ dy to the gradient of the rows; returns the gradient Σ w dy xᵀ [G, out, in] of every D.
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Adds Dᵀ dy to the gradient of the rows; returns that, and the gradient Σ w dy xᵀ [G, out, in] of every D.
 
         Args:
             d_rows: [n, in]; None if it is not needed.
@@ -55,13 +57,14 @@ class FullChange:
             weight: w, [n, 1], if dy does not include the routing weight yet.
             needed: Which of the changes are trained; the others' gradients are not computed.
         """
+        d_rows = None if d_rows is None else computed(d_rows)
         weighted = rows if weight is None else rows * weight
         gradients: list[Tensor | None] = []
         for part, change, wanted in zip(d_total.chunk(len(trained), dim=1), trained, needed, strict=True):
             if d_rows is not None:
                 add_grouped_rows(d_rows, part, self._matrices(change, part.dtype), self.ends)
             gradients.append(grouped_outer(part, weighted, self.ends) if wanted else None)
-        return gradients
+        return d_rows, gradients
 
     def _matrices(self, change: Tensor, dtype: torch.dtype) -> Tensor:
         return change.flatten(0, 1).to(dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedguild.model import kernels
 from fedguild.model.moe.dispatch import Dispatch
-from fedguild.model.moe.products import GROUP_LIMIT, grouped_outer, grouped_rows
+from fedguild.model.moe.products import GROUP_LIMIT, FrozenProduct, computed, grouped_outer, grouped_rows
 
 if TYPE_CHECKING:
     from fedguild.model.kernels.cpu_groups import Groups
@@ -107,7 +107,7 @@ class LowRank:
             plan.block_ends - blocks,
         )
 
-    def add(self, total: Tensor, rows: Tensor, trained: Sequence[Tensor]) -> Tensor:
+    def add(self, total: Tensor | FrozenProduct, rows: Tensor, trained: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Adds scale · B A x of every row x [n, in] to the frozen product [n, p·out] of p projections.
 
         Args:
@@ -116,31 +116,47 @@ class LowRank:
             trained: A [M, S, r, in] and B [M, S, r, out] of the first projection, of the second, …
 
         Returns:
-            scale · A x [n, p·r], which the backward pass needs.
+            The total, and scale · A x [n, p·r], which the backward pass needs.
         """
         downs, ups = trained[0::2], trained[1::2]
         low = self.compress(rows, downs)
+        if (fused := self._with_frozen(total, low, ups, summed=False)) is not None:
+            return fused, low
+        total = computed(total)
         if self.segments is not None:
             self._segmented(low, ups, total=total)
-            return low
+            return total, low
         if self.groups is not None:
             self.groups.add(total, low, by_group(ups))
-            return low
+            return total, low
         for part, part_low, up in zip(total.chunk(len(ups), dim=1), low.chunk(len(ups), dim=1), ups, strict=True):
             self.add_rows(part, part_low, up)
-        return low
+        return total, low
+
+    def _with_frozen(
+        self, total: Tensor | FrozenProduct | None, low: Tensor, stored: Sequence[Tensor], *, summed: bool
+    ) -> Tensor | None:
+        """Returns the frozen product and the low-rank ones of `low` in one; None where they are not one kernel's."""
+        if self.groups is None or not isinstance(total, FrozenProduct) or not total.fuses():
+            return None
+        from fedguild.model.kernels.cpu_groups import suits_frozen
+
+        matrices = by_group(stored)
+        if not suits_frozen(total.matrices.shape[2], matrices, summed=summed):
+            return None
+        return self.groups.add_to_frozen(total.rows, total.matrices, total.ends, low, matrices, summed=summed)
 
     def back(
         self,
-        d_rows: Tensor | None,
+        d_rows: Tensor | FrozenProduct | None,
         d_total: Tensor,
         rows: Tensor,
         trained: Sequence[Tensor],
         kept: Tensor | None,
         weight: Tensor | None,
         needed: Sequence[bool],
-    ) -> list[Tensor | None]:
-        """Adds scale · Aᵀ Bᵀ dy to the gradient of the rows; returns the gradients of every A and B.
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Adds scale · Aᵀ Bᵀ dy to the gradient of the rows; returns that, and the gradients of every A and B.
 
         Args:
             d_rows: [n, in]; None if it is not needed.
@@ -154,14 +170,18 @@ class LowRank:
         assert kept is not None
         downs, ups = trained[0::2], trained[1::2]
         if self.segments is not None:
-            return self._segmented_back(d_rows, d_total, rows, trained, kept, weight, needed)
+            d_rows = None if d_rows is None else computed(d_rows)
+            return d_rows, self._segmented_back(d_rows, d_total, rows, trained, kept, weight, needed)
         parts = d_total.chunk(len(ups), dim=1)
         if self.groups is not None:
             d_low = self.scaled(self.groups.rows(d_total, by_group(ups, transposed=True)))
         else:
             d_lows = [self.rows(part, up, transposed=True) for part, up in zip(parts, ups, strict=True)]
             d_low = self.scaled(torch.cat(d_lows, dim=1) if len(d_lows) > 1 else d_lows[0])
-        if d_rows is not None:
+        if (fused := self._with_frozen(d_rows, d_low, downs, summed=True)) is not None:
+            d_rows = fused
+        elif d_rows is not None:
+            d_rows = computed(d_rows)
             self.add_compressed(d_rows, d_low, downs)
         if weight is not None:
             d_low, kept = d_low.mul_(weight), kept * weight
@@ -171,7 +191,7 @@ class LowRank:
         if any(needed[1::2]):
             lows = kept.chunk(len(ups), dim=1)
             gradients[1::2] = [self.outer(low, part) for low, part in zip(lows, parts, strict=True)]
-        return gradients
+        return d_rows, gradients
 
     def rows(self, rows: Tensor, stored: Tensor, transposed: bool = False) -> Tensor:
         """Returns [n, b], the rows [n, a] times their group's matrix.

@@ -10,6 +10,7 @@ What torch's does not take, and our kernel is not there for, is multiplied group
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -40,9 +41,9 @@ def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
         return segmented_rows(rows, [matrices], Segments.of(ends, rows.shape[0], rows.dtype))
     if _suits_cpu_kernel(rows, matrices):
-        from fedguild.model.kernels.cpu_products import products
+        from fedguild.model.kernels.cpu_groups import Groups
 
-        return products(rows, matrices, ends)
+        return Groups(ends).rows(rows, [matrices])
     by_torch = _suits_torch(rows, inner, outer)
     if by_torch and rows.device.type != "cpu":
         return _in_chunks(rows, matrices, ends)
@@ -59,6 +60,34 @@ def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return product
 
 
+@dataclass(frozen=True)
+class FrozenProduct:
+    """A frozen grouped product to which trained parts are added: computed by itself, or together with the first.
+
+    Attributes:
+        rows: [n, in], sorted by group.
+        matrices: [G, in, out].
+        ends: [G] int32, where each group's rows end.
+    """
+
+    rows: Tensor
+    matrices: Tensor
+    ends: Tensor
+
+    def fuses(self) -> bool:
+        """Whether our own kernel for a CPU computes it."""
+        return _suits_cpu_kernel(self.rows, self.matrices)
+
+    def computed(self) -> Tensor:
+        """Returns the product alone, [n, out]."""
+        return grouped_rows(self.rows, self.matrices, self.ends)
+
+
+def computed(product: Tensor | FrozenProduct) -> Tensor:
+    """Returns a product that may still have to be computed."""
+    return product.computed() if isinstance(product, FrozenProduct) else product
+
+
 def add_grouped_rows(total: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
     """Adds what `grouped_rows` returns to the total [n, out] in place; our own kernel does so itself."""
     groups, inner, outer = matrices.shape
@@ -67,9 +96,9 @@ def add_grouped_rows(total: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor
 
         segmented_rows(rows, [matrices], Segments.of(ends, rows.shape[0], rows.dtype), total=total)
     elif _suits_cpu_kernel(rows, matrices) and total.stride(1) == 1:
-        from fedguild.model.kernels.cpu_products import products
+        from fedguild.model.kernels.cpu_groups import Groups
 
-        products(rows, matrices, ends, total)
+        Groups(ends).add(total, rows, [matrices])
     else:
         total += grouped_rows(rows, matrices, ends)
 
@@ -107,11 +136,7 @@ def runs_on_cpu(values: Tensor) -> bool:
 
 def _suits_cpu_kernel(rows: Tensor, matrices: Tensor) -> bool:
     """Whether our own kernel for a CPU takes a product."""
-    if not runs_on_cpu(rows) or matrices.dtype is not rows.dtype:
-        return False
-    from fedguild.model.kernels.cpu_products import takes
-
-    return takes(rows, *matrices.shape[1:])
+    return runs_on_cpu(rows) and matrices.dtype is rows.dtype
 
 
 def _suits_torch(rows: Tensor, *widths: int) -> bool:

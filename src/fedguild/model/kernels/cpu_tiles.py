@@ -1,0 +1,302 @@
+"""The inner loop of our products on a CPU, and the copying before it: LLVM's vectors, for kernels in Numba.
+
+Numba's own loops cannot keep a tile of sums in registers; these functions say which vectors there are. Addresses are
+whole numbers, steps are in bytes, and all values fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LONG, FLOAT, INDEX, BIT = ir.IntType(64), ir.FloatType(), ir.IntType(32), ir.IntType(1)
+PLACE = types.int64
+"""An address, or a number of bytes or of values."""
+ROWS = 6
+"""Rows of a tile, whose sums are in registers at the same time."""
+DEPTH = 1024
+"""Rows of a panel: the values that a sum takes before it is put down, and taken up again for the next panel."""
+LINE = 64
+"""Bytes of a cache line."""
+
+
+def registers() -> tuple[int, int]:
+    """Returns the fp32 values of a vector register of this CPU, and how many of them a row of a tile takes at most."""
+    try:
+        features = llvmlite.binding.get_host_cpu_features()
+    except RuntimeError:  # LLVM does not know this CPU
+        features = {}
+    if features.get("avx512f"):
+        return 16, 4
+    if features.get("avx2"):
+        return 8, 2
+    return 4, 4 if features.get("neon") else 2
+
+
+LANES, VECTORS = registers()
+VECTOR, MASK = ir.VectorType(FLOAT, LANES), ir.VectorType(BIT, LANES)
+WIDTH = LANES * VECTORS
+"""Columns of the widest tile."""
+
+
+@intrinsic
+def panel_memory(context: Any) -> Any:
+    """Returns the address of a thread's own memory for a panel [DEPTH, WIDTH]."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        with builder.goto_entry_block():
+            place = builder.alloca(ir.ArrayType(FLOAT, DEPTH * WIDTH))
+            place.align = LINE
+        return builder.ptrtoint(place, LONG)
+
+    return PLACE(), build
+
+
+@intrinsic
+def turn(
+    context: Any, source: Any, other: Any, step: Any, column: Any, each: Any, depth: Any, goal: Any, goal_step: Any
+) -> Any:
+    """Copies the first values of LANES columns as rows of LANES values; further rows are 0, up to a whole LANES.
+
+    Args:
+        context: Numba's.
+        source: The first value of column 0.
+        other: The first value of column `each`; those from twice that on are the last once more.
+        step: From one column to the next.
+        column: The number of the first column to copy.
+        each: How many columns are at `source`.
+        depth: How many values of a column are copied.
+        goal: Where the rows begin.
+        goal_step: From one row to the next.
+    """
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, other, step, column, each, depth, goal, goal_step = arguments
+        last = builder.sub(builder.mul(each, LONG(2)), LONG(1))
+        columns = []
+        for number in range(LANES):
+            own = _least(builder, builder.add(column, LONG(number)), last)
+            is_first = builder.icmp_signed("<", own, each)
+            place = builder.select(is_first, own, builder.sub(own, each))
+            columns.append(builder.add(builder.select(is_first, source, other), builder.mul(place, step)))
+        before, loop, done = builder.block, builder.append_basic_block("turn"), builder.append_basic_block("turned")
+        builder.branch(loop)
+
+        builder.position_at_end(loop)
+        row = builder.phi(LONG)
+        valid, place = _first_lanes(builder, builder.sub(depth, row)), builder.mul(row, LONG(4))
+        rows = [_load(builder, builder.add(address, place), 0, valid) for address in columns]
+        for number, values in enumerate(_transposed(builder, rows)):
+            to = builder.add(goal, builder.mul(builder.add(row, LONG(number)), goal_step))
+            _store(builder, values, to)
+        after = builder.add(row, LONG(LANES))
+        row.add_incoming(LONG(0), before)
+        row.add_incoming(after, loop)
+        builder.cbranch(builder.icmp_signed("<", after, depth), loop, done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.void(*[PLACE] * 8), build
+
+
+def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """Returns LANES vectors of LANES values: the first values of all, the second ones, and so on."""
+    rows, width = list(rows), 1
+    while width < LANES:  # swap the off-diagonal blocks of `width` of all blocks of twice that
+        upper = [lane if not lane & width else LANES + lane - width for lane in range(LANES)]
+        lower = [lane + width if not lane & width else LANES + lane for lane in range(LANES)]
+        for row in (row for row in range(LANES) if not row & width):
+            pair = rows[row], rows[row + width]
+            rows[row], rows[row + width] = (
+                builder.shuffle_vector(*pair, ir.Constant(ir.VectorType(INDEX, LANES), order))
+                for order in (upper, lower)
+            )
+        width *= 2
+    return rows
+
+
+@intrinsic(prefer_literal=True)
+def copy(context: Any, vectors: Any, source: Any, goal: Any) -> Any:
+    """Copies `vectors` vectors."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, source, goal = arguments
+        for number in range(vectors.literal_value):
+            _store(builder, _load(builder, source, number), goal, number)
+        return context.get_dummy_value()
+
+    return types.void(vectors, PLACE, PLACE), build
+
+
+@intrinsic(prefer_literal=True)
+def tile(
+    context: Any,
+    vectors: Any,
+    masked: Any,
+    x: Any,
+    x_step: Any,
+    x_last: Any,
+    x_next: Any,
+    panel: Any,
+    panel_step: Any,
+    depth: Any,
+    out: Any,
+    out_step: Any,
+    out_last: Any,
+    columns: Any,
+    adds: Any,
+    ahead: Any,
+    ahead_step: Any,
+    ahead_shift: Any,
+) -> Any:
+    """out[i, c] (+)= Σ_k x[i, k] panel[k, c], k in order, of ROWS rows and at most vectors · LANES columns.
+
+    Rows beyond the last are the last once more, and written with the same values. Meanwhile cache lines are asked for:
+    of some rows in turn, as many bytes of one as the tile is wide.
+
+    Args:
+        context: Numba's.
+        vectors: A row's vectors, a constant.
+        masked: Whether there are fewer columns, so that only they are read and written; a constant.
+        x: The first row's first value.
+        x_step: From one row to the next.
+        x_last: The last row's first value.
+        x_next: From one k to the next.
+        panel: The first value of [depth, columns].
+        panel_step: From one row of it to the next.
+        depth: The number of k, at least 1.
+        out: The first row's first value.
+        out_step: From one row to the next.
+        out_last: The last row's first value.
+        columns: Their number.
+        adds: Not 0: the product is added to what is there.
+        ahead: Where the rows that are asked for begin.
+        ahead_step: From one of them to the next.
+        ahead_shift: The logarithm of their number.
+    """
+    wide = vectors.literal_value
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, _, x, x_step, x_last, x_next, panel, panel_step, depth, out, out_step, out_last, *others = arguments
+        columns, adds, ahead, ahead_step, ahead_shift = others
+        from_rows = [_least(builder, builder.add(x, builder.mul(x_step, LONG(row))), x_last) for row in range(ROWS)]
+        to_rows = [_least(builder, builder.add(out, builder.mul(out_step, LONG(row))), out_last) for row in range(ROWS)]
+        masks = [
+            _first_lanes(builder, builder.sub(columns, LONG(LANES * number))) if masked.literal_value else None
+            for number in range(wide)
+        ]
+        before, loop, ended, added, written = (
+            builder.block,
+            *map(builder.append_basic_block, ("tile", "ended", "add", "write")),
+        )
+        builder.branch(loop)
+
+        builder.position_at_end(loop)
+        k = builder.phi(LONG)
+        sums = [[builder.phi(VECTOR) for _ in range(wide)] for _ in range(ROWS)]
+        row = builder.add(panel, builder.mul(k, panel_step))
+        values = [_load(builder, row, number, mask) for number, mask in enumerate(masks)]
+        place, products = builder.mul(k, x_next), []
+        for own, address in zip(sums, from_rows, strict=True):
+            factor = _everywhere(builder, builder.load(_pointer(builder, builder.add(address, place), FLOAT)))
+            products.append([_fused(builder, factor, value, total) for value, total in zip(values, own, strict=True)])
+        _ask(builder, k, ahead, ahead_step, ahead_shift, 4 * LANES * wide)
+        after = builder.add(k, LONG(1))
+        k.add_incoming(LONG(0), before)
+        k.add_incoming(after, loop)
+        for own, product in zip(sums, products, strict=True):
+            for phi, new in zip(own, product, strict=True):
+                phi.add_incoming(ir.Constant(VECTOR, [0.0] * LANES), before)
+                phi.add_incoming(new, loop)
+        builder.cbranch(builder.icmp_signed("<", after, depth), loop, ended)
+
+        builder.position_at_end(ended)
+        builder.cbranch(builder.icmp_signed("!=", adds, LONG(0)), added, written)
+        builder.position_at_end(added)
+        totals = [
+            [builder.fadd(_load(builder, to, number, masks[number]), new) for number, new in enumerate(product)]
+            for to, product in zip(to_rows, products, strict=True)
+        ]
+        builder.branch(written)
+        builder.position_at_end(written)
+        results = []
+        for product, total_row in zip(products, totals, strict=True):
+            for new, total in zip(product, total_row, strict=True):
+                phi = builder.phi(VECTOR)
+                phi.add_incoming(new, ended)
+                phi.add_incoming(total, added)
+                results.append(phi)
+        for number, result in enumerate(results):
+            _store(builder, result, to_rows[number // wide], number % wide, masks[number % wide])
+        return context.get_dummy_value()
+
+    return types.void(vectors, masked, *[PLACE] * 15), build
+
+
+def _least(builder: Any, left: Any, right: Any) -> Any:
+    return builder.select(builder.icmp_signed("<", left, right), left, right)
+
+
+def _pointer(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def _first_lanes(builder: Any, count: Any) -> Any:
+    """Returns the mask of the first `count` lanes; of none where it is negative."""
+    lanes = ir.Constant(ir.VectorType(LONG, LANES), list(range(LANES)))
+    return builder.icmp_signed("<", lanes, _everywhere(builder, count, LONG))
+
+
+def _load(builder: Any, address: Any, number: int = 0, mask: Any = None) -> Any:
+    """Returns the vector that is `number` vectors beyond an address; 0 in the lanes that a mask leaves out, unread."""
+    pointer = _pointer(builder, builder.add(address, LONG(4 * LANES * number)), VECTOR)
+    if mask is None:
+        value = builder.load(pointer)
+        value.align = 4
+        return value
+    kind = ir.FunctionType(VECTOR, [VECTOR.as_pointer(), INDEX, MASK, VECTOR])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.v{LANES}f32.p0")
+    return builder.call(function, [pointer, INDEX(4), mask, ir.Constant(VECTOR, [0.0] * LANES)])
+
+
+def _store(builder: Any, value: Any, address: Any, number: int = 0, mask: Any = None) -> None:
+    """Writes a vector `number` vectors beyond an address, but for the lanes that a mask leaves out."""
+    pointer = _pointer(builder, builder.add(address, LONG(4 * LANES * number)), VECTOR)
+    if mask is None:
+        builder.store(value, pointer).align = 4
+        return
+    kind = ir.FunctionType(ir.VoidType(), [VECTOR, VECTOR.as_pointer(), INDEX, MASK])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.store.v{LANES}f32.p0")
+    builder.call(function, [value, pointer, INDEX(4), mask])
+
+
+def _everywhere(builder: Any, value: Any, kind: Any = FLOAT) -> Any:
+    """Returns a vector whose values are all the same."""
+    nothing = ir.Constant(ir.VectorType(kind, LANES), ir.Undefined)
+    first = builder.insert_element(nothing, value, INDEX(0))
+    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(INDEX, LANES), [0] * LANES))
+
+
+def _fused(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    """Returns left · right + total, rounded once."""
+    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    return builder.call(function, [left, right, total])
+
+
+def _ask(builder: Any, k: Any, ahead: Any, step: Any, shift: Any, width: int) -> None:
+    """Asks for the cache lines of `width` bytes of row k % 2^shift, from byte k // 2^shift · width of it on."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, INDEX, INDEX, INDEX])
+    ask = builder.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
+    row = builder.and_(k, builder.sub(builder.shl(LONG(1), shift), LONG(1)))
+    place = builder.mul(builder.lshr(k, shift), LONG(width))
+    first = builder.add(builder.add(ahead, builder.mul(row, step)), place)
+    for line in range(0, width, LINE):
+        address = builder.inttoptr(builder.add(first, LONG(line)), byte)
+        builder.call(ask, [address, INDEX(0), INDEX(2), INDEX(1)])
