@@ -22,6 +22,7 @@ def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.fixture(params=["kernel", "onednn"])
 def way(request, monkeypatch):
     """Sends every product to torch's kernel, or to oneDNN where the dtype is fp32."""
+    let_run(monkeypatch, ())
     monkeypatch.setattr(products, "WORTHWHILE", 10**12 if request.param == "kernel" else 0)
     taken = []
     original = products._onednn
@@ -77,6 +78,7 @@ def test_large_groups_go_to_onednn(way, request):
 @pytest.mark.parametrize("sizes", [[1], [7, 0, 1], [8, 9, 30], [100, 3], [5, 200]], ids=str)
 def test_neighbours_rows_are_dropped(sizes, monkeypatch):
     """oneDNN multiplies rounded-up groups; also where the last, or the only, group is smaller than its window."""
+    let_run(monkeypatch, ())
     monkeypatch.setattr(products, "WORTHWHILE", 0)
     rows, matrices = normal(sum(sizes), 12, dtype=torch.float32), normal(len(sizes), 12, 5, dtype=torch.float32)
     parts = rows.split(sizes)
