@@ -66,6 +66,21 @@ def test_rows_times_their_groups_matrix(sizes, inner, outer, transposed):
 
 
 @CASES
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_that_are_not_gathered_first(sizes, transposed):
+    """Of tokens that are part of a wider tensor, some more than once."""
+    tokens = normal(11, DEPTH + 20, seed=1)[:, 3:-2]
+    places = torch.randint(0, 11, (sum(sizes),), generator=torch.Generator().manual_seed(2))
+    inner, outer = tokens.shape[1], WIDTH + 3
+    stored = normal(len(sizes), *((outer, inner) if transposed else (inner, outer)), seed=3)
+    matrices = stored.transpose(1, 2) if transposed else stored
+    groups, rows = groups_of(sizes), tokens[places]
+    found = groups.gathered(tokens, places, matrices)
+    assert_near(found, by_loop(rows, matrices, sizes), inner)
+    assert torch.equal(found, groups.rows(rows, [matrices]))
+
+
+@CASES
 @WIDTHS
 def test_products_are_added_in_place(sizes, inner, outer):
     """To a part of a wider tensor, whose other columns stay."""

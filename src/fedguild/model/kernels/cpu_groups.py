@@ -38,6 +38,18 @@ class Groups:
 
     ends: Tensor
 
+    def gathered(self, tokens: Tensor, places: Tensor, matrices: Tensor) -> Tensor:
+        """Returns [n, out], the rows tokens[places] times their group's matrix, without the rows themselves.
+
+        Args:
+            tokens: [N, in].
+            places: [n] int64, where each row is in the tokens.
+            matrices: [G, in, out].
+        """
+        out = tokens.new_empty(places.shape[0], matrices.shape[2])
+        self._multiply(tokens, [_adjacent(matrices)], out, places=places)
+        return out
+
     def rows(self, rows: Tensor, matrices: Sequence[Tensor]) -> Tensor:
         """Returns [n, p·out], the rows [n, in] times their group's matrix of each of p projections.
 
@@ -124,6 +136,7 @@ class Groups:
         *,
         adds: bool = False,
         low_rank: tuple[Tensor, Tensor, Sequence[Tensor], bool] | None = None,
+        places: Tensor | None = None,
     ) -> None:
         """Writes the rows [n, in] times the matrices, one or two that are stored transposed, to [n, out], or adds them.
 
@@ -133,6 +146,7 @@ class Groups:
             out: [n, out], its columns adjacent.
             adds: Whether the products are added to what is there.
             low_rank: What `add_to_frozen` adds to them: the ends of the smaller groups, low, matrices, and summed.
+            places: [n] int64, where each row is; None where the rows are in their order.
         """
         assert out.stride(1) == 1
         rows = _contiguous_rows(rows)
@@ -156,6 +170,7 @@ class Groups:
             tasks,
             (vectors * LANES - 1).bit_length(),
             *_low_rank_numbers(groups, outer, low_rank),
+            0 if places is None else places.data_ptr(),
         )
         _PRODUCTS[vectors - 1].run(numbers, most_pieces=tasks, pieces_per_thread=PIECES_PER_THREAD)
 
@@ -233,7 +248,7 @@ def _first_row(ends, group):
 @njit(inline="always")
 def _products(numbers, vectors):
     """out[i, o] (+)= Σ_k x[i, k] m[g, k, o], in order of k."""
-    given = carray(numbers, 29)
+    given = carray(numbers, 30)
     pieces = given[1]
     x, x_row = given[2], given[3]
     m, other, m_group, m_row, m_column = given[4], given[5], given[6], given[7], given[8]
@@ -244,6 +259,7 @@ def _products(numbers, vectors):
         given[18], given[19], given[20], given[21], given[22], given[23], given[24],
     )  # fmt: skip
     small_ends, small, up_columns, parts = carray(integers(given[25]), EVERYTHING), given[26], given[27], given[28]
+    places = given[29]
     width = vectors * LANES
     blocks = (outer + width - 1) // width
     memory = panel_memory()
@@ -293,11 +309,9 @@ def _products(numbers, vectors):
                     for row in range(depth):
                         copy(vectors, at + 4 * (k + row) * m_row, memory + 4 * row * width)
                 for i in range(first, end, ROWS):
-                    from_row, last_row = x + 4 * (i * x_row + k), x + 4 * ((end - 1) * x_row + k)
-                    to_row, last_out = to + 4 * i * out_row, to + 4 * (end - 1) * out_row
                     _whole_or_part(
-                        vectors, from_row, 4 * x_row, last_row, 4, panel, panel_step, depth,
-                        to_row, 4 * out_row, last_out, columns, adds + k, ahead, ahead_step, ahead_shift,
+                        vectors, i, end - 1, places, x + 4 * k, 4 * x_row, 4, panel, panel_step, depth,
+                        to, 4 * out_row, columns, adds + k, ahead, ahead_step, ahead_shift,
                     )  # fmt: skip
                     ahead, ahead_step = panel, types.int64(0)  # asked for once
             if rank == 0:
@@ -311,30 +325,27 @@ def _products(numbers, vectors):
                     first, end = _first_row(small_ends, one), types.int64(small_ends[one])
                     panel = factor + 4 * (one * up_group + block * width % up_columns)
                     for i in range(first, end, ROWS):
-                        from_row = low + 4 * (i * low_row + number * rank)
-                        last_row = low + 4 * ((end - 1) * low_row + number * rank)
-                        to_row, last_out = to + 4 * i * out_row, to + 4 * (end - 1) * out_row
                         _whole_or_part(
-                            vectors, from_row, 4 * low_row, last_row, 4, panel, 4 * up_row, rank,
-                            to_row, 4 * out_row, last_out, columns, 1, panel, types.int64(0), types.int64(62),
+                            vectors, i, end - 1, 0, low + 4 * number * rank, 4 * low_row, 4, panel, 4 * up_row, rank,
+                            to, 4 * out_row, columns, 1, panel, types.int64(0), types.int64(62),
                         )  # fmt: skip
 
 
 @njit(inline="always")
 def _whole_or_part(
-    vectors, x, x_step, x_last, x_next, panel, panel_step, depth,
-    out, out_step, out_last, columns, adds, ahead, step, shift,
+    vectors, first, last, places, x, x_step, x_next, panel, panel_step, depth,
+    out, out_step, columns, adds, ahead, step, shift,
 ):  # fmt: skip
     """Multiplies a tile, with masks where it is not as wide as its vectors."""
     if columns == vectors * LANES:
         tile(
-            vectors, 0, x, x_step, x_last, x_next, panel, panel_step, depth,
-            out, out_step, out_last, columns, adds, ahead, step, shift,
+            vectors, 0, first, last, places, x, x_step, x_next, panel, panel_step, depth,
+            out, out_step, columns, adds, ahead, step, shift,
         )  # fmt: skip
     else:
         tile(
-            vectors, 1, x, x_step, x_last, x_next, panel, panel_step, depth,
-            out, out_step, out_last, columns, adds, ahead, step, shift,
+            vectors, 1, first, last, places, x, x_step, x_next, panel, panel_step, depth,
+            out, out_step, columns, adds, ahead, step, shift,
         )  # fmt: skip
 
 
@@ -400,13 +411,11 @@ def _sums(numbers):
                 group += 1
             end = min(types.int64(ends[group]), last)
             while i < end:
-                from_row, last_row = x + 4 * i * x_row, x + 4 * (end - 1) * x_row
                 for column in range(0, outer, WIDTH):
                     panel, columns = m + 4 * (group * m_group + column), min(WIDTH, outer - column)
-                    to_row, last_out = out + 4 * (i * out_row + column), out + 4 * ((end - 1) * out_row + column)
                     _whole_or_part(
-                        VECTORS, from_row, 4 * x_row, last_row, 4, panel, 4 * m_row, inner,
-                        to_row, 4 * out_row, last_out, columns, 1, panel, types.int64(0), types.int64(62),
+                        VECTORS, i, end - 1, 0, x, 4 * x_row, 4, panel, 4 * m_row, inner,
+                        out + 4 * column, 4 * out_row, columns, 1, panel, types.int64(0), types.int64(62),
                     )  # fmt: skip
                 i += ROWS
             i = end
@@ -440,7 +449,6 @@ def _outer(numbers):
             at, panel = left + 4 * first * left_row, right + 4 * (first * right_row + block * WIDTH)
             for a in range(0, rows_out, ROWS):
                 _whole_or_part(
-                    VECTORS, at + 4 * a * left_column, 4 * left_column, at + 4 * (rows_out - 1) * left_column,
-                    4 * left_row, panel, 4 * right_row, end - first, to + 4 * a * outer, 4 * outer,
-                    to + 4 * (rows_out - 1) * outer, columns, 0, panel, 0, 62,
+                    VECTORS, a, rows_out - 1, 0, at, 4 * left_column, 4 * left_row, panel, 4 * right_row, end - first,
+                    to, 4 * outer, columns, 0, panel, 0, 62,
                 )  # fmt: skip

@@ -138,23 +138,24 @@ def tile(
     context: Any,
     vectors: Any,
     masked: Any,
+    first: Any,
+    last: Any,
+    places: Any,
     x: Any,
     x_step: Any,
-    x_last: Any,
     x_next: Any,
     panel: Any,
     panel_step: Any,
     depth: Any,
     out: Any,
     out_step: Any,
-    out_last: Any,
     columns: Any,
     adds: Any,
     ahead: Any,
     ahead_step: Any,
     ahead_shift: Any,
 ) -> Any:
-    """out[i, c] (+)= Σ_k x[i, k] panel[k, c], k in order, of ROWS rows and at most vectors · LANES columns.
+    """out[i, c] (+)= Σ_k x[place[i], k] panel[k, c], k in order, of ROWS rows and at most vectors · LANES columns.
 
     Rows beyond the last are the last once more, and written with the same values. Meanwhile cache lines are asked for:
     of some rows in turn, as many bytes of one as the tile is wide.
@@ -163,16 +164,17 @@ def tile(
         context: Numba's.
         vectors: A row's vectors, a constant.
         masked: Whether there are fewer columns, so that only they are read and written; a constant.
-        x: The first row's first value.
-        x_step: From one row to the next.
-        x_last: The last row's first value.
+        first: The number i of the first row.
+        last: The number of the last row.
+        places: Where the rows' 64-bit places in x are; 0 where row i is at place i.
+        x: The first value of place 0.
+        x_step: From one place to the next.
         x_next: From one k to the next.
         panel: The first value of [depth, columns].
         panel_step: From one row of it to the next.
         depth: The number of k, at least 1.
-        out: The first row's first value.
+        out: The first value of row 0.
         out_step: From one row to the next.
-        out_last: The last row's first value.
         columns: Their number.
         adds: Not 0: the product is added to what is there.
         ahead: Where the rows that are asked for begin.
@@ -182,10 +184,11 @@ def tile(
     wide = vectors.literal_value
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, _, x, x_step, x_last, x_next, panel, panel_step, depth, out, out_step, out_last, *others = arguments
+        _, _, first, last, places, x, x_step, x_next, panel, panel_step, depth, out, out_step, *others = arguments
         columns, adds, ahead, ahead_step, ahead_shift = others
-        from_rows = [_least(builder, builder.add(x, builder.mul(x_step, LONG(row))), x_last) for row in range(ROWS)]
-        to_rows = [_least(builder, builder.add(out, builder.mul(out_step, LONG(row))), out_last) for row in range(ROWS)]
+        rows = [_least(builder, builder.add(first, LONG(row)), last) for row in range(ROWS)]
+        to_rows = [builder.add(out, builder.mul(out_step, row)) for row in rows]
+        from_rows = [builder.add(x, builder.mul(x_step, place)) for place in _places(builder, places, rows)]
         masks = [
             _first_lanes(builder, builder.sub(columns, LONG(LANES * number))) if masked.literal_value else None
             for number in range(wide)
@@ -235,7 +238,19 @@ def tile(
             _store(builder, result, to_rows[number // wide], number % wide, masks[number % wide])
         return context.get_dummy_value()
 
-    return types.void(vectors, masked, *[PLACE] * 15), build
+    return types.void(vectors, masked, *[PLACE] * 16), build
+
+
+def _places(builder: Any, places: Any, rows: list[Any]) -> list[Any]:
+    """Returns the places of rows: those at the address, or their own numbers if that is 0."""
+    with builder.goto_entry_block():
+        nothing = builder.ptrtoint(builder.alloca(LONG), LONG)
+    given = builder.icmp_signed("!=", places, LONG(0))
+    found = []
+    for row in rows:
+        address = builder.select(given, builder.add(places, builder.mul(row, LONG(8))), nothing)
+        found.append(builder.select(given, builder.load(_pointer(builder, address, LONG)), row))
+    return found
 
 
 def _least(builder: Any, left: Any, right: Any) -> Any:

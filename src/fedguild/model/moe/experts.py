@@ -138,8 +138,8 @@ class _Experts(torch.autograd.Function):
         """`used` are the trained tensors in the dtype of the products."""
         own = frozen()
         parts = _split(additions, used, own.input_projections)
-        rows = gather(tokens, plan)
-        product = FrozenProduct(rows, own.gate_up.transpose(1, 2), plan.expert_ends)
+        rows, places = _rows(tokens, plan, parts)
+        product = FrozenProduct(rows, own.gate_up.transpose(1, 2), plan.expert_ends, places)
         z, kept_inner = _with_additions(product, [(addition, inner) for addition, inner, _ in parts])
         h = own.gate(z)
         product = FrozenProduct(h, own.down.transpose(1, 2), plan.expert_ends)
@@ -156,13 +156,13 @@ class _Experts(torch.autograd.Function):
         kept_inner, kept_outer, trained = saved[:count], saved[count : 2 * count], saved[2 * count :]
         parts = _split(additions, ctx.used, own.input_projections)
         needed = _split(additions, ctx.needs_input_grad[6:], own.input_projections)
-        dy = gather(grads[0].contiguous(), plan)
+        dy, places = _rows(grads[0].contiguous(), plan, parts)
         with torch.enable_grad():
             z_leaf = z.detach().requires_grad_()
             h = own.gate(z_leaf)
         weight = row_weights(weights, plan).to(dy.dtype)[:, None]
 
-        d_h: Tensor | FrozenProduct | None = FrozenProduct(dy, own.down, plan.expert_ends)
+        d_h: Tensor | FrozenProduct | None = FrozenProduct(dy, own.down, plan.expert_ends, places)
         d_outer = []
         for (addition, _, outer), kept, (_, _, wanted) in zip(parts, kept_outer, needed, strict=True):
             d_h, gradients = addition.back(d_h, dy, h.detach(), outer, kept, weight, wanted)
@@ -186,6 +186,11 @@ class _Experts(torch.autograd.Function):
         )
         d_tokens = None if d_rows is None else combine(computed(d_rows), plan)
         return (d_tokens, d_weights, None, None, None, None, *d_trained)
+
+
+def _rows(tokens: Tensor, plan: Dispatch, parts: Sequence[object]) -> tuple[Tensor, Tensor | None]:
+    """Returns the tokens' rows for the parts that are trained; without any, the tokens, and where each row is."""
+    return (gather(tokens, plan), None) if parts else (tokens, plan.token)
 
 
 def _with_additions(

@@ -65,14 +65,16 @@ class FrozenProduct:
     """A frozen grouped product to which trained parts are added: computed by itself, or together with the first.
 
     Attributes:
-        rows: [n, in], sorted by group.
+        rows: [n, in], sorted by group; [N, in] the tokens, if there are places.
         matrices: [G, in, out].
         ends: [G] int32, where each group's rows end.
+        places: [n] int64, the token of each row; None where the rows are given.
     """
 
     rows: Tensor
     matrices: Tensor
     ends: Tensor
+    places: Tensor | None = None
 
     def fuses(self) -> bool:
         """Whether our own kernel for a CPU computes it."""
@@ -80,7 +82,13 @@ class FrozenProduct:
 
     def computed(self) -> Tensor:
         """Returns the product alone, [n, out]."""
-        return grouped_rows(self.rows, self.matrices, self.ends)
+        if self.places is None:
+            return grouped_rows(self.rows, self.matrices, self.ends)
+        if self.fuses():
+            from fedguild.model.kernels.cpu_groups import Groups
+
+            return Groups(self.ends).gathered(self.rows, self.places, self.matrices)
+        return grouped_rows(self.rows.index_select(0, self.places), self.matrices, self.ends)
 
 
 def computed(product: Tensor | FrozenProduct) -> Tensor:
