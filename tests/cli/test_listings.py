@@ -315,10 +315,10 @@ def test_doctor_lists_the_kernels_of_a_gpu(
 @pytest.mark.parametrize(
     ("setting", "installed", "verdict", "found"),
     [
-        ("auto", True, "ok", "low-rank, optimizer, norm, rotary, swiglu"),
+        ("auto", True, "ok", "low-rank, grouped, optimizer, norm, rotary, swiglu"),
         ("auto", False, "missing", "none"),
-        ("optimizer,grouped", True, "missing", "optimizer"),
-        ("optimizer,grouped", False, "problem", "optimizer,grouped"),
+        ("optimizer,dropout", True, "missing", "optimizer"),
+        ("optimizer,dropout", False, "problem", "optimizer,dropout"),
     ],
 )
 def test_doctor_lists_the_kernels_of_a_cpu(

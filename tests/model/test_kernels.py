@@ -74,8 +74,8 @@ def test_a_middle_factor_by_the_kernel(monkeypatch):
     def run() -> list[Tensor]:
         total, d_rows = torch.zeros(22, 2 * outer, dtype=torch.float64), torch.zeros(22, inner, dtype=torch.float64)
         part = MiddleRank(LowRank.of(plan, scale))
-        kept = part.add(total, rows, trained)
-        gradients = part.back(d_rows, dy, rows, trained, kept, weight, [False, False, True] * 2)
+        _, kept = part.add(total, rows, trained)
+        _, gradients = part.back(d_rows, dy, rows, trained, kept, weight, [False, False, True] * 2)
         return [total, d_rows, *(one.flatten(0, -3) for one in gradients if one is not None)]
 
     expected = run()

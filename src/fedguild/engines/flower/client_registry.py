@@ -220,7 +220,7 @@ class ClientRegistry:
     def _incomplete(self, missing: list[int], wait_seconds: float) -> QuorumError:
         reasons = "".join(f"\n  {reason}" for reason in self.refused.values())
         return QuorumError(
-            f"After {wait_seconds:g} s these clients are still missing: {_names(missing)}.{reasons}",
+            f"After {round(wait_seconds, 1):g} s these clients are still missing: {_names(missing)}.{reasons}",
             "Start `fedguild federation client` on their machines and check its output, or raise wait_seconds "
             "in server.yaml.",
         )
