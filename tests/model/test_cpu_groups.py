@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
+numba = pytest.importorskip("numba")
 cpu_groups = pytest.importorskip("fedguild.model.kernels.cpu_groups", reason="Numba is an extra")
 threads = pytest.importorskip("fedguild.model.kernels.threads")
-Groups = cpu_groups.Groups
+Groups, LowRankProduct = cpu_groups.Groups, cpu_groups.LowRankProduct
 LANES, WIDTH, DEPTH, ROWS = cpu_groups.LANES, cpu_groups.WIDTH, cpu_groups.DEPTH, cpu_groups.ROWS
 
 SIZES = {
@@ -147,15 +149,18 @@ def test_low_rank_products_beside_a_frozen_one(sizes, transposed, inner, outer, 
         each = outer if summed else outer // projections
         low = normal(sum(sizes), projections * rank + 2, seed=3)[:, 1:-1]
         ups = [normal(6, rank, each, seed=seed) for seed in range(4, 4 + projections)]
-        if not cpu_groups.suits_frozen(outer, ups, summed=summed):
-            assert each % WIDTH
+        product = LowRankProduct(low, ups, summed=summed)
+        width = LANES * min(cpu_groups.VECTORS, -(-outer // LANES))
+        assert product.suits(outer) is (summed or projections == 1 or each % width == 0)
+        if not product.suits(outer):
             continue
         parts = [by_loop(part, up, sizes) for part, up in zip(low.chunk(projections, dim=1), ups, strict=True)]
         expected = by_loop(rows, frozen, merged) + (sum(parts) if summed else torch.cat(parts, dim=1))
-        found = groups.add_to_frozen(rows, frozen, experts, low, ups, summed=summed)
+        found = groups.add_to_frozen(rows, frozen, experts, product)
         assert_near(found, expected, inner)
         if summed and projections == 2:
-            apart = groups.add_to_frozen(rows, frozen, experts, low[:, :rank], ups[:1], summed=True)
+            first = LowRankProduct(low[:, :rank], ups[:1], summed=True)
+            apart = groups.add_to_frozen(rows, frozen, experts, first)
             assert not torch.equal(found, apart)
 
 
@@ -197,6 +202,64 @@ def all_products(rows: Tensor, down: Tensor, up: Tensor, sizes: tuple[int, ...])
     return [low, total, groups.outer(low, rows)]
 
 
+def test_low_rank_rows_with_other_strides_are_copied():
+    """And kept until the kernel has run."""
+    low, up, rows, frozen = (
+        normal(8, 50, seed=1).t(),
+        normal(1, 8, 16, seed=2),
+        torch.zeros(50, 16),
+        torch.zeros(1, 16, 16),
+    )
+    groups = groups_of((50,))
+    found = groups.add_to_frozen(rows, frozen, groups.ends, LowRankProduct(low, [up]))
+    assert_near(found, by_loop(low, up, (50,)))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_sum_of_nothing_is_zero(transposed):
+    nothing = torch.zeros(2, 20, 0).transpose(1, 2) if transposed else torch.zeros(2, 0, 20)
+    groups, total = groups_of((3, 4)), torch.ones(7, 20)
+    assert not groups.rows(torch.zeros(7, 0), [nothing]).any()
+    assert not groups.rows(torch.zeros(7, 0), [nothing, nothing]).any()
+    groups.add(total, torch.zeros(7, 0), [nothing])
+    assert (total == 1).all()
+    assert groups.rows(torch.zeros(7, 5), [torch.zeros(2, 5, 0)]).shape == (7, 0)
+    assert groups.outer(torch.zeros(7, 0), torch.zeros(7, 5)).shape == (2, 0, 5)
+
+
+ENDS = torch.tensor([3, 7], dtype=torch.int32)
+ROWS_OF, MATRICES = torch.ones(7, 5), torch.ones(2, 5, 20)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: Groups(ENDS.long()),
+        lambda: Groups(torch.tensor([[3, 0], [7, 0]], dtype=torch.int32)[:, 0]),
+        lambda: Groups(ENDS).rows(ROWS_OF, [torch.ones(2, 6, 20)]),
+        lambda: Groups(ENDS).rows(ROWS_OF, [torch.ones(1, 5, 20)]),
+        lambda: Groups(ENDS).rows(ROWS_OF[:6], [MATRICES]),
+        lambda: Groups(ENDS).rows(torch.ones(8, 5), [MATRICES]),
+        lambda: Groups(ENDS).gathered(ROWS_OF, torch.zeros(6, dtype=torch.int64), MATRICES),
+        lambda: Groups(ENDS).gathered(ROWS_OF, torch.zeros(7, dtype=torch.int32), MATRICES),
+        lambda: Groups(ENDS).add(torch.ones(7, 19), ROWS_OF, [MATRICES]),
+        lambda: Groups(ENDS).add(torch.ones(6, 20), ROWS_OF, [MATRICES]),
+        lambda: Groups(ENDS).add(torch.ones(7, 40)[:, ::2], ROWS_OF, [MATRICES]),
+        lambda: Groups(ENDS).add(torch.ones(7, 20), ROWS_OF, [torch.ones(1, 5, 20)]),
+        lambda: Groups(ENDS).add(torch.ones(7, 41), torch.ones(7, 10), [MATRICES, MATRICES]),
+        lambda: Groups(ENDS).outer(ROWS_OF, ROWS_OF[:6]),
+        lambda: Groups(ENDS).outer(ROWS_OF[:6], ROWS_OF[:6]),
+        lambda: Groups(ENDS).add_to_frozen(ROWS_OF, MATRICES, ENDS, LowRankProduct(ROWS_OF, [torch.ones(2, 4, 20)])),
+        lambda: Groups(ENDS).add_to_frozen(ROWS_OF, MATRICES, ENDS, LowRankProduct(ROWS_OF, [torch.ones(1, 5, 20)])),
+        lambda: Groups(ENDS).add_to_frozen(ROWS_OF, MATRICES[:1], ENDS[1:], LowRankProduct(ROWS_OF[:6], [MATRICES])),
+    ],
+)
+def test_what_does_not_fit_is_refused(call):
+    """Instead of read or written beyond its end."""
+    with pytest.raises(ValueError, match="A product of groups needs that"):
+        call()
+
+
 def test_results_are_the_same_bits_on_any_number_of_threads(number_of_threads):
     sizes = SIZES["more rows than a piece"]
     given = normal(sum(sizes), 40, seed=1), normal(4, 12, 40, seed=2), normal(4, 12, 40, seed=3), sizes
@@ -233,6 +296,25 @@ def test_without_torchs_openmp_the_calling_thread_does_all(monkeypatch):
     assert threads._parallel() is None
     assert_near(groups_of(sizes).rows(rows, [matrices]), by_loop(rows, matrices, sizes))
     threads._parallel.cache_clear()
+
+
+def test_a_kernel_is_compiled_again_when_the_source_of_any_has_changed(tmp_path, monkeypatch):
+    """Numba looks at the kernel's own file alone."""
+    for name in ("one.py", "two.py"):
+        (tmp_path / name).write_text("x = 1")
+    first = threads.digest(tmp_path)
+    threads.digest.cache_clear()
+    assert threads.digest(tmp_path) == first
+    (tmp_path / "two.py").write_text("x = 2")
+    threads.digest.cache_clear()
+    assert threads.digest(tmp_path) != first
+    threads.digest.cache_clear()
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    hits = []
+    for digest in ("one", "one", "another"):
+        monkeypatch.setattr(threads, "digest", partial(str, digest))
+        hits.append(threads.Kernel(cpu_groups._outer._function)._compile()._cache_hits)
+    assert hits == [0, 1, 0]
 
 
 def test_where_nothing_can_be_written_a_kernel_is_compiled_for_this_process(monkeypatch):

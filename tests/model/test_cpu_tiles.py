@@ -34,6 +34,14 @@ def test_the_registers_are_those_of_the_cpu(features, lanes, vectors, monkeypatc
     assert cpu_tiles.registers() == (lanes, vectors)
 
 
+def test_the_registers_are_those_that_numba_compiles_for(monkeypatch):
+    monkeypatch.setattr(cpu_tiles.numba.config, "CPU_NAME", "generic")
+    assert cpu_tiles.registers() == (4, 2)
+    monkeypatch.setattr(cpu_tiles.numba.config, "CPU_FEATURES", "+avx2,-avx512f,+fma")
+    assert cpu_tiles.features() == {"avx2", "fma"}
+    assert cpu_tiles.registers() == (8, 2)
+
+
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("feature", ["avx2", "neon", "sse2"])

@@ -209,3 +209,12 @@ def test_the_slots_factors_lie_side_by_side_above_a_kernels_number_of_groups():
     meta, cpu = torch.device("meta"), torch.device("cpu")
     assert [prefers_side_by_side(meta, groups) for groups in (64, 1023, 1024)] == [False, False, True]
     assert not prefers_side_by_side(cpu, 1024)
+
+
+@pytest.mark.parametrize("names", [(), ("low-rank", "grouped")], ids=["torch", "kernels"])
+def test_a_layer_without_a_real_token_has_no_output_and_no_gradient(names, monkeypatch):
+    let_run(monkeypatch, names, language="numba")
+    layer = build(Case((4, 5), (4, 4), (2, 2), (1.0, 1.0), padding=tuple(range(9))), torch.float32)
+    found, gradients = by_view(layer, torch.float32, way="pairs")
+    assert not found.any()
+    assert not any(gradient.any() for gradient in gradients)

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fedguild.model.moe import products
 from fedguild.model.moe.products import FrozenProduct, add_grouped_rows, grouped_outer, grouped_rows
@@ -125,3 +126,25 @@ def test_in_fp32_a_cpu_s_products_are_our_kernel_s(outer, transposed, monkeypatc
     grouped_rows(rows.bfloat16(), matrices.bfloat16(), ENDS)
     assert len(ran) == 4
     assert not FrozenProduct(rows, matrices, ENDS).fuses()
+
+
+def test_what_has_no_plain_values_in_fp32_is_torch_s(monkeypatch):
+    """Fake tensors, subclasses, views that are negated on reading, a CPU that does not fuse a product and a sum."""
+    let_run(monkeypatch, {"grouped"}, language="numba")
+    cpu_tiles = pytest.importorskip("fedguild.model.kernels.cpu_tiles")
+    rows, matrices = normal(9, 8, dtype=torch.float32), normal(6, 8, 16, dtype=torch.float32)
+    assert products._suits_cpu_kernel(rows, matrices)
+
+    class Own(torch.Tensor):
+        pass
+
+    with FakeTensorMode():
+        fake = torch.empty(9, 8)
+    for other in (fake, rows.as_subclass(Own), torch._neg_view(rows), rows.double(), rows.to("meta")):
+        assert not products._suits_cpu_kernel(other, matrices)
+    for other in (matrices.as_subclass(Own), torch._neg_view(matrices), torch._efficientzerotensor(6, 8, 16)):
+        assert not products._suits_cpu_kernel(rows, other)
+    negated = grouped_rows(torch._neg_view(rows), matrices, ENDS)
+    assert torch.allclose(negated, -grouped_rows(rows, matrices, ENDS), atol=1e-5)
+    monkeypatch.setattr(cpu_tiles, "IS_FUSED", False)
+    assert not products._suits_cpu_kernel(rows, matrices)

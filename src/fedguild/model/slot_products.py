@@ -180,13 +180,14 @@ def prefers_kernel(rows: Tensor, counts: tuple[int, ...]) -> bool:
     A slot alone is the kernel's too, so that it gets the bits that it gets in company.
     """
     batched = len(counts) > 1 and len(set(counts)) == 1
-    suits = not batched and rows.device.type == "cpu" and rows.dtype is torch.float32
-    return suits and kernels.runs("low-rank", rows.device) and kernels.language(rows.device) == "numba"
+    return not batched and kernels.computes("low-rank", rows)
 
 
 def _groups(rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> Groups | None:
     """Returns the slots as the groups of our kernel for a CPU; None where it is not the one to take."""
-    suits = min(matrices.shape[1:]) <= LOW_RANK and matrices.dtype is torch.float32 and prefers_kernel(rows, counts)
+    suits = (
+        min(matrices.shape[1:]) <= LOW_RANK and kernels.computes("low-rank", matrices) and prefers_kernel(rows, counts)
+    )
     return _groups_of(counts, rows) if suits else None
 
 

@@ -3,8 +3,7 @@
 Two kinds run on a GPU. Our own, in Triton: products of (expert, slot) groups (`segmented`), the cross-entropy
 (`cross_entropy`), dropout's mask (`dropout`) and the step of Adam (`adam`). Liger-Kernel's, in place of a frozen
 model's norms, rotary embedding and gates (`fused`). A CPU runs our own, in Numba, on torch's threads (`threads`):
-products of groups (`cpu_groups`), the step of Adam
-(`cpu_adam`), and norms, rotary embedding and gates (`cpu_fused`).
+products of groups (`cpu_groups`), the step of Adam (`cpu_adam`), and norms, rotary embedding and gates (`cpu_fused`).
 
 On a CPU, and on a GPU that Triton compiles for, each runs where its package is installed; the variable
 `FEDGUILD_KERNELS` is `auto` (the default), `none`, or the names of those that must run and no others:
@@ -18,6 +17,8 @@ from functools import cache
 from importlib import import_module, util
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from fedguild.errors import ConfigError
 
@@ -54,6 +55,22 @@ def runs(name: str, device: torch.device) -> bool:
     if device.type == "cpu":
         return name in CPU_KERNELS and name in chosen(os.environ.get(VARIABLE, "auto"), "cpu")
     return device.type == "cuda" and name in chosen(os.environ.get(VARIABLE, "auto")) and is_new_enough(device)
+
+
+def computes(name: str, values: Tensor) -> bool:
+    """Whether a kernel of ours in Numba computes with a tensor.
+
+    Raises:
+        ConfigError: as `runs`.
+    """
+    return has_plain_values(values) and runs(name, values.device) and language(values.device) == "numba"
+
+
+def has_plain_values(values: Tensor) -> bool:
+    """Whether a tensor's values are at its address in the CPU's memory as they are, in fp32."""
+    plain = type(values) is Tensor or type(values) is Parameter
+    plain = plain and values.dtype is torch.float32 and values.device.type == "cpu"
+    return plain and not values.is_neg() and not values._is_zerotensor()
 
 
 def language(device: torch.device) -> str:

@@ -18,8 +18,8 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import Parameter
 
+from fedguild.model.kernels import has_plain_values
 from fedguild.model.kernels.library import Library
 from fedguild.model.kernels.threads import EVERYTHING, Kernel, bits_as_float, floats, in_order, next_piece
 
@@ -44,8 +44,7 @@ def numba() -> Library:
 
 def _takes(values: Tensor) -> bool:
     """Whether a tensor has values at an address, in fp32."""
-    plain = type(values) is Tensor or type(values) is Parameter
-    return plain and values.dtype is torch.float32 and values.device.type == "cpu" and values.numel() > 0
+    return has_plain_values(values) and values.numel() > 0
 
 
 class _Norm(torch.autograd.Function):

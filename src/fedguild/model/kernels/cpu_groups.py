@@ -2,23 +2,26 @@
 
 torch multiplies group by group on a CPU, by oneDNN or the BLAS it was built with, and a group costs microseconds
 however small it is: with 64 experts and 10 slots a layer has 640. Here a group costs what its rows cost
-(docs/decisions/0019), and the experts' frozen products are a third to six times as fast (docs/decisions/0021): a piece
-of work is some columns of some groups, a panel of one group's matrix is copied to where it stays in the cache, and six
-rows at once meet all of it, their sums in registers. While they do, the next panel is fetched from memory.
+(docs/decisions/0019), and the experts' frozen products are faster, too (docs/decisions/0021): a piece of work is some
+columns of some groups, a panel of one group's matrix is copied to where it stays in the cache, and six rows at once
+meet all of it, their sums in registers. While they do, the next panel is fetched from memory.
 
-All is for fp32. A row's products do not depend on the other rows of its group, and nothing on the number of threads.
+All is for fp32, and not for autograd. A row's products do not depend on the other rows of its group, and nothing on the
+number of threads.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from numba import carray, njit, types
 from torch import Tensor
 
-from fedguild.model.kernels.cpu_tiles import DEPTH, LANES, ROWS, VECTORS, WIDTH, copy, panel_memory, tile, turn
-from fedguild.model.kernels.threads import EVERYTHING, Kernel, floats, integers, next_piece
+from fedguild.model.kernels.cpu_tiles import DEPTH, LANES, NOTHING_IN_TURN, ROWS, VECTORS, WIDTH, copy, tile, turn
+from fedguild.model.kernels.threads import EVERYTHING, Kernel, count_up, floats, integers, next_piece
 
 PIECES_PER_THREAD = 8
 """Groups have unequal numbers of rows, so that the threads take more and smaller pieces than elsewhere."""
@@ -26,6 +29,7 @@ SHALLOW = 64
 """Rows of a matrix up to which they stay in the cache and are read where they are."""
 LEAST_ROWS = 64
 """Rows that are worth a piece of their own."""
+_OWN = threading.local()
 
 
 @dataclass(frozen=True)
@@ -34,21 +38,15 @@ class Groups:
 
     Attributes:
         ends: [G] int32, where each group's rows end.
+
+    Raises:
+        ValueError: the ends have another dtype, or are not adjacent.
     """
 
     ends: Tensor
 
-    def gathered(self, tokens: Tensor, places: Tensor, matrices: Tensor) -> Tensor:
-        """Returns [n, out], the rows tokens[places] times their group's matrix, without the rows themselves.
-
-        Args:
-            tokens: [N, in].
-            places: [n] int64, where each row is in the tokens.
-            matrices: [G, in, out].
-        """
-        out = tokens.new_empty(places.shape[0], matrices.shape[2])
-        self._multiply(tokens, [_adjacent(matrices)], out, places=places)
-        return out
+    def __post_init__(self) -> None:
+        _require(self.ends.dtype is torch.int32 and self.ends.is_contiguous(), "the ends are adjacent and int32")
 
     def rows(self, rows: Tensor, matrices: Sequence[Tensor]) -> Tensor:
         """Returns [n, p·out], the rows [n, in] times their group's matrix of each of p projections.
@@ -56,6 +54,9 @@ class Groups:
         Args:
             rows: [n, in], common to the projections, or [n, p·in], theirs side by side.
             matrices: [G, in, out] of each projection.
+
+        Raises:
+            ValueError: sizes do not fit, as in all methods.
         """
         _, inner, outer = matrices[0].shape
         out = rows.new_empty(rows.shape[0], outer * len(matrices))
@@ -69,11 +70,23 @@ class Groups:
             self._multiply(of_part, [matrix], part)
         return out
 
+    def gathered(self, tokens: Tensor, places: Tensor, matrices: Tensor) -> Tensor:
+        """Returns [n, out], the rows tokens[places] times their group's matrix, without the rows themselves.
+
+        Args:
+            tokens: [N, in].
+            places: [n] int64, where each row is in the tokens.
+            matrices: [G, in, out].
+        """
+        out = tokens.new_empty(places.shape[0], matrices.shape[2])
+        self._multiply(tokens, [_adjacent(matrices)], out, places=places)
+        return out
+
     def add(self, total: Tensor, rows: Tensor, matrices: Sequence[Tensor], *, summed: bool = False) -> None:
         """Adds the rows times their group's matrix, of each of p projections, to a total, in place.
 
         Args:
-            total: [n, p·out]; [n, out] for the sum of all.
+            total: [n, p·out], its columns adjacent; [n, out] for the sum of all.
             rows: [n, p·in], the projections' side by side.
             matrices: [G, in, out] of each projection.
             summed: Whether the projections' products are added up.
@@ -86,33 +99,27 @@ class Groups:
             else:
                 self._multiply(part, [matrix], one, adds=True)
 
-    def add_to_frozen(
-        self,
-        rows: Tensor,
-        frozen: Tensor,
-        ends: Tensor,
-        low: Tensor,
-        matrices: Sequence[Tensor],
-        *,
-        summed: bool = False,
-    ) -> Tensor:
-        """Returns [n, out], the rows times their expert's frozen matrix, with what `add` adds to it from `low`.
+    def add_to_frozen(self, rows: Tensor, frozen: Tensor, ends: Tensor, low_rank: LowRankProduct) -> Tensor:
+        """Returns [n, out], the rows times their expert's frozen matrix, plus a product of low rank of these groups.
 
         Args:
             rows: [n, in].
             frozen: [M, in, out], an expert's groups being G / M successive ones.
             ends: [M] int32, where each expert's rows end.
-            low: [n, p·r], the projections' side by side.
-            matrices: [G, r, out / p] of each projection, or [G, r, out] if they are added up.
-            summed: Whether the projections' products are added up.
+            low_rank: What is added.
         """
         out = rows.new_empty(rows.shape[0], frozen.shape[2])
-        Groups(ends)._multiply(rows, [_adjacent(frozen)], out, low_rank=(self.ends, low, matrices, summed))
+        _require(low_rank.suits(frozen.shape[2]), "the low-rank matrices suit the frozen one")
+        fits = self.ends.shape[0] == low_rank.matrices[0].shape[0] and low_rank.low.shape[0] == rows.shape[0]
+        _require(fits and self.ends.shape[0] % max(1, frozen.shape[0]) == 0, "groups and rows are the experts'")
+        Groups(ends)._multiply(rows, [_adjacent(frozen)], out, low_rank=low_rank, small=self)
         return out
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         """Returns [G, a, b], each group's left [n_g, a] transposed times its right [n_g, b]."""
-        right = _contiguous_rows(right)
+        right = _with_adjacent_columns(right)
+        self._require_rows(left.shape[0])
+        _require(left.shape[0] == right.shape[0], "left and right have as many rows")
         out = left.new_empty(self.ends.shape[0], left.shape[1], right.shape[1])
         tasks = out.shape[0] * -(-out.shape[2] // WIDTH)
         numbers = (
@@ -135,8 +142,9 @@ class Groups:
         out: Tensor,
         *,
         adds: bool = False,
-        low_rank: tuple[Tensor, Tensor, Sequence[Tensor], bool] | None = None,
         places: Tensor | None = None,
+        low_rank: LowRankProduct | None = None,
+        small: Groups | None = None,
     ) -> None:
         """Writes the rows [n, in] times the matrices, one or two that are stored transposed, to [n, out], or adds them.
 
@@ -145,13 +153,24 @@ class Groups:
             matrices: [G, in, out / p] of p projections.
             out: [n, out], its columns adjacent.
             adds: Whether the products are added to what is there.
-            low_rank: What `add_to_frozen` adds to them: the ends of the smaller groups, low, matrices, and summed.
             places: [n] int64, where each row is; None where the rows are in their order.
+            low_rank: What is added to the products; None for nothing.
+            small: The groups of that, within these.
         """
-        assert out.stride(1) == 1
-        rows = _contiguous_rows(rows)
-        groups, inner, each = matrices[0].shape
-        outer = each * len(matrices)
+        rows = _with_adjacent_columns(rows)
+        groups, inner, columns = matrices[0].shape
+        outer, count = columns * len(matrices), out.shape[0]
+        self._require_rows(count)
+        if places is not None:
+            _require(places.dtype is torch.int64 and places.is_contiguous(), "the places are adjacent and int64")
+        _require((rows.shape[0] if places is None else places.shape[0]) == count, "there are as many rows as results")
+        _require(groups == self.ends.shape[0] and rows.shape[1] == inner, "the matrices are the groups' and the rows'")
+        _require(out.shape[1] == outer and _has_adjacent_columns(out), "the results are as wide as the matrices")
+        if outer == 0 or count == 0:
+            return
+        if inner == 0:  # a tile has at least one value to sum
+            rows, inner, columns = rows.new_zeros(1, 1).expand(rows.shape[0], 1), 1, outer
+            matrices = [rows.new_zeros(1, 1, outer).expand(groups, 1, outer)]
         vectors = _vectors(outer)
         tasks = groups * -(-outer // (vectors * LANES))
         numbers = (
@@ -165,19 +184,26 @@ class Groups:
             self.ends.data_ptr(),
             inner,
             outer,
-            each,
+            columns,
             int(adds),
             tasks,
             (vectors * LANES - 1).bit_length(),
-            *_low_rank_numbers(groups, outer, low_rank),
             0 if places is None else places.data_ptr(),
+            _panels().data_ptr(),
+            0,  # the threads that have taken a panel
+            *(low_rank.numbers(small, groups, outer) if low_rank is not None and small is not None else (0,) * 11),
         )
         _PRODUCTS[vectors - 1].run(numbers, most_pieces=tasks, pieces_per_thread=PIECES_PER_THREAD)
 
     def _add_shallow(self, rows: Tensor, matrix: Tensor, total: Tensor) -> None:
         """Adds the rows [n, in] times their group's matrix [G, in, out], whose rows are few, to the total [n, out]."""
-        assert total.stride(1) == 1
-        rows = _contiguous_rows(rows)
+        rows = _with_adjacent_columns(rows)
+        self._require_rows(total.shape[0])
+        _require(matrix.shape[0] == self.ends.shape[0], "the matrices are the groups'")
+        _require(rows.shape == (total.shape[0], matrix.shape[1]), "the rows are the matrices'")
+        _require(total.shape[1] == matrix.shape[2] and _has_adjacent_columns(total), "the total is as wide")
+        if 0 in matrix.shape or total.shape[0] == 0:
+            return
         numbers = (
             rows.data_ptr(),
             rows.stride(0),
@@ -191,35 +217,63 @@ class Groups:
         )
         _sums.run(numbers, most_pieces=-(-rows.shape[0] // LEAST_ROWS))
 
-
-def suits_frozen(columns: int, matrices: Sequence[Tensor], *, summed: bool) -> bool:
-    """Whether `add_to_frozen` takes low-rank matrices [G, r, a] beside a frozen one with so many columns."""
-    ups = [matrix for matrix in matrices if matrix.stride(2) == 1 and matrix.stride() == matrices[0].stride()]
-    whole = summed or len(matrices) == 1 or matrices[0].shape[2] % (LANES * _vectors(columns)) == 0
-    return len(ups) == len(matrices) <= 2 and whole
+    def _require_rows(self, count: int) -> None:
+        last = int(self.ends[-1]) if self.ends.shape[0] else 0
+        _require(last == count, "the last group ends with the last row")
 
 
-def _low_rank_numbers(
-    groups: int, outer: int, low_rank: tuple[Tensor, Tensor, Sequence[Tensor], bool] | None
-) -> tuple[int, ...]:
-    """Returns the numbers of `_products` that say what is added to them: the rank is 0 for nothing."""
-    if low_rank is None:
-        return (0,) * 11
-    ends, low, matrices, summed = low_rank
-    low = _contiguous_rows(low)
-    size, rank, columns = matrices[0].shape
-    return (
-        rank,
-        low.data_ptr(),
-        low.stride(0),
-        matrices[0].data_ptr(),
-        matrices[-1].data_ptr(),
-        *matrices[0].stride()[:2],
-        ends.data_ptr(),
-        size // groups,
-        outer if summed else columns,
-        len(matrices) if summed else 1,
-    )
+class LowRankProduct:
+    """A product of low rank, of p projections, that is added to a frozen one: `low` times its group's matrix.
+
+    Args:
+        low: [n, p·r], the projections' side by side.
+        matrices: [G, r, out / p] of each projection, or [G, r, out] if they are added up.
+        summed: Whether the projections' products are added up.
+    """
+
+    def __init__(self, low: Tensor, matrices: Sequence[Tensor], *, summed: bool = False) -> None:
+        self.low, self.matrices, self.summed = _with_adjacent_columns(low), tuple(matrices), summed
+
+    def suits(self, columns: int) -> bool:
+        """Whether it can be added to a frozen product with so many columns, while that is in the cache."""
+        first, count = self.matrices[0], len(self.matrices)
+        alike = all(one.shape == first.shape and one.stride() == first.stride() for one in self.matrices)
+        width = first.shape[2] * (1 if self.summed else count)
+        whole = self.summed or count == 1 or first.shape[2] % (LANES * _vectors(columns)) == 0
+        fits = width == columns and self.low.shape[1] == count * first.shape[1]
+        return count <= 2 and alike and fits and whole and _has_adjacent_columns(first[0])
+
+    def numbers(self, groups: Groups, experts: int, columns: int) -> tuple[int, ...]:
+        """Returns the numbers of `_products` that describe it; the rank is the first."""
+        first = self.matrices[0]
+        return (
+            first.shape[1],
+            self.low.data_ptr(),
+            self.low.stride(0),
+            first.data_ptr(),
+            self.matrices[-1].data_ptr(),
+            *first.stride()[:2],
+            groups.ends.data_ptr(),
+            first.shape[0] // experts,
+            columns if self.summed else first.shape[2],
+            len(self.matrices) if self.summed else 1,
+        )
+
+
+def _require(holds: bool, what: str) -> None:
+    """Raises an error if what a kernel relies on does not hold: it would read or write beyond its tensors."""
+    if not holds:
+        raise ValueError(f"A product of groups needs that {what}.")
+
+
+def _panels() -> Tensor:
+    """Returns the memory for a panel of each thread: always the same, of whoever calls."""
+    size = torch.get_num_threads() * DEPTH * WIDTH
+    if getattr(_OWN, "panels", None) is None or _OWN.panels.numel() < size:
+        with torch.inference_mode(mode=False):
+            _OWN.panels = torch.empty(size)
+    panels: Tensor = _OWN.panels
+    return panels
 
 
 def _vectors(columns: int) -> int:
@@ -228,12 +282,16 @@ def _vectors(columns: int) -> int:
 
 
 def _adjacent(matrix: Tensor) -> Tensor:
-    """Returns matrices [G, in, out] with the values of one side adjacent, and the groups' alike."""
+    """Returns matrices [G, in, out] with the values of one side adjacent."""
     return matrix if 1 in matrix.stride()[1:] else matrix.contiguous()
 
 
-def _contiguous_rows(rows: Tensor) -> Tensor:
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+def _has_adjacent_columns(rows: Tensor) -> bool:
+    return rows.stride(1) == 1 or rows.shape[1] <= 1
+
+
+def _with_adjacent_columns(rows: Tensor) -> Tensor:
+    return rows if _has_adjacent_columns(rows) else rows.contiguous()
 
 
 @njit(inline="always")
@@ -248,21 +306,20 @@ def _first_row(ends, group):
 @njit(inline="always")
 def _products(numbers, vectors):
     """out[i, o] (+)= Σ_k x[i, k] m[g, k, o], in order of k."""
-    given = carray(numbers, 30)
+    given = carray(numbers, 32)
     pieces = given[1]
     x, x_row = given[2], given[3]
     m, other, m_group, m_row, m_column = given[4], given[5], given[6], given[7], given[8]
     out, out_row = given[9], given[10]
     ends = carray(integers(given[11]), EVERYTHING)
     inner, outer, each, adds, tasks, shift = given[12], given[13], given[14], given[15], given[16], given[17]
-    rank, low, low_row, up, other_up, up_group, up_row = (
-        given[18], given[19], given[20], given[21], given[22], given[23], given[24],
-    )  # fmt: skip
-    small_ends, small, up_columns, parts = carray(integers(given[25]), EVERYTHING), given[26], given[27], given[28]
-    places = given[29]
+    places = given[18]
+    memory = given[19] + 4 * DEPTH * WIDTH * count_up(numbers, 20)
+    rank, low, low_row, up, other_up = given[21], given[22], given[23], given[24], given[25]
+    up_group, up_row, small_ends = given[26], given[27], carray(integers(given[28]), EVERYTHING)
+    small, up_columns, parts = given[29], given[30], given[31]
     width = vectors * LANES
     blocks = (outer + width - 1) // width
-    memory = panel_memory()
     while True:
         piece = next_piece(numbers)
         if piece >= pieces:
@@ -286,7 +343,7 @@ def _products(numbers, vectors):
             for k in range(0, inner, DEPTH):
                 depth = min(DEPTH, inner - k)
                 panel, panel_step = memory, types.int64(4 * width)
-                ahead, ahead_step, ahead_shift = next_group, 4 * m_row, types.int64(62)
+                ahead, ahead_step, ahead_shift = next_group, 4 * m_row, types.int64(NOTHING_IN_TURN)
                 if k + DEPTH < inner:
                     ahead = at + 4 * (k + DEPTH) * m_row
                 if m_row == 1:
@@ -327,7 +384,7 @@ def _products(numbers, vectors):
                     for i in range(first, end, ROWS):
                         _whole_or_part(
                             vectors, i, end - 1, 0, low + 4 * number * rank, 4 * low_row, 4, panel, 4 * up_row, rank,
-                            to, 4 * out_row, columns, 1, panel, types.int64(0), types.int64(62),
+                            to, 4 * out_row, columns, 1, panel, types.int64(0), types.int64(NOTHING_IN_TURN),
                         )  # fmt: skip
 
 
@@ -415,7 +472,7 @@ def _sums(numbers):
                     panel, columns = m + 4 * (group * m_group + column), min(WIDTH, outer - column)
                     _whole_or_part(
                         VECTORS, i, end - 1, 0, x, 4 * x_row, 4, panel, 4 * m_row, inner,
-                        out + 4 * column, 4 * out_row, columns, 1, panel, types.int64(0), types.int64(62),
+                        out + 4 * column, 4 * out_row, columns, 1, panel, types.int64(0), types.int64(NOTHING_IN_TURN),
                     )  # fmt: skip
                 i += ROWS
             i = end
@@ -450,5 +507,5 @@ def _outer(numbers):
             for a in range(0, rows_out, ROWS):
                 _whole_or_part(
                     VECTORS, a, rows_out - 1, 0, at, 4 * left_column, 4 * left_row, panel, 4 * right_row, end - first,
-                    to, 4 * outer, columns, 0, panel, 0, 62,
+                    to, 4 * outer, columns, 0, panel, 0, NOTHING_IN_TURN,
                 )  # fmt: skip

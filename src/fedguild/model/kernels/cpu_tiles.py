@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.binding
+import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -23,38 +24,37 @@ DEPTH = 1024
 """Rows of a panel: the values that a sum takes before it is put down, and taken up again for the next panel."""
 LINE = 64
 """Bytes of a cache line."""
+NOTHING_IN_TURN = 62
+"""The logarithm of a number of rows that is larger than any: no row is asked for twice."""
 
 
 def registers() -> tuple[int, int]:
     """Returns the fp32 values of a vector register of this CPU, and how many of them a row of a tile takes at most."""
-    try:
-        features = llvmlite.binding.get_host_cpu_features()
-    except RuntimeError:  # LLVM does not know this CPU
-        features = {}
-    if features.get("avx512f"):
+    known = features()
+    if "avx512f" in known:
         return 16, 4
-    if features.get("avx2"):
+    if "avx2" in known:
         return 8, 2
-    return 4, 4 if features.get("neon") else 2
+    return 4, 4 if "neon" in known else 2
+
+
+def features() -> frozenset[str]:
+    """Returns what the CPU that Numba compiles for can do, in LLVM's words."""
+    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:
+        given = str(numba.config.CPU_FEATURES or "").split(",")
+        return frozenset(name[1:] for name in given if name.startswith("+"))
+    try:
+        return frozenset(name for name, has in llvmlite.binding.get_host_cpu_features().items() if has)
+    except RuntimeError:  # LLVM does not know this CPU
+        return frozenset()
 
 
 LANES, VECTORS = registers()
+IS_FUSED = bool(features() & {"fma", "avx512f", "neon"})
+"""Whether the CPU multiplies and adds in one instruction, without which these tiles are slower than a library."""
 VECTOR, MASK = ir.VectorType(FLOAT, LANES), ir.VectorType(BIT, LANES)
 WIDTH = LANES * VECTORS
 """Columns of the widest tile."""
-
-
-@intrinsic
-def panel_memory(context: Any) -> Any:
-    """Returns the address of a thread's own memory for a panel [DEPTH, WIDTH]."""
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        with builder.goto_entry_block():
-            place = builder.alloca(ir.ArrayType(FLOAT, DEPTH * WIDTH))
-            place.align = LINE
-        return builder.ptrtoint(place, LONG)
-
-    return PLACE(), build
 
 
 @intrinsic
@@ -298,7 +298,9 @@ def _everywhere(builder: Any, value: Any, kind: Any = FLOAT) -> Any:
 
 
 def _fused(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """Returns left · right + total, rounded once."""
+    """Returns left · right + total, rounded once where the CPU can."""
+    if not IS_FUSED:
+        return builder.fadd(builder.fmul(left, right), total)
     kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
     return builder.call(function, [left, right, total])

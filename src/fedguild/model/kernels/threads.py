@@ -10,6 +10,7 @@ after every product. Where there is another OpenMP, or none, a kernel runs on th
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import cfunc, types
+from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
 SIGNATURE = types.void(types.CPointer(types.int64))
@@ -69,10 +70,20 @@ class Kernel:
 
     def _compile(self) -> Any:
         """Returns the compiled function, from the disk where it has been compiled before."""
+        # Numba keeps it under this name, and knows whether its own file has changed, but not those of what it calls.
+        name = self._function.__qualname__.partition("-")[0]
+        self._function.__qualname__ = f"{name}-{digest()}{'-in-order' if self._fastmath == FUSED else ''}"
         try:
             return cfunc(SIGNATURE, cache=True, fastmath=self._fastmath, error_model="numpy")(self._function)
         except RuntimeError:  # nothing can be written, neither beside this file nor in the user's cache
             return cfunc(SIGNATURE, fastmath=self._fastmath, error_model="numpy")(self._function)
+
+
+@cache
+def digest(folder: Path = Path(__file__).parent) -> str:
+    """Returns what tells the sources of all kernels from those of another version."""
+    sources = (path.read_bytes() for path in sorted(folder.glob("*.py")))
+    return hashlib.sha256(b"".join(hashlib.sha256(source).digest() for source in sources)).hexdigest()[:16]
 
 
 @cache
@@ -151,10 +162,17 @@ def prefetch(context: Any, pointer: Any, place: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def next_piece(context: Any, numbers: Any) -> Any:
-    """Returns the first of a kernel's numbers, its next piece, and counts it up; no two threads get the same."""
+def count_up(context: Any, numbers: Any, place: Any) -> Any:
+    """Returns one of a kernel's numbers, and counts it up; no two threads get the same."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.atomic_rmw("add", arguments[0], ir.Constant(ir.IntType(64), 1), "monotonic")
+        number = builder.gep(arguments[0], [arguments[1]])
+        return builder.atomic_rmw("add", number, ir.Constant(ir.IntType(64), 1), "monotonic")
 
-    return types.int64(types.CPointer(types.int64)), build
+    return types.int64(types.CPointer(types.int64), types.int64), build
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def next_piece(numbers: Any) -> Any:
+    """Returns the first of a kernel's numbers, its next piece, and counts it up."""
+    return count_up(numbers, 0)

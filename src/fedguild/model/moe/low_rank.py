@@ -40,8 +40,7 @@ def prefers_blocks(rows: Tensor) -> bool:
 
 def prefers_groups(tensor: Tensor) -> bool:
     """Whether the kernels for a CPU compute a layer's products with a tensor of this dtype and device."""
-    suits = tensor.device.type == "cpu" and tensor.dtype is torch.float32 and kernels.runs("low-rank", tensor.device)
-    return suits and kernels.language(tensor.device) == "numba"
+    return kernels.computes("low-rank", tensor)
 
 
 def prefers_side_by_side(device: torch.device, groups: int) -> bool:
@@ -139,12 +138,12 @@ class LowRank:
         """Returns the frozen product and the low-rank ones of `low` in one; None where they are not one kernel's."""
         if self.groups is None or not isinstance(total, FrozenProduct) or not total.fuses():
             return None
-        from fedguild.model.kernels.cpu_groups import suits_frozen
+        from fedguild.model.kernels.cpu_groups import LowRankProduct
 
-        matrices = by_group(stored)
-        if not suits_frozen(total.matrices.shape[2], matrices, summed=summed):
+        product = LowRankProduct(low, by_group(stored), summed=summed)
+        if not product.suits(total.matrices.shape[2]):
             return None
-        return self.groups.add_to_frozen(total.rows, total.matrices, total.ends, low, matrices, summed=summed)
+        return self.groups.add_to_frozen(total.rows, total.matrices, total.ends, product)
 
     def back(
         self,
@@ -243,7 +242,7 @@ class LowRank:
 
     def scaled(self, low: Tensor) -> Tensor:
         """Multiplies [n, r·p] by LoRA's scale, in place."""
-        low.view(low.shape[0], -1, self.factor.shape[1]).mul_(self.factor[:, None])
+        low.unflatten(1, (-1, self.factor.shape[1])).mul_(self.factor[:, None])
         return low
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def add_grouped_rows(total: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor
         from fedguild.model.kernels.segmented import Segments, segmented_rows
 
         segmented_rows(rows, [matrices], Segments.of(ends, rows.shape[0], rows.dtype), total=total)
-    elif _suits_cpu_kernel(rows, matrices) and total.stride(1) == 1:
+    elif _suits_cpu_kernel(rows, matrices) and kernels.computes("grouped", total) and total.stride(1) == 1:
         from fedguild.model.kernels.cpu_groups import Groups
 
         Groups(ends).add(total, rows, [matrices])
@@ -138,13 +138,16 @@ def _suits_kernel(rows: Tensor, groups: int, *widths: int) -> bool:
 
 def runs_on_cpu(values: Tensor) -> bool:
     """Whether our own kernel for a CPU computes grouped products with values of this dtype and device."""
-    suits = values.device.type == "cpu" and values.dtype is torch.float32 and kernels.runs("grouped", values.device)
-    return suits and kernels.language(values.device) == "numba"
+    if not kernels.computes("grouped", values):
+        return False
+    from fedguild.model.kernels.cpu_tiles import IS_FUSED
+
+    return IS_FUSED
 
 
 def _suits_cpu_kernel(rows: Tensor, matrices: Tensor) -> bool:
     """Whether our own kernel for a CPU takes a product."""
-    return runs_on_cpu(rows) and matrices.dtype is rows.dtype
+    return kernels.computes("grouped", matrices) and runs_on_cpu(rows)
 
 
 def _suits_torch(rows: Tensor, *widths: int) -> bool:
