@@ -115,7 +115,7 @@ def test_in_fp32_a_cpu_s_products_are_our_kernel_s(outer, transposed, monkeypatc
     product = FrozenProduct(rows.float(), single, ENDS)
     for found in (grouped_rows(rows.float(), single, ENDS), total - 1, product.computed()):
         assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-5)
-    assert product.fuses()
+    assert product.suits_kernel()
     places = torch.tensor([4, 0, 8, 1, 1, 2, 7, 3, 8])
     of_places = torch.cat([rows[places][start:end] @ matrices[group] for group, (start, end) in enumerate(GROUPS)])
     found = FrozenProduct(rows.float(), single, ENDS, places).computed()
@@ -125,7 +125,7 @@ def test_in_fp32_a_cpu_s_products_are_our_kernel_s(outer, transposed, monkeypatc
     assert torch.allclose(grouped_rows(rows, matrices, ENDS), expected, rtol=1e-14, atol=1e-13)
     grouped_rows(rows.bfloat16(), matrices.bfloat16(), ENDS)
     assert len(ran) == 4
-    assert not FrozenProduct(rows, matrices, ENDS).fuses()
+    assert not FrozenProduct(rows, matrices, ENDS).suits_kernel()
 
 
 def test_what_has_no_plain_values_in_fp32_is_torch_s(monkeypatch):

@@ -145,7 +145,7 @@ class _Experts(torch.autograd.Function):
         product = FrozenProduct(h, own.down.transpose(1, 2), plan.expert_ends)
         y, kept_outer = _with_additions(product, [(addition, outer) for addition, _, outer in parts])
         ctx.plan, ctx.frozen, ctx.additions, ctx.used = plan, frozen, additions, used
-        ctx.save_for_backward(rows if parts else rows[:0], weights, z, *kept_inner, *kept_outer, *trained)
+        ctx.save_for_backward(rows if parts else rows.new_empty(0), weights, z, *kept_inner, *kept_outer, *trained)
         return combine(y, plan, weights.reshape(-1)[plan.active])
 
     @staticmethod

@@ -1,11 +1,11 @@
 """The low-rank products of one layer's experts: every (expert, slot) group with its own factors.
 
 Five ways. On a GPU with Triton, a kernel over the groups that adds into the frozen product (docs/decisions/0016); on a
-CPU with Numba, kernels that do the same (docs/decisions/0019). Without them, a grouped product over the groups; where
-the dispatch has filled the groups up to whole blocks, one batched
-product over the blocks (docs/decisions/0003); and where there are more groups than a grouped product takes, one over
-the experts alone, with the factors of all slots side by side: a row's values at the other slots are zero. Its cost
-grows with the slots, but from a small share of the frozen product's, and it needs no copy of the factors.
+CPU with Numba, kernels that do the same, or compute both at once (docs/decisions/0019, 0021). Without them, a grouped
+product over the groups; where the dispatch has filled the groups up to whole blocks, one batched product over the
+blocks (docs/decisions/0003); and where there are more groups than a grouped product takes, one over the experts alone,
+with the factors of all slots side by side: a row's values at the other slots are zero. Its cost grows with the slots,
+but from a small share of the frozen product's, and it needs no copy of the factors.
 """
 
 from __future__ import annotations
@@ -136,8 +136,9 @@ class LowRank:
         self, total: Tensor | FrozenProduct | None, low: Tensor, stored: Sequence[Tensor], *, summed: bool
     ) -> Tensor | None:
         """Returns the frozen product and the low-rank ones of `low` in one; None where they are not one kernel's."""
-        if self.groups is None or not isinstance(total, FrozenProduct) or not total.fuses():
+        if self.groups is None or not isinstance(total, FrozenProduct) or not total.suits_kernel():
             return None
+        assert total.places is None, "trained parts have rows of their own"
         from fedguild.model.kernels.cpu_groups import LowRankProduct
 
         product = LowRankProduct(low, by_group(stored), summed=summed)

@@ -76,7 +76,7 @@ class FrozenProduct:
     ends: Tensor
     places: Tensor | None = None
 
-    def fuses(self) -> bool:
+    def suits_kernel(self) -> bool:
         """Whether our own kernel for a CPU computes it."""
         return _suits_cpu_kernel(self.rows, self.matrices)
 
@@ -84,7 +84,7 @@ class FrozenProduct:
         """Returns the product alone, [n, out]."""
         if self.places is None:
             return grouped_rows(self.rows, self.matrices, self.ends)
-        if self.fuses():
+        if self.suits_kernel():
             from fedguild.model.kernels.cpu_groups import Groups
 
             return Groups(self.ends).gathered(self.rows, self.places, self.matrices)
