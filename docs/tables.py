@@ -7,8 +7,9 @@
 Without --data, `../shared/data` is the folder of the data sets where it exists.
 
 Where the plan says `choose`, a setting of each row is chosen first, by runs of a seed of their own that are scored on
-the validation examples. A run that another table has recorded with the very same settings is not run again. The pages
-are written by `docs/generate.py`, which reads the records and nothing else.
+the validation examples. A run that another table has recorded with the very same settings is not run again, and where
+the plan says `longer`, a column of fewer rounds is read from the runs of one of more. The pages are written by
+`docs/generate.py`, which reads the records and nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ class Planned:
         overrides: The settings on top of the table's, as they are recorded.
         fingerprint: Of the config with the settings as they are recorded.
         cell: The config and the run.
+        until: The round that is recorded, where the run goes on beyond it; None for its last.
     """
 
     table: str
@@ -71,6 +73,7 @@ class Planned:
     overrides: tuple[str, ...]
     fingerprint: str
     cell: Cell
+    until: int | None = None
 
     @property
     def path(self) -> Path:
@@ -96,7 +99,10 @@ class Planned:
     def recorded(self) -> CellRecord:
         """Returns the record of the finished run."""
         run = load_run(self.cell.folder)
-        return record_of(run, self.table, self.column, self.cell.config.name, self.fingerprint, self.overrides)
+        run = run if self.until is None else run.until(self.until)
+        found = record_of(run, self.table, self.column, self.cell.config.name, self.fingerprint, self.overrides)
+        run_rounds = None if self.until is None else self.cell.config.federation.rounds
+        return found.model_copy(update={"run_rounds": run_rounds})
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,11 @@ class Plan:
         return (*self.settings.get("columns", {}).get(column, ()), *overrides)
 
     @property
+    def longer(self) -> Mapping[str, str]:
+        """Column -> the column of more rounds whose runs it is read from."""
+        return dict(self.settings.get("longer", {}))
+
+    @property
     def seeds(self) -> tuple[int, ...]:
         """The seeds of every cell."""
         return tuple(self.settings.get("seeds", self.table.seeds))
@@ -153,6 +164,23 @@ class Plan:
             for cell in comparison.cells:
                 fingerprint = self.fingerprint(cell.config.name, column, cell.config.seed, overrides)
                 found.append(Planned(self.name, column, of_column, fingerprint, cell))
+        return found
+
+    def runs_that_go_on(self, row: str, overrides: Sequence[str], folder: str) -> list[Planned]:
+        """Returns the cells of a row whose columns are read from the runs of a longer one.
+
+        Raises:
+            SystemExit: the two differ in more than their length and in when they are evaluated, or the longer one is
+                not evaluated where the other ends.
+        """
+        found = []
+        for column, longer in self.longer.items():
+            of_column = self.overrides_in(column, overrides)
+            for one in self.runs([row], [longer], overrides, self.seeds, folder):
+                own, its = (self.config(row, name, one.cell.config.seed, overrides) for name in (column, longer))
+                require_longer(f"{self.name}: {column} is read from {longer}", own, its)
+                of_own = {"column": column, "overrides": of_column, "fingerprint": own.fingerprint()}
+                found.append(replace(one, **of_own, until=own.federation.rounds))
         return found
 
     def candidates(self, row: str) -> dict[str, Planned]:
@@ -215,7 +243,8 @@ class Plan:
         Raises:
             SystemExit: the plan has settings of a column that the table does not have.
         """
-        if unknown := sorted(self.settings.get("columns", {}).keys() - self.table.columns.keys()):
+        named = {*self.settings.get("columns", {}), *self.longer, *self.longer.values()}
+        if unknown := sorted(named - self.table.columns.keys()):
             raise SystemExit(f"{self.name}: the plan has settings of {unknown[0]}, no column of it.")
         return {(cell.row, cell.column): cell for cell in table_cells(self.name, self.table)}
 
@@ -263,12 +292,36 @@ class Plan:
 
     def cells(self) -> list[Planned]:
         """Returns the cells to record, of all rows for which a setting has been chosen where one is to be."""
-        columns, found = list(self.table.columns), []
+        columns, folder, found = list(self.table.columns), self.name.replace("/", "-"), []
+        with_runs = [column for column in columns if column not in self.longer]
         for row in self.table.rows:
             overrides = self.row_overrides(row)
             if overrides is not None:
-                found += self.runs([row], columns, overrides, self.seeds, self.name.replace("/", "-"))
+                found += self.runs([row], with_runs, overrides, self.seeds, folder)
+                found += self.runs_that_go_on(row, overrides, folder)
         return sorted(found, key=lambda one: (columns.index(one.column), one.cell.config.seed))
+
+
+def require_longer(what: str, short: Config, long: Config) -> None:
+    """Checks that a run can be read as one of fewer rounds.
+
+    Raises:
+        SystemExit: it cannot.
+    """
+    rounds, every = short.federation.rounds, long.evaluation.every
+    if rounds > long.federation.rounds or (rounds % every and rounds != long.federation.rounds):
+        raise SystemExit(f"{what}, which is not evaluated after round {rounds}, but every {every} rounds.")
+    if short.training.round_schedule != "constant":
+        raise SystemExit(f"{what}, but the learning rate's schedule is over all rounds of a run.")
+    if short.evaluation.diagnosis != long.evaluation.diagnosis or _but_for_length(short) != _but_for_length(long):
+        raise SystemExit(f"{what}, but their settings differ in more than the number of rounds.")
+
+
+def _but_for_length(config: Config) -> str:
+    """Returns the fingerprint of a config's settings but for how long it runs and when it is evaluated."""
+    federation = config.federation.model_copy(update={"rounds": 1})
+    evaluation = config.evaluation.model_copy(update={"every": 1, "initial": False})
+    return config.model_copy(update={"federation": federation, "evaluation": evaluation}).fingerprint()
 
 
 def plans(wanted: Sequence[str] = (), data: Path | None = None) -> list[Plan]:
@@ -311,13 +364,14 @@ def tried_before(score: str) -> dict[str, float]:
 
 def finish(runs: Sequence[Planned], jobs: int) -> None:
     """Completes runs; a folder of one whose settings have changed since is begun anew."""
-    for one in runs:
+    by_folder = {one.cell.folder: one.cell for one in runs}  # cells that are read from one run have one folder
+    for folder, cell in by_folder.items():
         try:
-            one.cell.state()
+            cell.state()
         except ConfigError:
-            print(f"{one.cell.folder.relative_to(ROOT)} held other settings and is removed.", flush=True)
-            shutil.rmtree(one.cell.folder)
-    complete([one.cell for one in runs], jobs, tell=print)
+            print(f"{folder.relative_to(ROOT)} held other settings and is removed.", flush=True)
+            shutil.rmtree(folder)
+    complete(list(by_folder.values()), jobs, tell=print)
 
 
 def valid_records() -> list[CellRecord]:
@@ -425,9 +479,10 @@ class Listing:
         return self._scores[score]
 
     def _cells(self, plan: Plan, row: str) -> Iterator[tuple[str, int]]:
-        """Yields for each cell of a row whether it is recorded, shared or missing, and its rounds.
+        """Yields for each cell of a row whether it is recorded, shared or missing, and the rounds that it runs itself.
 
-        A cell is also that of another table if both choose a setting by the same runs, and agree in all others.
+        A cell that is read from the run of a longer one runs none. A cell is also that of another table if both choose
+        a setting by the same runs, and agree in all others.
         """
         overrides, tried = plan.row_overrides(row), tuple(plan.tried(row).values())
         for column in plan.table.columns:
@@ -442,7 +497,7 @@ class Listing:
                 elif keys & self._known and not config.evaluation.diagnosis:
                     yield "shared", config.federation.rounds
                 else:
-                    yield "missing", config.federation.rounds
+                    yield "missing", 0 if column in plan.longer else config.federation.rounds
                 self._known |= keys
 
     def _pace(self, plan: Plan) -> tuple[str, float | None]:

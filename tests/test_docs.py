@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
+import fedguild
 from fedguild.api.cells import Cell
 from fedguild.config import load_config, tables
 from fedguild.model.english import tasks as english
 from fedguild.payload import Payload
-from fedguild.report.recorded import CellRecord
+from fedguild.report.recorded import CellRecord, record_of
+from fedguild.report.run_folder import load_run
 from fedguild.server import checkpoint
 from tests.costs.test_published import all_compared
 from tests.report.runs import FLAME_FINAL, write_run
@@ -129,7 +131,7 @@ def test_the_plan_names_tables_that_ship(recording: ModuleType) -> None:
     plan = yaml.safe_load((recording.RECORDS / "plan.yaml").read_text())
     assert plan.keys() <= {table.name for table in tables()}
     for settings in plan.values():
-        assert settings.keys() <= {"seeds", "settings", "columns", "choose"}
+        assert settings.keys() <= {"seeds", "settings", "columns", "longer", "choose"}
         assert all("=" in override for override in settings.get("settings", ()))
 
 
@@ -356,6 +358,85 @@ def test_a_column_may_have_settings_of_its_own_in_the_plan(recording: ModuleType
     missing = {**settings, "columns": {"dirichlet-7": []}}
     with pytest.raises(SystemExit, match="flame/table-2-tiny: the plan has settings of dirichlet-7, no column of it"):
         recording.Plan("flame/table-2-tiny", missing).cells()
+
+
+LONGER = {
+    "seeds": [0, 1],
+    "longer": {"rounds-4": "rounds-16", "rounds-8": "rounds-16"},
+    "columns": {"rounds-16": ["evaluation.every=4"]},
+}
+
+
+def test_a_column_may_be_read_from_the_runs_of_a_longer_one(
+    recording: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run of 16 rounds is recorded three times, with the scores and costs of its first 4, 8 and all rounds."""
+    monkeypatch.setattr(recording, "ROOT", tmp_path)
+    monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
+    plan = recording.Plan("guild/steps-english", LONGER)
+    monkeypatch.setattr(recording, "plans", lambda *_: [plan])
+    left = recording.Listing([plan]).left(plan)
+    assert (left.cells, left.rounds) == (36, 6 * 2 * 16)
+    completed: list[Path] = []
+
+    def complete(cells: list[Cell], jobs: int, tell: object) -> None:
+        for cell in cells:
+            completed.append(cell.folder)
+            write_run(cell.folder, name=cell.config.name, seed=cell.config.seed, rounds=16)
+
+    monkeypatch.setattr(recording, "complete", complete)
+    monkeypatch.setattr(Cell, "state", lambda cell: "absent")
+    recording.run(plan, jobs=40)
+    assert len(completed) == len(set(completed)) == 12
+    assert all(folder.parts[-3] == "rounds-16" for folder in completed)
+    assert recording.outdated() == []
+    found = {(one.row, one.column, one.seed): one for one in recording.read_records(recording.RECORDS)}
+    assert len(found) == 36
+    for (row, column, seed), one in found.items():
+        rounds = int(column.removeprefix("rounds-"))
+        assert (one.round, one.run_rounds) == (rounds, None if rounds == 16 else 16)
+        whole = found[row, "rounds-16", seed]
+        assert one.upload_bytes == pytest.approx(whole.upload_bytes * rounds / 16)
+        assert one.seconds == pytest.approx(whole.seconds * rounds / 16, abs=0.1)
+        assert one.fingerprint == plan.config(row, column, seed, plan.overrides_in(column, ())).fingerprint()
+    assert recording.Listing([plan]).left(plan).rounds == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"columns": {"rounds-16": ["evaluation.every=3"]}}, "not evaluated after round 4, but every 3 rounds"),
+        ({"columns": {"rounds-4": ["training.batch_size=3"]}}, "differ in more than the number of rounds"),
+        ({"columns": {"rounds-16": ["evaluation.every=4", "evaluation.diagnosis=true"]}}, "differ in more than the"),
+        ({"settings": ["training.round_schedule=cosine"]}, "schedule is over all rounds"),
+        ({"longer": {"rounds-16": "rounds-4"}}, "not evaluated after round 16"),
+        ({"longer": {"rounds-4": "rounds-32"}}, "settings of rounds-32, no column of it"),
+    ],
+)
+def test_a_column_is_not_read_from_runs_that_are_no_continuation(
+    recording: ModuleType, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(SystemExit, match=said):
+        recording.Plan("guild/steps-english", LONGER | settings).cells()
+
+
+@pytest.mark.parametrize(
+    "preset", ["guild", *[pytest.param(one, marks=pytest.mark.long) for one in ("flame", "fedamole")]]
+)
+def test_a_run_is_the_beginning_of_a_longer_one(preset: str, tmp_path: Path) -> None:
+    """What a record has of two rounds is the same, to the last bit, when four rounds were run; but for its seconds."""
+    small = ["federation.clients=4", "training.steps=2", "evaluation.max_examples=6", "evaluation.perplexity=true"]
+    small += ["evaluation.clients=true", "evaluation.trained=true", "evaluation.received=true"]
+    found = []
+    for rounds in (2, 4):
+        settings = [*small, f"federation.rounds={rounds}", "evaluation.every=2"]
+        fedguild.run(f"{preset}/tiny-tasks", *settings, output=tmp_path / str(rounds))
+        record = record_of(load_run(tmp_path / str(rounds)).until(2), "table", "column", "row", "")
+        found.append(record.model_copy(update={"seconds": None}))
+    assert found[0] == found[1]
+    assert found[0].round == 2
+    assert found[0].scores
 
 
 def test_what_small_tables_are_left_out_of_the_plan_is_known(recording: ModuleType) -> None:

@@ -89,6 +89,19 @@ def test_phases_cover_the_wall_time(run: Run) -> None:
     assert phases["other"] == pytest.approx(6 * (4.6 - 4.43))
 
 
+def test_a_run_until_a_round_is_what_a_shorter_one_would_be(run: Run) -> None:
+    early = run.until(3)
+    assert (early.last_round, len(early.rounds), early.config) == (3, 3, run.config)
+    assert early.curve("budget", "b4") == run.curve("budget", "b4")[:4]
+    for records in (early.clients, early.routing, early.evaluations):
+        assert max(record.round for record in records) == 3
+    assert client_totals(early)[3].rounds == 3
+    assert run.until(6) == run
+    unscored = dataclasses.replace(run, evaluations=[one for one in run.evaluations if one.round % 2 == 0])
+    with pytest.raises(CheckpointError, match="was not evaluated after round 3"):
+        unscored.until(3)
+
+
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.yaml"):
         load_run(tmp_path / "nowhere")

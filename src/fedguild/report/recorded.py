@@ -55,6 +55,7 @@ class CellRecord(BaseModel):
         upload_bytes: Of a client over the run, mean over the clients; None where none trained.
         download_bytes: Alike.
         seconds: Wall time of its rounds, evaluation included, on the machine that ran it; None if not recorded.
+        run_rounds: Rounds of the run that it is read from, where that goes on beyond `round`; else None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -75,6 +76,7 @@ class CellRecord(BaseModel):
     upload_bytes: float | None = None
     download_bytes: float | None = None
     seconds: float | None = None
+    run_rounds: int | None = None
 
     def path(self, folder: Path) -> Path:
         """Returns where the record lies."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
@@ -113,6 +113,28 @@ class Run:
     def last_round(self) -> int:
         """The last round with a score in the shown split; 0 is before training."""
         return max(record.round for record in self.evaluations if record.split == self.split)
+
+    def until(self, round: int) -> Run:
+        """Returns the run as it was after a round, from its records until then; the config remains the whole run's.
+
+        Raises:
+            CheckpointError: it was not evaluated after that round.
+        """
+        earlier = replace(
+            self,
+            rounds=[record for record in self.rounds if record.round <= round],
+            clients=[record for record in self.clients if record.round <= round],
+            evaluations=[record for record in self.evaluations if record.round <= round],
+            routing=[record for record in self.routing if record.round <= round],
+            observations=[record for record in self.observations if record.round <= round],
+            privacy=[record for record in self.privacy if record.round <= round],
+        )
+        if not any(record.round == round for record in earlier.evaluations):
+            raise CheckpointError(
+                f"{self.folder} was not evaluated after round {round}.",
+                "Choose a round that `evaluation.every` divides, or the last one.",
+            )
+        return earlier
 
     def scored(self, scope: Scope, round: int) -> dict[str, EvaluationRecord]:
         """Returns the evaluations of a scope after a round, by name, in the shown split."""
