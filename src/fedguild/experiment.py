@@ -25,7 +25,7 @@ from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.recording import believable_tokens, client_records, observation_records, routing_record
 from fedguild.results import CHECKPOINTS, DIVERGED, STOPPED, RunResult, has_begun, result_of, write_stopping_reason
-from fedguild.scoring import evaluate_state, recorded_scores, require_scorable, untrained_loss
+from fedguild.scoring import diagnosed, evaluate_state, recorded_scores, require_scorable, untrained_loss
 from fedguild.sealed import remove_leftovers
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
@@ -436,7 +436,8 @@ class _Rounds:
             if number % config.evaluation.every and number < config.federation.rounds:
                 return []
             self.note("phase", phase="evaluate")
-            return evaluate_state(self.experiment, self.state, number)
+            seen = diagnosed(self.experiment, self.state, number) if config.evaluation.diagnosis else []
+            return [*evaluate_state(self.experiment, self.state, number), *seen]
 
     def _record(self, outcome: Outcome, records: list[Record], started: float) -> None:
         """Writes a round's records to the log, with the time that it took from `started`, and hands them on."""

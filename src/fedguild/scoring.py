@@ -20,15 +20,16 @@ from fedguild.costs.memory import evaluation_batch_tokens
 from fedguild.data import Example
 from fedguild.data.corpora import corpus_spec
 from fedguild.engines.cohorts import MEMORY_SHARE, free_bytes
-from fedguild.evaluation.likelihood import Candidates, candidate_losses
+from fedguild.evaluation.likelihood import Candidates, candidate_losses, encode_candidates
 from fedguild.evaluation.metrics import METRICS, load_metrics
+from fedguild.evaluation.mismatch import Mismatch
 from fedguild.evaluation.tasks import EvaluatedModel, Scoring, pad_id
 from fedguild.evaluation.tasks import evaluate as score
 from fedguild.guarantee import require_public_scores
 from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
-from fedguild.recording import DEVIATION, Where, evaluation_record, summary_record
+from fedguild.recording import DEVIATION, Where, evaluation_record, observation_records, summary_record
 from fedguild.server.method import Deployment, Method
 from fedguild.server.optimizer import without_momentum
 from fedguild.server.run_log import EvaluationRecord, Record
@@ -38,6 +39,8 @@ Model = tuple[str, Budget, Deployment]
 """A model's name (that of its budget or client), the budget that it runs at, and its deployment."""
 MODELS_AT_ONCE = 8
 """Number of models that share a forward pass if the cohort size is `auto`."""
+DIAGNOSED_TEXTS = 32
+"""Number of held-out texts by which the diagnosis compares numbers of active experts."""
 UNTRAINED_TEXTS = 16
 """Number of training texts by which the backbone's own loss is estimated."""
 CPU_BATCH_TOKENS, LEAST_BATCH_TOKENS = 8192, 64
@@ -76,6 +79,33 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
         or {record.name: record.score for record in summary if isinstance(record, EvaluationRecord)}
     )
     return [*records, *summary]
+
+
+def diagnosed(experiment: Experiment, state: Payload, number: int) -> list[Record]:
+    """Returns what the budgets' active experts change in the layers of the global model, on some of the scored texts.
+
+    Nothing for a dense model, for a method without a global model, and where the engine's processes hold the weights.
+    """
+    settings, method, model = experiment.config.evaluation, experiment.method, experiment.backbone.info
+    texts = experiment.data.pooled(settings.split, DIAGNOSED_TEXTS, experiment.config.seed)
+    if not model.moe or not texts or experiment.scorer is not None:
+        return []
+    found = [(budget, method.deploy(state, model, budget)) for budget in experiment.budgets]
+    deployed = [(budget, deployment) for budget, deployment in found if deployment is not None]
+    if not deployed or any(_identity(one.merged) != _identity(deployed[0][1].merged) for _, one in deployed):
+        return []
+    plans = [evaluated_plan(experiment, budget, deployment) for budget, deployment in deployed]
+    tokenizer, max_tokens = experiment.backbone.tokenizer, experiment.config.data.max_tokens
+    rows = [encode_candidates(example, tokenizer, max_tokens) for example in texts]
+    mismatch = Mismatch(experiment.backbone.moe, len(plans))
+    with (
+        experiment.backbone.merged(deployed[0][1].merged),
+        _loaded(experiment, plans, [deployment for _, deployment in deployed]) as (model_in_slots, batch_tokens),
+        mismatch.observing(),
+    ):
+        candidate_losses(model_in_slots, [rows] * len(plans), batch_tokens, pad_id(tokenizer))
+    observations = mismatch.observations([budget.name for budget, _ in deployed])
+    return list(observation_records(number, observations))
 
 
 def require_scorable(experiment: Experiment) -> None:

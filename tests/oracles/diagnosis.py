@@ -33,3 +33,16 @@ def inexactness(modules: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]], shar
         missed += float(np.sum((product - mean_b @ mean_a) ** 2))
         exact += float(np.sum(product**2))
     return float(np.sqrt(missed / exact))
+
+
+def mismatch(own: Sequence[np.ndarray], full: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Returns the s with the least sum of |s y_k - y|^2 over tokens, and the root of that sum over that of |y|^2.
+
+    Args:
+        own: y_k [H] of each token.
+        full: y [H] of each token.
+    """
+    solution, *_ = np.linalg.lstsq(np.concatenate(own)[:, None], np.concatenate(full), rcond=None)
+    scale = float(solution[0])
+    left = sum(float(np.sum((scale * one - other) ** 2)) for one, other in zip(own, full, strict=True))
+    return scale, float(np.sqrt(left / sum(float(np.sum(one**2)) for one in full)))

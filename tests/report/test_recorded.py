@@ -244,7 +244,8 @@ def test_a_record_keeps_the_mean_of_each_column_of_a_figure_by_round(tmp_path: P
     found = record_of(replace(run, observations=seen), "flame/one", "all", "flame", "abc").observations
     assert found == {"use / entropy": {1: 1.5, 2: 6.0}, "use / Gini": {1: 0.375}}
     plain = [observation(1, [[1.0], [2.0]], [])]
-    assert record_of(replace(run, observations=plain), "t", "all", "r", "f").observations == {"use": {1: 1.5}}
+    rows = {"use / layer 0": {1: 1.0}, "use / layer 1": {1: 2.0}}
+    assert record_of(replace(run, observations=plain), "t", "all", "r", "f").observations == {"use": {1: 1.5}, **rows}
 
 
 def test_a_figure_with_a_column_for_each_client_is_kept_as_its_mean_in_six_rounds(tmp_path: Path) -> None:

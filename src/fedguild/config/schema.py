@@ -194,8 +194,9 @@ class EvaluationSettings(Section):
     diagnosis: bool = Field(
         default=False,
         description="Also report every round how much averaging shrinks the clients' changes, how far averaging A "
-        "and B apart is from averaging their products, and which experts are idle. The server then holds a round's "
-        "uploads.",
+        "and B apart is from averaging their products, and which experts are idle; and with every evaluation, how far "
+        "the layers at a budget's active experts are from those at all of the model's. The server then holds a "
+        "round's uploads.",
     )
 
 

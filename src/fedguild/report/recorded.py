@@ -30,7 +30,8 @@ SUMMARIES = (MEAN, TRAINED, RECEIVED, POOLED, MTAL)
 MOST_ROUNDS = 6
 """Rounds of a figure that a record keeps: all of them, or so many, evenly spread from the first to the last."""
 MOST_COLUMNS = 8
-"""Columns of a figure that a record keeps apart; where there are more, one for each client or expert, their mean."""
+"""Columns of a figure that a record keeps apart; where there are more, one for each client or expert, their mean. Of
+one without columns the rows, beside their mean."""
 
 
 class CellRecord(BaseModel):
@@ -50,7 +51,8 @@ class CellRecord(BaseModel):
         perplexity: Budget -> perplexity, where it was recorded; `trained`, `received`, `pooled` or `mtal` -> its mean
             over the clients with examples.
         observations: Figure that the method or the diagnosis reported, `figure / column` where it has columns ->
-            round -> mean over its rows, in up to `MOST_ROUNDS` of the rounds that have it.
+            round -> mean over its rows, in up to `MOST_ROUNDS` of the rounds that have it; of a figure with rows
+            alone, their mean and `figure / row`.
         training_flops: Budget -> training FLOPs of one of its clients over the run.
         upload_bytes: Of a client over the run, mean over the clients; None where none trained.
         download_bytes: Alike.
@@ -228,9 +230,16 @@ def _observed(run: Run) -> dict[str, dict[int, float]]:
 
 
 def _by_column(record: ObservationRecord) -> dict[str, list[float]]:
-    """Returns the values of a figure by column, or all of them where it has none or more than `MOST_COLUMNS`."""
+    """Returns the values of a figure by column, or all of them where it has none or more than `MOST_COLUMNS`.
+
+    One without columns, but with several rows, has each of its rows too.
+    """
     if not 0 < len(record.columns) <= MOST_COLUMNS:
-        return {record.name: [value for row in record.values for value in row]}
+        every = {record.name: [value for row in record.values for value in row]}
+        if record.columns or not 1 < len(record.rows) <= MOST_COLUMNS:
+            return every
+        by_row = zip(record.rows, record.values, strict=True)
+        return every | {f"{record.name} / {row}": list(values) for row, values in by_row}
     by_column = zip(*record.values, strict=True)
     return {f"{record.name} / {column}": list(values) for column, values in zip(record.columns, by_column, strict=True)}
 

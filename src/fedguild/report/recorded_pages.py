@@ -70,7 +70,7 @@ def score_grid(cells: Mapping[str, Sequence[CellRecord]], shows: Sequence[str] =
     perplexed = [name for name in columns if any(name in record.perplexity for record in _all(cells))]
     smallest = _smallest_budget(cells)
     header = [Cell("row"), *(Cell(TITLES.get(name, name)) for name in columns)]
-    header += [Cell(name) for name in shows]
+    header += [Cell(_heading(name)) for name in shows]
     header += [Cell("perplexity", name) for name in perplexed]
     header += [Cell("training FLOPs", smallest)] if smallest else []
     header += [Cell("up"), Cell("down"), Cell("seeds")]
@@ -95,6 +95,12 @@ def score_grid(cells: Mapping[str, Sequence[CellRecord]], shows: Sequence[str] =
     title = f"{last.split.capitalize()} scores after round {last.round}, mean ± sample deviation over the seeds"
     title += "; figures in the first → the last round" if shows else ""
     return Grid(title, tuple(header), tuple(body))
+
+
+def _heading(shown: str) -> str:
+    """Returns a figure's name without the formula behind its comma, and the column that is shown of it."""
+    name, _, formula = shown.partition(", ")
+    return f"{name} / {formula.rpartition(' / ')[2]}" if " / " in formula else name
 
 
 def difference_grid(cells: Mapping[str, Sequence[CellRecord]], reference: str) -> Grid | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -17,7 +17,7 @@ from fedguild.model.moe.experts import Factors, FrozenExperts, run_experts
 from fedguild.model.moe.low_rank import prefers_blocks
 from fedguild.model.moe.routing import RoutingRule, route, within_capacity
 from fedguild.model.moe.token_side import prefers_token_side, run_token_side
-from fedguild.model.runtime import Runtime
+from fedguild.model.runtime import Pass, Runtime
 
 
 @dataclass(frozen=True)
@@ -112,17 +112,7 @@ class MoeLayer:
         slot = current.slot_of_token(logits.shape[0], logits.device)
         for term in self.logit_terms:
             logits = logits + term(hidden).to(logits.dtype)
-        active = None if current.active_experts is None else current.active_experts[slot]
-        most = current.most_active or self.info.top_k
-        if self.chooser is not None:
-            weights, indices = self.chooser(logits, slot, most, active)
-        else:
-            bias = getattr(self.router, "e_score_correction_bias", None)
-            weights, indices = route(logits, self.rule, most, active, bias)
-        if self.capacity is not None:
-            weights, indices = within_capacity(
-                weights, indices, self.capacity, self.info.num_experts, sum(current.rows_per_slot)
-            )
+        weights, indices = self._chosen(logits, slot, current)
         self.runtime.count(self.index, indices)
         if self.observers and self.runtime.counting:
             routing = Routing(self.index, hidden, logits, weights, indices, slot, current.keep(logits.shape[0]))
@@ -131,6 +121,46 @@ class MoeLayer:
         if self.output_scale is not None:
             weights = weights * self.output_scale[slot][:, None]
         return logits, weights, indices
+
+    def _chosen(self, logits: Tensor, slot: Tensor, current: Pass) -> tuple[Tensor, Tensor]:
+        """Returns the weights [N, k] and the indices [N, k] of a pass."""
+        active = None if current.active_experts is None else current.active_experts[slot]
+        most = current.most_active or self.info.top_k
+        if self.chooser is not None:
+            weights, indices = self.chooser(logits, slot, most, active)
+        else:
+            bias = getattr(self.router, "e_score_correction_bias", None)
+            weights, indices = route(logits, self.rule, most, active, bias)
+        if self.capacity is None:
+            return weights, indices
+        return within_capacity(weights, indices, self.capacity, self.info.num_experts, sum(current.rows_per_slot))
+
+    def outputs_of(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Returns the experts' output as this pass has it, for an observer, and as it is at the model's own number.
+
+        Args:
+            routing: What the observer got.
+
+        Returns:
+            [N, H] with each slot's own active experts and its output scale, and [N, H] with the model's own number of
+            active experts and no scale, of the same input.
+        """
+        current = self.runtime.current
+        assert current is not None
+        weights = routing.weights
+        if self.output_scale is not None:
+            weights = weights * self.output_scale[routing.slot][:, None]
+        own = self.run(routing.hidden, routing.indices, weights)
+        top_k = self.info.top_k
+        experts_per_slot = (top_k,) * len(current.rows_per_slot)
+        self.runtime.current = replace(
+            current, active_experts=None, most_active=top_k, experts_per_slot=experts_per_slot
+        )
+        try:
+            weights, indices = self._chosen(routing.logits, routing.slot, self.runtime.current)
+            return own, self.run(routing.hidden, indices, weights)
+        finally:
+            self.runtime.current = current
 
     def run(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Returns the experts' output [N, H] of hidden [N, H], routed by indices and weights [N, k]."""

@@ -1,0 +1,65 @@
+"""Mismatch of a layer at a budget's active experts: the change of its output, and how much of that a factor repairs.
+
+y_k is the output of a layer's experts as a budget runs them, its k active experts and its output scale included; y what
+they give out of the same input with the model's own number of active experts and without a scale. Both are taken over
+all real tokens of some texts, in the fine-tuned model. s is the factor with the least |s y_k - y|^2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fedguild.model.moe.view import MoeLayer, Routing
+from fedguild.server.method import Observation
+
+SCALE = "scale mismatch at a budget's active experts, s = <y_k, y> / |y_k|^2"
+ROUTER = "router mismatch at a budget's active experts, |s y_k - y| / |y|"
+
+
+class Mismatch:
+    """Sums <y_k, y>, |y_k|^2 and |y|^2 over the tokens of every slot, in fp64.
+
+    Args:
+        layers: The model's mixture-of-experts layers.
+        slots: S.
+    """
+
+    def __init__(self, layers: Sequence[MoeLayer], slots: int) -> None:
+        self._layers = layers
+        self._sums = torch.zeros(3, slots, len(layers), dtype=torch.float64)
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Looks at every pass inside the block."""
+        for layer in self._layers:
+            layer.observers.append(self._look_at)
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.observers.remove(self._look_at)
+
+    def _look_at(self, routing: Routing) -> None:
+        own, full = self._layers[routing.layer].outputs_of(routing)
+        own, full = own.double(), full.double()
+        of_tokens = torch.stack([(own * full).sum(-1), own.square().sum(-1), full.square().sum(-1)])
+        if routing.keep is not None:
+            of_tokens = of_tokens * routing.keep
+        of_slots = of_tokens.new_zeros(3, self._sums.shape[1]).index_add_(1, routing.slot, of_tokens)
+        self._sums[:, :, routing.layer] += of_slots.cpu()
+
+    def observations(self, names: Sequence[str]) -> list[Observation]:
+        """Returns s and |s y_k - y| / |y| by layer and slot; NaN where a layer gave out nothing.
+
+        Args:
+            names: [S] name of each slot.
+        """
+        together, own, full = self._sums.mT
+        scale = together / own
+        left: Tensor = (1 - together * scale / full).clamp(min=0).sqrt()
+        layers = [f"layer {index}" for index in range(scale.shape[0])]
+        return [Observation(SCALE, scale, layers, tuple(names)), Observation(ROUTER, left, layers, tuple(names))]
