@@ -377,7 +377,8 @@ def test_a_column_may_be_read_from_the_runs_of_a_longer_one(
     plan = recording.Plan("guild/steps-english", LONGER)
     monkeypatch.setattr(recording, "plans", lambda *_: [plan])
     left = recording.Listing([plan]).left(plan)
-    assert (left.cells, left.rounds) == (36, 6 * 2 * 16)
+    rows = len(plan.table.rows)
+    assert (left.cells, left.rounds) == (rows * 3 * 2, rows * 2 * 16)
     completed: list[Path] = []
 
     def complete(cells: list[Cell], jobs: int, tell: object) -> None:
@@ -388,11 +389,11 @@ def test_a_column_may_be_read_from_the_runs_of_a_longer_one(
     monkeypatch.setattr(recording, "complete", complete)
     monkeypatch.setattr(Cell, "state", lambda cell: "absent")
     recording.run(plan, jobs=40)
-    assert len(completed) == len(set(completed)) == 12
+    assert len(completed) == len(set(completed)) == rows * 2
     assert all(folder.parts[-3] == "rounds-16" for folder in completed)
     assert recording.outdated() == []
     found = {(one.row, one.column, one.seed): one for one in recording.read_records(recording.RECORDS)}
-    assert len(found) == 36
+    assert len(found) == rows * 3 * 2
     for (row, column, seed), one in found.items():
         rounds = int(column.removeprefix("rounds-"))
         assert (one.round, one.run_rounds) == (rounds, None if rounds == 16 else 16)

@@ -5,27 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 
 def route(logits: Sequence[float], phi: Sequence[float], active: int) -> dict[int, float]:
-    """Line 4: the experts of the largest logits + phi, each with its softmax of the logits over all experts."""
+    """Part c: the experts of the largest logits + phi, each with its softmax of the logits over all experts."""
     total = sum(math.exp(value) for value in logits)
     ranked = sorted(range(len(logits)), key=lambda expert: -(logits[expert] + phi[expert]))
     return {expert: math.exp(logits[expert]) / total for expert in ranked[:active]}
 
 
 def shares(counts: Sequence[int]) -> list[float]:
-    """Line 6: u_i / k_i, from the number of tokens that activated each expert."""
+    """Part c: u_i / k_i, from the number of tokens that activated each expert."""
     total = sum(counts)
     return [count / total if total else 0.0 for count in counts]
 
 
 def mean(values: Sequence[float], sizes: Sequence[int]) -> float:
-    """sum_i n_i x_i / sum_i n_i, as in lines 7 and 8."""
+    """sum_i n_i x_i / sum_i n_i, as in line 6 and part c."""
     return sum(size * value for value, size in zip(values, sizes, strict=True)) / sum(sizes)
 
 
 def theta(before: float, trained: Sequence[float], sizes: Sequence[int], eta: float) -> float:
-    """Line 7."""
+    """Line 6, with the server's step."""
     above = below = 0.0
     for value, size in zip(trained, sizes, strict=True):
         above += size * (value - before)
@@ -34,7 +36,7 @@ def theta(before: float, trained: Sequence[float], sizes: Sequence[int], eta: fl
 
 
 def phi(before: Sequence[float], used: Sequence[float], zeta: float, limit: float) -> list[float]:
-    """Line 9, from u of line 8."""
+    """Part c, from u."""
     after = []
     for value, share in zip(before, used, strict=True):
         even = 1 / len(used)
@@ -44,21 +46,36 @@ def phi(before: Sequence[float], used: Sequence[float], zeta: float, limit: floa
 
 
 def mean_active(own: int, smaller: Sequence[int], rho: float) -> float:
-    """Line 3: the expected number of active experts of a step."""
+    """Part b: the expected number of active experts of a step."""
     return (1 - rho) * own + rho * sum(smaller) / len(smaller) if smaller else float(own)
 
 
 def mixed(received: float, trained: float, mix: float, share: float | None = None, experts: int = 0) -> float:
-    """Line 10 for one number; by expert with its share of the client's activations."""
+    """Line 7 for one number; by expert with its share of the client's activations."""
     if share is not None:
         mix *= min(1.0, experts * share)
     return received + mix * (trained - received)
 
 
 def best_mix(loss: Callable[[float], float]) -> float:
-    """Line 10: the lambda of the least loss, the smaller one of two that are equal."""
+    """Line 7: the lambda of the least loss, the smaller one of two that are equal."""
     best, least = math.nan, math.inf
     for mix in (0.0, 0.25, 0.5, 0.75, 1.0):
         if loss(mix) < least:
             best, least = mix, loss(mix)
     return best
+
+
+def refactored(
+    down: Sequence[Sequence[float]], up: Sequence[Sequence[float]], norm: float
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Line 3: A and B of the same product with orthogonal rows of A, all of one norm, and orthogonal columns of B.
+
+    From the singular value decomposition U S V^T of B A, formed in full: norm V^T and U S / norm, of A's rank.
+    """
+    rank, inputs, outputs = len(down), len(down[0]), len(up)
+    product = [[sum(row[k] * down[k][j] for k in range(rank)) for j in range(inputs)] for row in up]
+    left, values, right = np.linalg.svd(np.array(product))
+    new_down = [[norm * float(right[k][j]) for j in range(inputs)] for k in range(rank)]
+    new_up = [[float(left[i][k] * values[k]) / norm for k in range(rank)] for i in range(outputs)]
+    return new_down, new_up

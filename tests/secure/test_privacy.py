@@ -88,7 +88,8 @@ def test_guilds_shares_and_scales_are_noised_and_masked_with_its_adapter(
     model: Path, tmp_path: Path, seen: dict[str, list[Payload]]
 ) -> None:
     """A whole run, secure and plain: every part that leaves a client is what its noise made of it."""
-    overrides = ["method.targets=[q_proj]", "federation.clients=3", *SECURE[1:], *LOCAL]
+    parts = ["method.rescaler=per_layer", "method.balance_step=0.05", "method.smaller_probability=0.25"]
+    overrides = ["method.targets=[q_proj]", *parts, "federation.clients=3", *SECURE[1:], *LOCAL]
     config = small_config(model, *overrides, base="guild/tiny-tasks")
     experiment.run(config, tmp_path / "secure")
     assert_masked_after_the_noise(seen)

@@ -28,14 +28,19 @@ from tests.backbones import random_rows, tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.oracles import guild as oracle
 
-OFF: dict[str, Any] = {"rank": 2, "balance_step": 0, "smaller_probability": 0, "mix": 0}
+OFF: dict[str, Any] = {"rank": 2, "balance_step": 0, "smaller_probability": 0, "mix": 0, "basis": "received"}
 CLIENTS = (client(0, LARGE, 4), client(1, SMALL, 5), client(2, MIDDLE, 3), client(3, SMALL, 6))
 LAYER = "model.layers.0.mlp"
 STEPS = TrainingSettings(optimizer="adam", learning_rate=0.05, batch_size=2, steps=3, clip_norm=1.0)
 
 
+WHOLE: dict[str, Any] = {"rescaler": "per_layer", "balance_step": 0.05, "smaller_probability": 0.25}
+"""All parts that are off by default."""
+
+
 def guild(**options: Any) -> Guild:
-    return Guild(GuildSettings(**{"rank": 2, **options}))
+    """With all parts."""
+    return Guild(GuildSettings(**{"rank": 2, **WHOLE, **options}))
 
 
 def deliveries(federation: Federation, state: Payload, round: int = 1, **engine: Any) -> list[Delivery]:
@@ -100,7 +105,7 @@ def test_with_everything_off_it_is_flame_at_temperature_0_bit_for_bit(
     assert any(bool(value.any()) for name, value in states[0].part(ADAPTER).items() if name.endswith("lora_B"))
 
 
-# Lines 7 to 9
+# Line 6, and parts a and c
 
 
 def test_two_clients_by_hand() -> None:
@@ -202,7 +207,7 @@ def test_one_liar_moves_the_use_of_an_expert_by_its_own_share_at_most(olmoe_back
         torch.testing.assert_close(value, torch.full((8,), 1 / 8 + 1 / 4))
 
 
-# Lines 3 to 6
+# Line 4, parts a and b, and messages
 
 
 class Drawing:

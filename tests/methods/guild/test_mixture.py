@@ -1,4 +1,4 @@
-"""A client's own model against line 10: the mixture, and the lambda that its held-out examples choose."""
+"""A client's own model against line 7: the mixture, and the lambda that its held-out examples choose."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def some(seed: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("by_expert", [False, True])
 @pytest.mark.parametrize("mix", [0.0, 0.3, 1.0])
-def test_every_number_lies_where_line_10_says(mix: float, by_expert: bool) -> None:
+def test_every_number_lies_where_line_7_says(mix: float, by_expert: bool) -> None:
     """With shares of an expert that is not used, used half as much as evenly, evenly, and more."""
     received, trained, shares = some(1), some(2), [0.0, 0.125, 0.25, 0.625]
     found = mixture(received, trained, mix, {EXPERTS: torch.tensor(shares)} if by_expert else None)

@@ -1,4 +1,4 @@
-"""The selection bias against line 4: logits + phi choose, the logits alone weigh."""
+"""The selection bias against part c of the box: logits + phi choose, the logits alone weigh."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def chooser(phi: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Biase
     return BiasedChooser(Layer(rule, bias), phi)  # type: ignore[arg-type]
 
 
-def test_experts_and_weights_are_those_of_line_4() -> None:
+def test_experts_and_weights_are_those_of_part_c() -> None:
     logits, phi, slot = given()
     found = as_dicts(*chooser(phi, RoutingRule())(logits, slot, 4, ACTIVE[slot]), EXPERTS)
     changed = 0

@@ -1,33 +1,40 @@
-"""Guild: FedGuild's own, unpublished: active experts by budget, balanced without a loss, and models in between.
+"""Guild: FedGuild's own, unpublished: active experts by budget, trained in a singular basis, and models in between.
 
-For clients that differ in compute and in data. Its parts are known ones: active experts by budget and the rescaler s
-of FLAME (K. Le et al.), the server's step of FedOpt (S. Reddi et al., ICLR 2021, arXiv 2003.00295), balancing by a
-selection bias (L. Wang et al., arXiv 2408.15664, 2024), a client's model between the shared one and its own.
+For clients that differ in compute and in data. Its parts are known ones: active experts by budget as in FLAME (K. Le et
+al.), the basis of a singular value decomposition as in FedSVD (S. Lee et al., arXiv 2505.12805, 2025), a client's model
+between the shared one and its own.
 
 The algorithm:
-     1  server: start LoRA theta (A random, B = 0); s_k = 1 for every budget; phi = 0, u = 1 / M in every MoE layer
-     2  each round, the sampled clients i receive theta and phi; and u and the s_k of their budget, which they answer
-     3      client, in each step: k = k_i; with probability rho a smaller k of the federation's  -> smaller_steps.py
-     4      client: route by top-k(logits + phi), with the model's own weights of the chosen  -> selection_bias.py
-     5      client: minimise the mean loss over theta_i and s_i, where s_i scales the routed outputs
-     6      client: keep theta_i and s_i; send theta_i, s_i and u_i / k_i, each expert's share of its activations
-     7  server: theta = theta + eta sum_i n_i (theta_i - theta) / sum_i n_i
-     8  server: u = sum_i n_i u_i / k_i / sum_i n_i; s_k = the mean of s_i over the clients of its budget
-     9  server: phi = clip(phi + zeta sign(1 / M - u))  -> balancing.py
-    10  a client's own model: theta + lambda_i (theta_i - theta), s_i and phi, with the lambda_i in
-            {0, 1/4, 1/2, 3/4, 1} of the least loss on examples that it holds out  -> mixture.py
+     1  server: start LoRA theta = (A, B): A random, B = 0
+     2  each round, the sampled clients i receive theta
+     3      client: (A_i, B_i) = (R A, B R^-1): orthogonal rows of norm c, orthogonal columns  -> basis.py
+     4      client: minimise the mean loss over A_i and B_i with k_i active experts
+     5      client: theta_i = (R^-1 A_i, B_i R); keep theta_i, send theta_i
+     6  server: theta = sum_i n_i theta_i / sum_i n_i
+     7  a client's own model: theta + lambda_i (theta_i - theta), with the lambda_i in {0, 1/4, 1/2, 3/4, 1} of the
+            least loss on examples that it holds out  -> mixture.py
 
-Symbols: k_i `budget.active_experts`, rho `smaller_probability`, s `rescaler`, zeta `balance_step`, clip
-`balance_limit`, lambda_i `mix`, n_i `client.examples`, M `num_experts`, eta `federation.server_step`.
+Further parts, off by default (docs/methods/guild.md has what each was worth):
+     a  in line 4 a factor s_i on the routed outputs of each layer, which the client trains, keeps and sends; s_k is the
+            mean over the clients of a budget (FLAME's rescaler)
+     b  in line 4, with probability rho, a step at a smaller k of the federation's  -> smaller_steps.py
+     c  route by top-k(logits + phi), with the model's own weights of the chosen  -> selection_bias.py; a client sends
+            u_i / k_i, each expert's share of its activations, the server takes their mean u by n_i and moves
+            phi = clip(phi + zeta sign(1 / M - u))  -> balancing.py
+    In line 6 the server may go eta times as far: `federation.server_step`, which other methods have too.
+
+Symbols: c `basis_norm`, k_i `budget.active_experts`, lambda_i `mix`, n_i `client.examples`; s `rescaler`, rho
+`smaller_probability`, zeta `balance_step`, clip `balance_limit`, M `num_experts`.
 
 Every line that the server takes is a mean, so it may be a secure sum; what leaves a client is a change of what it
 received, so that one clipping and one noise cover it. Readings (docs/methods/guild.md):
     - lambda_i is chosen when the next round begins, of the theta that the client then receives and the theta_i that it
-      kept: two models as line 10 mixes them. A client that could not choose yet has 1/2.
+      kept: two models as line 7 mixes them. A client that could not choose yet has 1/2.
+    - R is of the theta that the client received, and found on its own machine; all have the same unless they are late.
     - A client begins with s_i = 1 and goes on with its own, as in FLAME. It receives u and s_k so that what it sends in
       their place is a change; its training does not depend on them.
     - A step at a smaller k uses the client's s_i; the static ratio is that of the smaller k.
-    - With balance_step off, rho = 0 and lambda = 0 it is FLAME at t = 0 with the same rescaler, bit for bit.
+    - With the basis as received and lambda = 0 it is FLAME at t = 0 with the same rescaler, bit for bit.
 """
 
 from __future__ import annotations
@@ -44,6 +51,7 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
 from fedguild.methods.guild.balancing import balanced, usage_of, within_reach
+from fedguild.methods.guild.basis import Basis, bases_of, in_basis, out_of_basis
 from fedguild.methods.guild.mixture import USAGE, chosen_mixes, mixture
 from fedguild.methods.guild.observations import observations
 from fedguild.methods.guild.selection_bias import PHI, SelectionBias
@@ -70,13 +78,19 @@ class GuildSettings(LoraSettings):
     """The options of Guild; the LoRA rank is the same for every budget."""
 
     targets: Targets = ("attention", "router", "experts")
-    rescaler: Rescaler = "per_layer"
+    rescaler: Rescaler = "none"
+    basis: Literal["singular", "received"] = Field(
+        "singular",
+        description="basis of the ranks in which a client trains: singular, where the rows of A are orthogonal and of "
+        "one norm, and the columns of B orthogonal; or as received",
+    )
+    basis_norm: float = Field(5, gt=0, description="the norm of A's rows in the basis singular")
     balance_step: float = Field(
-        0.05, ge=0, description="zeta: how far phi moves in a round, in units of the routers' logits; 0 for no phi"
+        0, ge=0, description="zeta: how far phi moves in a round, in units of the routers' logits; 0 for no phi"
     )
     balance_limit: float = Field(1.0, gt=0, description="the largest magnitude of phi")
     smaller_probability: float = Field(
-        0.25,
+        0,
         ge=0,
         le=1,
         description="rho: share of a client's steps that run one of the federation's smaller numbers of active experts",
@@ -98,7 +112,7 @@ class GuildSettings(LoraSettings):
 
 
 class Guild(Method):
-    """Balanced experts by budget, and client models in between; see the module's docstring.
+    """Active experts by budget in a singular basis, and client models in between; see the module's docstring.
 
     The state's adapter is theta, a client's memory its theta_i, s_i and lambda_i.
     """
@@ -138,7 +152,7 @@ class Guild(Method):
         )
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Line 2, and the smaller k of line 3; phi is with theta, which clients of a secure round find to be equal."""
+        """Line 2, and the smaller k of part b; phi is with theta, which clients of a secure round find to be equal."""
         return Payload.of(
             {
                 ADAPTER: {**state.part(ADAPTER), **state.part(PHI)},
@@ -149,7 +163,7 @@ class Guild(Method):
         )
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
-        """Lines 3 to 6, and before them the choice of line 10."""
+        """Lines 3 to 5, and before them the choice of line 7."""
         settings, slots = self.settings, range(len(cohort.work))
         for slot in slots:
             self._load(cohort, slot)
@@ -160,10 +174,11 @@ class Guild(Method):
             )
             for slot in slots:
                 self._load(cohort, slot)
+        bases = self._change_basis(cohort)
         self._train(cohort)
         uploads = []
-        for slot in slots:  # line 6
-            theta, scales = split_scales(cohort.read(slot))
+        for slot in slots:  # line 5
+            theta, scales = split_scales(out_of_basis(cohort.read(slot), bases[slot]))
             usage = usage_of(cohort, slot)
             uploads.append(
                 Payload.of({ADAPTER: theta, RESCALER: scales, USAGE: usage if settings.balance_step else {}})
@@ -183,21 +198,34 @@ class Guild(Method):
         work = cohort.work[slot]
         cohort.load(slot, {**work.download.part(ADAPTER), **work.memory.part(RESCALER)})
 
+    def _change_basis(self, cohort: Cohort) -> list[dict[str, Basis]]:
+        """Line 3: sets every slot to other factors of the LoRA that its client received; returns the ways there."""
+        if self.settings.basis == "received":
+            return [{} for _ in cohort.work]
+        bases: list[dict[str, Basis]] = []
+        first = cohort.work[0].download.part(ADAPTER)
+        for slot, work in enumerate(cohort.work):
+            received = work.download.part(ADAPTER)
+            alike = slot and all(torch.equal(received[name], value) for name, value in first.items())
+            bases.append(bases[0] if alike else bases_of(received, self.settings.basis_norm))
+            cohort.load(slot, in_basis(received, bases[slot]))
+        return bases
+
     def _train(self, cohort: Cohort) -> None:
-        """Lines 3 to 5."""
+        """Line 4, with the steps of part b."""
         settings = self.settings
         if not settings.smaller_probability:
             train(cohort)
             return
         smaller = [below(work.download.part(ACTIVE)["k"], work.client) for work in cohort.work]
         for step in cohort.steps():
-            experts = drawn_experts(cohort, step.index, smaller, settings.smaller_probability)  # line 3
+            experts = drawn_experts(cohort, step.index, smaller, settings.smaller_probability)  # part b
             with at_active_experts(cohort, experts, static=settings.rescaler == "static"):
-                step.backward(step.forward())  # line 4, in the part, and line 5
+                step.backward(step.forward())
             step.apply()
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Lines 7 to 9, as running means over the uploads; eta is the server's optimizer's."""
+        """Line 6, and the means of parts a and c, as running means over the uploads."""
         theta, rescaler, usage, before = WeightedMean(), WeightedMean(), WeightedMean(), state.part(USAGE)
         for upload in uploads:
             payload, size = upload.payload, float(upload.client.examples)
@@ -211,7 +239,7 @@ class Guild(Method):
     def _moved(
         self, state: Payload, theta: Mapping[str, Tensor], scales: Mapping[str, Tensor], usage: Mapping[str, Tensor]
     ) -> Payload:
-        """Returns the next state, with phi of line 9."""
+        """Returns the next state, with phi of part c."""
         step, limit = self.settings.balance_step, self.settings.balance_limit
         phi = {
             name: balanced(before, usage[name.removesuffix(f".{PHI}")], step, limit)
@@ -220,7 +248,7 @@ class Guild(Method):
         return Payload.of({ADAPTER: theta, RESCALER: scales, PHI: phi, USAGE: usage, ACTIVE: state.part(ACTIVE)})
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Lines 7 and 8: theta and u by n_i, each budget's s by its clients alone."""
+        """Line 6: theta and u by n_i, each budget's s by its clients alone."""
         theta, scales = split_scales(trainable_shapes(model, self.plan(model, budgets[0])))
         means = means_of(ADAPTER, theta) | means_of(USAGE, self.usage_shapes(model))
         owned = [f"{RESCALER}/{budget.name}" for budget in budgets if scales]
@@ -229,7 +257,7 @@ class Guild(Method):
         return Form(means, {EXAMPLES: 1, **dict.fromkeys(owned, 1)})
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns the client's terms of lines 7 and 8."""
+        """Returns the client's terms of these means."""
         before, key = download.part(USAGE), f"{RESCALER}/{client.budget.name}"
         scales = upload.part(RESCALER)
         own = {key: one(weight_of(Upload(0, client, upload), "uniform"))} if scales else {}
@@ -243,7 +271,7 @@ class Guild(Method):
         )
 
     def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Lines 7 to 9."""
+        """Line 6, and parts a and c."""
         theta, usage = (means.moved(part, state.part(part)) for part in (ADAPTER, USAGE))
         return self._moved(state, theta, means.result(RESCALER, state.part(RESCALER)), usage)
 
@@ -264,7 +292,7 @@ class Guild(Method):
         return Payload.of({part: state.part(part) for part in (ADAPTER, scales, PHI)})
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Line 10; the global model for a client that never took part."""
+        """Line 7; the global model for a client that never took part."""
         deployment, own = self.deploy(excerpt, model, client.budget), memory.part(ADAPTER)
         tensors = {**deployment.tensors, **memory.part(RESCALER)}
         if own:

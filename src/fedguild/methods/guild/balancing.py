@@ -38,7 +38,7 @@ def within_reach(usage: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> d
 
 
 def balanced(phi: Tensor, usage: Tensor, step: float, limit: float) -> Tensor:
-    """Returns clip(phi + zeta sign(1 / M - u)), [M] (line 9): used less than evenly, an expert is chosen more easily.
+    """Returns clip(phi + zeta sign(1 / M - u)), [M] (part c): used less than evenly, an expert is chosen more easily.
 
     Args:
         phi: [M].

@@ -24,7 +24,7 @@ and a client's in its upload; by the path of its experts a client's in its memor
 def mixture(
     shared: Mapping[str, Tensor], own: Mapping[str, Tensor], mix: float, usage: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Returns theta + lambda_i (theta_i - theta) of every name in `own`, factor by factor (line 10).
+    """Returns theta + lambda_i (theta_i - theta) of every name in `own`, factor by factor (line 7).
 
     Args:
         shared: theta.
@@ -45,7 +45,7 @@ def mixture(
 def chosen_mixes(cohort: Cohort, held_out: Sequence[Sequence[Encoded]]) -> list[float]:
     """Returns every client's lambda_i: that of the least loss on its held-out examples, the smaller one where equal.
 
-    theta is the one that the client has just received, theta_i what it kept in its last round: the models of line 10.
+    theta is the one that the client has just received, theta_i what it kept in its last round: the models of line 7.
     Their slots hold a mixture afterwards.
 
     Args:

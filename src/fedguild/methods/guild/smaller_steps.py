@@ -19,7 +19,7 @@ def below(experts: Tensor, client: ClientInfo) -> list[float]:
 
 
 def drawn_experts(cohort: Cohort, step: int, smaller: Sequence[Sequence[float]], probability: float) -> list[int]:
-    """Returns the active experts of every slot in an optimizer step (line 3).
+    """Returns the active experts of every slot in an optimizer step (part b).
 
     A client's draw depends on the seed, the round, the client and the step alone.
 
