@@ -92,15 +92,15 @@ def _figures() -> dict[Path, tuple[str, Callable[[], str]]]:
     records, found = read_records(RECORDS), dict[Path, tuple[str, Callable[[], str]]]()
     for shipped in tables():
         table = shipped.load()
-        drawn = recorded_figures.points(table, [record for record in records if record.table == shipped.name])
-        if drawn is not None:
-            draw = partial(recorded_figures.svg, shipped.name, table, drawn)
-            found[_figure_path(shipped)] = (recorded_figures.description(table, drawn), draw)
+        drawn = recorded_figures.drawings(table, [record for record in records if record.table == shipped.name])
+        for end, drawing in drawn.items():
+            path = _figure_path(shipped, end)
+            found[path] = (recorded_figures.description(drawing), partial(recorded_figures.svg, path.stem, drawing))
     return found
 
 
-def _figure_path(shipped: ShippedTable) -> Path:
-    return FIGURES / f"{shipped.name.replace('/', '-')}.svg"
+def _figure_path(shipped: ShippedTable, end: str) -> Path:
+    return FIGURES / f"{'-'.join([*shipped.name.split('/'), *([end] if end else [])])}.svg"
 
 
 def _says(path: Path, told: str) -> bool:
@@ -143,14 +143,14 @@ def _published(page: Path) -> str:
 
 def _recorded(page: Path) -> str:
     """Returns the recorded tables: all of them in results.md, on a method's page what concerns it."""
-    records, figures = read_records(RECORDS), _figures() if page.stem == "results" else {}
+    records = read_records(RECORDS)
     parts = []
     for shipped in tables():
         of_table = [record for record in records if record.table == shipped.name]
         if not of_table:
             continue
         if page.stem == "results":
-            path, remark = _figure_path(shipped), RECORDS / shipped.name / REMARK
+            remark, drawn = RECORDS / shipped.name / REMARK, recorded_figures.drawings(shipped.load(), of_table)
             parts.append(
                 table_page(
                     shipped.name,
@@ -158,7 +158,7 @@ def _recorded(page: Path) -> str:
                     shipped.load(),
                     of_table,
                     read_choices(RECORDS, shipped.name),
-                    f"{FIGURES.name}/{path.name}" if path in figures else "",
+                    {f"{FIGURES.name}/{_figure_path(shipped, end).name}": one for end, one in drawn.items()},
                     remark.read_text("utf-8") if remark.is_file() else "",
                 )
             )

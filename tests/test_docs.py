@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -98,6 +99,24 @@ def test_a_figure_is_drawn_from_records_and_again_when_one_changes(
     page = generate._recorded(Path("results.md"))
     assert "](figures/ffa-lora-privacy-english.svg)" in page
     assert page.rstrip().endswith("\n\nWhat it means.")
+
+
+def test_the_numbers_in_a_remark_are_those_of_its_table() -> None:
+    """Each, rounded as the remark rounds it, is one of the numbers in its table's part of results.md."""
+    text = (ROOT / "docs" / "methods" / "results.md").read_text("utf-8")
+    checked = 0
+    for path in sorted((ROOT / "docs" / "methods" / "records").rglob("remark.txt")):
+        remark = path.read_text("utf-8").strip()
+        (section,) = [part.replace(remark, "") for part in text.split("\n### ") if remark in part]
+        known = re.findall(r"\d+\.\d+", section)
+        for number in re.findall(r"\d+\.\d+", remark):
+            digits = len(number.partition(".")[2])
+            near = 0.5001 * 10**-digits
+            assert any(abs(float(one) - float(number)) <= near for one in known), f"{path}: {number} is not there"
+            checked += 1
+        for number in re.findall(r"(\d+) GFLOP", remark):
+            assert f"| {number} G |" in section, f"{path}: {number} GFLOP is not there"
+    assert checked > 5
 
 
 def test_every_method_shows_what_was_recorded_of_it(generate: ModuleType) -> None:

@@ -125,7 +125,14 @@ CASES = {
     "flexlora": Case({"rank": 3, "targets": _EVERYTHING}),
     "flexlora on a dense model": Case({"rank": 4, "targets": ["attention", "mlp"], "dropout": 0.2}, "llama"),
     "guild": Case(
-        {"rank": 2, "held_out": 0.4, "smaller_probability": 0.5, "rescaler": "per_layer", "balance_step": 0.05}
+        {
+            "rank": 2,
+            "mix": "own",
+            "held_out": 0.4,
+            "smaller_probability": 0.5,
+            "rescaler": "per_layer",
+            "balance_step": 0.05,
+        }
     ),
     "guild by experts": Case(
         {"rank": 2, "rescaler": "static", "balance_step": 0, "smaller_probability": 0.5, "mix": 0.5, "mix_by": "expert"}

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from fedguild.config import Table
 from fedguild.errors import DataError
 from fedguild.evaluation.statistics import Spread, half_width, spread
+from fedguild.report.costs import budget_costs
 from fedguild.report.recorded import (
     CellRecord,
     ChoiceRecord,
@@ -202,6 +204,7 @@ def test_the_record_of_a_run(tmp_path: Path) -> None:
     own = record_of(personal_run, "fedamole/one", "all", "fedamole", "abc")
     assert own.scores.keys() == {"mtal", "received"}
     assert own.upload_bytes
+    assert own.training_flops == {name: cost.training_flops for name, cost in budget_costs(personal_run).items()} != {}
 
 
 def test_the_record_of_a_run_without_a_global_model_has_its_clients_perplexity_and_the_figures(tmp_path: Path) -> None:
@@ -295,6 +298,36 @@ def test_figures_of_the_method_stand_beside_the_score() -> None:
     assert places == [header.index("mean") + 1, header.index("mean") + 2]
     assert [ours[place] for place in places] == ["0.3 → 0.7", "0.25"]
     assert [theirs[place] for place in places] == ["–", "–"]
+
+
+@pytest.mark.parametrize(
+    ("score", "claimed", "columns"),
+    [
+        ("mean", None, ["b1", "b4", "mean", "as trained", "as received", "pooled"]),
+        ("mean", "mtal", ["b1", "b4", "mean", "as trained", "as received", "pooled", "MTAL"]),
+        ("trained", None, ["as trained", "as received", "pooled"]),
+        ("pooled", "b4", ["b4", "as trained", "as received", "pooled"]),
+        ("mtal", None, ["as trained", "as received", "pooled", "MTAL"]),
+    ],
+)
+def test_a_column_has_one_protocol(score: Any, claimed: str | None, columns: list[str]) -> None:
+    """A table about clients' models has no global model's scores, and no MTAL beside the two that it may be."""
+    extra = dict.fromkeys(("trained", "received", "pooled", "mtal"), 0.5)
+    scored = [
+        record.model_copy(update={"scores": {**record.scores, **extra}, "perplexity": {"mtal": 2.0, "b4": 3.0}})
+        for record in records()
+    ]
+    claims = () if claimed is None else (TABLE.claims[0].model_copy(update={"score": claimed}),)
+    table = TABLE.model_copy(update={"score": score, "claims": claims})
+    tables = [line for line in table_page("one/two", "Two.", table, scored).splitlines() if line.startswith("| row |")]
+    (header,) = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in tables]
+    own = header[1 : header.index("training FLOPs (b4)")]
+    assert own == [
+        *columns,
+        *(f"perplexity ({name})" for name in ("b4", "mtal") if name in columns or name.upper() in columns),
+    ]
+    differences = [line for line in table_page("one/two", "Two.", table, scored).splitlines() if "| difference" in line]
+    assert [cell.strip() for cell in differences[0].strip("| ").split(" | ")][1:] == columns
 
 
 def test_a_page_says_how_long_its_runs_took() -> None:

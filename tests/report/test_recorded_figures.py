@@ -57,11 +57,11 @@ def records(seeds: int = 3) -> list[CellRecord]:
 
 
 def test_the_points_are_the_means_over_the_seeds() -> None:
-    drawn = recorded_figures.points(Table.model_validate(TABLE), records())
+    drawn = recorded_figures.of_scores(Table.model_validate(TABLE), records())
     assert drawn is not None
     found = {
         (panel, line): [round(score.mean, 9) for score in scores]
-        for panel, lines in drawn.items()
+        for panel, lines in drawn.panels.items()
         for line, scores in lines.items()
     }
     assert found == {
@@ -70,25 +70,25 @@ def test_the_points_are_the_means_over_the_seeds() -> None:
         ("Skewed", "as published"): [0.3, 0.2],
         ("Skewed", "by k"): [0.3, 0.4],
     }
-    assert {score.count for lines in drawn.values() for scores in lines.values() for score in scores} == {3}
+    assert {score.count for lines in drawn.panels.values() for scores in lines.values() for score in scores} == {3}
 
 
 def test_nothing_is_drawn_before_every_cell_is_recorded() -> None:
     table = Table.model_validate(TABLE)
-    assert recorded_figures.points(table.model_copy(update={"figure": None}), records()) is None
+    assert recorded_figures.of_scores(table.model_copy(update={"figure": None}), records()) is None
     for cell in MEANS:
         some = [record for record in records() if (record.row, record.column) != cell]
-        assert recorded_figures.points(table, some) is None, cell
+        assert recorded_figures.of_scores(table, some) is None, cell
     other = [record.model_copy(update={"scores": {"b1": 0.5}}) for record in records()]
-    assert recorded_figures.points(table, other) is None, "the table's score is not among them"
+    assert recorded_figures.of_scores(table, other) is None, "the table's score is not among them"
 
 
 def test_lines_and_bars_have_the_means_and_the_intervals() -> None:
     """t(0.975, 2 degrees) = 4.302653: three seeds with a deviation of 0.1 reach 0.248414."""
     table = Table.model_validate(TABLE)
-    drawn = recorded_figures.points(table, records())
+    drawn = recorded_figures.of_scores(table, records())
     assert drawn is not None
-    figure = recorded_figures.draw(table, drawn)
+    figure = recorded_figures.draw(drawn)
     assert figure.get_figwidth() == NARROW_WIDTH < 390 / 96
     assert [axes.get_title(loc="left") or axes.get_title() for axes in figure.axes] == ["Even", "Skewed"]
     assert figure.axes[-1].get_xlabel() == "temperature t"
@@ -106,27 +106,61 @@ def test_lines_and_bars_have_the_means_and_the_intervals() -> None:
 
 def test_one_seed_has_no_interval() -> None:
     table = Table.model_validate(TABLE)
-    drawn = recorded_figures.points(table, records(seeds=1))
+    drawn = recorded_figures.of_scores(table, records(seeds=1))
     assert drawn is not None
-    for container in recorded_figures.draw(table, drawn).axes[0].containers:
+    for container in recorded_figures.draw(drawn).axes[0].containers:
         line, _, (bars,) = container.lines  # type: ignore[attr-defined]
         assert all(math.isfinite(value) for value in line.get_ydata())
         assert all(low[1] == high[1] for low, high in bars.get_segments())
-    assert "Even, as published: 0.500 at 0, 0.600 at 2." in recorded_figures.description(table, drawn)
+    assert "Even, as published: 0.500 at 0, 0.600 at 2." in recorded_figures.description(drawn)
 
 
 def test_the_file_says_every_number_to_who_cannot_see_it() -> None:
     table = Table.model_validate(TABLE)
-    drawn = recorded_figures.points(table, records())
+    drawn = recorded_figures.of_scores(table, records())
     assert drawn is not None
-    told = recorded_figures.description(table, drawn)
+    told = recorded_figures.description(drawn)
     assert told.startswith(
         "The mean score by temperature t. Even, as published: 0.500 ± 0.248 at 0, 0.600 ± 0.248 at 2."
     )
-    file = recorded_figures.svg("one/two", table, drawn)
+    file = recorded_figures.svg("one-two", drawn)
     assert f'aria-label="{told}"' in file
     assert 'xmlns="http://www.w3.org/2000/svg"' in file
-    assert file == recorded_figures.svg("one/two", table, drawn)
+    assert file == recorded_figures.svg("one-two", drawn)
+
+
+ROUNDS = {"figure": "drift", "panels": {"Even": {"t = 0": "t-0 @ even", "t = 2": "t-2 @ even"}}}
+
+
+def test_a_methods_own_figure_is_drawn_over_the_rounds() -> None:
+    """Its means over the seeds; only where every record of a line has the same rounds."""
+    table = Table.model_validate({**TABLE, "rounds": ROUNDS})
+    reported = [
+        record.model_copy(update={"observations": {"drift": {1: 2.0 + record.seed, 4: 10 * MEANS[record.row, "even"]}}})
+        for record in records()
+    ]
+    drawn = recorded_figures.over_rounds(table, reported)
+    assert drawn is not None
+    assert (drawn.x, drawn.values, list(drawn.panels)) == ("round", ("1", "4"), ["Even"])
+    found = {line: [one.mean for one in spreads] for line, spreads in drawn.panels["Even"].items()}
+    assert found == {"t = 0": pytest.approx([3.0, 5.0]), "t = 2": pytest.approx([3.0, 6.0])}
+    told = recorded_figures.description(drawn)
+    assert told.startswith("The drift by round. Even, t = 0: 3 ± 2.48 at 1, 5 ± 0 at 4.")
+    (axes,) = recorded_figures.draw(drawn).axes
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("drift", "round")
+    assert axes.get_ylim()[1] > 5.4
+    assert list(recorded_figures.drawings(table, reported)) == ["", "rounds"]
+    assert list(recorded_figures.drawings(table, records())) == [""]
+    for change in ({}, {"drift": {1: 2.0}}):
+        others = [*reported[1:], reported[0].model_copy(update={"observations": change})]
+        assert recorded_figures.over_rounds(table, others) is None, change
+    without = [record for record in reported if record.row != "t-2"]
+    assert recorded_figures.over_rounds(table, without) is None
+
+
+def test_a_figure_over_the_rounds_names_cells_of_the_table() -> None:
+    with pytest.raises(ValidationError, match="line 'a' names odd, no row or column"):
+        Table.model_validate({**TABLE, "rounds": {"figure": "drift", "panels": {"": {"a": "t-0 @ odd"}}}})
 
 
 @pytest.mark.parametrize(

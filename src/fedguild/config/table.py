@@ -44,6 +44,7 @@ class Claim(Section):
     higher: str = Field(description="The row that scores higher.")
     lower: tuple[str, ...] = Field(min_length=1, description="The rows that it scores higher than.")
     score: str | None = Field(default=None, description="A budget's name or a score; null: the table's score.")
+    over: str | None = Field(default=None, description="The score of the lower rows; null: that of the higher one.")
     columns: tuple[str, ...] = Field(default=(), description="Where it is claimed; all columns where empty.")
 
 
@@ -73,6 +74,20 @@ class TableFigure(Section):
         return [(row.strip(), column.strip() or ONLY_COLUMN) for row, _, column in parts]
 
 
+class RoundsFigure(Section):
+    """A figure of what a method reported, over the rounds: panels of lines, each of a cell."""
+
+    figure: str = Field(description="The method's figure: `figure`, or `figure / column`.")
+    panels: dict[str, dict[str, str]] = Field(
+        min_length=1, description="Title of a panel -> line -> its cell, `row @ column`, or `row` without columns."
+    )
+
+    def cell(self, panel: str, line: str) -> tuple[str, str]:
+        """Returns the row and column of a line."""
+        row, _, column = self.panels[panel][line].partition("@")
+        return row.strip(), column.strip() or ONLY_COLUMN
+
+
 class Table(Section):
     """A table of several methods under several conditions.
 
@@ -100,6 +115,9 @@ class Table(Section):
         description="Figures of the method beside the score of recorded runs: `figure`, or `figure / column`.",
     )
     figure: TableFigure | None = Field(default=None, description="A figure of the recorded scores; null: none.")
+    rounds: RoundsFigure | None = Field(
+        default=None, description="A figure of the method's own figure over the rounds; null: none."
+    )
 
     @model_validator(mode="after")
     def _knows_what_is_claimed(self) -> Self:
@@ -112,18 +130,22 @@ class Table(Section):
 
     @model_validator(mode="after")
     def _knows_what_is_drawn(self) -> Self:
-        if self.figure is None:
-            return self
-        for panel, lines in self.figure.panels.items():
-            for line in lines:
-                unknown = [
-                    name
-                    for row, column in self.figure.cells(panel, line)
-                    for name, known in ((row, self.rows), (column, self.columns))
-                    if name not in known
-                ]
-                if unknown:
-                    raise ValueError(f"the figure's line '{line}' names {unknown[0]}, no row or column of the table")
+        drawn: list[tuple[str, tuple[str, str]]] = []
+        if self.figure is not None:
+            drawn += [
+                (line, cell)
+                for panel, lines in self.figure.panels.items()
+                for line in lines
+                for cell in self.figure.cells(panel, line)
+            ]
+        if self.rounds is not None:
+            drawn += [
+                (line, self.rounds.cell(panel, line)) for panel, lines in self.rounds.panels.items() for line in lines
+            ]
+        for line, (row, column) in drawn:
+            unknown = [name for name, known in ((row, self.rows), (column, self.columns)) if name not in known]
+            if unknown:
+                raise ValueError(f"the figure's line '{line}' names {unknown[0]}, no row or column of the table")
         return self
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 import fedguild
 from fedguild.errors import DataError
 from fedguild.files import write_text
-from fedguild.report.costs import client_totals, mean_cost
+from fedguild.report.costs import budget_costs, client_totals, mean_cost
 from fedguild.report.observations import observed
 from fedguild.report.run_folder import MEANS, Run
 from fedguild.report.tables import run_table
@@ -185,11 +185,7 @@ def record_of(
     found = run_table(run)
     summaries = {name: getattr(found, name) for name in SUMMARIES}
     cost = mean_cost(totals.cost for totals in client_totals(run))
-    trained = {
-        row.budget.name: row.cost.training_flops
-        for row in found.rows
-        if row.cost and row.cost.training_flops is not None
-    }
+    trained = {name: cost.training_flops for name, cost in budget_costs(run).items() if cost.training_flops is not None}
     perplexity = {row.budget.name: row.metrics["perplexity"] for row in found.rows if "perplexity" in row.metrics}
     for scope, mean in MEANS.items():
         scored = [record for record in run.scored(scope, run.last_round).values() if record.examples]

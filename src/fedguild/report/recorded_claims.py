@@ -11,6 +11,7 @@ from fedguild.config.table import ONLY_COLUMN, Table
 from fedguild.evaluation.statistics import Spread, half_width, paired_difference
 from fedguild.report import units
 from fedguild.report.recorded import CellRecord
+from fedguild.score_names import TITLES
 
 Word = Literal["holds", "does not hold", "undecided at this scale", "not recorded"]
 ROUNDING = 1e-9
@@ -29,8 +30,9 @@ def claims_markdown(table: Table, records: Sequence[CellRecord]) -> str:
         for column in claim.columns or table.columns:
             cells = by_row(table, [record for record in records if record.column == column])
             score = claim.score or table.score
-            found = {row: difference(cells, claim.higher, row, score) for row in claim.lower}
-            shown = "; ".join(f"− {row}: {interval(gap)}" for row, gap in found.items())
+            found = {row: difference(cells, claim.higher, row, score, claim.over) for row in claim.lower}
+            of = f", {TITLES.get(claim.over, claim.over)}" if claim.over else ""
+            shown = "; ".join(f"− {row}{of}: {interval(gap)}" for row, gap in found.items())
             where = "" if column == ONLY_COLUMN else column
             word = f"**{verdict(found.values())}**{_reservation(found.values())}"
             least = _could_show(found.values())
@@ -90,11 +92,21 @@ def by_row(table: Table, records: Sequence[CellRecord]) -> dict[str, list[CellRe
     return {row: members for row, members in rows.items() if members}
 
 
-def difference(cells: Mapping[str, Sequence[CellRecord]], row: str, other: str, score: str) -> Spread | None:
-    """Returns the spread of the seedwise differences of two rows in a score; None without a seed that both have."""
+def difference(
+    cells: Mapping[str, Sequence[CellRecord]], row: str, other: str, score: str, over: str | None = None
+) -> Spread | None:
+    """Returns the spread of the seedwise differences of two rows in a score; None without a seed that both have.
+
+    Args:
+        cells: Row -> its records.
+        row: The row.
+        other: The row that it is compared with.
+        score: The score.
+        over: The other row's score; None: the same.
+    """
     first, second = (
-        {record.seed: record.scores[score] for record in cells.get(name, ()) if score in record.scores}
-        for name in (row, other)
+        {record.seed: record.scores[of] for record in cells.get(name, ()) if of in record.scores}
+        for name, of in ((row, score), (other, over or score))
     )
     shared = first.keys() & second.keys()
     if not shared:

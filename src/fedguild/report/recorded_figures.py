@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,14 +16,49 @@ from fedguild.report.recorded import CellRecord
 from fedguild.report.style import NARROW_WIDTH, gridlines, method_colours, styled, to_svg, trend_limits
 from fedguild.score_names import TITLES
 
-Points = Mapping[str, Mapping[str, Sequence[Spread]]]
-"""Panel -> line -> the score over the seeds at every value of the figure's axis."""
+Panels = Mapping[str, Mapping[str, Sequence[Spread]]]
+"""Panel -> line -> what is drawn over the seeds at every value of the figure's axis."""
 _APART = 0.035
 """Shift between lines at one value, of the distance between two values, so that their intervals can be told apart."""
 
 
-def points(table: Table, records: Sequence[CellRecord]) -> Points | None:
-    """Returns what the table's figure draws; None where it has none, or a cell that it needs has no record."""
+@dataclass(frozen=True)
+class Drawing:
+    """What a figure draws.
+
+    Attributes:
+        y: What its lines have.
+        x: What its axis has.
+        values: The axis's values.
+        panels: The lines.
+        digits: Format of a value in words.
+        bounds: The limits of what a value can be.
+    """
+
+    y: str
+    x: str
+    values: tuple[str, ...]
+    panels: Panels
+    digits: str = ".3f"
+    bounds: tuple[float, float] = (0.0, 1.0)
+
+    @property
+    def says(self) -> str:
+        """What is drawn, as the beginning of a sentence."""
+        return f"The {self.y} by {self.x}"
+
+
+def drawings(table: Table, records: Sequence[CellRecord]) -> dict[str, Drawing]:
+    """Returns a table's figures, by the end of their names: the scores' is empty.
+
+    One for which a cell has no record, or not what it draws, is left out.
+    """
+    found = {"": of_scores(table, records), "rounds": over_rounds(table, records)}
+    return {end: drawing for end, drawing in found.items() if drawing is not None}
+
+
+def of_scores(table: Table, records: Sequence[CellRecord]) -> Drawing | None:
+    """Returns the figure of the table's scores; None where it has none, or a cell that it needs has no record."""
     if table.figure is None:
         return None
     scored: dict[tuple[str, str], list[float]] = {}
@@ -33,41 +70,68 @@ def points(table: Table, records: Sequence[CellRecord]) -> Points | None:
     }
     if any(cell not in scored for lines in places.values() for cells in lines.values() for cell in cells):
         return None
-    return {
+    panels = {
         panel: {line: [spread(scored[cell]) for cell in cells] for line, cells in lines.items()}
         for panel, lines in places.items()
     }
+    return Drawing(f"{TITLES[table.score]} score", table.figure.x, table.figure.values, panels)
 
 
-def description(table: Table, drawn: Points) -> str:
+def over_rounds(table: Table, records: Sequence[CellRecord]) -> Drawing | None:
+    """Returns the figure of what the method reported in each round that its records have.
+
+    None where the table has none, a cell that it needs has no record, or records differ in their rounds.
+    """
+    if table.rounds is None:
+        return None
+    name = table.rounds.figure
+    reported: dict[tuple[str, str], list[dict[int, float]]] = {}
+    for record in records:
+        reported.setdefault((record.row, record.column), []).append(record.observations.get(name, {}))
+    places = {
+        panel: {line: table.rounds.cell(panel, line) for line in lines} for panel, lines in table.rounds.panels.items()
+    }
+    needed = [reported.get(cell, [{}]) for lines in places.values() for cell in lines.values()]
+    rounds = {tuple(sorted(seed)) for seeds in needed for seed in seeds}
+    if len(rounds) != 1 or rounds == {()}:
+        return None
+    (numbers,) = rounds
+    panels = {
+        panel: {
+            line: [spread([seed[number] for seed in reported[cell]]) for number in numbers]
+            for line, cell in lines.items()
+        }
+        for panel, lines in places.items()
+    }
+    return Drawing(name, "round", tuple(map(str, numbers)), panels, ".3g", (-math.inf, math.inf))
+
+
+def description(drawing: Drawing) -> str:
     """Returns a figure in words: every mean with the half width of its 95 % interval, for readers and for a test."""
-    assert table.figure is not None
     parts = []
-    for panel, lines in drawn.items():
-        for line, scores in lines.items():
+    for panel, lines in drawing.panels.items():
+        for line, spreads in lines.items():
             values = ", ".join(
-                f"{told} at {value}" for told, value in zip(map(_told, scores), table.figure.values, strict=True)
+                f"{_told(one, drawing.digits)} at {value}" for one, value in zip(spreads, drawing.values, strict=True)
             )
             parts.append(f"{panel}, {line}: {values}." if panel else f"{line}: {values}.")
-    return f"The {TITLES[table.score]} score by {table.figure.x}. {' '.join(parts)}"
+    return f"{drawing.says}. {' '.join(parts)}"
 
 
-def svg(name: str, table: Table, drawn: Points) -> str:
+def svg(name: str, drawing: Drawing) -> str:
     """Returns the figure as the text of an SVG file, as wide as a phone's page.
 
     Args:
-        name: The table's name.
-        table: The table.
-        drawn: What `points` returned.
+        name: Its name, different from every other figure's.
+        drawing: What is drawn.
     """
-    key = name.replace("/", "-")
-    with styled(key):
-        return f"{to_svg(draw(table, drawn), key, description(table, drawn))}\n"
+    with styled(name):
+        return f"{to_svg(draw(drawing), name, description(drawing))}\n"
 
 
-def draw(table: Table, drawn: Points) -> Figure:
+def draw(drawing: Drawing) -> Figure:
     """Returns the figure, a panel below the other: lines through the means, bars for their 95 % intervals."""
-    assert table.figure is not None
+    drawn = drawing.panels
     lines = list(next(iter(drawn.values())))
     height = 0.6 + 0.17 * len(lines) + 1.75 * len(drawn)
     figure = Figure(figsize=(NARROW_WIDTH, height), layout="constrained", facecolor="#ffffff")
@@ -82,10 +146,10 @@ def draw(table: Table, drawn: Points) -> Figure:
     for axes, (title, of_panel) in zip(panels, drawn.items(), strict=True):
         _panel(axes, of_panel)
         axes.set_title(title)
-        axes.set_ylim(trend_limits(ends, (0.0, 1.0)))
-        axes.set_ylabel(f"{TITLES[table.score]} score")
-    panels[-1].set_xticks(range(len(table.figure.values)), table.figure.values)
-    panels[-1].set_xlabel(table.figure.x)
+        axes.set_ylim(trend_limits(ends, drawing.bounds))
+        axes.set_ylabel("\n".join(wrap(drawing.y, 30)))
+    panels[-1].set_xticks(range(len(drawing.values)), drawing.values)
+    panels[-1].set_xlabel(drawing.x)
     handles, labels = panels[0].get_legend_handles_labels()
     columns = 2 if max(map(len, labels)) < 24 else 1
     figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False, handlelength=1.2)
@@ -115,5 +179,5 @@ def _reach(score: Spread) -> float:
     return reach if math.isfinite(reach) else 0.0
 
 
-def _told(score: Spread) -> str:
-    return f"{score.mean:.3f} ± {half_width(score):.3f}" if score.count > 1 else f"{score.mean:.3f}"
+def _told(score: Spread, digits: str) -> str:
+    return f"{score.mean:{digits}} ± {half_width(score):{digits}}" if score.count > 1 else f"{score.mean:{digits}}"

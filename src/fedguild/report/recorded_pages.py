@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from types import MappingProxyType
 
 from fedguild.config.table import ONLY_COLUMN, Table
 from fedguild.evaluation.statistics import spread
@@ -11,7 +12,11 @@ from fedguild.report import units
 from fedguild.report.grid import Cell, Grid
 from fedguild.report.recorded import SUMMARIES, CellRecord, ChoiceRecord
 from fedguild.report.recorded_claims import ROUNDING, by_row, claims_markdown, difference, interval, smallest_shown
-from fedguild.score_names import TITLES
+from fedguild.report.recorded_figures import Drawing
+from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, TITLES, TRAINED
+
+OF_CLIENTS = (TRAINED, RECEIVED, POOLED, MTAL)
+"""Scores of the models that clients train, receive or use."""
 
 
 def table_page(
@@ -20,7 +25,7 @@ def table_page(
     table: Table,
     records: Sequence[CellRecord],
     choices: Sequence[ChoiceRecord] = (),
-    figure: str = "",
+    figures: Mapping[str, Drawing] = MappingProxyType({}),
     remark: str = "",
 ) -> str:
     """Returns a table as Markdown: scores, paired differences, what the seeds could have shown, claims and a figure.
@@ -31,7 +36,7 @@ def table_page(
         table: The table.
         records: Its records.
         choices: What was chosen for its rows.
-        figure: Path of its figure from the page, where every cell of it is recorded; else empty.
+        figures: Path of a figure from the page -> what it draws.
         remark: What it means, in a paragraph written by hand; may be empty.
     """
     parts = [f"### {description}\n", f"`{_command(name, records)}`\n"]
@@ -42,31 +47,30 @@ def table_page(
         if not cells:
             continue
         parts += [f"#### {column}\n"] if column != ONLY_COLUMN else []
-        parts.append(score_grid(cells, table.shows).to_markdown())
-        differences = difference_grid(cells, table.reference)
+        parts.append(score_grid(cells, table).to_markdown())
+        differences = difference_grid(cells, table)
         if differences is not None:
             parts.append(differences.to_markdown())
         parts.append(f"{_resolution(cells, table)}\n")
     if table.claims:
         parts.append(claims_markdown(table, records))
-    if figure and table.figure is not None:
-        said = f"The {TITLES[table.score]} score by {table.figure.x}"
-        parts.append(f"![{said}, from the records]({figure})\n")
+    for path, drawing in figures.items():
+        parts.append(f"![{drawing.says}, from the records]({path})\n")
         parts.append(
-            f"{said}; bars are the means' 95 % intervals over the seeds. Verdicts rest on paired differences.\n"
+            f"{drawing.says}; bars are the means' 95 % intervals over the seeds. Verdicts rest on paired differences.\n"
         )
     parts += [f"{remark.strip()}\n"] if remark.strip() else []
     return "\n".join(parts)
 
 
-def score_grid(cells: Mapping[str, Sequence[CellRecord]], shows: Sequence[str] = ()) -> Grid:
+def score_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> Grid:
     """Returns rows × scores, figures, perplexity and costs: the mean over seeds, with the sample deviation of scores.
 
     Args:
         cells: Row -> its records.
-        shows: The figures to show: `figure`, or `figure / column`.
+        table: The table.
     """
-    columns = _columns(cells)
+    columns, shows = _columns(cells, table), table.shows
     perplexed = [name for name in columns if any(name in record.perplexity for record in _all(cells))]
     smallest = _smallest_budget(cells)
     header = [Cell("row"), *(Cell(TITLES.get(name, name)) for name in columns)]
@@ -103,15 +107,16 @@ def _heading(shown: str) -> str:
     return f"{name} / {formula.rpartition(' / ')[2]}" if " / " in formula else name
 
 
-def difference_grid(cells: Mapping[str, Sequence[CellRecord]], reference: str) -> Grid | None:
+def difference_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> Grid | None:
     """Returns rows × scores: the mean difference to the reference, paired by seed, with its 95 % interval.
 
     None where the reference, or every other row, has no record.
     """
+    reference = table.reference
     others = [row for row in cells if row != reference]
     if reference not in cells or not others:
         return None
-    columns = _columns(cells)
+    columns = _columns(cells, table)
     body = [
         (Cell(f"{row} − {reference}"), *(Cell(interval(difference(cells, row, reference, name))) for name in columns))
         for row in others
@@ -188,11 +193,22 @@ def _is_number(value: str) -> bool:
     return True
 
 
-def _columns(cells: Mapping[str, Sequence[CellRecord]]) -> list[str]:
-    """Returns the budgets in the order of the records, then the summaries that some record has."""
+def _columns(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> list[str]:
+    """Returns the budgets in the order of the records, then the summaries that some record has.
+
+    A column holds one protocol. So scores of the global model are left out of a table about the clients' models, since
+    the mean of personal adapters is no model of anybody's; and MTAL is left out beside the scores as trained and as
+    received, since it is one of them, which one depends on the method. What a claim or the table's own score is about
+    stays.
+    """
     names = {name: None for record in _all(cells) for name in record.scores}
+    claimed = {*table.scores.values(), *(one for claim in table.claims for one in (claim.score, claim.over) if one)}
     budgets = [name for name in names if name not in SUMMARIES]
-    return budgets + [name for name in SUMMARIES if name in names and (name != "mean" or len(budgets) != 1)]
+    columns = budgets + [name for name in SUMMARIES if name in names and (name != MEAN or len(budgets) != 1)]
+    left_out = {MTAL} if {TRAINED, RECEIVED} <= names.keys() else set()
+    if table.score in OF_CLIENTS:
+        left_out |= {MEAN, *budgets}
+    return [name for name in columns if name in claimed or name not in left_out]
 
 
 def _all(cells: Mapping[str, Sequence[CellRecord]]) -> list[CellRecord]:

@@ -34,7 +34,7 @@ LAYER = "model.layers.0.mlp"
 STEPS = TrainingSettings(optimizer="adam", learning_rate=0.05, batch_size=2, steps=3, clip_norm=1.0)
 
 
-WHOLE: dict[str, Any] = {"rescaler": "per_layer", "balance_step": 0.05, "smaller_probability": 0.25}
+WHOLE: dict[str, Any] = {"rescaler": "per_layer", "balance_step": 0.05, "smaller_probability": 0.25, "mix": "own"}
 """All parts that are off by default."""
 
 

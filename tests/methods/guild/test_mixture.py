@@ -25,7 +25,7 @@ CLIENTS = (client(0, LARGE, 6), client(1, SMALL, 5), client(2, SMALL, 7))
 
 
 def guild(**options: Any) -> Guild:
-    return Guild(GuildSettings(**{"rank": 2, "held_out": 0.4, "smaller_probability": 0.0, **options}))
+    return Guild(GuildSettings(**{"rank": 2, "mix": "own", "held_out": 0.4, **options}))
 
 
 def some(seed: int) -> dict[str, Tensor]:

@@ -5,22 +5,23 @@ al.), the basis of a singular value decomposition as in FedSVD (S. Lee et al., a
 between the shared one and its own.
 
 The algorithm:
-     1  server: start LoRA theta = (A, B): A random, B = 0
+     1  server: start LoRA theta = (A, B): random orthogonal rows of A of norm c, B = 0
      2  each round, the sampled clients i receive theta
      3      client: (A_i, B_i) = (R A, B R^-1): orthogonal rows of norm c, orthogonal columns  -> basis.py
      4      client: minimise the mean loss over A_i and B_i with k_i active experts
      5      client: theta_i = (R^-1 A_i, B_i R); keep theta_i, send theta_i
      6  server: theta = sum_i n_i theta_i / sum_i n_i
-     7  a client's own model: theta + lambda_i (theta_i - theta), with the lambda_i in {0, 1/4, 1/2, 3/4, 1} of the
-            least loss on examples that it holds out  -> mixture.py
+     7  a client's own model: theta + lambda_i (theta_i - theta)  -> mixture.py
 
-Further parts, off by default (docs/methods/guild.md has what each was worth):
+Further parts, off by default (docs/methods/guild.md):
      a  in line 4 a factor s_i on the routed outputs of each layer, which the client trains, keeps and sends; s_k is the
             mean over the clients of a budget (FLAME's rescaler)
      b  in line 4, with probability rho, a step at a smaller k of the federation's  -> smaller_steps.py
      c  route by top-k(logits + phi), with the model's own weights of the chosen  -> selection_bias.py; a client sends
             u_i / k_i, each expert's share of its activations, the server takes their mean u by n_i and moves
             phi = clip(phi + zeta sign(1 / M - u))  -> balancing.py
+     d  in line 7 the lambda_i in {0, 1/4, 1/2, 3/4, 1} of the least loss on examples that the client holds out; by
+            expert less for those that it did not use
     In line 6 the server may go eta times as far: `federation.server_step`, which other methods have too.
 
 Symbols: c `basis_norm`, k_i `budget.active_experts`, lambda_i `mix`, n_i `client.examples`; s `rescaler`, rho
@@ -28,9 +29,9 @@ Symbols: c `basis_norm`, k_i `budget.active_experts`, lambda_i `mix`, n_i `clien
 
 Every line that the server takes is a mean, so it may be a secure sum; what leaves a client is a change of what it
 received, so that one clipping and one noise cover it. Readings (docs/methods/guild.md):
-    - lambda_i is chosen when the next round begins, of the theta that the client then receives and the theta_i that it
-      kept: two models as line 7 mixes them. A client that could not choose yet has 1/2.
-    - R is of the theta that the client received, and found on its own machine; all have the same unless they are late.
+    - theta is that of the client's next round, theta_i what it kept in its last one. A lambda_i of its own is chosen
+      when a round begins, of these two; a client that could not choose yet has 1/2.
+    - R is of the theta that the client received, and found on its own machine; all find the same unless they are late.
     - A client begins with s_i = 1 and goes on with its own, as in FLAME. It receives u and s_k so that what it sends in
       their place is a change; its training does not depend on them.
     - A step at a smaller k uses the client's s_i; the static ratio is that of the smaller k.
@@ -96,7 +97,7 @@ class GuildSettings(LoraSettings):
         description="rho: share of a client's steps that run one of the federation's smaller numbers of active experts",
     )
     mix: Literal["own"] | Annotated[float, Field(ge=0, le=1)] = Field(
-        "own",
+        0.5,
         description="lambda_i of a client's own model: own, chosen by itself; or a number, 0 for the received model "
         "and 1 for the trained one",
     )
@@ -112,7 +113,7 @@ class GuildSettings(LoraSettings):
 
 
 class Guild(Method):
-    """Active experts by budget in a singular basis, and client models in between; see the module's docstring.
+    """Active experts by budget, LoRA trained in a singular basis, models in between; see the module's docstring.
 
     The state's adapter is theta, a client's memory its theta_i, s_i and lambda_i.
     """
@@ -122,11 +123,11 @@ class Guild(Method):
     needs_experts = True
     costs = replace(
         RUNNING_MEAN,
-        note="Steps at a smaller k are counted as those at a client's own; its choice of lambda runs forward passes "
-        "that are not counted.",
+        note="Steps at a smaller k are counted as those at a client's own; with `mix: own` its choice of lambda runs "
+        "forward passes that are not counted.",
     )
     is_stepped = True
-    not_private = NotPrivate(example="counts activations, and chooses a mix on examples that it holds out")
+    not_private = NotPrivate(example="may count activations and choose a mix on examples that it holds out")
     keeps_for_training = True  # its s_i
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
@@ -140,6 +141,8 @@ class Guild(Method):
         """Line 1."""
         plans = [self.plan(model, budget) for budget in budgets]
         theta, scales = split_scales(initial_adapter(model, plans[0].without(SelectionBias), rng))
+        if self.settings.basis == "singular":
+            theta = in_basis(theta, bases_of(theta, self.settings.basis_norm))
         counts = sorted({float(budget.active_experts) for budget in budgets})
         return Payload.of(
             {
@@ -163,7 +166,7 @@ class Guild(Method):
         )
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
-        """Lines 3 to 5, and before them the choice of line 7."""
+        """Lines 3 to 5, and before them the choice of part d."""
         settings, slots = self.settings, range(len(cohort.work))
         for slot in slots:
             self._load(cohort, slot)

@@ -19,6 +19,9 @@ from fedguild.server.low_rank import Factors, by_module, named
 
 DEPENDENT = 1e-5
 """Rows of A depend on each other where what one adds to those before is less than this part of the largest."""
+TIE = 1e-8
+"""By how much, of the largest squared singular value, those of the first and the last rank are set apart: where several
+are 0, any rotation among their ranks would do, and rounding would choose one."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,8 @@ def basis_of(factors: Factors, norm: float) -> Basis:
     """Returns R with R A (R A)^T = norm^2 I, and with (B R^-1)^T B R^-1 diagonal and descending (line 3).
 
     With A A^T = L L^T (Cholesky) the rows of L^-1 A are orthonormal. V has the eigenvectors of (B L)^T B L in its
-    columns, so that the rows of V^T L^-1 A are the right singular vectors of B A: R = norm V^T L^-1. All of it is of
-    [r, r] and in fp64, on the CPU. If the rows of A depend on each other, or a number is not finite, R is the identity.
+    columns, so that the rows of V^T L^-1 A are the right singular vectors of B A: R = norm V^T L^-1, in fp64 and on the
+    CPU. If the rows of A depend on each other (`DEPENDENT`), or a number is not finite, R is the identity.
 
     Args:
         factors: A [.., r, in] and B [.., out, r].
@@ -57,7 +60,10 @@ def basis_of(factors: Factors, norm: float) -> Basis:
     usable = (failed == 0) & (pivots.amin(-1) > DEPENDENT * pivots.amax(-1)) & scaled.isfinite().flatten(-2).all(-1)
     one = torch.eye(factors.rank, dtype=down.dtype).expand_as(lower)
     lower, scaled = (torch.where(usable[..., None, None], part, other) for part, other in ((lower, one), (scaled, 0.0)))
-    vectors = torch.linalg.eigh(scaled.mT @ scaled).eigenvectors.flip(-1)
+    gram = scaled.mT @ scaled
+    order = torch.arange(factors.rank, 0, -1, dtype=gram.dtype) / factors.rank
+    gram = gram + torch.diag_embed(TIE * gram.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True) * order)
+    vectors = torch.linalg.eigh(gram).eigenvectors.flip(-1)
     there = norm * torch.linalg.solve_triangular(lower.mT, vectors, upper=True).mT
     back = lower @ vectors / norm
     return Basis(*(torch.where(usable[..., None, None], part, one) for part in (there, back)))
