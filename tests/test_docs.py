@@ -445,11 +445,12 @@ def test_a_column_is_not_read_from_runs_that_are_no_continuation(
     "preset", ["guild", *[pytest.param(one, marks=pytest.mark.long) for one in ("flame", "fedamole")]]
 )
 def test_a_run_is_the_beginning_of_a_longer_one(preset: str, tmp_path: Path) -> None:
-    """What a record has of two rounds is the same, to the last bit, when four rounds were run; but for its seconds."""
-    small = ["federation.clients=4", "training.steps=2", "evaluation.max_examples=6", "evaluation.perplexity=true"]
+    """What a record has of two rounds is the same, to the last bit, when three rounds were run; but for its seconds."""
+    small = ["federation.clients=4", "training.steps=2", "evaluation.max_examples=3", "evaluation.perplexity=true"]
     small += ["evaluation.clients=true", "evaluation.trained=true", "evaluation.received=true"]
+    small += ["evaluation.initial=false", "training.batch_size=2"]
     found = []
-    for rounds in (2, 4):
+    for rounds in (2, 3):
         settings = [*small, f"federation.rounds={rounds}", "evaluation.every=2"]
         fedguild.run(f"{preset}/tiny-tasks", *settings, output=tmp_path / str(rounds))
         record = record_of(load_run(tmp_path / str(rounds)).until(2), "table", "column", "row", "")
