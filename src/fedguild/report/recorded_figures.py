@@ -20,6 +20,8 @@ Panels = Mapping[str, Mapping[str, Sequence[Spread]]]
 """Panel -> line -> what is drawn over the seeds at every value of the figure's axis."""
 _APART = 0.035
 """Shift between lines at one value, of the distance between two values, so that their intervals can be told apart."""
+_FITS_A_PANEL = 24
+"""Letters of what lines have that fit beside one panel; more stand beside all of them."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +145,14 @@ def draw(drawing: Drawing) -> Figure:
         for score in scores
         for end in (score.mean - _reach(score), score.mean + _reach(score))
     ]
+    short = len(drawing.y) <= _FITS_A_PANEL
+    if not short:
+        figure.supylabel("\n".join(wrap(drawing.y, 40)), fontsize=panels[0].yaxis.label.get_size())
     for axes, (title, of_panel) in zip(panels, drawn.items(), strict=True):
         _panel(axes, of_panel)
         axes.set_title(title)
         axes.set_ylim(trend_limits(ends, drawing.bounds))
-        axes.set_ylabel("\n".join(wrap(drawing.y, 30)))
+        axes.set_ylabel(drawing.y if short else "")
     panels[-1].set_xticks(range(len(drawing.values)), drawing.values)
     panels[-1].set_xlabel(drawing.x)
     handles, labels = panels[0].get_legend_handles_labels()
