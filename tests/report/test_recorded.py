@@ -332,9 +332,9 @@ def test_a_column_has_one_protocol(score: Any, claimed: str | None, columns: lis
 
 def test_a_page_says_how_long_its_runs_took() -> None:
     timed = [record.model_copy(update={"seconds": 600.0}) for record in records()]
-    assert "These 6 runs took 1 h 00 min in all" in table_page("one/two", "Two.", TABLE, timed)
+    assert "These 6 cells took 1 h 00 min in all" in table_page("one/two", "Two.", TABLE, timed)
     some = [timed[0], *records()[1:]]
-    assert "1 of these runs took 10 min 00 s in all" in table_page("one/two", "Two.", TABLE, some)
+    assert "1 of these cells took 10 min 00 s in all" in table_page("one/two", "Two.", TABLE, some)
     assert " took " not in table_page("one/two", "Two.", TABLE, records())
 
 

@@ -145,12 +145,12 @@ def _command(name: str, records: Sequence[CellRecord]) -> str:
 
 
 def _duration(records: Sequence[CellRecord]) -> list[str]:
-    """Returns a sentence on how long the runs took, where that is recorded."""
+    """Returns a sentence on how long the cells took, where that is recorded; two may be read from one run."""
     seconds = [record.seconds for record in records if record.seconds is not None]
     if not seconds:
         return []
-    which = f"These {len(seconds)} runs" if len(seconds) == len(records) else f"{len(seconds)} of these runs"
-    return [f"{which} took {units.duration(sum(seconds))} in all, one after the other."]
+    which = f"These {len(seconds)} cells" if len(seconds) == len(records) else f"{len(seconds)} of these cells"
+    return [f"{which} took {units.duration(sum(seconds))} in all, each from its first round."]
 
 
 def _first_to_last(figures: Sequence[Mapping[int, float]]) -> str:
