@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_hex
 from pydantic import ValidationError
 
 from fedguild.config import Table, table_cells, tables
@@ -102,6 +103,28 @@ def test_lines_and_bars_have_the_means_and_the_intervals() -> None:
                 assert (low, high) == pytest.approx((mean - 0.248414, mean + 0.248414), abs=1e-6)
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["as published", "by k"]
+
+
+def test_a_line_has_one_colour_in_all_panels_and_in_the_legend() -> None:
+    panels = {"Even": TABLE["figure"]["panels"]["Even"], "Skewed": {"by k": "t-{x} @ skewed", "alone": "t-2 @ skewed"}}
+    drawn = recorded_figures.of_scores(
+        Table.model_validate(TABLE | {"figure": TABLE["figure"] | {"panels": panels}}), records()
+    )
+    assert drawn is not None
+    figure = recorded_figures.draw(drawn)
+    seen: dict[str, set[str]] = {}
+    for axes in figure.axes:
+        for container in axes.containers:
+            seen.setdefault(str(container.get_label()), set()).add(container.lines[0].get_color())  # type: ignore[attr-defined]
+    assert seen.keys() == {"as published", "by k", "alone"}
+    assert len(set.union(*seen.values())) == 3
+    assert all(len(colours) == 1 for colours in seen.values())
+    (legend,) = figure.legends
+    shown = {
+        text.get_text(): to_hex(handle.get_color()[0])  # type: ignore[union-attr]
+        for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
+    }
+    assert shown == {line: to_hex(colours.pop()) for line, colours in seen.items()}
 
 
 def test_one_seed_has_no_interval() -> None:

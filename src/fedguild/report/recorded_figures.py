@@ -132,9 +132,13 @@ def svg(name: str, drawing: Drawing) -> str:
 
 
 def draw(drawing: Drawing) -> Figure:
-    """Returns the figure, a panel below the other: lines through the means, bars for their 95 % intervals."""
+    """Returns the figure, a panel below the other: lines through the means, bars for their 95 % intervals.
+
+    A line has one colour in all panels that have it.
+    """
     drawn = drawing.panels
-    lines = list(next(iter(drawn.values())))
+    lines = list(dict.fromkeys(line for of_panel in drawn.values() for line in of_panel))
+    colours = dict(zip(lines, method_colours(len(lines)), strict=True))
     height = 0.6 + 0.17 * len(lines) + 1.75 * len(drawn)
     figure = Figure(figsize=(NARROW_WIDTH, height), layout="constrained", facecolor="#ffffff")
     panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
@@ -149,26 +153,33 @@ def draw(drawing: Drawing) -> Figure:
     if not short:
         figure.supylabel("\n".join(wrap(drawing.y, 40)), fontsize=panels[0].yaxis.label.get_size())
     for axes, (title, of_panel) in zip(panels, drawn.items(), strict=True):
-        _panel(axes, of_panel)
+        _panel(axes, of_panel, colours)
         axes.set_title(title)
         axes.set_ylim(trend_limits(ends, drawing.bounds))
         axes.set_ylabel(drawing.y if short else "")
     panels[-1].set_xticks(range(len(drawing.values)), drawing.values)
     panels[-1].set_xlabel(drawing.x)
-    handles, labels = panels[0].get_legend_handles_labels()
-    columns = 2 if max(map(len, labels)) < 24 else 1
-    figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False, handlelength=1.2)
+    handles = {line: handle for axes in panels for handle, line in zip(*axes.get_legend_handles_labels(), strict=True)}
+    columns = 2 if max(map(len, lines)) < 24 else 1
+    figure.legend(
+        [handles[line] for line in lines],
+        lines,
+        loc="outside upper left",
+        ncols=columns,
+        frameon=False,
+        handlelength=1.2,
+    )
     return figure
 
 
-def _panel(axes: Axes, lines: Mapping[str, Sequence[Spread]]) -> None:
-    for place, ((line, scores), colour) in enumerate(zip(lines.items(), method_colours(len(lines)), strict=True)):
+def _panel(axes: Axes, lines: Mapping[str, Sequence[Spread]], colours: Mapping[str, str]) -> None:
+    for place, (line, scores) in enumerate(lines.items()):
         shift = _APART * (place - (len(lines) - 1) / 2)
         axes.errorbar(
             [at + shift for at in range(len(scores))],
             [score.mean for score in scores],
             yerr=[_reach(score) for score in scores],
-            color=colour,
+            color=colours[line],
             label=line,
             linewidth=1.4,
             elinewidth=0.8,
