@@ -245,7 +245,7 @@ def _begin(experiment: Experiment) -> Payload:
     """Records the initial state of a run, scores it unless the config says not to, and returns it."""
     config = experiment.config
     state = experiment.method.start(
-        experiment.backbone.info, experiment.budgets, torch_rng(config.seed, "start", config.method.name)
+        experiment.backbone.info, experiment.budgets, torch_rng(config.seed, "start", experiment.method.starts_as)
     )
     state = experiment.method.enroll(state, experiment.backbone.info, experiment.clients)
     _write_facts(experiment)

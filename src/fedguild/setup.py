@@ -361,7 +361,7 @@ def _require_beginning(method: Method, config: Config, model: ModelInfo, budgets
     clients = [
         ClientInfo(index, budgets[tier.name], 1) for index, tier in enumerate(config.federation.budget_per_client())
     ]
-    rng = torch_rng(config.seed, "start", method.name)
+    rng = torch_rng(config.seed, "start", method.starts_as)
     try:
         with ShapesOnly():
             method.enroll(method.start(model, list(budgets.values()), rng), model, clients)

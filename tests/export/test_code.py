@@ -17,7 +17,7 @@ from fedguild.errors import ModelError
 from fedguild.export.code import standalone_of, write_code
 from fedguild.export.live import attached
 from fedguild.methods.fedamole.mixture import MixtureOfLora
-from fedguild.methods.guild.selection_bias import SelectionBias
+from fedguild.methods.guild_parts.selection_bias import SelectionBias
 from fedguild.methods.pfl_moe.logit_mixture import LogitMixture
 from fedguild.methods.ub_smoe.modulated_routing import ModulatedRouting
 from fedguild.model.adapters.lora import Lora

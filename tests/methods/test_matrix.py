@@ -124,19 +124,18 @@ CASES = {
     "flex that mixes": Case({"rank": 2, "graft_rank": 3, "combine": "mix", "targets": ["q_proj", "router"]}),
     "flexlora": Case({"rank": 3, "targets": _EVERYTHING}),
     "flexlora on a dense model": Case({"rank": 4, "targets": ["attention", "mlp"], "dropout": 0.2}, "llama"),
-    "guild": Case(
+    "guild": Case({"rank": 2, "targets": _EVERYTHING}),
+    "guild-parts": Case(
         {
             "rank": 2,
-            "mix": "own",
+            "choose_mix": True,
             "held_out": 0.4,
             "smaller_probability": 0.5,
             "rescaler": "per_layer",
             "balance_step": 0.05,
         }
     ),
-    "guild by experts": Case(
-        {"rank": 2, "rescaler": "static", "balance_step": 0, "smaller_probability": 0.5, "mix": 0.5, "mix_by": "expert"}
-    ),
+    "guild-parts by experts": Case({"rank": 2, "rescaler": "static", "smaller_probability": 0.5, "mix_by": "expert"}),
     "hfedmoe": Case({"rank": 2, "experts": {"small": 0.25}, "threshold": 0.6}),
     "hetlora": Case(
         {"rank": 3, "targets": _EVERYTHING, "penalty_weight": 0.1},

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 
-def route(logits: Sequence[float], phi: Sequence[float], active: int) -> dict[int, float]:
-    """Part c: the experts of the largest logits + phi, each with its softmax of the logits over all experts."""
-    total = sum(math.exp(value) for value in logits)
-    ranked = sorted(range(len(logits)), key=lambda expert: -(logits[expert] + phi[expert]))
-    return {expert: math.exp(logits[expert]) / total for expert in ranked[:active]}
-
-
-def shares(counts: Sequence[int]) -> list[float]:
-    """Part c: u_i / k_i, from the number of tokens that activated each expert."""
-    total = sum(counts)
-    return [count / total if total else 0.0 for count in counts]
-
-
-def mean(values: Sequence[float], sizes: Sequence[int]) -> float:
-    """sum_i n_i x_i / sum_i n_i, as in line 6 and part c."""
-    return sum(size * value for value, size in zip(values, sizes, strict=True)) / sum(sizes)
-
-
 def theta(before: float, trained: Sequence[float], sizes: Sequence[int], eta: float) -> float:
-    """Line 6, with the server's step."""
+    """Line 6, with the server's step (1 for none)."""
     above = below = 0.0
     for value, size in zip(trained, sizes, strict=True):
         above += size * (value - before)
@@ -35,35 +16,9 @@ def theta(before: float, trained: Sequence[float], sizes: Sequence[int], eta: fl
     return before + eta * above / below
 
 
-def phi(before: Sequence[float], used: Sequence[float], zeta: float, limit: float) -> list[float]:
-    """Part c, from u."""
-    after = []
-    for value, share in zip(before, used, strict=True):
-        even = 1 / len(used)
-        value += zeta if share < even else -zeta if share > even else 0.0
-        after.append(limit if value > limit else -limit if value < -limit else value)
-    return after
-
-
-def mean_active(own: int, smaller: Sequence[int], rho: float) -> float:
-    """Part b: the expected number of active experts of a step."""
-    return (1 - rho) * own + rho * sum(smaller) / len(smaller) if smaller else float(own)
-
-
-def mixed(received: float, trained: float, mix: float, share: float | None = None, experts: int = 0) -> float:
-    """Line 7 for one number; by expert with its share of the client's activations."""
-    if share is not None:
-        mix *= min(1.0, experts * share)
+def mixed(received: float, trained: float, mix: float) -> float:
+    """Line 7 for one number."""
     return received + mix * (trained - received)
-
-
-def best_mix(loss: Callable[[float], float]) -> float:
-    """Line 7: the lambda of the least loss, the smaller one of two that are equal."""
-    best, least = math.nan, math.inf
-    for mix in (0.0, 0.25, 0.5, 0.75, 1.0):
-        if loss(mix) < least:
-            best, least = mix, loss(mix)
-    return best
 
 
 def refactored(

@@ -47,11 +47,10 @@ def secure_options(name: str) -> Mapping[str, Any]:
 WITH_FORM = [name for name in METHODS if METHODS.load(name).linear_form is not Method.linear_form]
 LINEAR = {name: secure_options(name) for name in WITH_FORM} | {
     "fedit by rank": {"rank": 3, "rank_by_budget": True},
-    "guild without its further parts": {"rank": 2},
 }
 """Every method that says which sums its server takes, under the options `secure` of its case in the matrix."""
 
-NOT_COMPARED = {"guild": ("rescaler", "usage")}
+NOT_COMPARED = {"guild-parts": ("rescaler", "usage")}
 """Parts of a download that are not compared: no client trains from them, they make its answers changes."""
 
 

@@ -150,6 +150,8 @@ class Method(ABC):
         keeps_for_training: Whether a client goes on, in its next round, with what it kept; `as_received` then has it.
         told_alike: Parts of the download that are the same for all clients where all hold all of every tensor; in a
             secure round these find out whether it is so.
+        starts_as: The name of the method whose draws begin a run; by default its own. A variant begins with the same
+            adapter as the method that it is compared with.
         server_only: Whole names of the state's tensors that no client sees; `excerpt` leaves them out.
         settings: The options of this instance.
     """
@@ -169,6 +171,7 @@ class Method(ABC):
     keeps_adapter: ClassVar[bool] = False
     keeps_for_training: ClassVar[bool] = False
     told_alike: ClassVar[tuple[str, ...]] = (ADAPTER,)
+    starts_as: ClassVar[str]
     server_only: ClassVar[tuple[str, ...]] = ()
     settings: Any
 
@@ -177,6 +180,8 @@ class Method(ABC):
         module = sys.modules[cls.__module__]
         if "name" not in vars(cls):
             cls.name = module.__name__.rpartition(".")[2].replace("_", "-")
+        if "starts_as" not in vars(cls):
+            cls.starts_as = cls.name
         if "title" not in vars(cls):
             cls.title = (module.__doc__ or cls.name).strip().partition("\n")[0].removesuffix(".")
 

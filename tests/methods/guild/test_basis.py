@@ -23,7 +23,7 @@ from tests.methods.federation import LARGE, SMALL, Federation, client
 from tests.oracles import guild as oracle
 
 STEPS = TrainingSettings(optimizer="adam", learning_rate=0.05, batch_size=2, steps=3, clip_norm=1.0)
-ALONE: dict[str, Any] = {"rank": 2, "balance_step": 0, "smaller_probability": 0, "mix": 0}
+ALONE: dict[str, Any] = {"rank": 2, "mix": 0}
 
 
 def factors(*leading: int, rank: int = 3, inputs: int = 7, outputs: int = 5, seed: int = 0) -> Factors:
@@ -103,7 +103,7 @@ def test_a_client_trains_as_in_flame_from_other_factors_of_the_same_model(
 ) -> None:
     """In the second round, where B is not 0: FLAME's training of theta in its basis, and what it trained taken back."""
     clients = (client(0, LARGE, 4), client(1, SMALL, 5))
-    ours = Federation(olmoe_backbone, Guild(GuildSettings(**ALONE, rescaler="none")), clients, tmp_path / "a")
+    ours = Federation(olmoe_backbone, Guild(GuildSettings(**ALONE)), clients, tmp_path / "a")
     flame = build_method("flame", {"rank": 2, "temperature": 0, "rescaler": "none"})
     theirs = Federation(olmoe_backbone, flame, clients, tmp_path / "b")
 
@@ -133,7 +133,7 @@ def test_the_server_gets_what_it_would_get_by_refactoring_its_state_itself(
 ) -> None:
     """Two rounds: FLAME whose server sets theta to its basis before each round has Guild's global product."""
     clients = (client(0, LARGE, 4), client(1, SMALL, 5))
-    ours = Federation(olmoe_backbone, Guild(GuildSettings(**ALONE, rescaler="none")), clients, tmp_path / "a")
+    ours = Federation(olmoe_backbone, Guild(GuildSettings(**ALONE)), clients, tmp_path / "a")
     flame = build_method("flame", {"rank": 2, "temperature": 0, "rescaler": "none"})
     theirs = Federation(olmoe_backbone, flame, clients, tmp_path / "b")
     states = [ours.start(), theirs.start()]

@@ -5,203 +5,104 @@ al.), the basis of a singular value decomposition as in FedSVD (S. Lee et al., a
 between the shared one and its own.
 
 The algorithm:
-     1  server: start LoRA theta = (A, B): random orthogonal rows of A of norm c, B = 0
-     2  each round, the sampled clients i receive theta
-     3      client: (A_i, B_i) = (R A, B R^-1): orthogonal rows of norm c, orthogonal columns  -> basis.py
-     4      client: minimise the mean loss over A_i and B_i with k_i active experts
-     5      client: theta_i = (R^-1 A_i, B_i R); keep theta_i, send theta_i
-     6  server: theta = sum_i n_i theta_i / sum_i n_i
-     7  a client's own model: theta + lambda_i (theta_i - theta)  -> mixture.py
+    1  server: start LoRA theta = (A, B): random orthogonal rows of A of norm c, B = 0
+    2  each round, the sampled clients i receive theta
+    3      client: (A_i, B_i) = (R A, B R^-1): orthogonal rows of norm c, orthogonal columns  -> basis.py
+    4      client: minimise the mean loss over A_i and B_i with k_i active experts
+    5      client: theta_i = (R^-1 A_i, B_i R); keep theta_i, send theta_i
+    6  server: theta = sum_i n_i theta_i / sum_i n_i
+    7  a client's own model: theta + lambda (theta_i - theta)
 
-Further parts, off by default (docs/methods/guild.md):
-     a  in line 4 a factor s_i on the routed outputs of each layer, which the client trains, keeps and sends; s_k is the
-            mean over the clients of a budget (FLAME's rescaler)
-     b  in line 4, with probability rho, a step at a smaller k of the federation's  -> smaller_steps.py
-     c  route by top-k(logits + phi), with the model's own weights of the chosen  -> selection_bias.py; a client sends
-            u_i / k_i, each expert's share of its activations, the server takes their mean u by n_i and moves
-            phi = clip(phi + zeta sign(1 / M - u))  -> balancing.py
-     d  in line 7 the lambda_i in {0, 1/4, 1/2, 3/4, 1} of the least loss on examples that the client holds out; by
-            expert less for those that it did not use
-    In line 6 the server may go eta times as far: `federation.server_step`, which other methods have too.
+Symbols: c `basis_norm`, k_i `budget.active_experts`, lambda `mix`, n_i `client.examples`.
 
-Symbols: c `basis_norm`, k_i `budget.active_experts`, lambda_i `mix`, n_i `client.examples`; s `rescaler`, rho
-`smaller_probability`, zeta `balance_step`, clip `balance_limit`, M `num_experts`.
-
-Every line that the server takes is a mean, so it may be a secure sum; what leaves a client is a change of what it
-received, so that one clipping and one noise cover it. Readings (docs/methods/guild.md):
-    - theta is that of the client's next round, theta_i what it kept in its last one. A lambda_i of its own is chosen
-      when a round begins, of these two; a client that could not choose yet has 1/2.
+All that the server takes is a mean, so it may be a secure sum; what leaves a client is a change of what it received, so
+that one clipping and one noise cover it. Readings (docs/methods/guild.md):
     - R is of the theta that the client received, and found on its own machine; all find the same unless they are late.
-    - A client begins with s_i = 1 and goes on with its own, as in FLAME. It receives u and s_k so that what it sends in
-      their place is a change; its training does not depend on them.
-    - A step at a smaller k uses the client's s_i; the static ratio is that of the smaller k.
-    - With the basis as received and lambda = 0 it is FLAME at t = 0 with the same rescaler, bit for bit.
+    - In line 7 theta is the new one, and theta_i what the client kept when it last took part.
+    - With the basis as received and lambda = 0 it is FLAME at t = 0 without a rescaler, bit for bit.
+
+Parts that its ablation took out are in the method `guild-parts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, Literal
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.training import train
-from fedguild.methods.guild.balancing import balanced, usage_of, within_reach
+from fedguild.client.training import load_received, train
 from fedguild.methods.guild.basis import Basis, bases_of, in_basis, out_of_basis
-from fedguild.methods.guild.mixture import USAGE, chosen_mixes, mixture
-from fedguild.methods.guild.observations import observations
-from fedguild.methods.guild.selection_bias import PHI, SelectionBias
-from fedguild.methods.guild.smaller_steps import at_active_experts, below, drawn_experts
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
-from fedguild.payload import ADAPTER, Payload, with_part
+from fedguild.payload import ADAPTER, Payload
 from fedguild.secure.form import Contribution, Form
-from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one, values_of
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, NotPrivate, Observation, Upload, in_part
-from fedguild.server.rescaler import RESCALER, Rescaler, scale_parts, split_scales
+from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method, NotPrivate, Upload
 from fedguild.server.settings import LoraSettings, Targets
-from fedguild.server.uploads import weight_of
-
-ACTIVE = "active_experts"
-"""The part with k: all of the federation's in the state, those below a client's own in its download."""
-MIX = "mix"
-"""lambda_i in a client's memory."""
+from fedguild.server.uploads import mean_adapter
 
 
 class GuildSettings(LoraSettings):
     """The options of Guild; the LoRA rank is the same for every budget."""
 
     targets: Targets = ("attention", "router", "experts")
-    rescaler: Rescaler = "none"
     basis: Literal["singular", "received"] = Field(
         "singular",
         description="basis of the ranks in which a client trains: singular, where the rows of A are orthogonal and of "
         "one norm, and the columns of B orthogonal; or as received",
     )
-    basis_norm: float = Field(5, gt=0, description="the norm of A's rows in the basis singular")
-    balance_step: float = Field(
-        0, ge=0, description="zeta: how far phi moves in a round, in units of the routers' logits; 0 for no phi"
-    )
-    balance_limit: float = Field(1.0, gt=0, description="the largest magnitude of phi")
-    smaller_probability: float = Field(
-        0,
+    basis_norm: float = Field(5, gt=0, description="c: the norm of A's rows in the basis singular")
+    mix: float = Field(
+        0.5,
         ge=0,
         le=1,
-        description="rho: share of a client's steps that run one of the federation's smaller numbers of active experts",
+        description="lambda of a client's own model: 0 for the received model and 1 for the trained one",
     )
-    mix: Literal["own"] | Annotated[float, Field(ge=0, le=1)] = Field(
-        0.5,
-        description="lambda_i of a client's own model: own, chosen by itself; or a number, 0 for the received model "
-        "and 1 for the trained one",
-    )
-    mix_by: Literal["client", "expert"] = Field(
-        "client",
-        description="what has a lambda: a client; or each of its experts, lambda_i times min(1, M u_i / k_i), which is "
-        "0 for one that it did not activate",
-    )
-    held_out: float = Field(
-        0.1, gt=0, lt=1, description="share of a client's examples that is held out of training to choose lambda_i"
-    )
-    held_out_examples: int = Field(32, ge=1, description="largest number of examples that a client holds out")
 
 
 class Guild(Method):
     """Active experts by budget, LoRA trained in a singular basis, models in between; see the module's docstring.
 
-    The state's adapter is theta, a client's memory its theta_i, s_i and lambda_i.
+    The state's adapter is theta, a client's memory its theta_i.
     """
 
-    Settings = GuildSettings
+    Settings: ClassVar[type[GuildSettings]] = GuildSettings
     settings: GuildSettings
     needs_experts = True
-    costs = replace(
-        RUNNING_MEAN,
-        note="Steps at a smaller k are counted as those at a client's own; with `mix: own` its choice of lambda runs "
-        "forward passes that are not counted.",
-    )
-    is_stepped = True
-    not_private = NotPrivate(example="may count activations and choose a mix on examples that it holds out")
-    keeps_for_training = True  # its s_i
+    costs = RUNNING_MEAN
+    is_mean = True
+    not_private: ClassVar[str | NotPrivate] = ""  # its uploads are the received adapters, after plain training
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
-        """Returns LoRA at full rank with the budget's k_i active experts, the rescaler s_i, and phi."""
+        """Returns LoRA at full rank with the budget's k_i active experts."""
         model.require_experts("Guild")
-        settings, active = self.settings, require_within_top_k(model, budget)
-        phi = (SelectionBias(),) if settings.balance_step else ()
-        return AdapterPlan((settings.lora, *scale_parts(settings.rescaler, model.top_k / active), *phi), active)
+        return AdapterPlan((self.settings.lora,), require_within_top_k(model, budget))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
         plans = [self.plan(model, budget) for budget in budgets]
-        theta, scales = split_scales(initial_adapter(model, plans[0].without(SelectionBias), rng))
+        theta = initial_adapter(model, AdapterPlan((plans[0].lora,)), rng)
         if self.settings.basis == "singular":
             theta = in_basis(theta, bases_of(theta, self.settings.basis_norm))
-        counts = sorted({float(budget.active_experts) for budget in budgets})
-        return Payload.of(
-            {
-                ADAPTER: theta,
-                RESCALER: {f"{budget.name}/{name}": scale for budget in budgets for name, scale in scales.items()},
-                PHI: {name: torch.zeros(shape) for name, shape in self.phi_shapes(model).items()},
-                USAGE: {name: torch.full(shape, 1 / shape[0]) for name, shape in self.usage_shapes(model).items()},
-                ACTIVE: {"k": torch.tensor(counts)} if self.settings.smaller_probability else {},
-            }
-        )
-
-    def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Line 2, and the smaller k of part b; phi is with theta, which clients of a secure round find to be equal."""
-        return Payload.of(
-            {
-                ADAPTER: {**state.part(ADAPTER), **state.part(PHI)},
-                RESCALER: state.part(f"{RESCALER}/{client.budget.name}"),
-                USAGE: state.part(USAGE),
-                ACTIVE: {name: torch.tensor(below(k, client)) for name, k in state.part(ACTIVE).items()},
-            }
-        )
+        return Payload.of({ADAPTER: theta})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
-        """Lines 3 to 5, and before them the choice of part d."""
-        settings, slots = self.settings, range(len(cohort.work))
-        for slot in slots:
-            self._load(cohort, slot)
-        mixes: list[float] = []
-        if settings.mix == "own":
-            mixes = chosen_mixes(
-                cohort, [cohort.hold_out(slot, settings.held_out, settings.held_out_examples) for slot in slots]
-            )
-            for slot in slots:
-                self._load(cohort, slot)
-        bases = self._change_basis(cohort)
-        self._train(cohort)
+        """Lines 2 to 5."""
+        load_received(cohort)
+        bases = self.change_basis(cohort)
         uploads = []
-        for slot in slots:  # line 5
-            theta, scales = split_scales(out_of_basis(cohort.read(slot), bases[slot]))
-            usage = usage_of(cohort, slot)
-            uploads.append(
-                Payload.of({ADAPTER: theta, RESCALER: scales, USAGE: usage if settings.balance_step else {}})
-            )
-            cohort.keep(slot, with_part(RESCALER, scales))
-            if settings.mix != 0:
-                cohort.keep(slot, with_part(ADAPTER, theta))
-            if settings.mix != 0 and settings.mix_by == "expert":
-                layers = cohort.model.backbone.info.moe
-                cohort.keep(slot, with_part(USAGE, {layer.experts: usage[layer.name] for layer in layers}))
-            if mixes:
-                cohort.keep(slot, {MIX: torch.tensor(mixes[slot])})
+        for slot, (trained, basis) in enumerate(zip(train(cohort), bases, strict=True)):
+            uploads.append(Payload.of({ADAPTER: out_of_basis(trained.part(ADAPTER), basis)}))
+            if self.settings.mix:
+                cohort.keep(slot, uploads[slot].tensors)
         return uploads
 
-    def _load(self, cohort: Cohort, slot: int) -> None:
-        """Sets a client's slot to the theta and phi that it received, and to the s_i that it kept."""
-        work = cohort.work[slot]
-        cohort.load(slot, {**work.download.part(ADAPTER), **work.memory.part(RESCALER)})
-
-    def _change_basis(self, cohort: Cohort) -> list[dict[str, Basis]]:
+    def change_basis(self, cohort: Cohort) -> list[dict[str, Basis]]:
         """Line 3: sets every slot to other factors of the LoRA that its client received; returns the ways there."""
         if self.settings.basis == "received":
             return [{} for _ in cohort.work]
@@ -214,108 +115,25 @@ class Guild(Method):
             cohort.load(slot, in_basis(received, bases[slot]))
         return bases
 
-    def _train(self, cohort: Cohort) -> None:
-        """Line 4, with the steps of part b."""
-        settings = self.settings
-        if not settings.smaller_probability:
-            train(cohort)
-            return
-        smaller = [below(work.download.part(ACTIVE)["k"], work.client) for work in cohort.work]
-        for step in cohort.steps():
-            experts = drawn_experts(cohort, step.index, smaller, settings.smaller_probability)  # part b
-            with at_active_experts(cohort, experts, static=settings.rescaler == "static"):
-                step.backward(step.forward())
-            step.apply()
-
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 6, and the means of parts a and c, as running means over the uploads."""
-        theta, rescaler, usage, before = WeightedMean(), WeightedMean(), WeightedMean(), state.part(USAGE)
-        for upload in uploads:
-            payload, size = upload.payload, float(upload.client.examples)
-            theta.add(payload.part(ADAPTER), size)
-            usage.add(within_reach(payload.part(USAGE), before), size)
-            scales = {f"{upload.client.budget.name}/{name}": s for name, s in payload.part(RESCALER).items()}
-            rescaler.add(scales, weight_of(upload, "uniform"))
-        scales = rescaler.result(state.part(RESCALER))
-        return self._moved(state, theta.result(state.part(ADAPTER)), scales, usage.result(before))
-
-    def _moved(
-        self, state: Payload, theta: Mapping[str, Tensor], scales: Mapping[str, Tensor], usage: Mapping[str, Tensor]
-    ) -> Payload:
-        """Returns the next state, with phi of part c."""
-        step, limit = self.settings.balance_step, self.settings.balance_limit
-        phi = {
-            name: balanced(before, usage[name.removesuffix(f".{PHI}")], step, limit)
-            for name, before in state.part(PHI).items()
-        }
-        return Payload.of({ADAPTER: theta, RESCALER: scales, PHI: phi, USAGE: usage, ACTIVE: state.part(ACTIVE)})
+        """Line 6."""
+        return Payload.of({ADAPTER: mean_adapter(state, uploads)})
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Line 6: theta and u by n_i, each budget's s by its clients alone."""
-        theta, scales = split_scales(trainable_shapes(model, self.plan(model, budgets[0])))
-        means = means_of(ADAPTER, theta) | means_of(USAGE, self.usage_shapes(model))
-        owned = [f"{RESCALER}/{budget.name}" for budget in budgets if scales]
-        for key in owned:
-            means |= means_of(key, scales, key, pooled=RESCALER)  # a budget may have one client
-        return Form(means, {EXAMPLES: 1, **dict.fromkeys(owned, 1)})
+        """Line 6."""
+        return Form(means_of(ADAPTER, trainable_shapes(model, self.plan(model, budgets[0]))), {EXAMPLES: 1})
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns the client's terms of these means."""
-        before, key = download.part(USAGE), f"{RESCALER}/{client.budget.name}"
-        scales = upload.part(RESCALER)
-        own = {key: one(weight_of(Upload(0, client, upload), "uniform"))} if scales else {}
-        return Contribution(
-            {
-                **changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER)),
-                **changes_of(USAGE, within_reach(upload.part(USAGE), before), before),
-                **values_of(key, scales),
-            },
-            {EXAMPLES: one(client.examples), **own},
-        )
+        """Returns theta_i and n_i."""
+        changes = changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER))
+        return Contribution(changes, {EXAMPLES: one(client.examples)})
 
     def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 6, and parts a and c."""
-        theta, usage = (means.moved(part, state.part(part)) for part in (ADAPTER, USAGE))
-        return self._moved(state, theta, means.result(RESCALER, state.part(RESCALER)), usage)
-
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of theta_i, s_i and u_i / k_i."""
-        theta, scales = split_scales(trainable_shapes(model, self.plan(model, client.budget)))
-        usage = self.usage_shapes(model)
-        return {**in_part(ADAPTER, theta), **in_part(RESCALER, scales), **in_part(USAGE, usage)}
-
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
-        """Returns theta and phi with the budget's k and s_k."""
-        tensors = {**state.part(ADAPTER), **state.part(f"{RESCALER}/{budget.name}"), **state.part(PHI)}
-        return Deployment(self.plan(model, budget), tensors)
-
-    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns theta, phi, and the s_k of the client's own budget."""
-        scales = f"{RESCALER}/{client.budget.name}"
-        return Payload.of({part: state.part(part) for part in (ADAPTER, scales, PHI)})
+        """Line 6."""
+        return Payload.of({ADAPTER: means.moved(ADAPTER, state.part(ADAPTER))})
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Line 7; the global model for a client that never took part."""
-        deployment, own = self.deploy(excerpt, model, client.budget), memory.part(ADAPTER)
-        tensors = {**deployment.tensors, **memory.part(RESCALER)}
-        if own:
-            chosen = self.settings.mix
-            mix = float(memory.tensors[MIX]) if chosen == "own" else float(chosen)
-            tensors |= mixture(tensors, own, mix, memory.part(USAGE))
-        return Deployment(deployment.plan, tensors)
-
-    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns theta and phi with the client's own s_i, with which its next training begins."""
-        return self.personalize(excerpt, model, client, Payload.of({RESCALER: memory.part(RESCALER)}))
-
-    def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
-        """Returns the mean s of every budget's clients, and how evenly the experts are used, with their phi."""
-        return observations(state, model)
-
-    def phi_shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
-        """Returns the names and shapes of phi; none without balancing."""
-        return SelectionBias().shapes(model) if self.settings.balance_step else {}
-
-    def usage_shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
-        """Returns the name of every MoE layer -> [M]; none without balancing."""
-        return {layer.name: (layer.num_experts,) for layer in model.moe} if self.settings.balance_step else {}
+        plan, theta, own = self.plan(model, client.budget), excerpt.part(ADAPTER), memory.part(ADAPTER)
+        mixed = {name: torch.lerp(theta[name].to(trained), trained, self.settings.mix) for name, trained in own.items()}
+        return Deployment(plan, {**theta, **mixed})

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from fedguild.data.batches import Encoded, collate
 from fedguild.errors import ModelError
-from fedguild.methods.guild.balancing import balanced, within_reach
-from fedguild.methods.guild.selection_bias import BiasedChooser, SelectionBias
+from fedguild.methods.guild_parts.balancing import balanced, within_reach
+from fedguild.methods.guild_parts.selection_bias import BiasedChooser, SelectionBias
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.routing import RoutingRule, route
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.server.utilisation import gini
 from tests.backbones import random_rows, tiny_backbone
-from tests.oracles import guild as oracle
+from tests.oracles import guild_parts as oracle
 from tests.oracles.routing import as_dicts, route_token
 
 TOKENS, EXPERTS, SLOTS = 24, 8, 3

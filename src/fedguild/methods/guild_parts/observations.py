@@ -1,11 +1,11 @@
-"""Figures of a round of Guild: each budget's rescaler, how evenly the experts are used, and the selection bias."""
+"""Figures of a round of Guild with parts: each budget's rescaler, the use of the experts, the selection bias."""
 
 from __future__ import annotations
 
 import torch
 
-from fedguild.methods.guild.mixture import USAGE
-from fedguild.methods.guild.selection_bias import PHI
+from fedguild.methods.guild_parts.mixture import USAGE
+from fedguild.methods.guild_parts.selection_bias import PHI
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.method import Observation

@@ -14,8 +14,6 @@ from fedguild.payload import ADAPTER
 
 MIXES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """The lambda_i that a client chooses from."""
-FIRST_MIX = 0.5
-"""lambda_i of a client that could not choose yet."""
 USAGE = "usage"
 """The part with shares of activations, [M] of every MoE layer: by its name the federation's in the state and downloads,
 and a client's in its upload; by the path of its experts a client's in its memory."""
@@ -42,7 +40,7 @@ def mixture(
     return mixed
 
 
-def chosen_mixes(cohort: Cohort, held_out: Sequence[Sequence[Encoded]]) -> list[float]:
+def chosen_mixes(cohort: Cohort, held_out: Sequence[Sequence[Encoded]], first: float) -> list[float]:
     """Returns every client's lambda_i: that of the least loss on its held-out examples, the smaller one where equal.
 
     theta is the one that the client has just received, theta_i what it kept in its last round: the models of line 7.
@@ -51,10 +49,11 @@ def chosen_mixes(cohort: Cohort, held_out: Sequence[Sequence[Encoded]]) -> list[
     Args:
         cohort: The clients, everything else of their models loaded.
         held_out: `held_out[slot]`, the examples of every slot.
+        first: lambda_i of a client that could not choose yet.
     """
     memories = [work.memory.part(ADAPTER) for work in cohort.work]
     if not any(memories):
-        return [FIRST_MIX] * len(memories)
+        return [first] * len(memories)
     cohort.model.dropout.seed(None)
     losses = []
     for mix in MIXES:
@@ -62,4 +61,4 @@ def chosen_mixes(cohort: Cohort, held_out: Sequence[Sequence[Encoded]]) -> list[
             cohort.load(slot, mixture(work.download.part(ADAPTER), own, mix, work.memory.part(USAGE)))
         losses.append(mean_losses(cohort, held_out))
     best = [min(range(len(MIXES)), key=lambda place: losses[place][slot]) for slot in range(len(memories))]
-    return [MIXES[place] if own else FIRST_MIX for place, own in zip(best, memories, strict=True)]
+    return [MIXES[place] if own else first for place, own in zip(best, memories, strict=True)]
