@@ -28,7 +28,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.report import recorded_figures
 from fedguild.report.recorded import read_choices, read_records
 from fedguild.report.recorded_claims import claims_markdown
-from fedguild.report.recorded_pages import table_page
+from fedguild.report.recorded_pages import summary_page, table_page
 
 ROOT = Path(__file__).parents[1]
 METHOD_PAGES = ROOT / "docs" / "methods"
@@ -149,23 +149,18 @@ def _recorded(page: Path) -> str:
         of_table = [record for record in records if record.table == shipped.name]
         if not of_table:
             continue
+        content, drawn = shipped.load(), recorded_figures.drawings(shipped.load(), of_table)
+        figures = {f"{FIGURES.name}/{_figure_path(shipped, end).name}": one for end, one in drawn.items()}
+        written = RECORDS / shipped.name / REMARK
+        remark = written.read_text("utf-8") if written.is_file() else ""
         if page.stem == "results":
-            remark, drawn = RECORDS / shipped.name / REMARK, recorded_figures.drawings(shipped.load(), of_table)
-            parts.append(
-                table_page(
-                    shipped.name,
-                    shipped.description,
-                    shipped.load(),
-                    of_table,
-                    read_choices(RECORDS, shipped.name),
-                    {f"{FIGURES.name}/{_figure_path(shipped, end).name}": one for end, one in drawn.items()},
-                    remark.read_text("utf-8") if remark.is_file() else "",
-                )
-            )
+            choices = read_choices(RECORDS, shipped.name)
+            parts.append(table_page(shipped.name, shipped.description, content, of_table, choices, figures, remark))
+        elif shipped.name.startswith(f"{page.stem}/"):
+            parts += [f"### {shipped.name}\n", f"{shipped.description}\n"]
+            parts.append(summary_page(content, of_table, figures, remark))
         elif rows := [row for row, method in _methods_of_rows(shipped).items() if method == page.stem]:
-            content = shipped.load()
-            own = shipped.name.startswith(f"{page.stem}/")
-            claims = tuple(one for one in content.claims if own or {one.higher, *one.lower} & set(rows))
+            claims = tuple(one for one in content.claims if {one.higher, *one.lower} & set(rows))
             shown = ", ".join(f"`{row}`" for row in rows)
             parts.append(f"`{shipped.name}`, its {'row' if len(rows) == 1 else 'rows'} here {shown}:\n")
             if claims:

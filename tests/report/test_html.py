@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -8,7 +9,11 @@ import pytest
 import yaml
 from markupsafe import Markup
 
+import fedguild
+from fedguild.api.cells import Cell
+from fedguild.config import ShippedTable
 from fedguild.errors import CheckpointError
+from fedguild.evaluation.statistics import half_width, spread
 from fedguild.report import html
 from fedguild.report.html import run_figures, write_comparison, write_report
 from fedguild.report.run_folder import load_run
@@ -142,6 +147,61 @@ def test_a_comparison_with_an_unequal_set_of_seeds_says_so(
     assert "Read with care" in page
     assert "different seeds" in page
     assert "<title>flame and fedit-ranks" in page
+
+
+TABLE = {
+    "preset": "flame/tiny-tasks",
+    "reference": "flame",
+    "rows": {"flame": {}, "even": {"settings": {"method": {"temperature": 0}}}},
+    "columns": {f"alpha-{alpha}": {"settings": {"data": {"partition": {"alpha": alpha}}}} for alpha in (5, 1)},
+}
+FIGURE = {"x": "alpha", "values": ["5", "1"], "panels": {"": {"as published": "flame @ alpha-{x}"}}}
+
+
+@pytest.fixture
+def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., fedguild.Comparison]:
+    """Compares the rows of that table with a figure or without, by runs that are written by hand."""
+
+    def complete(cells: Sequence[Cell], jobs: int, **_: object) -> None:
+        for cell in cells:
+            final = {"b1": 0.5 + 0.1 * cell.config.data.partition.alpha / 5}
+            write_run(cell.folder, name=cell.config.name, seed=cell.config.seed, final=final, rounds=1, layers=1)
+
+    def compare(figure: dict[str, object] | None, rows: Sequence[str] = ()) -> fedguild.Comparison:
+        path = tmp_path / "table.yaml"
+        path.write_text(yaml.safe_dump(TABLE | ({"figure": figure} if figure else {}), sort_keys=False))
+        monkeypatch.setattr("fedguild.api.comparing.tables", lambda: (ShippedTable("small/one", "Small.", path),))
+        monkeypatch.setattr("fedguild.api.comparing.complete", complete)
+        return fedguild.compare("small/one", seeds=[0, 1], rows=rows, output=tmp_path / "runs")
+
+    return compare
+
+
+def test_the_pages_of_a_table_have_its_figure_of_the_comparisons_own_runs(
+    compared: Callable[..., fedguild.Comparison], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the page of every column, though it is of all; its points are the means over two seeds."""
+    for name in ("score_bars", "curves_by_column", "cost_against_score"):  # which other tests draw
+        monkeypatch.setattr(f"fedguild.report.comparison_figures.{name}", lambda *_: "<svg></svg>")
+    comparison = compared(FIGURE)
+    told = []
+    for value in FIGURE["values"]:
+        folders = [comparison.folder / f"alpha-{value}" / "flame" / f"seed-{seed}" for seed in (0, 1)]
+        mean = spread([load_run(folder).scored("budget", 1)["b1"].score for folder in folders])
+        told.append(f"{mean.mean:.3f} ± {half_width(mean):.3f} at {value}")
+    assert list(comparison.pages) == ["alpha-5", "alpha-1"]
+    for path in comparison.pages.values():
+        page = path.read_text()
+        assert_self_contained(page)
+        assert page.count(f'aria-label="The mean score by alpha. as published: {", ".join(told)}."') == 2
+        assert "The mean score by alpha; bars are the means&#39; 95 % intervals over the seeds.</figcaption>" in page
+
+
+def test_the_pages_of_a_table_without_a_figure_or_without_a_cell_of_it_have_none(
+    compared: Callable[..., fedguild.Comparison], undrawn: None
+) -> None:
+    for comparison in (compared(None), compared(FIGURE, rows=["even"])):
+        assert "The whole table" not in comparison.pages["alpha-5"].read_text()
 
 
 def test_a_page_repeats_exactly(run_folder: Path, run_page: Path) -> None:

@@ -7,10 +7,12 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from scipy import stats
 
 from fedguild.config import Table
 from fedguild.errors import DataError
@@ -20,10 +22,11 @@ from fedguild.report.recorded import (
     CellRecord,
     ChoiceRecord,
     evenly,
+    nats_per_token,
     read_records,
     record_of,
 )
-from fedguild.report.recorded_claims import by_row, claims_markdown, smallest_shown, verdict
+from fedguild.report.recorded_claims import by_perplexity, by_row, claims_markdown, smallest_shown, verdict
 from fedguild.report.recorded_pages import table_page
 from fedguild.report.run_folder import load_run
 from fedguild.server.run_log import ObservationRecord
@@ -68,6 +71,37 @@ def records() -> list[CellRecord]:
     ]
 
 
+def cells_of(line: str) -> list[str]:
+    """The cells of a row of a table, as text."""
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+NATS = {"ours": [(0.2, 0.4), (0.3, 0.6), (0.2, 0.7)], "theirs": [(0.5, 0.7), (0.5, 0.8), (0.6, 0.8)]}
+"""Row -> nats per token (b1, b4) of three seeds: theirs are 0.3, 0.2 and 0.4 higher at b1, 0.3, 0.2 and 0.1 at b4."""
+
+
+def with_nats(record: CellRecord, nats: dict[str, list[tuple[float, float]]]) -> CellRecord:
+    first, last = nats[record.row][record.seed]
+    return record.model_copy(update={"perplexity": {"b1": math.exp(first), "b4": math.exp(last)}})
+
+
+def perplexed() -> list[CellRecord]:
+    """The records with those nats per token."""
+    return [with_nats(record, NATS) for record in records()]
+
+
+def over_seeds(nats: list[float]) -> str:
+    """The mean of perplexities over the seeds with their sample deviation."""
+    perplexity = [math.exp(of_seed) for of_seed in nats]
+    return f"{fmean(perplexity):.2f} ± {stdev(perplexity):.2f}"
+
+
+def student(gaps: list[float]) -> str:
+    """A mean difference with its 95 % interval, by SciPy's own test."""
+    low, high = stats.ttest_1samp(gaps, 0.0).confidence_interval(0.95)
+    return f"{(low + high) / 2:+.3f} ± {(high - low) / 2:.3f}"
+
+
 def test_the_interval_is_students() -> None:
     """t(0.975, 2 degrees) = 4.302653: three seeds with a deviation of 0.1 give 0.248414."""
     assert half_width(Spread(0.0, 0.1, 3)) == pytest.approx(4.302653 * 0.1 / math.sqrt(3), rel=1e-6)
@@ -105,19 +139,18 @@ def test_the_page_by_hand() -> None:
     lines = page.splitlines()
     assert lines[:3] == ["### Two methods.", "", "`fedguild compare one/two evaluation.every=4 --seeds 0,1,2`"]
     ours = next(line for line in lines if line.startswith("| ours |"))
-    assert [part.strip() for part in ours.strip("|").split("|")] == [
+    assert cells_of(ours) == [
         "ours",
         "**0.600 ± 0.100**",
         "**0.700 ± 0.100**",
         "**0.600 ± 0.100**",
-        "4.00",
         "1.00 G",
         "2.00 kB",
         "3.00 kB",
         "3",
     ]
     gaps = next(line for line in lines if line.startswith("| theirs − ours |"))
-    assert [part.strip() for part in gaps.strip("|").split("|")][1:] == [
+    assert cells_of(gaps)[1:] == [
         "−0.100 ± 0.000",
         "0.000 ± 0.248",
         "−0.100 ± 0.000",
@@ -127,16 +160,89 @@ def test_the_page_by_hand() -> None:
     assert "unrun |" not in page.partition("| claim |")[0]
     claims = claims_markdown(TABLE, records()).splitlines()[2:]
     assert claims == [
-        "| ours leads |  | **holds**, without any spread over the seeds | 3 | − theirs: +0.100 ± 0.000 | – |",
-        "| ours leads at b4 |  | **undecided at this scale** | 3 | − theirs: 0.000 ± 0.248 | 0.248 |",
-        "| ours leads what was not run |  | **not recorded** | 0 | − unrun: – | – |",
+        "| ours leads |  | **holds**, without any spread over the seeds | – | equal | 3 | − theirs: +0.100 ± 0.000 | – |",
+        "| ours leads at b4 |  | **undecided at this scale** | undecided | equal | 3 | − theirs: 0.000 ± 0.248 | 0.248 |",
+        "| ours leads what was not run |  | **not recorded** | – | – | 0 | − unrun: – | – |",
     ]
+
+
+def test_nats_are_the_logarithm_of_perplexity_and_their_mean_that_over_all_budgets() -> None:
+    record = perplexed()[0]
+    assert nats_per_token(record) == pytest.approx({"b1": 0.2, "b4": 0.4, "mean": 0.3})
+    some = record.model_copy(update={"perplexity": {"b4": 1.0, "trained": math.e}})
+    assert nats_per_token(some) == pytest.approx({"b4": 0.0, "trained": 1.0}), "not all budgets have one"
+    assert nats_per_token(record.model_copy(update={"perplexity": {}})) == {}
+
+
+def test_perplexity_has_its_deviation_and_its_paired_difference_in_nats() -> None:
+    """The mean over the budgets is of nats: e^0.3, e^0.45 and e^0.45 in the seeds of ours."""
+    page = table_page("one/two", "Two methods.", TABLE, perplexed())
+    title = "Differences in nats per token (log perplexity), paired by seed, with the 95 % interval; lower is better"
+    levels, _, gaps = page.partition(f"**{title}**")
+    levels = levels.partition(
+        "**Perplexity of the same models, mean ± sample deviation over the seeds; lower is better**"
+    )[2].partition("**Differences in score")[0]
+    assert [cells_of(line) for line in levels.splitlines() if line.startswith(("| row |", "| ours |"))] == [
+        ["row", "b1", "b4", "mean"],
+        ["ours", *(over_seeds(column) for column in ([0.2, 0.3, 0.2], [0.4, 0.6, 0.7], [0.3, 0.45, 0.45]))],
+    ]
+    assert [cells_of(line) for line in gaps.partition("| claim |")[0].splitlines() if " − " in line] == [
+        ["theirs − ours", student([0.3, 0.2, 0.4]), student([0.3, 0.2, 0.1]), student([0.3, 0.2, 0.25])]
+    ]
+    assert student([0.3, 0.2, 0.1]) == "+0.200 ± 0.248"
+    alone = table_page("one/two", "Two.", TABLE, [record for record in perplexed() if record.seed == 0])
+    assert "| ours | 1.22 | 1.49 | 1.35 |" in alone
+    assert "| theirs − ours | +0.300 | +0.300 | +0.300 |" in alone
+    without = [record.model_copy(update={"perplexity": {}}) for record in records()]
+    assert "erplexity of" not in table_page("one/two", "Two.", TABLE, without)
+    only_ours = [one for one in perplexed() if one.row == "ours"] + [one for one in without if one.row == "theirs"]
+    assert "| theirs | – | – | – |" in table_page("one/two", "Two.", TABLE, only_ours)
+    assert title not in table_page("one/two", "Two.", TABLE, only_ours)
+
+
+@pytest.mark.parametrize(
+    ("claim", "says"),
+    [
+        ({"higher": "ours", "lower": ["theirs"]}, "agrees"),
+        ({"higher": "theirs", "lower": ["ours"]}, "disagrees"),
+        ({"higher": "ours", "lower": ["theirs"], "score": "b1"}, "agrees"),
+        ({"higher": "ours", "lower": ["theirs"], "score": "b4"}, "undecided"),
+        ({"higher": "ours", "lower": ["theirs"], "score": "b1", "over": "b4"}, "agrees"),
+        ({"higher": "theirs", "lower": ["ours"], "score": "b4", "over": "b1"}, "disagrees"),
+        ({"higher": "ours", "lower": ["ours"], "score": "b1", "over": "b4"}, "undecided"),
+        ({"higher": "ours", "lower": ["theirs", "unrun"], "score": "b1"}, "agrees"),
+        ({"higher": "ours", "lower": ["theirs", "unrun"], "score": "b4"}, "disagrees"),
+        ({"higher": "unrun", "lower": ["theirs", "ours"], "score": "b4"}, "agrees"),
+        ({"higher": "ours", "lower": ["theirs", "unrun"]}, "undecided"),
+        ({"higher": "ours", "lower": ["theirs"], "score": "trained"}, "–"),
+    ],
+)
+def test_what_perplexity_says_of_a_claim(claim: dict[str, Any], says: str) -> None:
+    """Nats of unrun are 0.2, 0.3 and 0.4 above ours at b1, 0.11, 0.1 and 0.1 below at b4: 0.098 ± 0.130 in the mean."""
+    nats = {**NATS, "unrun": [(0.4, 0.29), (0.6, 0.5), (0.6, 0.6)]}
+    more = [*perplexed(), *(one.model_copy(update={"row": "unrun"}) for one in perplexed() if one.row == "ours")]
+    cells = by_row(TABLE, [with_nats(record, nats) for record in more])
+    claimed = TABLE.claims[0].model_validate({"says": "it leads", **claim})
+    assert by_perplexity(cells, claimed, claimed.score or TABLE.score) == says
+
+
+def test_perplexity_says_nothing_with_too_few_seeds_or_none() -> None:
+    cells = by_row(TABLE, perplexed())
+    assert by_perplexity(cells, TABLE.claims[0], "mean") == "agrees"
+    assert by_perplexity({**cells, "theirs": cells["theirs"][:2]}, TABLE.claims[0], "mean") == "undecided"
+    assert by_perplexity({"ours": cells["ours"]}, TABLE.claims[0], "mean") == "–"
+
+
+def test_a_claim_has_what_perplexity_says_beside_its_verdict() -> None:
+    lines = claims_markdown(TABLE, perplexed()).splitlines()
+    assert cells_of(lines[0])[2:5] == ["verdict", "perplexity", "costs"]
+    assert [cells_of(line)[3] for line in lines[2:]] == ["agrees", "undecided", "–"]
 
 
 def test_a_verdict_has_the_number_of_its_seeds() -> None:
     """Both rows share seeds 0 and 1 only, then seed 0 only: so few decide nothing, however alike they are."""
     for seeds in ((0, 1), (0,)):
-        told = f"**undecided at this scale**, with fewer than 3 seeds | {len(seeds)} |"
+        told = f"**undecided at this scale**, with fewer than 3 seeds | undecided | equal | {len(seeds)} |"
         some = [record for record in records() if record.row == "ours" or record.seed in seeds]
         assert told in claims_markdown(TABLE, some).splitlines()[3]
     both = {**TABLE.model_dump(), "claims": [{"says": "it leads", "higher": "ours", "lower": ["theirs", "unrun"]}]}
@@ -319,15 +425,13 @@ def test_a_column_has_one_protocol(score: Any, claimed: str | None, columns: lis
     ]
     claims = () if claimed is None else (TABLE.claims[0].model_copy(update={"score": claimed}),)
     table = TABLE.model_copy(update={"score": score, "claims": claims})
-    tables = [line for line in table_page("one/two", "Two.", table, scored).splitlines() if line.startswith("| row |")]
-    (header,) = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in tables]
-    own = header[1 : header.index("training FLOPs (b4)")]
-    assert own == [
-        *columns,
-        *(f"perplexity ({name})" for name in ("b4", "mtal") if name in columns or name.upper() in columns),
-    ]
-    differences = [line for line in table_page("one/two", "Two.", table, scored).splitlines() if "| difference" in line]
-    assert [cell.strip() for cell in differences[0].strip("| ").split(" | ")][1:] == columns
+    page = table_page("one/two", "Two.", table, scored).splitlines()
+    scores, *of_perplexity = [cells_of(line)[1:] for line in page if line.startswith("| row |")]
+    assert scores[: scores.index("training FLOPs (b4)")] == columns
+    differences = [cells_of(line)[1:] for line in page if line.startswith("| difference |")]
+    perplexed = [name for name in columns if name in ("b4", "MTAL")]
+    assert of_perplexity == ([perplexed] if perplexed else [])
+    assert differences == [columns, *of_perplexity]
 
 
 def test_a_page_says_how_long_its_runs_took() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +19,8 @@ from fedguild.api.cells import (
     write_plan,
 )
 from fedguild.api.inputs import Inputs, gather
-from fedguild.config import ShippedTable, table_cells, tables
+from fedguild.config import ShippedTable, Table, table_cells, tables
+from fedguild.config.table import ONLY_COLUMN
 from fedguild.errors import ConfigError, nearest
 from fedguild.results import Comparison
 
@@ -90,6 +91,7 @@ def compare(
         (['fedit-tiny-tasks-ranks', 'flame-tiny-tasks'], ['row', 'score', 'seed', 'value', 'difference'])
     """
     given = gather(dataset, partition, metrics)
+    content: Table | None = None
     if isinstance(configs, str):
         table = _table(configs)
         content = table.load()
@@ -97,7 +99,7 @@ def compare(
         folder = Path(output) if output else default_folder(configs)
         groups = plan_table(cells, overrides, tuple(seeds or content.seeds), folder, given)
         chosen = _row_reference(reference or content.reference, groups, asked=reference is not None)
-        name, scores = table.name, content.scores
+        name = table.name
     else:
         if rows or columns:
             raise ConfigError(
@@ -108,7 +110,7 @@ def compare(
         planned = plan_cells(configs, overrides, checked_seeds(seeds or SEEDS), folder, given)
         groups = [Column("", folder, tuple(planned))]
         chosen = _reference_name(reference, planned)
-        name, scores = "", {}
+        name = ""
     every = [cell for group in groups for cell in group.cells]
     if engine == "ray":
         from fedguild.api.ray_cells import complete_on_ray
@@ -121,7 +123,7 @@ def compare(
             require_no_functions(given, callbacks, "with more than one job")
         write_plan(groups, folder)
         complete(every, jobs, tell=tell, progress=progress, callbacks=callbacks)
-    return _compared(groups, chosen, name, scores, folder)
+    return _compared(groups, chosen, name, content, folder)
 
 
 def default_folder(configs: str | Sequence[Given]) -> Path:
@@ -134,9 +136,7 @@ def is_table(name: object) -> bool:
     return any(table.name == name for table in tables())
 
 
-def _compared(
-    groups: Sequence[Column], reference: str, name: str, scores: Mapping[str, str], folder: Path
-) -> Comparison:
+def _compared(groups: Sequence[Column], reference: str, name: str, table: Table | None, folder: Path) -> Comparison:
     """Writes a page for each column, and the table's overview; returns the comparison."""
     from fedguild.report.comparison import compare as compared
     from fedguild.report.html import write_comparison
@@ -144,14 +144,37 @@ def _compared(
     from fedguild.report.run_folder import load_run
 
     by_column, pages = {}, {}
+    drawn = _table_figures(groups, name, table) if table else {}
     for group in groups:
         folders = group.folders()
         loaded = {row: [load_run(one) for one in members] for row, members in folders.items()}
         by_column[group.title] = compared(loaded, reference)
-        pages[group.title] = write_comparison(folders, group.folder, reference=reference, title=group.title or None)
-    overview = write_overview(by_column, scores, name, folder) if name else None
+        pages[group.title] = write_comparison(
+            folders, group.folder, reference=reference, title=group.title or None, drawn=drawn
+        )
+    scores: Mapping[str, str] = table.scores if table else {}
+    overview = write_overview(by_column, scores, name, folder) if table else None
     runs = {group.title: group.folders() for group in groups}
     return Comparison(folder, by_column, runs, pages, name, scores, overview)
+
+
+def _table_figures(groups: Sequence[Column], name: str, table: Table) -> dict[str, Callable[[float], str]]:
+    """Returns a table's figures of the comparison's own runs: caption -> what draws the figure at a width in inches.
+
+    One for which a cell was not run is left out.
+    """
+    from fedguild.report.recorded import record_of
+    from fedguild.report.recorded_figures import for_page
+    from fedguild.report.run_folder import load_run
+
+    if table.figure is None and table.rounds is None:
+        return {}
+    records = [
+        record_of(load_run(cell.folder), name, group.title or ONLY_COLUMN, cell.config.name, cell.config.fingerprint())
+        for group in groups
+        for cell in group.cells
+    ]
+    return for_page(table, records)
 
 
 def _table(name: str) -> ShippedTable:

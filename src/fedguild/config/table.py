@@ -114,7 +114,9 @@ class Table(Section):
         default=(),
         description="Figures of the method beside the score of recorded runs: `figure`, or `figure / column`.",
     )
-    figure: TableFigure | None = Field(default=None, description="A figure of the recorded scores; null: none.")
+    figure: TableFigure | None = Field(
+        default=None, description="A figure of the scores, of a comparison's runs and of recorded ones; null: none."
+    )
     rounds: RoundsFigure | None = Field(
         default=None, description="A figure of the method's own figure over the rounds; null: none."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
@@ -56,7 +57,12 @@ def write_report(run_folder: Path) -> Path:
 
 
 def write_comparison(
-    runs: Mapping[str, Sequence[Path]], output: Path, *, reference: str | None = None, title: str | None = None
+    runs: Mapping[str, Sequence[Path]],
+    output: Path,
+    *,
+    reference: str | None = None,
+    title: str | None = None,
+    drawn: Mapping[str, Callable[[float], str]] = MappingProxyType({}),
 ) -> Path:
     """Writes `comparison.html` into a folder and returns its path.
 
@@ -65,6 +71,7 @@ def write_comparison(
         output: The folder that receives the page.
         reference: Label of the method that the others are compared with; by default the last.
         title: The page's title; by default the labels.
+        drawn: Figures of the table that the comparison is a column of: caption -> what draws it at a width in inches.
 
     Raises:
         ConfigError: the runs cannot be compared, or the reference is unknown.
@@ -73,7 +80,7 @@ def write_comparison(
     """
     loaded = {label: [load_run(folder) for folder in folders] for label, folders in runs.items()}
     table = compare(loaded, reference)
-    page = _comparison_page(table, loaded)
+    page = _comparison_page(table, loaded) | {"drawn": [(caption, _both(draw)) for caption, draw in drawn.items()]}
     return _write(output / COMPARISON_FILE, "comparison.html.j2", {**page, "title": title or page["title"]})
 
 

@@ -144,6 +144,19 @@ class ChoiceRecord(BaseModel):
         return path
 
 
+def nats_per_token(record: CellRecord) -> dict[str, float]:
+    """Returns score -> the logarithm of its perplexity, the loss in nats per token of the reference responses.
+
+    That of `mean` is the mean over the budgets where all of them have one; that of a mean over clients is the logarithm
+    of their mean perplexity, since a record has no other.
+    """
+    nats = {name: math.log(perplexity) for name, perplexity in record.perplexity.items()}
+    budgets = [name for name in record.scores if name not in SUMMARIES]
+    if budgets and all(name in nats for name in budgets):
+        nats[MEAN] = fmean(nats[name] for name in budgets)
+    return nats
+
+
 def choice_path(folder: Path, table: str, row: str) -> Path:
     """Returns the file of what was chosen for a row."""
     return folder / table / "choices" / f"{row}.json"

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Literal
 
-from fedguild.config.table import ONLY_COLUMN, Table
+from fedguild.config.table import ONLY_COLUMN, Claim, Table
 from fedguild.evaluation.statistics import Spread, half_width, paired_difference
 from fedguild.report import units
-from fedguild.report.recorded import CellRecord
+from fedguild.report.recorded import CellRecord, nats_per_token
+from fedguild.report.recorded_summary import cost_ratios
 from fedguild.score_names import TITLES
 
 Word = Literal["holds", "does not hold", "undecided at this scale", "not recorded"]
+Values = Callable[[CellRecord], Mapping[str, float]]
+"""What is compared: score -> its value, the score itself or another figure of the same model and examples."""
+PERPLEXITY_SAYS: Mapping[Word, str] = {
+    "holds": "agrees",
+    "does not hold": "disagrees",
+    "undecided at this scale": "undecided",
+    "not recorded": units.MISSING,
+}
+"""A verdict by nats per token -> what perplexity says of the claim."""
 ROUNDING = 1e-9
 """A deviation of scores below this is rounding."""
 FEWEST_SEEDS = 3
@@ -21,10 +31,10 @@ FEWEST_SEEDS = 3
 
 
 def claims_markdown(table: Table, records: Sequence[CellRecord]) -> str:
-    """Returns a table of the claims: for each column a word, its differences, and the least that they could show."""
+    """Returns a table of the claims by column: a verdict, what perplexity says, the costs, and what could be shown."""
     lines = [
-        "| claim | column | verdict | seeds | differences, 95 % interval | smallest that could be shown |",
-        "| :--- | :--- | :--- | ---: | :--- | ---: |",
+        "| claim | column | verdict | perplexity | costs | seeds | differences, 95 % interval | smallest shown |",
+        "| :--- | :--- | :--- | :--- | :--- | ---: | :--- | ---: |",
     ]
     for claim in table.claims:
         for column in claim.columns or table.columns:
@@ -35,9 +45,24 @@ def claims_markdown(table: Table, records: Sequence[CellRecord]) -> str:
             shown = "; ".join(f"− {row}{of}: {interval(gap)}" for row, gap in found.items())
             where = "" if column == ONLY_COLUMN else column
             word = f"**{verdict(found.values())}**{_reservation(found.values())}"
-            least = _could_show(found.values())
-            lines.append(f"| {claim.says} | {where} | {word} | {_seeds(found.values())} | {shown} | {least} |")
+            says, seeds, least = by_perplexity(cells, claim, score), _seeds(found.values()), _could_show(found.values())
+            costs = units.MISSING if claim.over else cost_ratios(cells, claim.higher, claim.lower)
+            lines.append(f"| {claim.says} | {where} | {word} | {says} | {costs} | {seeds} | {shown} | {least} |")
     return "\n".join([*lines, ""])
+
+
+def by_perplexity(cells: Mapping[str, Sequence[CellRecord]], claim: Claim, score: str) -> str:
+    """Returns what perplexity says of a claim, by the rule of its verdict: the row is to lose fewer nats per token.
+
+    Args:
+        cells: Row -> its records.
+        claim: The claim.
+        score: The score of its higher row.
+    """
+    saved = [
+        difference(cells, row, claim.higher, claim.over or score, score, values=nats_per_token) for row in claim.lower
+    ]
+    return PERPLEXITY_SAYS[verdict(saved)]
 
 
 def _could_show(differences: Iterable[Spread | None]) -> str:
@@ -92,8 +117,18 @@ def by_row(table: Table, records: Sequence[CellRecord]) -> dict[str, list[CellRe
     return {row: members for row, members in rows.items() if members}
 
 
+def scores_of(record: CellRecord) -> Mapping[str, float]:
+    """Returns the scores of a record."""
+    return record.scores
+
+
 def difference(
-    cells: Mapping[str, Sequence[CellRecord]], row: str, other: str, score: str, over: str | None = None
+    cells: Mapping[str, Sequence[CellRecord]],
+    row: str,
+    other: str,
+    score: str,
+    over: str | None = None,
+    values: Values = scores_of,
 ) -> Spread | None:
     """Returns the spread of the seedwise differences of two rows in a score; None without a seed that both have.
 
@@ -103,9 +138,10 @@ def difference(
         other: The row that it is compared with.
         score: The score.
         over: The other row's score; None: the same.
+        values: What is compared of the scores' models; by default the scores.
     """
     first, second = (
-        {record.seed: record.scores[of] for record in cells.get(name, ()) if of in record.scores}
+        {record.seed: found[of] for record in cells.get(name, ()) if of in (found := values(record))}
         for name, of in ((row, score), (other, over or score))
     )
     shared = first.keys() & second.keys()

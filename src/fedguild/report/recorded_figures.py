@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from textwrap import wrap
 
 from matplotlib.axes import Axes
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 from fedguild.config.table import Table
 from fedguild.evaluation.statistics import Spread, half_width, spread
 from fedguild.report.recorded import CellRecord
-from fedguild.report.style import NARROW_WIDTH, gridlines, method_colours, styled, to_svg, trend_limits
+from fedguild.report.style import NARROW_WIDTH, gridlines, key_at, method_colours, styled, to_svg, trend_limits
 from fedguild.score_names import TITLES
 
 Panels = Mapping[str, Mapping[str, Sequence[Spread]]]
@@ -48,6 +49,11 @@ class Drawing:
     def says(self) -> str:
         """What is drawn, as the beginning of a sentence."""
         return f"The {self.y} by {self.x}"
+
+    @property
+    def caption(self) -> str:
+        """What is drawn, and what the bars are."""
+        return f"{self.says}; bars are the means' 95 % intervals over the seeds."
 
 
 def drawings(table: Table, records: Sequence[CellRecord]) -> dict[str, Drawing]:
@@ -120,27 +126,44 @@ def description(drawing: Drawing) -> str:
     return f"{drawing.says}. {' '.join(parts)}"
 
 
-def svg(name: str, drawing: Drawing) -> str:
-    """Returns the figure as the text of an SVG file, as wide as a phone's page.
+def for_page(table: Table, records: Sequence[CellRecord]) -> dict[str, Callable[[float], str]]:
+    """Returns a table's figures for an HTML page: caption -> what draws the figure at a width in inches."""
+    return {
+        drawing.caption: partial(_at_width, f"table-{end or 'scores'}", drawing)
+        for end, drawing in drawings(table, records).items()
+    }
+
+
+def _at_width(key: str, drawing: Drawing, width: float) -> str:
+    return svg(key_at(key, width), drawing, width)
+
+
+def svg(name: str, drawing: Drawing, width: float = NARROW_WIDTH) -> str:
+    """Returns the figure as the text of an SVG file, by default as wide as a phone's page.
 
     Args:
         name: Its name, different from every other figure's.
         drawing: What is drawn.
+        width: In inches.
     """
     with styled(name):
-        return f"{to_svg(draw(drawing), name, description(drawing))}\n"
+        return f"{to_svg(draw(drawing, width), name, description(drawing))}\n"
 
 
-def draw(drawing: Drawing) -> Figure:
+def draw(drawing: Drawing, width: float = NARROW_WIDTH) -> Figure:
     """Returns the figure, a panel below the other: lines through the means, bars for their 95 % intervals.
 
     A line has one colour in all panels that have it.
+
+    Args:
+        drawing: What is drawn.
+        width: In inches.
     """
     drawn = drawing.panels
     lines = list(dict.fromkeys(line for of_panel in drawn.values() for line in of_panel))
     colours = dict(zip(lines, method_colours(len(lines)), strict=True))
     height = 0.6 + 0.17 * len(lines) + 1.75 * len(drawn)
-    figure = Figure(figsize=(NARROW_WIDTH, height), layout="constrained", facecolor="#ffffff")
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="#ffffff")
     panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
     ends = [
         end

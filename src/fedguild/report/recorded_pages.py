@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from types import MappingProxyType
@@ -10,9 +11,19 @@ from fedguild.config.table import ONLY_COLUMN, Table
 from fedguild.evaluation.statistics import spread
 from fedguild.report import units
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.recorded import SUMMARIES, CellRecord, ChoiceRecord
-from fedguild.report.recorded_claims import ROUNDING, by_row, claims_markdown, difference, interval, smallest_shown
+from fedguild.report.recorded import SUMMARIES, CellRecord, ChoiceRecord, nats_per_token
+from fedguild.report.recorded_claims import (
+    ROUNDING,
+    Values,
+    by_row,
+    claims_markdown,
+    difference,
+    interval,
+    scores_of,
+    smallest_shown,
+)
 from fedguild.report.recorded_figures import Drawing
+from fedguild.report.recorded_summary import summary_grid
 from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, TITLES, TRAINED
 
 OF_CLIENTS = (TRAINED, RECEIVED, POOLED, MTAL)
@@ -28,7 +39,7 @@ def table_page(
     figures: Mapping[str, Drawing] = MappingProxyType({}),
     remark: str = "",
 ) -> str:
-    """Returns a table as Markdown: scores, paired differences, what the seeds could have shown, claims and a figure.
+    """Returns a table as Markdown: scores, perplexity, paired differences, what seeds could show, claims and a figure.
 
     Args:
         name: The table's name.
@@ -47,35 +58,56 @@ def table_page(
         if not cells:
             continue
         parts += [f"#### {column}\n"] if column != ONLY_COLUMN else []
-        parts.append(score_grid(cells, table).to_markdown())
-        differences = difference_grid(cells, table)
-        if differences is not None:
-            parts.append(differences.to_markdown())
+        grids = [make(cells, table) for make in (score_grid, perplexity_grid, difference_grid, nats_grid)]
+        parts += [grid.to_markdown() for grid in grids if grid is not None]
         parts.append(f"{_resolution(cells, table)}\n")
     if table.claims:
         parts.append(claims_markdown(table, records))
+    return "\n".join([*parts, *_drawn(figures), *_said(remark)])
+
+
+def summary_page(
+    table: Table,
+    records: Sequence[CellRecord],
+    figures: Mapping[str, Drawing] = MappingProxyType({}),
+    remark: str = "",
+) -> str:
+    """Returns a table in short as Markdown, for the page of its method: one score by column, figures, claims, a remark.
+
+    Args:
+        table: The table.
+        records: Its records.
+        figures: Path of a figure from the page -> what it draws.
+        remark: What it means, in a paragraph written by hand; may be empty.
+    """
+    parts = [summary_grid(table, records).to_markdown(), *_drawn(figures)]
+    parts += [claims_markdown(table, records)] if table.claims else []
+    return "\n".join([*parts, *_said(remark)])
+
+
+def _drawn(figures: Mapping[str, Drawing]) -> list[str]:
+    shown = []
     for path, drawing in figures.items():
-        parts.append(f"![{drawing.says}, from the records]({path})\n")
-        parts.append(
-            f"{drawing.says}; bars are the means' 95 % intervals over the seeds. Verdicts rest on paired differences.\n"
-        )
-    parts += [f"{remark.strip()}\n"] if remark.strip() else []
-    return "\n".join(parts)
+        shown.append(f"![{drawing.says}, from the records]({path})\n")
+        shown.append(f"{drawing.caption} Verdicts rest on paired differences.\n")
+    return shown
+
+
+def _said(remark: str) -> list[str]:
+    return [f"{remark.strip()}\n"] if remark.strip() else []
 
 
 def score_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> Grid:
-    """Returns rows × scores, figures, perplexity and costs: the mean over seeds, with the sample deviation of scores.
+    """Returns rows × scores, figures and costs: the mean over seeds, with the sample deviation of scores.
 
     Args:
         cells: Row -> its records.
         table: The table.
     """
     columns, shows = _columns(cells, table), table.shows
-    perplexed = [name for name in columns if any(name in record.perplexity for record in _all(cells))]
     smallest = _smallest_budget(cells)
     header = [Cell("row"), *(Cell(TITLES.get(name, name)) for name in columns)]
     header += [Cell(_heading(name)) for name in shows]
-    header += [Cell("perplexity", name) for name in perplexed]
     header += [Cell("training FLOPs", smallest)] if smallest else []
     header += [Cell("up"), Cell("down"), Cell("seeds")]
     body = []
@@ -85,8 +117,6 @@ def score_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> Grid:
             scored = [record.scores[name] for record in members if name in record.scores]
             line.append(Cell(units.score_spread(spread(scored) if scored else None), strong=_best(cells, name) == row))
         line += [Cell(_first_to_last([record.observations.get(name, {}) for record in members])) for name in shows]
-        for name in perplexed:
-            line.append(Cell(_mean_of([record.perplexity[name] for record in members if name in record.perplexity])))
         if smallest:
             flops = [record.training_flops[smallest] for record in members if smallest in record.training_flops]
             line.append(Cell(units.si(fmean(flops) if flops else None)))
@@ -101,6 +131,24 @@ def score_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> Grid:
     return Grid(title, tuple(header), tuple(body))
 
 
+def perplexity_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> Grid | None:
+    """Returns rows × scores: the perplexity's mean and sample deviation over seeds; None where none is recorded.
+
+    That of the mean over budgets is the geometric mean of theirs.
+    """
+    columns = [name for name in _columns(cells, table) if any(name in nats_per_token(one) for one in _all(cells))]
+    if not columns:
+        return None
+    header = (Cell("row"), *(Cell(TITLES.get(name, name)) for name in columns))
+    body = []
+    for row, members in cells.items():
+        nats = [nats_per_token(record) for record in members]
+        found = [[math.exp(of_seed[name]) for of_seed in nats if name in of_seed] for name in columns]
+        body.append((Cell(row), *(Cell(_perplexity(values)) for values in found)))
+    title = "Perplexity of the same models, mean ± sample deviation over the seeds; lower is better"
+    return Grid(title, header, tuple(body))
+
+
 def _heading(shown: str) -> str:
     """Returns a figure's name without the formula behind its comma, and the column that is shown of it."""
     name, _, formula = shown.partition(", ")
@@ -112,17 +160,35 @@ def difference_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> 
 
     None where the reference, or every other row, has no record.
     """
+    return _differences(cells, table, "Differences in score, paired by seed, with the 95 % interval", scores_of)
+
+
+def nats_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> Grid | None:
+    """Returns rows × scores: the mean difference of nats per token to the reference, with its 95 % interval.
+
+    None where the reference, or every other row, has no perplexity.
+    """
+    title = "Differences in nats per token (log perplexity), paired by seed, with the 95 % interval; lower is better"
+    return _differences(cells, table, title, nats_per_token)
+
+
+def _differences(cells: Mapping[str, Sequence[CellRecord]], table: Table, title: str, values: Values) -> Grid | None:
+    """Returns rows × those of the scores in which some row has a difference to the reference; None without one."""
     reference = table.reference
-    others = [row for row in cells if row != reference]
-    if reference not in cells or not others:
+    gaps = {
+        row: {name: difference(cells, row, reference, name, values=values) for name in _columns(cells, table)}
+        for row in cells
+        if row != reference
+    }
+    columns = [name for name in _columns(cells, table) if any(of_row[name] is not None for of_row in gaps.values())]
+    if not columns:
         return None
-    columns = _columns(cells, table)
-    body = [
-        (Cell(f"{row} − {reference}"), *(Cell(interval(difference(cells, row, reference, name))) for name in columns))
-        for row in others
-    ]
     header = (Cell("difference"), *(Cell(TITLES.get(name, name)) for name in columns))
-    return Grid("Paired by seed, with the 95 % interval", header, tuple(body))
+    body = [
+        (Cell(f"{row} − {reference}"), *(Cell(interval(of_row[name])) for name in columns))
+        for row, of_row in gaps.items()
+    ]
+    return Grid(title, header, tuple(body))
 
 
 def _resolution(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> str:
@@ -233,5 +299,8 @@ def _smallest_budget(cells: Mapping[str, Sequence[CellRecord]]) -> str:
     return min(flops, key=lambda budget: min(flops[budget]), default="")
 
 
-def _mean_of(values: Sequence[float]) -> str:
-    return f"{fmean(values):.2f}" if values else units.MISSING
+def _perplexity(values: Sequence[float]) -> str:
+    if not values:
+        return units.MISSING
+    over_seeds = spread(values)
+    return f"{over_seeds.mean:.2f}" + (f" ± {over_seeds.std:.2f}" if over_seeds.count > 1 else "")
