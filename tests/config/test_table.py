@@ -6,12 +6,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedguild.client.budget import Budget
 from fedguild.config import Config, Table, load_config, table_cells, tables
 from fedguild.config.table import TABLES_FOLDER, ShippedTable, TableCell, require_claimed_scores
 from fedguild.errors import ConfigError
 from fedguild.methods import build_method
+from fedguild.methods.fedalign_moe.regulariser import adaptive_weights
 from fedguild.setup import check_config
 from tests.backbones import tiny_backbone
 
@@ -217,7 +219,8 @@ def test_fedalign_moes_parts_are_decided_with_each_strength_by_region_and_by_ind
             config.method.options.get("adaptive_weights", True),
             config.method.options.get("aggregation", "region"),
         )
-        for _, config in configs_of("fedalign-moe/decide-english")
+        for cell, config in configs_of("fedalign-moe/decide-english")
+        if "sharp" not in cell.row
     }
     weights = ("region", "index")
     assert compared == {
@@ -228,7 +231,23 @@ def test_fedalign_moes_parts_are_decided_with_each_strength_by_region_and_by_ind
         config for _, config in configs_of("fedalign-moe/decide-english") if "equal_weight" in config.method.options
     ]
     assert {config.method.options["equal_weight"] for config in equal} == {"mean"}
-    assert len(equal) == 4
+    assert len(equal) == 5
+
+
+def test_fedalign_moes_strength_is_decided_where_it_differs_between_experts_too() -> None:
+    """At the overlaps of 64 experts, 1e-4 to 7e-4 for most, Eq. 9's alpha is the same for all but in the rows `sharp`."""
+    sharp = {
+        cell.row: build_method(config.method.name, config.method.options).settings
+        for cell, config in configs_of("fedalign-moe/decide-english")
+        if cell.row in ("lambda-0.1-region", "lambda-0.1-sharp-region", "lambda-0.1-sharp-constant-region")
+    }
+    plain, adaptive, constant = sharp.values()
+    assert constant == adaptive.model_copy(update={"adaptive_weights": False, "equal_weight": "mean"})
+    overlaps = torch.tensor([1e-4, 7e-4])
+    low, high = adaptive_weights(overlaps, plain.overlap_threshold, plain.overlap_temperature).tolist()
+    assert high - low < 0.001
+    low, high = adaptive_weights(overlaps, adaptive.overlap_threshold, adaptive.overlap_temperature).tolist()
+    assert high - low > 0.5
 
 
 def small_table() -> Table:
