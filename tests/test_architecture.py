@@ -22,6 +22,7 @@ BELOW = (
 LAST = (
     "guarantee",
     "setup",
+    "report.recorded_summary",
     "report.recorded_claims",
     "report.recorded_figures",
     "report.recorded_pages",

@@ -407,7 +407,7 @@ def test_a_column_may_be_read_from_the_runs_of_a_longer_one(
 
     monkeypatch.setattr(recording, "complete", complete)
     monkeypatch.setattr(Cell, "state", lambda cell: "absent")
-    recording.run(plan, jobs=40)
+    recording.run(plan, jobs=100)
     assert len(completed) == len(set(completed)) == rows * 2
     assert all(folder.parts[-3] == "rounds-16" for folder in completed)
     assert recording.outdated() == []
