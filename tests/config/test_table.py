@@ -237,7 +237,7 @@ def flame_factors() -> dict[str, dict[str, object]]:
 def test_what_decides_has_all_of_its_factors(
     name: str, rows: dict[str, dict[str, object]], columns: dict[str, float], batch: int
 ) -> None:
-    """Every row in every column, no other difference between methods, and five seeds in the plan of what is recorded."""
+    """Every row in every column, no other difference between methods, and five seeds in the plan of records."""
     configs = configs_of(name)
     assert {(cell.row, cell.column) for cell, _ in configs} == {(row, column) for row in rows for column in columns}
     reference = shipped(name).load().reference
@@ -311,7 +311,7 @@ def test_fedalign_moes_parts_are_decided_with_each_strength_by_region_and_by_ind
 
 
 def test_fedalign_moes_strength_is_decided_where_it_differs_between_experts_too() -> None:
-    """At the overlaps of 64 experts, 1e-4 to 7e-4 for most, Eq. 9's alpha is the same for all but in the rows `sharp`."""
+    """At the overlaps of 64 experts, 1e-4 to 7e-4 for most, Eq. 9's alpha is equal for all but in the rows `sharp`."""
     sharp = {
         cell.row: build_method(config.method.name, config.method.options).settings
         for cell, config in configs_of("fedalign-moe/decide-english")
