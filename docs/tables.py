@@ -1,6 +1,7 @@
 """Runs the papers' tables that `docs/methods/records/plan.yaml` lists, and records every cell as soon as it is done.
 
     python docs/tables.py [TABLE …] [--data DIR] [--jobs N]     # run what is missing, record, write the pages
+    python docs/tables.py TABLE --rows ROW,ROW [--discard]      # some rows; remove each run once it is recorded
     python docs/tables.py --recorded                            # write the pages from the records alone
     python docs/tables.py [TABLE …] --list                      # say what is missing, and how long that should take
 
@@ -383,13 +384,29 @@ def valid_records() -> list[CellRecord]:
     return found
 
 
-def run(plan: Plan, jobs: int) -> None:
-    """Chooses what is to be chosen, runs and records what is missing of a table, seed after seed."""
-    for row in plan.table.rows if "choose" in plan.settings else ():
+def run(plan: Plan, jobs: int, rows: Sequence[str] = (), *, discard: bool = False) -> None:
+    """Chooses what is to be chosen, runs and records what is missing of a table, seed after seed.
+
+    Args:
+        plan: The table's plan.
+        jobs: Runs at the same time.
+        rows: The rows that are run; all if empty.
+        discard: Whether a run's folder is removed as soon as all that is read from it is recorded.
+
+    Raises:
+        SystemExit: the table has no such row.
+    """
+    if unknown := sorted(set(rows) - plan.table.rows.keys()):
+        raise SystemExit(f"{plan.name} has no row {unknown[0]}, but {', '.join(plan.table.rows)}.")
+    wanted = rows or tuple(plan.table.rows)
+    for row in wanted if "choose" in plan.settings else ():
         if not plan.is_chosen(row):
-            finish(plan.untried(row), jobs)
+            untried = plan.untried(row)
+            finish(untried, jobs)
             print(f"recorded {plan.chosen(row).relative_to(ROOT)}", flush=True)
-    missing = [one for one in plan.cells() if not one.is_recorded()]
+            if discard:
+                remove(untried)
+    missing = [one for one in plan.cells() if one.cell.config.name in wanted and not one.is_recorded()]
     known = {record.fingerprint: record for record in valid_records()}
     for one in missing:
         # The diagnosis is no part of the fingerprint, as it changes nothing but what is observed.
@@ -402,6 +419,15 @@ def run(plan: Plan, jobs: int) -> None:
         finish(several, jobs)
         for one in several:
             print(f"recorded {one.record().relative_to(ROOT)}", flush=True)
+        if discard:
+            read_later = {one.cell.folder for one in missing[start + jobs :]}
+            remove([one for one in several if one.cell.folder not in read_later])
+
+
+def remove(runs: Sequence[Planned]) -> None:
+    """Removes the folders of runs."""
+    for folder in {one.cell.folder for one in runs}:
+        shutil.rmtree(folder)
 
 
 @dataclass(frozen=True)
@@ -548,6 +574,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="folder of the data sets that the plan names; ../shared/data where it exists",
     )
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--rows", default="", metavar="ROW,ROW", help="rows to run; all by default")
+    parser.add_argument("--discard", action="store_true", help="remove a run's folder once it is recorded")
     parser.add_argument("--recorded", action="store_true", help="only write the pages, from the records")
     parser.add_argument("--list", action="store_true", help="run nothing; say what is missing, and how long it takes")
     options = parser.parse_args(arguments)
@@ -561,7 +589,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise SystemExit(f"{plan.name} needs data sets: make tables TABLE={plan.name} DATA=DIR, their folder.")
             print(f"{plan.name}: left out, as it needs data sets: make tables DATA=DIR")
         else:
-            run(plan, options.jobs)
+            run(plan, options.jobs, tuple(filter(None, options.rows.split(","))), discard=options.discard)
     return subprocess.run([sys.executable, str(ROOT / "docs" / "generate.py")], check=False).returncode
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fedguild.methods import METHODS
+from fedguild.server.method import Method
+
 SOURCE = Path(__file__).parents[1] / "src" / "fedguild"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
@@ -217,3 +220,21 @@ def test_modules_take_plain_arguments_or_a_section_never_the_config():
         name_of(path) for path in MODULES if any(part_of(n) == "config" and n not in SECTIONS for n in imported(path))
     }
     assert {part_of(name) for name in whole} <= {"config", *LAST}
+
+
+def test_a_method_imports_nothing_from_another_one():
+    """A method is read in its own file or folder; what two of them share lies in an earlier stage."""
+    wrong = [
+        f"{name_of(path)} imports {name}"
+        for path in (SOURCE / "methods").rglob("*.py")
+        for name in sorted(imported(path))
+        if name.startswith("fedguild.methods.") and name.split(".")[:3] != name_of(path).split(".")[:3]
+    ]
+    assert not wrong, "; ".join(wrong)
+
+
+def test_a_methods_class_is_based_on_nothing_but_method():
+    """No method is another one with some lines replaced, where a reader would need both."""
+    every = [METHODS.load(name) for name in METHODS]
+    assert len(every) > 20
+    assert [method.__name__ for method in every if method.__bases__ != (Method,)] == []

@@ -172,6 +172,12 @@ def test_data_without_a_certain_gain_would_be_refused(recording: ModuleType) -> 
     assert not english.gain([record for record in measured if record.task == "snli"], "accuracy").is_certain
 
 
+def test_a_row_that_a_table_has_not_is_named(recording: ModuleType) -> None:
+    (plan,) = recording.plans(["flame/table-2-tiny"])
+    with pytest.raises(SystemExit, match="flame/table-2-tiny has no row unknown, but "):
+        recording.run(plan, 1, ["unknown"])
+
+
 def test_a_table_that_is_not_planned_is_named(recording: ModuleType) -> None:
     with pytest.raises(SystemExit, match="flame/table-2 is not in"):
         recording.planned(["flame/table-2"])
@@ -345,7 +351,7 @@ def test_a_table_that_needs_data_says_how_to_give_it(
     makefile = (ROOT / "Makefile").read_text("utf-8")
     assert "$(if $(DATA),--data $(DATA)) $(if $(JOBS),--jobs $(JOBS))" in makefile
     began: list[tuple[str, Path | None]] = []
-    monkeypatch.setattr(recording, "run", lambda plan, jobs: began.append((plan.name, plan.data)))
+    monkeypatch.setattr(recording, "run", lambda plan, *_, **__: began.append((plan.name, plan.data)))
     monkeypatch.setattr(recording.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
     monkeypatch.setattr(recording, "USUAL_DATA", tmp_path)
     assert recording.main([needs]) == recording.main([needs, "--data", str(tmp_path / "mine")]) == 0
@@ -386,8 +392,9 @@ LONGER = {
 }
 
 
+@pytest.mark.parametrize(("jobs", "discard"), [(100, False), (1, True)])
 def test_a_column_may_be_read_from_the_runs_of_a_longer_one(
-    recording: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recording: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, discard: bool
 ) -> None:
     """One run of 16 rounds is recorded three times, with the scores and costs of its first 4, 8 and all rounds."""
     monkeypatch.setattr(recording, "ROOT", tmp_path)
@@ -402,12 +409,18 @@ def test_a_column_may_be_read_from_the_runs_of_a_longer_one(
 
     def complete(cells: list[Cell], jobs: int, tell: object) -> None:
         for cell in cells:
-            completed.append(cell.folder)
-            write_run(cell.folder, name=cell.config.name, seed=cell.config.seed, rounds=16)
+            if not cell.folder.exists():
+                completed.append(cell.folder)
+                write_run(cell.folder, name=cell.config.name, seed=cell.config.seed, rounds=16)
 
     monkeypatch.setattr(recording, "complete", complete)
     monkeypatch.setattr(Cell, "state", lambda cell: "absent")
-    recording.run(plan, jobs=100)
+    first = next(iter(plan.table.rows))
+    recording.run(plan, jobs, [first], discard=discard)
+    assert {one.row for one in recording.read_records(recording.RECORDS)} == {first}
+    assert len(completed) == 2
+    recording.run(plan, jobs, discard=discard)
+    assert [folder.exists() for folder in completed] == [not discard] * rows * 2
     assert len(completed) == len(set(completed)) == rows * 2
     assert all(folder.parts[-3] == "rounds-16" for folder in completed)
     assert recording.outdated() == []

@@ -27,13 +27,13 @@ from fedguild.recording import believable_tokens, client_records, observation_re
 from fedguild.results import CHECKPOINTS, DIVERGED, STOPPED, RunResult, has_begun, result_of, write_stopping_reason
 from fedguild.scoring import diagnosed, evaluate_state, recorded_scores, require_scorable, untrained_loss
 from fedguild.sealed import remove_leftovers
-from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
 from fedguild.server.byte_budget import ByteBudget
 from fedguild.server.checkpoint import Checkpoint
 from fedguild.server.divergence import require_learning
 from fedguild.server.engine import Engine
 from fedguild.server.merge_history import merges
+from fedguild.server.method import starting_rng
 from fedguild.server.optimizer import without_momentum
 from fedguild.server.round import Again, Outcome, RoundSetup
 from fedguild.server.rounds import run_round
@@ -245,7 +245,7 @@ def _begin(experiment: Experiment) -> Payload:
     """Records the initial state of a run, scores it unless the config says not to, and returns it."""
     config = experiment.config
     state = experiment.method.start(
-        experiment.backbone.info, experiment.budgets, torch_rng(config.seed, "start", experiment.method.starts_as)
+        experiment.backbone.info, experiment.budgets, starting_rng(experiment.method, config.seed)
     )
     state = experiment.method.enroll(state, experiment.backbone.info, experiment.clients)
     _write_facts(experiment)

@@ -63,10 +63,10 @@ from fedguild.progress import Progress, Silent
 from fedguild.secure.fixed_point import MOST_CLIENTS
 from fedguild.secure.form import require_disclosure
 from fedguild.secure.graph import FEWEST_CLIENTS
-from fedguild.seeding import numpy_rng, torch_rng
+from fedguild.seeding import numpy_rng
 from fedguild.server.engine import Engine
 from fedguild.server.guard import LARGEST_VALUE, NORM_FACTOR, Guard
-from fedguild.server.method import Method
+from fedguild.server.method import Method, starting_rng
 from fedguild.server.optimizer import takes_steps
 from fedguild.server.private_mean import PrivateMean
 from fedguild.server.round import Outcome
@@ -361,7 +361,7 @@ def _require_beginning(method: Method, config: Config, model: ModelInfo, budgets
     clients = [
         ClientInfo(index, budgets[tier.name], 1) for index, tier in enumerate(config.federation.budget_per_client())
     ]
-    rng = torch_rng(config.seed, "start", method.starts_as)
+    rng = starting_rng(method, config.seed)
     try:
         with ShapesOnly():
             method.enroll(method.start(model, list(budgets.values()), rng), model, clients)

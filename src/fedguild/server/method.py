@@ -25,6 +25,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, Scalar
 from fedguild.secure.form import Contribution, Form
+from fedguild.seeding import torch_rng
 from fedguild.server.linear import SecureMeans
 from fedguild.server.settings import fitting_defaults
 from fedguild.server.validation import Bound
@@ -150,7 +151,7 @@ class Method(ABC):
         keeps_for_training: Whether a client goes on, in its next round, with what it kept; `as_received` then has it.
         told_alike: Parts of the download that are the same for all clients where all hold all of every tensor; in a
             secure round these find out whether it is so.
-        starts_as: The name of the method whose draws begin a run; by default its own. A variant begins with the same
+        starts_as: The name of the method whose draws begin a run; empty: its own. A variant begins with the same
             adapter as the method that it is compared with.
         server_only: Whole names of the state's tensors that no client sees; `excerpt` leaves them out.
         settings: The options of this instance.
@@ -171,7 +172,7 @@ class Method(ABC):
     keeps_adapter: ClassVar[bool] = False
     keeps_for_training: ClassVar[bool] = False
     told_alike: ClassVar[tuple[str, ...]] = (ADAPTER,)
-    starts_as: ClassVar[str]
+    starts_as: ClassVar[str] = ""
     server_only: ClassVar[tuple[str, ...]] = ()
     settings: Any
 
@@ -180,8 +181,6 @@ class Method(ABC):
         module = sys.modules[cls.__module__]
         if "name" not in vars(cls):
             cls.name = module.__name__.rpartition(".")[2].replace("_", "-")
-        if "starts_as" not in vars(cls):
-            cls.starts_as = cls.name
         if "title" not in vars(cls):
             cls.title = (module.__doc__ or cls.name).strip().partition("\n")[0].removesuffix(".")
 
@@ -419,3 +418,8 @@ class Method(ABC):
 def in_part(part: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Returns `shapes` under `part/…`, as an upload names them."""
     return {f"{part}/{name}": shape for name, shape in shapes.items()}
+
+
+def starting_rng(method: Method, seed: int) -> torch.Generator:
+    """Returns where the draws of a run's first state come from; see `Method.starts_as`."""
+    return torch_rng(seed, "start", method.starts_as or method.name)

@@ -30,6 +30,18 @@ Scale = Annotated[
     ),
 ]
 Dropout = Annotated[float, Field(ge=0, lt=1, description="dropout on the input of LoRA on linear layers")]
+BasisOfRanks = Annotated[
+    Literal["singular", "received"],
+    Field(
+        description="basis of the ranks in which a client trains: singular, where the rows of A are orthogonal and of "
+        "one norm, and the columns of B orthogonal; or as received"
+    ),
+]
+BasisNorm = Annotated[float, Field(gt=0, description="c: the norm of A's rows in the basis singular")]
+Mix = Annotated[
+    float,
+    Field(ge=0, le=1, description="lambda of a client's own model: 0 for the received model and 1 for the trained one"),
+]
 Weights = Annotated[
     Literal["size", "uniform"],
     Field(description="a client's weight in the average: its number of examples, or the same for all that have any"),
@@ -69,6 +81,20 @@ class DropoutLoraSettings(LoraSettings):
     def lora(self) -> Lora:
         """The LoRA that these options describe."""
         return Lora(self.rank, self.scale, self.targets, self.dropout)
+
+
+class InBasisSettings(LoraSettings):
+    """The options of a method whose clients train LoRA in a singular basis and mix it with what they receive."""
+
+    targets: Targets = ("attention", "router", "experts")
+    basis: BasisOfRanks = "singular"
+    basis_norm: BasisNorm = 5
+    mix: Mix = 0.5
+
+    @property
+    def norm(self) -> float | None:
+        """c, the norm of A's rows in which a client trains; None where it trains in the basis as received."""
+        return self.basis_norm if self.basis == "singular" else None
 
 
 class UnequalRanksSettings(MethodSettings):

@@ -21,7 +21,8 @@ received, so that one clipping and one noise cover it. Readings (docs/methods/gu
     - A client begins with s_i = 1 and goes on with its own, as in FLAME. It receives u and s_k so that what it sends in
       their place is a change; its training does not depend on them.
     - A step at a smaller k uses the client's s_i; the static ratio is that of the smaller k.
-    - With the basis as received and lambda = 0 it is FLAME at t = 0 with the same rescaler, bit for bit.
+    - With the basis as received and lambda = 0 it is FLAME at t = 0 with the same rescaler, bit for bit from one
+      start.
 """
 
 from __future__ import annotations
@@ -37,8 +38,6 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
-from fedguild.methods.guild import Guild, GuildSettings
-from fedguild.methods.guild.basis import out_of_basis
 from fedguild.methods.guild_parts.balancing import balanced, usage_of, within_reach
 from fedguild.methods.guild_parts.mixture import USAGE, chosen_mixes, mixture
 from fedguild.methods.guild_parts.observations import observations
@@ -51,8 +50,10 @@ from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import require_within_top_k
 from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one, values_of
-from fedguild.server.method import RUNNING_MEAN, Deployment, NotPrivate, Observation, Upload, in_part
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method, NotPrivate, Observation, Upload, in_part
 from fedguild.server.rescaler import RESCALER, Rescaler, scale_parts, split_scales
+from fedguild.server.settings import InBasisSettings
+from fedguild.server.singular_basis import change_basis, out_of_basis, started
 from fedguild.server.uploads import weight_of
 
 ACTIVE = "active_experts"
@@ -61,7 +62,7 @@ MIX = "mix"
 """lambda_i in a client's memory."""
 
 
-class GuildPartsSettings(GuildSettings):
+class GuildPartsSettings(InBasisSettings):
     """The options of Guild, and those of the parts."""
 
     rescaler: Rescaler = "none"
@@ -91,7 +92,7 @@ class GuildPartsSettings(GuildSettings):
     held_out_examples: int = Field(32, ge=1, description="largest number of examples that a client holds out")
 
 
-class GuildParts(Guild):
+class GuildParts(Method):
     """Guild with further parts; see the module's docstring.
 
     The state's adapter is theta, a client's memory its theta_i, s_i and lambda_i.
@@ -99,27 +100,28 @@ class GuildParts(Guild):
 
     Settings = GuildPartsSettings
     settings: GuildPartsSettings
+    needs_experts = True
     costs = replace(
         RUNNING_MEAN,
         note="Steps at a smaller k are counted as those at a client's own; with `choose_mix` the choice of lambda runs "
         "forward passes that are not counted.",
     )
-    is_mean = False  # s, u and phi beside theta
-    is_stepped = True
+    is_stepped = True  # theta's weights are plain; s, u and phi come beside it
     not_private = NotPrivate(example="may count activations and choose a mix on examples that it holds out")
     keeps_for_training = True  # its s_i
-    starts_as = Guild.name
+    starts_as = "guild"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
-        """Returns Guild's plan with the rescaler s_i, and phi."""
-        plan, settings = super().plan(model, budget), self.settings
-        scales = scale_parts(settings.rescaler, model.top_k / require_within_top_k(model, budget))
+        """Returns LoRA at full rank with the budget's k_i active experts, the rescaler s_i, and phi."""
+        model.require_experts("Guild-parts")
+        settings, active = self.settings, require_within_top_k(model, budget)
+        scales = scale_parts(settings.rescaler, model.top_k / active)
         phi = (SelectionBias(),) if settings.balance_step else ()
-        return replace(plan, parts=(*plan.parts, *scales, *phi))
+        return AdapterPlan((settings.lora, *scales, *phi), active)
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1; every budget's mean s starts at 1, phi at 0, u evenly."""
-        theta = super().start(model, budgets, rng).part(ADAPTER)
+        theta = started(model, self.settings.lora, self.settings.norm, rng)
         scales = initial_adapter(model, AdapterPlan(scale_parts(self.settings.rescaler, 1.0)), rng)
         counts = sorted({float(budget.active_experts) for budget in budgets})
         return Payload.of(
@@ -154,7 +156,7 @@ class GuildParts(Guild):
             mixes = chosen_mixes(cohort, held_out, settings.mix)
             for slot in slots:
                 self._load(cohort, slot)
-        bases = self.change_basis(cohort)
+        bases = change_basis(cohort, settings.norm)
         self._train(cohort)
         uploads = []
         for slot in slots:  # line 5

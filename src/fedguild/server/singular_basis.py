@@ -1,4 +1,4 @@
-"""The basis that a client trains in: other factors of the product that it received, with orthogonal rows of A.
+"""Training in a singular basis: other factors of the product that a client received, with orthogonal rows of A.
 
 B A = (B R^-1) (R A) for every invertible R, but an optimizer that moves each number by itself takes another step for
 each. Here the rows of R A are orthogonal and of one norm, and the columns of B R^-1 are orthogonal, too: apart from the
@@ -15,6 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedguild.client.cohort import Cohort
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.payload import ADAPTER
 from fedguild.server.low_rank import Factors, by_module, named
 
 DEPENDENT = 1e-5
@@ -43,7 +48,7 @@ class Basis:
 
 
 def basis_of(factors: Factors, norm: float) -> Basis:
-    """Returns R with R A (R A)^T = norm^2 I, and with (B R^-1)^T B R^-1 diagonal and descending (line 3).
+    """Returns R with R A (R A)^T = norm^2 I, and with (B R^-1)^T B R^-1 diagonal and descending.
 
     With A A^T = L L^T (Cholesky) the rows of L^-1 A are orthonormal. V has the eigenvectors of (B L)^T B L in its
     columns, so that the rows of V^T L^-1 A are the right singular vectors of B A: R = norm V^T L^-1, in fp64 and on the
@@ -86,3 +91,35 @@ def in_basis(tensors: Mapping[str, Tensor], bases: Mapping[str, Basis]) -> dict[
 def out_of_basis(tensors: Mapping[str, Tensor], bases: Mapping[str, Basis]) -> dict[str, Tensor]:
     """Returns the tensors with R^-1 A and B R in place of A and B, the inverse of `in_basis`."""
     return in_basis(tensors, {module: basis.inverse for module, basis in bases.items()})
+
+
+def started(model: ModelInfo, lora: Lora, norm: float | None, rng: torch.Generator) -> dict[str, Tensor]:
+    """Returns LoRA as training begins: B = 0, and rows of A that are orthogonal and of one norm.
+
+    Args:
+        model: The model.
+        lora: The LoRA.
+        norm: The norm of the rows of A; None to leave A as LoRA draws it.
+        rng: Where A comes from.
+    """
+    theta = initial_adapter(model, AdapterPlan((lora,)), rng)
+    return theta if norm is None else in_basis(theta, bases_of(theta, norm))
+
+
+def change_basis(cohort: Cohort, norm: float | None) -> list[dict[str, Basis]]:
+    """Sets every slot to other factors of the LoRA that its client received; returns the ways there.
+
+    Args:
+        cohort: The clients.
+        norm: The norm of the rows of R A; None to change nothing.
+    """
+    if norm is None:
+        return [{} for _ in cohort.work]
+    bases: list[dict[str, Basis]] = []
+    first = cohort.work[0].download.part(ADAPTER)
+    for slot, work in enumerate(cohort.work):
+        received = work.download.part(ADAPTER)
+        alike = slot and all(torch.equal(received[name], value) for name, value in first.items())
+        bases.append(bases[0] if alike else bases_of(received, norm))
+        cohort.load(slot, in_basis(received, bases[slot]))
+    return bases

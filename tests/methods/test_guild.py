@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedguild.methods import build_method
-from fedguild.methods.guild import Guild, GuildSettings
+from fedguild.methods.guild import Guild
 from fedguild.model.backbone import Backbone
 from fedguild.payload import ADAPTER, Payload
 from fedguild.server.method import Method
@@ -22,7 +22,7 @@ CLIENTS = (client(0, LARGE, 4), client(1, SMALL, 5), client(2, MIDDLE, 3), clien
 
 
 def guild(**options: Any) -> Guild:
-    return Guild(GuildSettings(**{"rank": 2, **options}))
+    return Guild(Guild.Settings(**{"rank": 2, **options}))
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

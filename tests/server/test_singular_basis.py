@@ -12,13 +12,13 @@ from torch import Tensor
 from fedguild.config.training import TrainingSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.methods import build_method
-from fedguild.methods.guild import Guild, GuildSettings
-from fedguild.methods.guild.basis import Basis, bases_of, basis_of, in_basis, out_of_basis
+from fedguild.methods.guild import Guild
 from fedguild.model.backbone import Backbone
 from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.engine import Task
 from fedguild.server.low_rank import Factors, by_module
 from fedguild.server.method import Upload
+from fedguild.server.singular_basis import Basis, bases_of, basis_of, in_basis, out_of_basis
 from tests.methods.federation import LARGE, SMALL, Federation, client
 from tests.oracles import guild as oracle
 
@@ -83,7 +83,7 @@ def test_where_there_is_no_basis_the_factors_stay(case: str) -> None:
 
 def test_there_and_back(olmoe_backbone: Backbone) -> None:
     """Of every module of a model, routed experts included; what is not LoRA is not touched."""
-    state = Guild(GuildSettings(rank=2)).start(olmoe_backbone.info, [LARGE], torch.Generator().manual_seed(0))
+    state = Guild(Guild.Settings(rank=2)).start(olmoe_backbone.info, [LARGE], torch.Generator().manual_seed(0))
     drawn = torch.Generator().manual_seed(1)
     theta = {
         name: value + torch.randn(value.shape, generator=drawn) / 10 for name, value in state.part(ADAPTER).items()
@@ -103,7 +103,7 @@ def test_a_client_trains_as_in_flame_from_other_factors_of_the_same_model(
 ) -> None:
     """In the second round, where B is not 0: FLAME's training of theta in its basis, and what it trained taken back."""
     clients = (client(0, LARGE, 4), client(1, SMALL, 5))
-    ours = Federation(olmoe_backbone, Guild(GuildSettings(**ALONE)), clients, tmp_path / "a")
+    ours = Federation(olmoe_backbone, Guild(Guild.Settings(**ALONE)), clients, tmp_path / "a")
     flame = build_method("flame", {"rank": 2, "temperature": 0, "rescaler": "none"})
     theirs = Federation(olmoe_backbone, flame, clients, tmp_path / "b")
 
@@ -133,7 +133,7 @@ def test_the_server_gets_what_it_would_get_by_refactoring_its_state_itself(
 ) -> None:
     """Two rounds: FLAME whose server sets theta to its basis before each round has Guild's global product."""
     clients = (client(0, LARGE, 4), client(1, SMALL, 5))
-    ours = Federation(olmoe_backbone, Guild(GuildSettings(**ALONE)), clients, tmp_path / "a")
+    ours = Federation(olmoe_backbone, Guild(Guild.Settings(**ALONE)), clients, tmp_path / "a")
     flame = build_method("flame", {"rank": 2, "temperature": 0, "rescaler": "none"})
     theirs = Federation(olmoe_backbone, flame, clients, tmp_path / "b")
     states = [ours.start(), theirs.start()]
@@ -172,7 +172,7 @@ def test_a_cohort_trains_as_its_clients_alone_where_a_router_has_fewer_outputs_t
     """Rank 12 on 8 experts over three rounds: the products differ by what rounding makes of them."""
     clients = (client(0, LARGE, 4), client(1, SMALL, 5))
     options = {**ALONE, "rank": 12, "targets": ["attention", "router"]}
-    method = Guild(GuildSettings(**options))
+    method = Guild(Guild.Settings(**options))
     products = []
     for size in (1, 2):
         federation = Federation(olmoe_backbone, method, clients, tmp_path / str(size))
@@ -196,7 +196,7 @@ def test_clients_of_one_cohort_that_received_different_models_have_bases_of_thei
 ) -> None:
     """Late clients train what they received: each upload is what the client sends when it trains alone."""
     clients = (client(0, LARGE, 4), client(1, SMALL, 5))
-    federation = Federation(olmoe_backbone, Guild(GuildSettings(**ALONE)), clients, tmp_path)
+    federation = Federation(olmoe_backbone, Guild(Guild.Settings(**ALONE)), clients, tmp_path)
     states = []
     for seed in (1, 2):
         start, drawn = federation.start(), torch.Generator().manual_seed(seed)

@@ -7,7 +7,7 @@ between the shared one and its own.
 The algorithm:
     1  server: start LoRA theta = (A, B): random orthogonal rows of A of norm c, B = 0
     2  each round, the sampled clients i receive theta
-    3      client: (A_i, B_i) = (R A, B R^-1): orthogonal rows of norm c, orthogonal columns  -> basis.py
+    3      client: (A_i, B_i) = (R A, B R^-1): orthogonal rows of norm c, orthogonal columns  (server/singular_basis.py)
     4      client: minimise the mean loss over A_i and B_i with k_i active experts
     5      client: theta_i = (R^-1 A_i, B_i R); keep theta_i, send theta_i
     6  server: theta = sum_i n_i theta_i / sum_i n_i
@@ -19,7 +19,7 @@ All that the server takes is a mean, so it may be a secure sum; what leaves a cl
 that one clipping and one noise cover it. Readings (docs/methods/guild.md):
     - R is of the theta that the client received, and found on its own machine; all find the same unless they are late.
     - In line 7 theta is the new one, and theta_i what the client kept when it last took part.
-    - With the basis as received and lambda = 0 it is FLAME at t = 0 without a rescaler, bit for bit.
+    - With the basis as received and lambda = 0 it is FLAME at t = 0 without a rescaler, bit for bit from one start.
 
 Parts that its ablation took out are in the method `guild-parts`.
 """
@@ -27,42 +27,22 @@ Parts that its ablation took out are in the method `guild-parts`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.methods.guild.basis import Basis, bases_of, in_basis, out_of_basis
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import ADAPTER, Payload
 from fedguild.secure.form import Contribution, Form
 from fedguild.server.limits import require_within_top_k
 from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, NotPrivate, Upload
-from fedguild.server.settings import LoraSettings, Targets
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
+from fedguild.server.settings import InBasisSettings
+from fedguild.server.singular_basis import change_basis, out_of_basis, started
 from fedguild.server.uploads import mean_adapter
-
-
-class GuildSettings(LoraSettings):
-    """The options of Guild; the LoRA rank is the same for every budget."""
-
-    targets: Targets = ("attention", "router", "experts")
-    basis: Literal["singular", "received"] = Field(
-        "singular",
-        description="basis of the ranks in which a client trains: singular, where the rows of A are orthogonal and of "
-        "one norm, and the columns of B orthogonal; or as received",
-    )
-    basis_norm: float = Field(5, gt=0, description="c: the norm of A's rows in the basis singular")
-    mix: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="lambda of a client's own model: 0 for the received model and 1 for the trained one",
-    )
 
 
 class Guild(Method):
@@ -71,12 +51,12 @@ class Guild(Method):
     The state's adapter is theta, a client's memory its theta_i.
     """
 
-    Settings: ClassVar[type[GuildSettings]] = GuildSettings
-    settings: GuildSettings
+    Settings = InBasisSettings
+    settings: InBasisSettings
     needs_experts = True
     costs = RUNNING_MEAN
     is_mean = True
-    not_private: ClassVar[str | NotPrivate] = ""  # its uploads are the received adapters, after plain training
+    not_private = ""  # its uploads are the received adapters, after plain training
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's k_i active experts."""
@@ -85,35 +65,18 @@ class Guild(Method):
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
-        plans = [self.plan(model, budget) for budget in budgets]
-        theta = initial_adapter(model, AdapterPlan((plans[0].lora,)), rng)
-        if self.settings.basis == "singular":
-            theta = in_basis(theta, bases_of(theta, self.settings.basis_norm))
-        return Payload.of({ADAPTER: theta})
+        return Payload.of({ADAPTER: started(model, self.settings.lora, self.settings.norm, rng)})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 2 to 5."""
         load_received(cohort)
-        bases = self.change_basis(cohort)
+        bases = change_basis(cohort, self.settings.norm)
         uploads = []
         for slot, (trained, basis) in enumerate(zip(train(cohort), bases, strict=True)):
             uploads.append(Payload.of({ADAPTER: out_of_basis(trained.part(ADAPTER), basis)}))
             if self.settings.mix:
                 cohort.keep(slot, uploads[slot].tensors)
         return uploads
-
-    def change_basis(self, cohort: Cohort) -> list[dict[str, Basis]]:
-        """Line 3: sets every slot to other factors of the LoRA that its client received; returns the ways there."""
-        if self.settings.basis == "received":
-            return [{} for _ in cohort.work]
-        bases: list[dict[str, Basis]] = []
-        first = cohort.work[0].download.part(ADAPTER)
-        for slot, work in enumerate(cohort.work):
-            received = work.download.part(ADAPTER)
-            alike = slot and all(torch.equal(received[name], value) for name, value in first.items())
-            bases.append(bases[0] if alike else bases_of(received, self.settings.basis_norm))
-            cohort.load(slot, in_basis(received, bases[slot]))
-        return bases
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 6."""
