@@ -38,6 +38,8 @@ FIGURES = METHOD_PAGES / "figures"
 REMARK = "remark.txt"
 """In a table's folder of records: what its results mean, a paragraph of Markdown written by hand."""
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+LEGEND = "[What the columns say](results.md#recorded-tables).\n"
+"""Above the recorded tables on a method's page."""
 FACTS = ("Trains", "Sent up", "The client keeps", "The server combines", "Use it when")
 """The list of the section "In short", in this order; the columns of the index."""
 STOPPED = "ended the run"
@@ -149,7 +151,8 @@ def _recorded(page: Path) -> str:
         of_table = [record for record in records if record.table == shipped.name]
         if not of_table:
             continue
-        content, drawn = shipped.load(), recorded_figures.drawings(shipped.load(), of_table)
+        content = shipped.load()
+        drawn = recorded_figures.drawings(content, of_table)
         figures = {f"{FIGURES.name}/{_figure_path(shipped, end).name}": one for end, one in drawn.items()}
         written = RECORDS / shipped.name / REMARK
         remark = written.read_text("utf-8") if written.is_file() else ""
@@ -167,8 +170,10 @@ def _recorded(page: Path) -> str:
                 parts.append(claims_markdown(content.model_copy(update={"claims": claims}), of_table))
             else:
                 parts.append("The table makes no claim about it.\n")
-    none = "No table has" if page.stem == "results" else "No table with this method has"
-    return "\n".join(parts) or f"{none} been recorded yet: `make tables`.\n"
+    if not parts:
+        none = "No table has" if page.stem == "results" else "No table with this method has"
+        return f"{none} been recorded yet: `make tables`.\n"
+    return "\n".join([*([] if page.stem == "results" else [LEGEND]), *parts])
 
 
 @cache

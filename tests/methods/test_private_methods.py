@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ from fedguild.config.training import TrainingSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.engines.private import PrivateEngine
 from fedguild.model.plan import adapter_shapes
-from fedguild.payload import ADAPTER
+from fedguild.payload import ADAPTER, Payload
 from fedguild.privacy.noise import Noise
 from fedguild.server.engine import Task
-from fedguild.server.guard import not_finite
+from fedguild.server.guard import Guard, not_finite
 from fedguild.server.method import Method, Upload
 from fedguild.server.private_mean import PrivateMean
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL
 from tests.methods.test_matrix import CASES, cases, fresh, method_of
+from tests.oracles import robust as oracle
 
 TRAINING = TrainingSettings(optimizer="sgd", learning_rate=0.5, batch_size=2, accumulation=2, steps=1, clip_norm=None)
 UNITS: tuple[Unit, ...] = ("client", "example")
@@ -101,9 +103,7 @@ def with_equal_shapes(name: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(
-    "name", sorted({label.partition(" ")[0] for label in able("client") if method_of(label).is_mean})
-)
+@pytest.mark.parametrize("name", MEANS)
 def test_a_mean_can_be_noised_by_the_server(name: str, tmp_path: Path) -> None:
     label = with_equal_shapes(name)
     if label is None:
@@ -121,6 +121,32 @@ def test_a_mean_can_be_noised_by_the_server(name: str, tmp_path: Path) -> None:
     assert not rejected
     for key in {key for upload, _ in pairs for key in upload.payload.part(ADAPTER)}:
         assert bool(after.part(ADAPTER)[key].ne(state.part(ADAPTER)[key]).all()), key
+
+
+@pytest.mark.parametrize("name", sorted({label.partition(" ")[0] for label in cases() if method_of(label).is_mean}))
+def test_a_robust_estimate_can_take_a_means_place(name: str, tmp_path: Path) -> None:
+    """With one upload far away, too: the next state has every value's median over the clients that hold it."""
+    label = with_equal_shapes(name)
+    if label is None:
+        assert "rank" not in method_of(name).Settings.model_fields, f"give {name} a case with one rank for all budgets"
+        return
+    federation = fresh(label, tmp_path)
+    method, model = federation.method, federation.model
+    state = federation.start()
+    uploads = federation.train(state)
+    last = uploads[-1]
+    far = {key: value + 1e3 if key.startswith(f"{ADAPTER}/") else value for key, value in last.payload.tensors.items()}
+    uploads = [*uploads[:-1], replace(last, payload=Payload(far, last.payload.scalars))]
+    pairs = [(upload, method.download(state, model, upload.client)) for upload in uploads]
+    rejected: list[str] = []
+    guard = Guard(tmp_path / "spool", norm_factor=None, robust="median")
+    after = guard.aggregate(method, state, pairs, lambda upload, reason: rejected.append(reason))
+    assert not rejected
+    assert last.payload.part(ADAPTER)
+    for key, value in after.part(ADAPTER).items():
+        held = [sent[key] for upload in uploads if key in (sent := upload.payload.part(ADAPTER))]
+        expected = oracle.median(held) if held else state.part(ADAPTER)[key].double()
+        torch.testing.assert_close(value.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_refusal_is_declared_once() -> None:

@@ -90,6 +90,10 @@ def test_an_unknown_option_gets_the_nearest() -> None:
 
 
 def test_options_are_those_of_the_method() -> None:
+    with pytest.raises(
+        ConfigError, match=r"method\.rescaler: guild has no such option\.\nThe method guild-parts has it\. "
+    ):
+        build_method("guild", {"rescaler": "per_layer"})
     with pytest.raises(ConfigError, match=r"method\.temperature: fedit has no such option"):
         build_method("fedit", {"temperature": 2})
 

@@ -26,8 +26,9 @@ from fedguild.report.recorded import (
     read_records,
     record_of,
 )
-from fedguild.report.recorded_claims import by_perplexity, by_row, claims_markdown, smallest_shown, verdict
+from fedguild.report.recorded_claims import by_perplexity, claims_markdown, smallest_shown, verdict
 from fedguild.report.recorded_pages import table_page
+from fedguild.report.recorded_summary import by_row
 from fedguild.report.run_folder import load_run
 from fedguild.server.run_log import ObservationRecord
 from tests.report.runs import write_run
@@ -230,7 +231,9 @@ def test_what_perplexity_says_of_a_claim(claim: dict[str, Any], says: str) -> No
 def test_perplexity_says_nothing_with_too_few_seeds_or_none() -> None:
     cells = by_row(TABLE, perplexed())
     assert by_perplexity(cells, TABLE.claims[0], "mean") == "agrees"
-    assert by_perplexity({**cells, "theirs": cells["theirs"][:2]}, TABLE.claims[0], "mean") == "undecided"
+    fewer = {**cells, "theirs": cells["theirs"][:2]}
+    assert by_perplexity(fewer, TABLE.claims[0], "mean") == "undecided"
+    assert by_perplexity(fewer, TABLE.claims[0], "mean", seeds="3") == "undecided (2 seeds)"
     assert by_perplexity({"ours": cells["ours"]}, TABLE.claims[0], "mean") == "–"
 
 
@@ -375,6 +378,22 @@ def test_the_rounds_that_are_kept_are_evenly_spread_and_have_both_ends(count: in
     assert (kept[0], kept[-1], len(kept)) == (0, count - 1, min(count, 6))
     gaps = [later - earlier for earlier, later in pairwise(kept)]
     assert max(gaps, default=0) - min(gaps, default=0) <= 1
+
+
+@pytest.mark.parametrize("perplexity", [math.inf, math.nan])
+def test_a_perplexity_that_is_not_finite_is_left_out(perplexity: float, tmp_path: Path) -> None:
+    """What is written can be read again."""
+    run = load_run(write_run(tmp_path / "flame"))
+    known = record_of(run, "t", "all", "r", "f").perplexity
+    budget = next(record for record in run.evaluations if record.scope == "budget" and record.round == run.last_round)
+    broken = [
+        replace(one, metrics={**one.metrics, "perplexity": perplexity}) if one == budget else one
+        for one in run.evaluations
+    ]
+    found = record_of(replace(run, evaluations=broken), "t", "all", "r", "f")
+    assert found.perplexity == {name: value for name, value in known.items() if name != budget.name} != known
+    found.write(tmp_path / "records")
+    assert read_records(tmp_path / "records") == [found]
 
 
 def test_a_record_has_the_version_that_ran_it(tmp_path: Path) -> None:

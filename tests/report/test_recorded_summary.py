@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from fedguild.config.table import Table
+from fedguild.config.table import Table, table_cells, tables
 from fedguild.report.recorded import CellRecord
 from fedguild.report.recorded_claims import claims_markdown
-from fedguild.report.recorded_summary import cost_ratios, summary_grid
+from fedguild.report.recorded_pages import summary_page
+from fedguild.report.recorded_summary import by_row, cost_ratios, summary_grid
 
 
 def table(**changes: Any) -> Table:
@@ -50,6 +51,7 @@ def test_a_row_has_its_score_in_every_column_and_the_costs_of_the_last() -> None
         record("fedit", 0, "long", 0.3, training_flops={}),
     ]
     grid = summary_grid(table(), records)
+    assert grid is not None
     assert [cell.text for cell in grid.header] == ["row", "short", "long", "training FLOPs", "up", "down", "seeds"]
     assert [[cell.text for cell in row] for row in grid.rows] == [
         ["flame", "0.500 ± 0.141", "0.700", "5.00 G", "2.00 MB", "4.00 MB", "1 to 2"],
@@ -60,21 +62,94 @@ def test_a_row_has_its_score_in_every_column_and_the_costs_of_the_last() -> None
 
 def test_one_column_has_the_scores_name_and_no_column_is_named() -> None:
     grid = summary_grid(table(columns={"all": {}}), [record("flame", column="all")])
+    assert grid is not None
     assert grid.header[1].text == "mean"
     assert " in " not in grid.title
+    assert grid.title.startswith("Mean score, ")
 
 
-def test_a_claims_costs_are_the_largest_multiples() -> None:
-    """2 MB beside 1 and 4 MB up: at most twice; 8 G beside 2 and 4 G: at most four times."""
+def test_a_title_leaves_the_capitals_of_a_score_alone_and_a_row_names_a_score_of_its_own() -> None:
+    rows = {"flame": {}, "fedit": {"score": "trained"}}
+    records = [
+        record("flame", scores={"mtal": 0.4, "trained": 0.1}),
+        record("fedit", scores={"mtal": 0.3, "trained": 0.2}),
+    ]
+    grid = summary_grid(table(rows=rows, score="mtal"), records)
+    assert grid is not None
+    assert grid.title.startswith("MTAL score, ")
+    assert [row[0].text for row in grid.rows] == ["flame", "fedit (as trained)"]
+    assert [row[1].text for row in grid.rows] == ["0.400", "0.200"]
+
+
+def test_there_is_nothing_to_show_of_columns_that_the_table_no_longer_has() -> None:
+    assert summary_grid(table(), [record("flame", column="gone")]) is None
+    assert summary_page(table(), [record("flame", column="gone")]) == ""
+
+
+def test_a_page_in_short_has_the_scores_the_claims_and_the_remark() -> None:
+    claim = {"says": "it leads", "higher": "flame", "lower": ["fedit"]}
+    text = summary_page(table(claims=[claim]), [record("flame"), record("fedit")], remark="It leads nowhere.\n")
+    assert text.index("| flame | 0.500 |") < text.index("| it leads | short |") < text.index("It leads nowhere.")
+
+
+def test_flops_that_are_not_all_counted_are_not_shown() -> None:
+    counted = table(rows={"flame": {"uncounted": True}, "fedit": {}})
+    cells = by_row(counted, [record("flame"), record("fedit")])
+    assert cost_ratios(cells, "flame", ["fedit"]) == cost_ratios(cells, "fedit", ["flame"]) == "up × 1.00, down × 1.00"
+    grid = summary_grid(counted, [record("flame"), record("fedit")])
+    assert grid is not None
+    assert [row[-4].text for row in grid.rows] == ["–", "2.00 G"]
+
+
+def test_the_rows_of_shipped_tables_that_do_more_than_they_count_say_so() -> None:
+    """Those whose method says so of its options: steps at a smaller k, and forward passes to choose a mixture."""
+    for shipped in tables():
+        content = shipped.load()
+        column = next(iter(content.columns))
+        for cell in table_cells(shipped.name, content, columns=[column]):
+            options = cell.config().method.model_dump()
+            uncounted = bool(options.get("choose_mix") or options.get("smaller_probability"))
+            assert content.rows[cell.row].uncounted == uncounted, f"{shipped.name}, {cell.row}"
+
+
+def test_a_claims_costs_run_from_the_smallest_to_the_largest_multiple() -> None:
+    """2 MB beside 1 and 4 MB up: half as much and twice; 8 G beside 2 and 4 G: two and four times."""
     rows = {
         "flame": [record("flame", upload_bytes=2e6, training_flops={"b1": 8e9})],
         "fedit": [record("fedit")],
         "trivial": [record("trivial", upload_bytes=4e6, training_flops={"b1": 4e9})],
     }
-    assert cost_ratios(rows, "flame", ["fedit", "trivial"]) == "up × 2.00, down × 1.00, FLOPs × 4.00"
+    assert cost_ratios(rows, "flame", ["fedit", "trivial"]) == "up × 0.50 to 2.00, down × 1.00, FLOPs × 2.00 to 4.00"
     assert cost_ratios(rows, "flame", ["trivial"]) == "up × 0.50, down × 1.00, FLOPs × 2.00"
     assert cost_ratios(rows, "flame", ["flame"]) == "equal"
     assert cost_ratios(rows, "flame", ["not recorded"]) == "–"
+
+
+def test_costs_are_equal_only_where_all_are_known_and_none_is_below() -> None:
+    rows = {"flame": [record("flame")], "fedit": [record("fedit", training_flops={})], "trivial": [record("trivial")]}
+    assert cost_ratios(rows, "flame", ["fedit"]) == "up × 1.00, down × 1.00"
+    assert cost_ratios(rows, "flame", ["trivial"]) == "equal"
+    dearer = {**rows, "fedit": [record("fedit", upload_bytes=2e6)]}
+    assert cost_ratios(dearer, "flame", ["trivial", "fedit"]) == "up × 0.50 to 1.00, down × 1.00, FLOPs × 1.00"
+
+
+def test_costs_of_nothing_and_of_next_to_nothing() -> None:
+    rows = {
+        "flame": [record("flame", upload_bytes=0.0, download_bytes=1e4)],
+        "fedit": [record("fedit", upload_bytes=0.0)],
+        "trivial": [record("trivial")],
+    }
+    assert cost_ratios(rows, "flame", ["fedit"]) == "up × 1.00, down × 0.003, FLOPs × 1.00"
+    assert cost_ratios(rows, "trivial", ["flame"]) == "up × ∞, down × 400, FLOPs × 1.00"
+    assert cost_ratios(rows, "flame", ["trivial"]).startswith("up × 0.00, ")
+
+
+def test_costs_are_of_the_seeds_that_all_rows_have() -> None:
+    rows = {
+        "flame": [record("flame", 0, upload_bytes=3e6), record("flame", 1, upload_bytes=9e6)],
+        "fedit": [record("fedit", 0), record("fedit", 2, upload_bytes=9e6)],
+    }
+    assert cost_ratios(rows, "flame", ["fedit"]) == "up × 3.00, down × 1.00, FLOPs × 1.00"
 
 
 def test_what_one_row_does_not_know_is_left_out() -> None:
@@ -86,9 +161,9 @@ def test_what_one_row_does_not_know_is_left_out() -> None:
     assert cost_ratios(rows, "flame", ["fedit", "trivial"]) == "up × 25"
 
 
-@pytest.mark.parametrize(("over", "expected"), [(None, "up × 3.00, down × 1.00, FLOPs × 1.00"), ("b1", "–")])
-def test_claims_show_them_unless_they_are_about_one_row(over: str | None, expected: str) -> None:
-    claim = {"says": "it leads", "higher": "flame", "lower": ["fedit"], "over": over}
+@pytest.mark.parametrize(("lower", "expected"), [("fedit", "up × 3.00, down × 1.00, FLOPs × 1.00"), ("flame", "–")])
+def test_claims_show_them_unless_they_are_about_one_row(lower: str, expected: str) -> None:
+    claim = {"says": "it leads", "higher": "flame", "lower": [lower], "over": "b1"}
     records = [record("flame", upload_bytes=3e6), record("fedit")]
     lines = claims_markdown(table(claims=[claim]), records).splitlines()
     assert f" {lines[0].split('|')[5].strip()} " == " costs "

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fedguild.callbacks import Callback
     from fedguild.config.loading import Given
     from fedguild.evaluation.metrics import Metric
+    from fedguild.report.run_folder import Run
 
 SEEDS = (0, 1, 2)
 
@@ -144,33 +145,35 @@ def _compared(groups: Sequence[Column], reference: str, name: str, table: Table 
     from fedguild.report.run_folder import load_run
 
     by_column, pages = {}, {}
-    drawn = _table_figures(groups, name, table) if table else {}
+    runs = {cell.folder: load_run(cell.folder) for group in groups for cell in group.cells}
+    drawn = _table_figures(groups, runs, name, table) if table else {}
     for group in groups:
         folders = group.folders()
-        loaded = {row: [load_run(one) for one in members] for row, members in folders.items()}
+        loaded = {row: [runs[one] for one in members] for row, members in folders.items()}
         by_column[group.title] = compared(loaded, reference)
         pages[group.title] = write_comparison(
             folders, group.folder, reference=reference, title=group.title or None, drawn=drawn
         )
     scores: Mapping[str, str] = table.scores if table else {}
     overview = write_overview(by_column, scores, name, folder) if table else None
-    runs = {group.title: group.folders() for group in groups}
-    return Comparison(folder, by_column, runs, pages, name, scores, overview)
+    by_title = {group.title: group.folders() for group in groups}
+    return Comparison(folder, by_column, by_title, pages, name, scores, overview)
 
 
-def _table_figures(groups: Sequence[Column], name: str, table: Table) -> dict[str, Callable[[float], str]]:
+def _table_figures(
+    groups: Sequence[Column], runs: Mapping[Path, Run], name: str, table: Table
+) -> dict[str, Callable[[float], str]]:
     """Returns a table's figures of the comparison's own runs: caption -> what draws the figure at a width in inches.
 
     One for which a cell was not run is left out.
     """
     from fedguild.report.recorded import record_of
     from fedguild.report.recorded_figures import for_page
-    from fedguild.report.run_folder import load_run
 
     if table.figure is None and table.rounds is None:
         return {}
     records = [
-        record_of(load_run(cell.folder), name, group.title or ONLY_COLUMN, cell.config.name, cell.config.fingerprint())
+        record_of(runs[cell.folder], name, group.title or ONLY_COLUMN, cell.config.name, cell.config.fingerprint())
         for group in groups
         for cell in group.cells
     ]

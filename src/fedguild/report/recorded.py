@@ -48,8 +48,8 @@ class CellRecord(BaseModel):
         round: The last evaluated round.
         split: What was scored.
         scores: Budget, `mean`, `trained`, `received`, `pooled` or `mtal` -> score after the round, from 0 to 1.
-        perplexity: Budget -> perplexity, where it was recorded; `trained`, `received`, `pooled` or `mtal` -> its mean
-            over the clients with examples.
+        perplexity: Budget -> perplexity, where it was recorded and is finite; `trained`, `received`, `pooled` or
+            `mtal` -> its mean over the clients with examples, where that is.
         observations: Figure that the method or the diagnosis reported, `figure / column` where it has columns ->
             round -> mean over its rows, in up to `MOST_ROUNDS` of the rounds that have it; of a figure with rows
             alone, their mean and `figure / row`.
@@ -204,6 +204,7 @@ def record_of(
         scored = [record for record in run.scored(scope, run.last_round).values() if record.examples]
         of_clients = [record.metrics["perplexity"] for record in scored if "perplexity" in record.metrics]
         perplexity |= {mean: fmean(of_clients)} if of_clients else {}
+    perplexity = {name: value for name, value in perplexity.items() if math.isfinite(value)}
     return CellRecord(
         table=table,
         column=column,

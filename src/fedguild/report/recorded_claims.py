@@ -11,7 +11,7 @@ from fedguild.config.table import ONLY_COLUMN, Claim, Table
 from fedguild.evaluation.statistics import Spread, half_width, paired_difference
 from fedguild.report import units
 from fedguild.report.recorded import CellRecord, nats_per_token
-from fedguild.report.recorded_summary import cost_ratios
+from fedguild.report.recorded_summary import by_row, cost_ratios
 from fedguild.score_names import TITLES
 
 Word = Literal["holds", "does not hold", "undecided at this scale", "not recorded"]
@@ -45,24 +45,30 @@ def claims_markdown(table: Table, records: Sequence[CellRecord]) -> str:
             shown = "; ".join(f"− {row}{of}: {interval(gap)}" for row, gap in found.items())
             where = "" if column == ONLY_COLUMN else column
             word = f"**{verdict(found.values())}**{_reservation(found.values())}"
-            says, seeds, least = by_perplexity(cells, claim, score), _seeds(found.values()), _could_show(found.values())
-            costs = units.MISSING if claim.over else cost_ratios(cells, claim.higher, claim.lower)
+            seeds, least = _seeds(found.values()), _could_show(found.values())
+            says = by_perplexity(cells, claim, score, seeds)
+            one_row = set(claim.lower) == {claim.higher}
+            costs = units.MISSING if one_row else cost_ratios(cells, claim.higher, claim.lower)
             lines.append(f"| {claim.says} | {where} | {word} | {says} | {costs} | {seeds} | {shown} | {least} |")
     return "\n".join([*lines, ""])
 
 
-def by_perplexity(cells: Mapping[str, Sequence[CellRecord]], claim: Claim, score: str) -> str:
+def by_perplexity(cells: Mapping[str, Sequence[CellRecord]], claim: Claim, score: str, seeds: str = "") -> str:
     """Returns what perplexity says of a claim, by the rule of its verdict: the row is to lose fewer nats per token.
+
+    It says by how many seeds where these are not the verdict's.
 
     Args:
         cells: Row -> its records.
         claim: The claim.
         score: The score of its higher row.
+        seeds: How many seeds the verdict rests on; empty: not compared.
     """
     saved = [
         difference(cells, row, claim.higher, claim.over or score, score, values=nats_per_token) for row in claim.lower
     ]
-    return PERPLEXITY_SAYS[verdict(saved)]
+    says, of = PERPLEXITY_SAYS[verdict(saved)], _seeds(saved)
+    return says if says == units.MISSING or of == (seeds or of) else f"{says} ({of} seeds)"
 
 
 def _could_show(differences: Iterable[Spread | None]) -> str:
@@ -109,12 +115,6 @@ def verdict(differences: Iterable[Spread | None]) -> Word:
     if all(low > 0 for low, _ in ends):
         return "holds"
     return "does not hold" if any(high < 0 for _, high in ends) else "undecided at this scale"
-
-
-def by_row(table: Table, records: Sequence[CellRecord]) -> dict[str, list[CellRecord]]:
-    """Returns row -> its records, in the table's order; rows without records are left out."""
-    rows = {row: [record for record in records if record.row == row] for row in table.rows}
-    return {row: members for row, members in rows.items() if members}
 
 
 def scores_of(record: CellRecord) -> Mapping[str, float]:

@@ -19,6 +19,7 @@ from fedguild.score_names import TITLES
 
 Panels = Mapping[str, Mapping[str, Sequence[Spread]]]
 """Panel -> line -> what is drawn over the seeds at every value of the figure's axis."""
+_BARS = "bars are the means' 95 % intervals over the seeds"
 _APART = 0.035
 """Shift between lines at one value, of the distance between two values, so that their intervals can be told apart."""
 _FITS_A_PANEL = 24
@@ -52,8 +53,9 @@ class Drawing:
 
     @property
     def caption(self) -> str:
-        """What is drawn, and what the bars are."""
-        return f"{self.says}; bars are the means' 95 % intervals over the seeds."
+        """What is drawn, and what the bars are, if there are any."""
+        several = any(one.count > 1 for lines in self.panels.values() for line in lines.values() for one in line)
+        return f"{self.says}; {_BARS if several else 'one seed, so that there is no interval'}."
 
 
 def drawings(table: Table, records: Sequence[CellRecord]) -> dict[str, Drawing]:

@@ -15,7 +15,6 @@ from fedguild.report.recorded import SUMMARIES, CellRecord, ChoiceRecord, nats_p
 from fedguild.report.recorded_claims import (
     ROUNDING,
     Values,
-    by_row,
     claims_markdown,
     difference,
     interval,
@@ -23,7 +22,7 @@ from fedguild.report.recorded_claims import (
     smallest_shown,
 )
 from fedguild.report.recorded_figures import Drawing
-from fedguild.report.recorded_summary import summary_grid
+from fedguild.report.recorded_summary import by_row, summary_grid
 from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, TITLES, TRAINED
 
 OF_CLIENTS = (TRAINED, RECEIVED, POOLED, MTAL)
@@ -80,7 +79,8 @@ def summary_page(
         figures: Path of a figure from the page -> what it draws.
         remark: What it means, in a paragraph written by hand; may be empty.
     """
-    parts = [summary_grid(table, records).to_markdown(), *_drawn(figures)]
+    grid = summary_grid(table, records)
+    parts = [*([grid.to_markdown()] if grid else []), *_drawn(figures)]
     parts += [claims_markdown(table, records)] if table.claims else []
     return "\n".join([*parts, *_said(remark)])
 
@@ -168,7 +168,9 @@ def nats_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> Grid |
 
     None where the reference, or every other row, has no perplexity.
     """
-    title = "Differences in nats per token (log perplexity), paired by seed, with the 95 % interval; lower is better"
+    of_clients = any(name in OF_CLIENTS for name in _columns(cells, table))
+    of = "log perplexity" + (", of clients' models that of the clients' mean" if of_clients else "")
+    title = f"Differences in nats per token ({of}), paired by seed, with the 95 % interval; lower is better"
     return _differences(cells, table, title, nats_per_token)
 
 

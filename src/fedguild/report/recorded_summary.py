@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
@@ -33,22 +34,36 @@ EQUAL = 0.005
 """Costs that differ by less than this part of them are written as equal."""
 
 
-def summary_grid(table: Table, records: Sequence[CellRecord]) -> Grid:
+def by_row(table: Table, records: Iterable[CellRecord]) -> dict[str, list[CellRecord]]:
+    """Returns row -> its records, in the table's order; rows without records are left out.
+
+    Those of a row whose FLOPs are not all counted have none.
+    """
+    rows: dict[str, list[CellRecord]] = {row: [] for row in table.rows}
+    for record in records:
+        if record.row in rows:
+            uncounted = table.rows[record.row].uncounted
+            rows[record.row].append(record.model_copy(update={"training_flops": {}}) if uncounted else record)
+    return {row: members for row, members in rows.items() if members}
+
+
+def summary_grid(table: Table, records: Sequence[CellRecord]) -> Grid | None:
     """Returns rows × columns of the table: the mean of its score over the seeds, with the sample deviation, and costs.
 
-    The costs are those of the last column with a record, over the whole run.
+    The costs are those of the last column with a record, over the whole run. None without a record of any column. A
+    row with a score of its own names it.
     """
     columns = [column for column in table.columns if any(record.column == column for record in records)]
-    rows = {row: [record for record in records if record.row == row] for row in table.rows}
+    if not columns:
+        return None
     header = [Cell("row"), *(Cell(TITLES[table.score] if name == ONLY_COLUMN else name) for name in columns)]
     header += [Cell("training FLOPs"), Cell("up"), Cell("down"), Cell("seeds")]
     body = []
-    for row, members in rows.items():
-        if not members:
-            continue
-        line = [Cell(row)]
+    for row, members in by_row(table, records).items():
+        score = table.scores[row]
+        line = [Cell(row if score == table.score else f"{row} ({TITLES[score]})")]
         for column in columns:
-            scored = [one.scores[table.score] for one in members if one.column == column and table.score in one.scores]
+            scored = [one.scores[score] for one in members if one.column == column and score in one.scores]
             line.append(Cell(units.score_spread(spread(scored) if scored else None)))
         last = [record for record in members if record.column == columns[-1]]
         line.append(Cell(units.si(_mean(map(training_flops, last)))))
@@ -57,29 +72,55 @@ def summary_grid(table: Table, records: Sequence[CellRecord]) -> Grid:
         line.append(Cell(str(seeds.pop()) if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)}"))
         body.append(tuple(line))
     of = "" if len(columns) == 1 else f" in {columns[-1]}"
+    shown = TITLES[table.score]
     title = (
-        f"{TITLES[table.score].capitalize()} score, mean ± sample deviation over the seeds; what a client spends{of}, "
-        "the mean over the budgets"
+        f"{shown[0].upper()}{shown[1:]} score, mean ± sample deviation over the seeds; what a client spends{of}: "
+        "training FLOPs as the mean over the budgets, bytes as the mean over the clients"
     )
     return Grid(title, tuple(header), tuple(body))
 
 
 def cost_ratios(rows: Rows, higher: str, lower: Iterable[str]) -> str:
-    """Returns what a claim's row costs beside the cheapest of those that it is to beat: `up × 1.90, down × 1.90`.
+    """Returns what a claim's row costs, as a multiple of each of those that it is to beat: `up × 0.97 to 1.94`.
 
-    Of bytes sent and received and of training FLOPs, each the largest of the ratios of means; `equal` where all of them
-    are 1. What is not known of one of the rows is left out; `–` where that is all.
+    Of bytes sent and received and of training FLOPs, each the smallest and the largest ratio of the means over the
+    seeds in which all of the rows have it. A cost that some row does not have is left out; `equal` where all three are
+    known and nowhere differ; `–` where none is known.
     """
-    found: dict[str, float] = {}
+    found: dict[str, tuple[float, float]] = {}
     for name, cost in COSTS.items():
-        own = _mean(map(cost, rows.get(higher, ())))
-        others = [_mean(map(cost, rows.get(row, ()))) for row in lower]
-        if own is None or not all(others):
-            continue
-        found[name] = max(own / other for other in others if other)
-    if found and all(abs(ratio - 1) < EQUAL for ratio in found.values()):
+        spent = {
+            row: {one.seed: value for one in rows.get(row, ()) if (value := cost(one)) is not None}
+            for row in (higher, *lower)
+        }
+        if seeds := set.intersection(*({*of_row} for of_row in spent.values())):
+            means = {row: fmean(of_row[seed] for seed in seeds) for row, of_row in spent.items()}
+            ratios = [_ratio(means[higher], means[row]) for row in lower]
+            found[name] = (min(ratios), max(ratios))
+    if found.keys() == COSTS.keys() and all(abs(end - 1) < EQUAL for ends in found.values() for end in ends):
         return "equal"
-    return ", ".join(f"{name} × {ratio:.{2 if ratio < 10 else 0}f}" for name, ratio in found.items()) or units.MISSING
+    return ", ".join(f"{name} × {_range(*ends)}" for name, ends in found.items()) or units.MISSING
+
+
+def _ratio(own: float, other: float) -> float:
+    """Returns how many times the other's costs one's own are; infinitely many where only the other's are 0."""
+    if other:
+        return own / other
+    return math.inf if own else 1.0
+
+
+def _range(smallest: float, largest: float) -> str:
+    low, high = _times(smallest), _times(largest)
+    return low if low == high else f"{low} to {high}"
+
+
+def _times(ratio: float) -> str:
+    """Returns a ratio with two decimals, below a hundredth with one digit, and from 10 on without decimals."""
+    if math.isinf(ratio):
+        return "∞"
+    if ratio >= 10:
+        return f"{ratio:.0f}"
+    return f"{ratio:.2f}" if ratio == 0 or ratio >= 0.01 else f"{ratio:.1g}"
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

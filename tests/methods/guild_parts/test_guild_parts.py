@@ -386,7 +386,7 @@ def test_clients_of_a_secure_round_find_that_they_have_one_phi(olmoe_backbone: B
 @pytest.mark.parametrize(
     ("mix", "choose", "mix_by", "expected"),
     [
-        (0, False, "expert", {"rescaler"}),
+        (0, False, "client", {"rescaler"}),
         (0.3, False, "client", {"rescaler", "adapter"}),
         (0, True, "client", {"rescaler", "adapter", "mix"}),
         (0.5, True, "expert", {"rescaler", "adapter", "mix", "usage"}),
@@ -437,3 +437,23 @@ def test_a_run_with_every_part_off_is_guilds(tmp_path: Path) -> None:
         experiment.run(config, tmp_path / name)
         states.append(ended(tmp_path / name).state)
     assert_equal(dict(states[1].tensors), dict(states[0].tensors))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"mix_by": "expert", "mix": 0}, "mix_by has no effect without a mix above 0 or choose_mix: true, and LoRA on"),
+        ({"mix_by": "expert", "targets": ["attention"]}, "mix_by has no effect without a mix above 0 or choose_mix"),
+        ({"held_out": 0.2}, "held_out has no effect without choose_mix: true"),
+        ({"held_out_examples": 8}, "held_out_examples has no effect without choose_mix: true"),
+        ({"balance_limit": 2.0}, "balance_limit has no effect without balance_step above 0"),
+    ],
+)
+def test_an_option_without_effect_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        build_method("guild-parts", options)
+
+
+def test_an_option_with_what_it_needs_is_taken() -> None:
+    build_method("guild-parts", {"mix_by": "expert", "choose_mix": True, "mix": 0, "held_out": 0.2})
+    build_method("guild-parts", {"balance_limit": 2.0, "balance_step": 0.1})

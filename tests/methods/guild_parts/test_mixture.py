@@ -28,9 +28,8 @@ FIRST_MIX = 0.3
 
 
 def guild(**options: Any) -> GuildParts:
-    return GuildParts(
-        GuildPartsSettings(**{"rank": 2, "choose_mix": True, "mix": FIRST_MIX, "held_out": 0.4, **options})
-    )
+    given = {"rank": 2, "choose_mix": True, "mix": FIRST_MIX, **options}
+    return GuildParts(GuildPartsSettings(**{**({"held_out": 0.4} if given["choose_mix"] else {}), **given}))
 
 
 def some(seed: int) -> dict[str, Tensor]:

@@ -29,10 +29,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
@@ -90,6 +90,22 @@ class GuildPartsSettings(InBasisSettings):
         0.1, gt=0, lt=1, description="share of a client's examples that is held out of training to choose lambda_i"
     )
     held_out_examples: int = Field(32, ge=1, description="largest number of examples that a client holds out")
+
+    @model_validator(mode="after")
+    def _has_no_option_without_effect(self) -> Self:
+        needs: dict[str, tuple[bool, str]] = {
+            "balance_limit": (self.balance_step > 0, "balance_step above 0"),
+            "held_out": (self.choose_mix, "choose_mix: true"),
+            "held_out_examples": (self.choose_mix, "choose_mix: true"),
+            "mix_by": (
+                (self.choose_mix or self.mix > 0) and not {*self.targets} <= {"attention", "mlp", "router"},
+                "a mix above 0 or choose_mix: true, and LoRA on experts",
+            ),
+        }
+        for name, (takes_effect, needed) in needs.items():
+            if not takes_effect and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has no effect without {needed}")
+        return self
 
 
 class GuildParts(Method):
