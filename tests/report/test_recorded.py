@@ -387,7 +387,7 @@ def test_a_perplexity_that_is_not_finite_is_left_out(perplexity: float, tmp_path
     known = record_of(run, "t", "all", "r", "f").perplexity
     budget = next(record for record in run.evaluations if record.scope == "budget" and record.round == run.last_round)
     broken = [
-        replace(one, metrics={**one.metrics, "perplexity": perplexity}) if one == budget else one
+        one.model_copy(update={"metrics": {**one.metrics, "perplexity": perplexity}}) if one == budget else one
         for one in run.evaluations
     ]
     found = record_of(replace(run, evaluations=broken), "t", "all", "r", "f")
