@@ -47,9 +47,11 @@ docs-serve: $(VENV)/.docs
 
 # The papers' tables of docs/methods/records/plan.yaml: run what is missing, record every cell, write the pages.
 # One of them: make tables TABLE=flame/table-2-tiny. Two runs at a time: JOBS=2. Real data: DATA=DIR, ../shared/data by default.
+# Some of its rows: ROWS=flame,fedit. Without keeping the runs once they are recorded: DISCARD=1.
 # From the records alone, in seconds: make tables-recorded.
 tables: $(VENV)/.developer
-	$(BIN)/python docs/tables.py $(TABLE) $(if $(DATA),--data $(DATA)) $(if $(JOBS),--jobs $(JOBS))
+	$(BIN)/python docs/tables.py $(TABLE) $(if $(DATA),--data $(DATA)) $(if $(JOBS),--jobs $(JOBS)) \
+		$(if $(ROWS),--rows $(ROWS)) $(if $(DISCARD),--discard)
 
 tables-recorded: $(VENV)/.developer
 	$(BIN)/python docs/tables.py --recorded
