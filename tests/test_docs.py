@@ -166,6 +166,22 @@ def test_the_tables_of_the_english_model_are_on_data_where_pretraining_shows(rec
             assert len(gained.seeds) > 2
 
 
+HEADLINES = {"flame/table-2", "ub-smoe/table-4", "fedamole/table-1", "fedalign-moe/table-1"}
+"""The papers' main tables, each in small and on the English model."""
+
+
+def test_the_main_tables_have_five_seeds_and_every_table_three_and_perplexity(recording: ModuleType) -> None:
+    """Perplexity in all but those of privacy, which are about the score at an epsilon."""
+    planned = {plan.name: plan for plan in recording.plans()}
+    assert {f"{name}-{model}" for name in HEADLINES for model in ("tiny", "english")} <= planned.keys()
+    for name, plan in planned.items():
+        is_main = name.rpartition("-")[0] in HEADLINES or name.startswith("guild/table-")
+        assert len(plan.seeds) >= (5 if is_main else 3), name
+        if not name.startswith("ffa-lora/privacy-"):
+            row, column = next(iter(plan.cells_by_place))
+            assert plan.config(row, column, 0, plan.overrides_in(column, plan.overrides)).evaluation.perplexity, name
+
+
 def test_data_without_a_certain_gain_would_be_refused(recording: ModuleType) -> None:
     """SNLI, which docs/log.md dropped for that."""
     measured = english.read_records(recording.RECORDS / "english")

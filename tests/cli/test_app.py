@@ -59,7 +59,7 @@ def test_every_argument_and_option_has_help(
 
 def test_the_help_of_a_federations_command_has_examples(invoke: Invoke) -> None:
     shown = invoke("federation", "init", "--help").stdout.partition("Examples:\n")[2].splitlines()
-    assert "  fedguild federation init guild --clients 3 --config fedit/tiny-tasks" in shown
+    assert "  fedguild federation init union --clients 3 --config fedit/tiny-tasks" in shown
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_six_questions_each_asked_again_until_the_answer_is_right(
     for question in ("Model: ", "Data: ", "Number of clients", "Budgets: active experts", "Method ", "Where "):
         assert question in result.stderr
     assert "Did you mean 'flame'?" in result.stderr
-    assert "fedguild federation init guild --clients 2 --config fedguild.yaml" in result.stderr
+    assert "fedguild federation init union --clients 2 --config fedguild.yaml" in result.stderr
     config = load_config("fedguild.yaml")
     assert config.data.options == {"instruction_column": "ask", "response_column": "say"}
     assert [one.active_experts for one in config.federation.budgets] == [8, 2]

@@ -103,15 +103,15 @@ def test_a_federation_is_watched_until_its_run_ends(
     seen: list[dict[str, Any]] = []
 
     def run_federation(*_: object, **__: object) -> dict[str, object]:
-        return {"status": "finished", "folder": "guild/server/state/run"}
+        return {"status": "finished", "folder": "union/server/state/run"}
 
-    federation(tmp_path / "guild/server")
+    federation(tmp_path / "union/server")
     looking = _looking(run_federation, opened, seen)
     monkeypatch.setattr("fedguild.federation.operations.run_federation", looking)
     monkeypatch.setattr(watch.threading, "Thread", _AtOnce)
-    result = invoke("federation", "run", "guild/server", "--watch")
+    result = invoke("federation", "run", "union/server", "--watch")
     assert result.exit_code == 0, result.output
-    assert result.stdout == "guild/server/state/run\n"
+    assert result.stdout == "union/server/state/run\n"
     assert [facts["kind"] for facts in seen] == ["federation"]
     with pytest.raises(OSError, match="refused"):
         urlopen(opened[0], timeout=5)
@@ -153,9 +153,9 @@ def test_without_a_display_no_browser_takes_over_the_terminal(
 
 
 def test_watching_a_detached_run_is_refused(invoke: Invoke, tmp_path: Path) -> None:
-    result = invoke("federation", "run", "guild/server", "--watch", "--detach")
+    result = invoke("federation", "run", "union/server", "--watch", "--detach")
     assert result.exit_code == 2
-    assert "fedguild watch guild/server" in result.stderr
+    assert "fedguild watch union/server" in result.stderr
 
 
 def test_report_of_a_folder_of_runs_is_its_index(invoke: Invoke, tmp_path: Path) -> None:

@@ -34,9 +34,9 @@ def _examples(*lines: str) -> str:
 @app.command(
     cls=ExampleCommand,
     epilog=_examples(
-        "fedguild federation init guild --clients 3 --config fedit/tiny-tasks",
-        "fedguild federation init guild --clients 3 --own-data data.corpus=alpaca data.train=own.json",
-        "fedguild federation init guild --clients 5 --config flame/tiny-tasks --address guild.example.org:9443 seed=1",
+        "fedguild federation init union --clients 3 --config fedit/tiny-tasks",
+        "fedguild federation init union --clients 3 --own-data data.corpus=alpaca data.train=own.json",
+        "fedguild federation init union --clients 5 --config flame/tiny-tasks --address guild.example.org:9443 seed=1",
     ),
 )
 def init(
@@ -64,7 +64,7 @@ def init(
     typer.echo(folder)
 
 
-@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation key guild/client-000/node.key"))
+@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation key union/client-000/node.key"))
 def key(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The new private key.", show_default=False)],
 ) -> None:
@@ -74,7 +74,7 @@ def key(
     typer.echo(write_key(path))
 
 
-@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation server guild/server"))
+@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation server union/server"))
 def server(folder: ServerFolder) -> None:
     """Run the server until Ctrl-C, over TLS and only for clients whose keys are in its folder."""
     from fedguild.federation.operations import run_server
@@ -82,7 +82,7 @@ def server(folder: ServerFolder) -> None:
     run_server(folder, note)
 
 
-@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation client guild/client-000"))
+@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation client union/client-000"))
 def client(folder: SiteFolder) -> None:
     """Run a client until Ctrl-C: its trainer, and the program that communicates with the server."""
     from fedguild.federation.operations import run_client
@@ -93,10 +93,10 @@ def client(folder: SiteFolder) -> None:
 @app.command(
     cls=ExampleCommand,
     epilog=_examples(
-        "fedguild federation run guild/server",
-        "fedguild federation run guild/server --watch",
-        "fedguild federation run guild/server --detach",
-        "fedguild federation run guild/server --round 4",
+        "fedguild federation run union/server",
+        "fedguild federation run union/server --watch",
+        "fedguild federation run union/server --detach",
+        "fedguild federation run union/server --round 4",
     ),
 )
 def run(
@@ -128,7 +128,7 @@ def run(
         raise typer.Exit(INTERRUPTED)
 
 
-@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation stop guild/server"))
+@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation stop union/server"))
 def stop(folder: ServerFolder) -> None:
     """Stop the run in progress; `run` resumes it from its last complete round."""
     from fedguild.federation.operations import stop_federation
@@ -136,7 +136,7 @@ def stop(folder: ServerFolder) -> None:
     stop_federation(folder, note)
 
 
-@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation revoke guild/server client-002"))
+@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation revoke union/server client-002"))
 def revoke(
     folder: ServerFolder,
     client: Annotated[str, typer.Argument(metavar="CLIENT", help="The client, client-002.", show_default=False)],
@@ -149,7 +149,7 @@ def revoke(
 
 @app.command(
     cls=ExampleCommand,
-    epilog=_examples("fedguild federation audit guild/server", "fedguild federation audit guild/server --json"),
+    epilog=_examples("fedguild federation audit union/server", "fedguild federation audit union/server --json"),
 )
 def audit(folder: ServerFolder, as_json: JsonOption = False) -> None:
     """Check the audit log's chain and show it: who joined, what was asked, accepted, rejected, revoked, delivered."""
@@ -168,7 +168,7 @@ def audit(folder: ServerFolder, as_json: JsonOption = False) -> None:
 
 @app.command(
     cls=ExampleCommand,
-    epilog=_examples("fedguild federation status guild/server", "fedguild federation status guild/server --json"),
+    epilog=_examples("fedguild federation status union/server", "fedguild federation status union/server --json"),
 )
 def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
     """Show whether the server is up, which clients are online, and how far the run is."""

@@ -113,7 +113,7 @@ def command(
     drafting.write(text, file)
     typer.echo(file)
     if place is Where.FEDERATION:
-        note(f"Next: fedguild federation init guild --clients {count} --config {file}")
+        note(f"Next: fedguild federation init union --clients {count} --config {file}")
     else:
         note("Next: fedguild run" if file == Path(CONFIG) else f"Next: fedguild run {file}")
 

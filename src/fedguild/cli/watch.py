@@ -18,7 +18,7 @@ from fedguild.cli.output import note
 EXAMPLES = (
     "fedguild watch runs/flame-tiny-tasks",
     "fedguild watch runs/compare --port 8800 --no-browser",
-    "fedguild watch guild/server",
+    "fedguild watch union/server",
     "fedguild watch runs",
 )
 WatchOption = Annotated[

@@ -294,7 +294,7 @@ def _load(path: Path, schema: type[_Settings]) -> _Settings:
     except OSError as error:
         raise ConfigError(
             f"Cannot read {path}: {error.strerror or error}.",
-            "Give a folder that `fedguild federation init` wrote, for example guild/server or guild/client-000.",
+            "Give a folder that `fedguild federation init` wrote, for example union/server or union/client-000.",
         ) from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, but this is {settings!r:.60}.")

@@ -25,8 +25,8 @@ from fedguild.server.low_rank import Factors, by_module, named
 DEPENDENT = 1e-5
 """Rows of A depend on each other where what one adds to those before is less than this part of the largest."""
 TIE = 1e-8
-"""By how much, of the largest squared singular value, those of the first and the last rank are set apart: where several
-are 0, any rotation among their ranks would do, and rounding would choose one."""
+"""By how much, of its largest entry, the Gram matrix's diagonal is raised at the first rank, less at each later one.
+Where several singular values are 0, any rotation among their ranks would do, and rounding would choose one."""
 
 
 @dataclass(frozen=True)

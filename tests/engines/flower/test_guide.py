@@ -70,8 +70,8 @@ def test_every_command_of_the_guide_runs_as_it_is_written(tmp_path: Path, monkey
             command.terminate()
     assert "client-002 has joined" in output
     assert "What does cat number 7 say?" in output
-    assert (tmp_path / "guild/server/state/run/report.html").is_file()
+    assert (tmp_path / "union/server/state/run/report.html").is_file()
     for index in range(3):
-        assert (tmp_path / f"guild/client-{index:03d}/work/models/latest/adapter_config.json").is_file()
-        leftover = (tmp_path / f"guild/client-{index:03d}/work").resolve()
+        assert (tmp_path / f"union/client-{index:03d}/work/models/latest/adapter_config.json").is_file()
+        leftover = (tmp_path / f"union/client-{index:03d}/work").resolve()
         assert not subprocess.run(["pgrep", "-f", str(leftover)], capture_output=True, check=False).stdout
