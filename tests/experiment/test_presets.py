@@ -223,6 +223,12 @@ def test_a_preset_fits_its_model(preset: str, models: dict[str, Path]) -> None:
     check_config(config)
 
 
+def test_every_method_has_a_preset_on_the_english_model_and_the_data_where_it_learns() -> None:
+    """AG News is the one set that tables use; see `fedguild/model/english/checkpoint/README.md`."""
+    assert {name.split("/")[0] for name in SHIPPED if name.endswith("/english-ag_news")} == set(METHODS)
+    assert all(SHIPPED[f"{name}/english-ag_news"].data.corpus == "ag_news" for name in METHODS)
+
+
 @pytest.mark.parametrize("preset", DEALT)
 def test_a_preset_deals_its_data(preset: str, data: dict[str, list[str]]) -> None:
     config = load_config(preset, data[SHIPPED[preset].data.corpus])
