@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from statistics import fmean, pstdev
 
 import pytest
 import torch
@@ -200,7 +202,7 @@ def test_what_is_observed(olmoe_backbone: Backbone) -> None:
     method = fedalign()
     state, uploads = random_round(method, olmoe_backbone, 4)
     seen = method.observe(method.aggregate(state, uploads), olmoe_backbone.info)
-    assert [part.name.split()[0] for part in seen] == ["mean", "spread", "distance", "similarity", "share"]
+    assert [part.name.split()[0] for part in seen] == ["mean", "strength", "spread", "distance", "similarity", "share"]
     rows = [part.payload.part("routing")[LAYERS[0]].tolist() for part in uploads]
     margins = [part.payload.part("margin")[LAYERS[0]].tolist() for part in uploads]
     overlap = sum(oracle.overlap(rows, i, e) for i in range(4) for e in range(EXPERTS)) / (4 * EXPERTS)
@@ -211,12 +213,41 @@ def test_what_is_observed(olmoe_backbone: Backbone) -> None:
     spread = float(omega.std(dim=0, correction=0).mean())
     p_g = oracle.reference(rows, omega.tolist())
     distance = sum(oracle.distance(row, p_g) for row in rows) / 4
-    found = [float(part.values[0]) for part in seen]
+    found = [float(part.values[0]) for part in seen if not part.columns]
     assert found == pytest.approx([overlap, spread, distance, sum(taus) / len(taus), 7 / 8], rel=1e-5)
-    assert seen[2].unit == "nats"
+    assert seen[3].unit == "nats"
     for table in (table for table in tables() if table.name.startswith("fedalign-moe/")):
-        assert set(table.load().shows) <= {one.name for one in seen}, table.name
+        names = {f"{one.name} / {column}" for one in seen for column in one.columns} | {one.name for one in seen}
+        assert set(table.load().shows) <= names, table.name
     assert all(part.rows == ["layer 0", "layer 1"] for part in seen)
+
+
+@pytest.mark.parametrize(("eta", "temperature"), [(0.1, 1.0), (0.01, 2e-3)])
+def test_alpha_is_observed_as_the_next_round_has_it(olmoe_backbone: Backbone, eta: float, temperature: float) -> None:
+    method = fedalign(overlap_threshold=eta, overlap_temperature=temperature)
+    state, uploads = random_round(method, olmoe_backbone, 4)
+    (seen,) = (
+        one
+        for one in method.observe(method.aggregate(state, uploads), olmoe_backbone.info)
+        if one.name.startswith("strength of the alignment")
+    )
+    assert seen.columns == ("least", "largest", "deviation between experts", "deviation between clients")
+    for layer, found in zip(LAYERS, seen.values.tolist(), strict=True):
+        sent = [part.payload.part("routing")[layer].tolist() for part in uploads]
+        rows = [row for row in sent if any(row)]  # the others had no tokens in this layer
+        alpha = [
+            [1 / (1 + math.exp((eta - oracle.overlap(rows, i, e)) / temperature)) for e in range(EXPERTS)]
+            for i in range(len(rows))
+        ]
+        every = [value for row in alpha for value in row]
+        by_expert = list(zip(*alpha, strict=True))
+        expected = [
+            min(every),
+            max(every),
+            pstdev([fmean(values) for values in by_expert]),
+            fmean([pstdev(values) for values in by_expert]),
+        ]
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-7)
 
 
 def test_the_distance_is_observed_without_the_regulariser_too(olmoe_backbone: Backbone) -> None:

@@ -253,15 +253,16 @@ class FedAlignMoe(Method):
         routing, margin = received.statistics(experts)
         if not len(routing):
             return {}
-        overlap = region.overlap(routing)  # Eq. 4
+        overlap, settings = region.overlap(routing), self.settings  # Eq. 4
+        alpha = adaptive_weights(overlap, settings.overlap_threshold, settings.overlap_temperature)  # Eq. 9
         omega = region.consistency_weights(overlap, margin)  # Eq. 6
-        if not self.settings.consistency_weights:
+        if not settings.consistency_weights:
             omega = torch.full_like(omega, 1 / len(omega))
         reference = region.global_reference(routing, omega)  # Eq. 7
         return {
             f"{REFERENCE}/{experts}": reference.float(),
             f"{CONSENSUS}/{experts}": routing.mean(dim=0).float(),
-            **reference_figures(experts, overlap, omega, region.distances(routing, reference)),
+            **reference_figures(experts, overlap, alpha, omega, region.distances(routing, reference)),
         }
 
     def _experts(self, experts: str, trained: Mapping[str, Tensor], received: RegionUploads) -> dict[str, Tensor]:
@@ -332,7 +333,7 @@ class FedAlignMoe(Method):
         return Deployment(self.plan(model, client.budget), tensors)
 
     def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
-        """Returns per layer: o, the spread of omega, tau and the share of experts with an update that counted."""
+        """Returns per layer: o, alpha, the spread of omega, tau and the share of experts whose updates counted."""
         return observations(state, model)
 
     @property
