@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from fedguild.config import Table, table_cells, tables
 from fedguild.report import recorded_figures
 from fedguild.report.recorded import CellRecord
-from fedguild.report.style import NARROW_WIDTH
+from fedguild.report.style import METHOD_COLOURS, NARROW_WIDTH
 
 TABLE: dict[str, Any] = {
     "preset": "flame/tiny-tasks",
@@ -72,6 +72,40 @@ def test_the_points_are_the_means_over_the_seeds() -> None:
         ("Skewed", "by k"): [0.3, 0.4],
     }
     assert {score.count for lines in drawn.panels.values() for scores in lines.values() for score in scores} == {3}
+
+
+def test_a_figure_may_draw_a_score_of_its_own_at_a_value() -> None:
+    """Of one cell the scores by budget; the table's score where the figure names none."""
+    figure = {
+        "x": "budget",
+        "values": ["smallest", "mean of all"],
+        "scores": {"smallest": "b4"},
+        "panels": {"": {"t = 2": "t-2 @ even"}},
+    }
+    table = Table.model_validate({**TABLE, "figure": figure})
+    with_budget = [
+        record.model_copy(update={"scores": {"mean": record.scores["mean"], "b4": record.scores["mean"] - 0.25}})
+        for record in records()
+    ]
+    drawn = recorded_figures.of_scores(table, with_budget)
+    assert drawn is not None
+    assert [round(one.mean, 9) for one in drawn.panels[""]["t = 2"]] == [0.35, 0.6]
+    assert drawn.y == "score"
+    assert recorded_figures.of_scores(table, records()) is None, "no run has the budget"
+
+
+def test_a_score_for_no_value_of_the_axis_is_refused() -> None:
+    figure = {**TABLE["figure"], "scores": {"4": "b1"}}
+    with pytest.raises(ValidationError, match="a score for 4, no value of its axis"):
+        Table.model_validate({**TABLE, "figure": figure})
+
+
+def test_more_lines_than_colours_are_refused() -> None:
+    lines = {f"line {number}": "t-{x} @ even" for number in range(len(METHOD_COLOURS))}
+    Table.model_validate({**TABLE, "figure": {**TABLE["figure"], "panels": {"": lines}}})
+    panels = {"": lines, "other": {"one more": "t-{x} @ even"}}
+    with pytest.raises(ValidationError, match="the figure has 9 lines; with more than 8 colours would repeat"):
+        Table.model_validate({**TABLE, "figure": {**TABLE["figure"], "panels": panels}})
 
 
 def test_nothing_is_drawn_before_every_cell_is_recorded() -> None:

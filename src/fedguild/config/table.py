@@ -52,6 +52,10 @@ class Claim(Section):
     columns: tuple[str, ...] = Field(default=(), description="Where it is claimed; all columns where empty.")
 
 
+MOST_LINES = 8
+"""Lines of a figure, over all its panels, that have a colour of their own."""
+
+
 class TableFigure(Section):
     """A figure of a table's scores: panels of lines over the values of one axis.
 
@@ -63,6 +67,19 @@ class TableFigure(Section):
     panels: dict[str, dict[str, str | dict[str, str]]] = Field(
         min_length=1, description="Title of a panel -> line -> its cells, as one pattern or by value."
     )
+    scores: dict[str, str] = Field(
+        default_factory=dict,
+        description="Value -> the score that is drawn at it, a budget's name or a score; the table's where it has none.",
+    )
+
+    @model_validator(mode="after")
+    def _knows_its_values(self) -> Self:
+        if unknown := [value for value in self.scores if value not in self.values]:
+            raise ValueError(f"the figure has a score for {', '.join(unknown)}, no value of its axis")
+        lines = {line for panel in self.panels.values() for line in panel}
+        if len(lines) > MOST_LINES:
+            raise ValueError(f"the figure has {len(lines)} lines; with more than {MOST_LINES} colours would repeat")
+        return self
 
     def cells(self, panel: str, line: str) -> list[tuple[str, str]]:
         """Returns the row and column of a line's point at every value.

@@ -71,20 +71,27 @@ def of_scores(table: Table, records: Sequence[CellRecord]) -> Drawing | None:
     """Returns the figure of the table's scores; None where it has none, or a cell that it needs has no record."""
     if table.figure is None:
         return None
-    scored: dict[tuple[str, str], list[float]] = {}
+    figure = table.figure
+    scored: dict[tuple[str, str, str], list[float]] = {}
     for record in records:
-        if table.score in record.scores:
-            scored.setdefault((record.row, record.column), []).append(record.scores[table.score])
+        for score, value in record.scores.items():
+            scored.setdefault((record.row, record.column, score), []).append(value)
+    drawn = [figure.scores.get(value, table.score) for value in figure.values]
     places = {
-        panel: {line: table.figure.cells(panel, line) for line in lines} for panel, lines in table.figure.panels.items()
+        panel: {
+            line: [(*cell, score) for cell, score in zip(figure.cells(panel, line), drawn, strict=True)]
+            for line in lines
+        }
+        for panel, lines in figure.panels.items()
     }
-    if any(cell not in scored for lines in places.values() for cells in lines.values() for cell in cells):
+    if any(place not in scored for lines in places.values() for of_line in lines.values() for place in of_line):
         return None
     panels = {
-        panel: {line: [spread(scored[cell]) for cell in cells] for line, cells in lines.items()}
+        panel: {line: [spread(scored[place]) for place in of_line] for line, of_line in lines.items()}
         for panel, lines in places.items()
     }
-    return Drawing(f"{TITLES[table.score]} score", table.figure.x, table.figure.values, panels)
+    y = "score" if figure.scores else f"{TITLES[table.score]} score"
+    return Drawing(y, figure.x, figure.values, panels)
 
 
 def over_rounds(table: Table, records: Sequence[CellRecord]) -> Drawing | None:

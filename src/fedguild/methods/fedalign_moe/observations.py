@@ -1,4 +1,4 @@
-"""Figures of FedAlign-MoE's report, of every layer: overlap, alpha, consistency weights, distance to p_g, thresholds."""
+"""Figures of FedAlign-MoE's report, of every layer: overlap, alpha, consistency weights, distance to p_g and tau."""
 
 from __future__ import annotations
 
