@@ -183,6 +183,29 @@ def small_english(monkeypatch: pytest.MonkeyPatch, english_stand_in: Path) -> No
     monkeypatch.setitem(PACKAGED, "english", english_stand_in)
 
 
+@pytest.fixture
+def in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the casts to fp32 of transformers' softmax, so that an fp64 model computes all of itself in fp64.
+
+    Rounding in fp32 depends on the length of a row and on a processor's vectors: two ways to the same number, such as a
+    row with and without its padding, agree to the last bit on one machine and to 1e-7 on another.
+    """
+    import torch
+
+    softmax, to_float = torch.nn.functional.softmax, torch.Tensor.float
+
+    def of_its_own_dtype(
+        values: torch.Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return softmax(values, dim, _stacklevel, None if values.dtype is torch.float64 else dtype)
+
+    def unless_fp64(values: torch.Tensor) -> torch.Tensor:
+        return values if values.dtype is torch.float64 else to_float(values)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", of_its_own_dtype)
+    monkeypatch.setattr(torch.Tensor, "float", unless_fp64)
+
+
 @pytest.fixture(scope="session")
 def olmoe_backbone() -> Backbone:
     """A frozen random OLMoE of two layers with 8 experts, of which 4 are active."""

@@ -125,7 +125,9 @@ def test_the_claims_of_a_shipped_table_are_about_scores_that_it_has(name: str) -
         needed |= dict.fromkeys(claim.lower, taken.get(claim.over or claim.score or ""))
         for cell, config in configs_of(name):
             setting = needed.get(cell.row)
-            assert setting is None or getattr(config.evaluation, setting), f"'{claim.says}': {cell.row} is not scored so"
+            assert setting is None or getattr(config.evaluation, setting), (
+                f"'{claim.says}': {cell.row} is not scored so"
+            )
 
 
 @pytest.mark.parametrize(("score", "told"), [("b5", "Did you mean 'b"), ("trainde", "Did you mean 'trained'")])

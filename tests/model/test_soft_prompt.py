@@ -51,6 +51,7 @@ def loaded(backbone: Backbone, own: list[Tensor]) -> SlotModel:
     return model
 
 
+@pytest.mark.usefixtures("in_fp64")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_and_gradients(family: str, attention: str) -> None:

@@ -72,12 +72,15 @@ def test_the_description_names_what_is_stacked(backbone):
 def test_without_a_slot_model_the_backbone_is_the_plain_model(capacity):
     ids, decoder_ids = torch.tensor(random_rows([9, 9], 1)), torch.tensor(random_rows([5, 5], 2))
     mask = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
-    inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": decoder_ids}
+    inputs, options = (
+        {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": decoder_ids},
+        {"dtype": torch.float64},
+    )
     with torch.no_grad():
-        expected = tiny_model("switch", expert_capacity=capacity)(**inputs).logits
-        found = tiny_backbone("switch", expert_capacity=capacity).model(**inputs).logits
-        unlimited = tiny_model("switch")(**inputs).logits
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+        expected = tiny_model("switch", expert_capacity=capacity, **options)(**inputs).logits
+        found = tiny_backbone("switch", expert_capacity=capacity, **options).model(**inputs).logits
+        unlimited = tiny_model("switch", **options)(**inputs).logits
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9)
     assert torch.equal(expected, unlimited) == (capacity == 64)
 
 

@@ -19,6 +19,7 @@ from fedguild.server.engine import Task
 from fedguild.server.low_rank import Factors, by_module
 from fedguild.server.method import Upload
 from fedguild.server.singular_basis import Basis, bases_of, basis_of, in_basis, out_of_basis
+from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, SMALL, Federation, client
 from tests.oracles import guild as oracle
 
@@ -166,16 +167,16 @@ def test_rounding_does_not_choose_the_basis(case: str) -> None:
     torch.testing.assert_close(one[1], other[1], rtol=0, atol=1e-4)
 
 
-def test_a_cohort_trains_as_its_clients_alone_where_a_router_has_fewer_outputs_than_ranks(
-    olmoe_backbone: Backbone, tmp_path: Path
-) -> None:
-    """Rank 12 on 8 experts over three rounds: the products differ by what rounding makes of them."""
+@pytest.mark.usefixtures("in_fp64")
+def test_a_cohort_trains_as_its_clients_alone_where_a_router_has_fewer_outputs_than_ranks(tmp_path: Path) -> None:
+    """Rank 12 on 8 experts over three rounds, fp64: the products differ by no more than rounding makes of them."""
+    backbone = tiny_backbone("olmoe", dtype=torch.float64)
     clients = (client(0, LARGE, 4), client(1, SMALL, 5))
     options = {**ALONE, "rank": 12, "targets": ["attention", "router"]}
     method = Guild(Guild.Settings(**options))
     products = []
     for size in (1, 2):
-        federation = Federation(olmoe_backbone, method, clients, tmp_path / str(size))
+        federation = Federation(backbone, method, clients, tmp_path / str(size))
         engine = LocalEngine(
             federation.backbone, federation.examples, STEPS, federation.memory, seed=1, cohort_size=size
         )
@@ -188,15 +189,15 @@ def test_a_cohort_trains_as_its_clients_alone_where_a_router_has_fewer_outputs_t
         products.append({module: pair.up @ pair.down for module, pair in by_module(state.part(ADAPTER)).items()})
     alone, together = products
     for module, product in alone.items():
-        assert float((together[module] - product).norm() / product.norm()) < 1e-2, module
+        assert float((together[module] - product).norm() / product.norm()) < 1e-9, module
 
 
-def test_clients_of_one_cohort_that_received_different_models_have_bases_of_their_own(
-    olmoe_backbone: Backbone, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("in_fp64")
+def test_clients_of_one_cohort_that_received_different_models_have_bases_of_their_own(tmp_path: Path) -> None:
     """Late clients train what they received: each upload is what the client sends when it trains alone."""
     clients = (client(0, LARGE, 4), client(1, SMALL, 5))
-    federation = Federation(olmoe_backbone, Guild(Guild.Settings(**ALONE)), clients, tmp_path)
+    backbone, method = tiny_backbone("olmoe", dtype=torch.float64), Guild(Guild.Settings(**ALONE))
+    federation = Federation(backbone, method, clients, tmp_path)
     states = []
     for seed in (1, 2):
         start, drawn = federation.start(), torch.Generator().manual_seed(seed)
@@ -215,4 +216,4 @@ def test_clients_of_one_cohort_that_received_different_models_have_bases_of_thei
         assert delivery.upload is not None
         assert alone.upload is not None
         for name, value in alone.upload.part(ADAPTER).items():
-            torch.testing.assert_close(delivery.upload.part(ADAPTER)[name], value, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(delivery.upload.part(ADAPTER)[name], value, rtol=1e-9, atol=1e-12)

@@ -69,7 +69,7 @@ class TableFigure(Section):
     )
     scores: dict[str, str] = Field(
         default_factory=dict,
-        description="Value -> the score that is drawn at it, a budget's name or a score; the table's where it has none.",
+        description="Value -> the score that is drawn at it, a budget's name or a score; else the table's.",
     )
 
     @model_validator(mode="after")

@@ -38,6 +38,7 @@ def cut_losses(model: Any, backbone: Backbone, adapter: dict[str, Tensor], ids: 
     return torch.stack([-log_p[at - 1, ids[at]] for at in range(2, len(ids))])
 
 
+@pytest.mark.usefixtures("in_fp64")
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "qwen3_moe", "qwen2_moe"])
 def test_a_sub_moe_is_a_model_without_the_other_experts(family: str) -> None:
     """Also where the weights of the active experts are scaled to sum to 1; fp64, beside a slot that holds all."""
