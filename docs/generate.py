@@ -26,7 +26,7 @@ from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
 from fedguild.model.info import ModelInfo
 from fedguild.report import recorded_figures
-from fedguild.report.recorded import read_choices, read_records
+from fedguild.report.recorded import CellRecord, read_choices, read_records
 from fedguild.report.recorded_claims import claims_markdown
 from fedguild.report.recorded_pages import summary_page, table_page
 
@@ -78,10 +78,17 @@ def outdated() -> dict[Path, str]:
     Raises:
         ValueError: a page marks a part that nothing generates, or a method's page lacks a line of "In short".
     """
+    _records.cache_clear()
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     texts = {page: page.read_text("utf-8") for page in pages}
     pages_to_write = {page: new for page, old in texts.items() if (new := _generated(page, old)) != old}
     return pages_to_write | {path: draw() for path, (told, draw) in _figures().items() if not _says(path, told)}
+
+
+@cache
+def _records(folder: Path) -> list[CellRecord]:
+    """Returns the records of a folder, read once for all pages."""
+    return read_records(folder)
 
 
 def stray_figures() -> list[Path]:
@@ -91,7 +98,7 @@ def stray_figures() -> list[Path]:
 
 def _figures() -> dict[Path, tuple[str, Callable[[], str]]]:
     """Returns the file of every recorded figure -> its description, and what draws it."""
-    records, found = read_records(RECORDS), dict[Path, tuple[str, Callable[[], str]]]()
+    records, found = _records(RECORDS), dict[Path, tuple[str, Callable[[], str]]]()
     for shipped in tables():
         table = shipped.load()
         drawn = recorded_figures.drawings(table, [record for record in records if record.table == shipped.name])
@@ -145,7 +152,7 @@ def _published(page: Path) -> str:
 
 def _recorded(page: Path) -> str:
     """Returns the recorded tables: all of them in results.md, on a method's page what concerns it."""
-    records = read_records(RECORDS)
+    records = _records(RECORDS)
     parts = []
     for shipped in tables():
         of_table = [record for record in records if record.table == shipped.name]

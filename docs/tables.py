@@ -141,6 +141,13 @@ class Plan:
         """Column -> the column of more rounds whose runs it is read from."""
         return dict(self.settings.get("longer", {}))
 
+    @cached_property
+    def pace_settings(self) -> tuple[str, frozenset[str]]:
+        """What a round's time depends on: the model, and the settings of the plan but for those of the length."""
+        cell = next(iter(self.cells_by_place))
+        settings = frozenset(one for one in self.overrides if not one.startswith(OF_LENGTH))
+        return self.config(*cell, self.seeds[0], self.overrides).model.path, settings
+
     @property
     def seeds(self) -> tuple[int, ...]:
         """The seeds of every cell."""
@@ -528,19 +535,12 @@ class Listing:
 
     def _pace(self, plan: Plan) -> tuple[str, float | None]:
         """Returns the seconds of a round by the records of the table, or of one with the same settings, and which."""
-        alike = [one for one in self._every if one.name != plan.name and _pace_settings(one) == _pace_settings(plan)]
+        alike = [one for one in self._every if one.name != plan.name and one.pace_settings == plan.pace_settings]
         for one in (plan, *alike):
             timed = [record for record in self._records if record.table == one.name and record.seconds is not None]
             if timed:
                 return one.name, math.fsum(record.seconds or 0.0 for record in timed) / sum(one.round for one in timed)
         return "", None
-
-
-def _pace_settings(plan: Plan) -> tuple[str, frozenset[str]]:
-    """Returns what a round's time depends on: the model, and the settings of the plan but for those of the length."""
-    cell = next(iter(plan.cells_by_place))
-    settings = frozenset(one for one in plan.overrides if not one.startswith(OF_LENGTH))
-    return plan.config(*cell, plan.seeds[0], plan.overrides).model.path, settings
 
 
 def listing(wanted: Sequence[Plan]) -> str:

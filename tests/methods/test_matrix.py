@@ -175,7 +175,7 @@ def test_every_registered_method_has_its_case() -> None:
 
 ALIKE = (
     *("a3smoe", "fedavg", "fedex-lora", "fedprompt", "fedprox", "fedptuning", "fedsa-lora", "ffa-lora", "flexlora"),
-    *("fedit", "flex", "flora", "florist", "hetlora", "hfedmoe", "rolora", "smoe-llb", "trivial"),
+    *("fedit", "flex", "flora", "florist", "guild-parts", "hetlora", "hfedmoe", "rolora", "smoe-llb", "trivial"),
 )
 """Methods whose runs keep and send nothing of a kind that another's do not.
 

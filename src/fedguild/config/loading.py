@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import takewhile
@@ -36,8 +37,9 @@ class Preset:
     path: Path
 
 
+@cache
 def presets() -> tuple[Preset, ...]:
-    """Returns every preset that ships with the package, sorted by name."""
+    """Returns every preset that ships with the package, sorted by name, looked for once in a process."""
     return tuple(
         Preset(
             name=path.relative_to(PRESETS_FOLDER).with_suffix("").as_posix(),
@@ -105,14 +107,14 @@ def _given_layers(given: Given) -> tuple[list[Layer], str]:
         extended, name = _given_layers(parent) if isinstance(parent, str) else ([], "run")
         return [*extended, Layer("the config", _written_out(settings))], name
     path = _find(str(given), beside=None)
-    return list(_file_layers(path, ())), default_name(path)
+    layers = _packaged_layers(path) if path.is_relative_to(PRESETS_FOLDER) else _file_layers(path, ())
+    return list(layers), default_name(path)
 
 
 def _find(path_or_preset: str, beside: Path | None) -> Path:
     """Returns the file that a name means: a preset, else a path (relative to `beside`, if given)."""
-    shipped = PRESETS_FOLDER / f"{path_or_preset}.yaml"
-    if shipped.is_file() and PRESETS_FOLDER.resolve() in shipped.resolve().parents:
-        return shipped
+    with suppress(FileNotFoundError):
+        return _shipped(path_or_preset)
     path = (beside / path_or_preset) if beside else Path(path_or_preset)
     if path.is_file():
         return path
@@ -150,6 +152,25 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
             raise ConfigError(f"{path}: extends: must name one preset or file, got {parent!r}.")
         yield from _file_layers(_find(parent, beside=path.parent), (*children, path.resolve()))
     yield Layer(str(path), _written_out(settings))
+
+
+@cache
+def _shipped(name: str) -> Path:
+    """Returns the file of a preset, looked for once in a process.
+
+    Raises:
+        FileNotFoundError: no such preset ships, which is not remembered.
+    """
+    path = PRESETS_FOLDER / f"{name}.yaml"
+    if path.is_file() and PRESETS_FOLDER.resolve() in path.resolve().parents:
+        return path
+    raise FileNotFoundError(path)
+
+
+@cache
+def _packaged_layers(path: Path) -> tuple[Layer, ...]:
+    """Returns the layers of a preset's file, which extends presets alone, read once in a process."""
+    return tuple(_file_layers(path, ()))
 
 
 @cache

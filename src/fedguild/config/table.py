@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -231,8 +232,9 @@ class TableCell:
         return load_config(self.preset, overrides, between=self.layers)
 
 
+@cache
 def tables() -> tuple[ShippedTable, ...]:
-    """Returns every table that ships with the package, sorted by name."""
+    """Returns every table that ships with the package, sorted by name, looked for once in a process."""
     return tuple(
         ShippedTable(
             name=path.relative_to(TABLES_FOLDER).with_suffix("").as_posix(),
