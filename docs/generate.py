@@ -2,14 +2,18 @@
 
 A page marks each of them with `<!-- generated: NAME -->` and `<!-- end -->`. What stands between is read off the
 code (options, costs, titles) or, in the index of the methods, off the section "In short" of every method's page.
+
+    python docs/generate.py             # all parts, and the figures of recorded tables
+    python docs/generate.py recorded    # the recorded tables and their figures alone
 """
 
 from __future__ import annotations
 
+import argparse
 import html
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -72,8 +76,11 @@ BEFORE_ATTACKS: Mapping[str, Mapping[str, str]] = {
 """The table of attacks -> the attack -> what 0.1.0 did, where it was tried (on 6e474f1, 2026-11-22)."""
 
 
-def outdated() -> dict[Path, str]:
+def outdated(parts: Collection[str] = ()) -> dict[Path, str]:
     """Returns file -> its text as it should be, for every page with a generated part, and every figure, not up to date.
+
+    Args:
+        parts: The parts to look at, with `recorded` the figures too; all if empty.
 
     Raises:
         ValueError: a page marks a part that nothing generates, or a method's page lacks a line of "In short".
@@ -81,7 +88,9 @@ def outdated() -> dict[Path, str]:
     _records.cache_clear()
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     texts = {page: page.read_text("utf-8") for page in pages}
-    pages_to_write = {page: new for page, old in texts.items() if (new := _generated(page, old)) != old}
+    pages_to_write = {page: new for page, old in texts.items() if (new := _generated(page, old, parts)) != old}
+    if parts and "recorded" not in parts:
+        return pages_to_write
     return pages_to_write | {path: draw() for path, (told, draw) in _figures().items() if not _says(path, told)}
 
 
@@ -120,12 +129,12 @@ def _says(path: Path, told: str) -> bool:
     return path.is_file() and f'aria-label="{html.escape(told, quote=True)}"' in path.read_text("utf-8")
 
 
-def _generated(page: Path, text: str) -> str:
+def _generated(page: Path, text: str, parts: Collection[str]) -> str:
     def part(match: re.Match[str]) -> str:
         name = match["name"]
         if name not in PARTS:
             raise ValueError(f"{page} marks '{name}', but known are {', '.join(PARTS)}.")
-        return f"{match[1]}{PARTS[name](page)}{match[3]}"
+        return match[0] if parts and name not in parts else f"{match[1]}{PARTS[name](page)}{match[3]}"
 
     return MARKED.sub(part, text)
 
@@ -327,10 +336,15 @@ PARTS: dict[str, Callable[[Path], str]] = {
 }
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Writes what is not up to date and says what it wrote."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
+    parts = parser.parse_args(arguments).parts
+    if unknown := sorted(set(parts) - PARTS.keys()):
+        parser.error(f"there is no part '{unknown[0]}'; known are {', '.join(PARTS)}")
     try:
-        pages = outdated()
+        pages = outdated(parts)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

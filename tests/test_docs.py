@@ -53,13 +53,30 @@ def test_tables_and_indexes_are_up_to_date(generate: ModuleType, monkeypatch: py
     assert not generate.stray_figures(), "figures of no recorded table"
 
 
+def test_some_parts_are_written_alone(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make tables-recorded` looks at the recorded ones, and takes seconds."""
+
+    def not_asked_for(page: Path) -> str:
+        raise AssertionError(page)
+
+    parts = dict.fromkeys(generate.PARTS, not_asked_for)
+    monkeypatch.setattr(generate, "PARTS", parts | {"decisions": generate.PARTS["decisions"]})
+    assert generate.outdated(["decisions"]) == {}
+    monkeypatch.setattr(generate, "PARTS", parts | {"decisions": lambda page: "\nanother list\n"})
+    pages = generate.outdated(["decisions"])
+    assert len(pages) == 1
+    assert all("\nanother list\n" in text for text in pages.values())
+    with pytest.raises(SystemExit):
+        generate.main(["unknown"])
+
+
 def test_a_figure_is_drawn_from_records_and_again_when_one_changes(
     generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of FFA-LoRA against epsilon, with records by hand; only once all its cells are there."""
     monkeypatch.setattr(generate, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(generate, "FIGURES", tmp_path / "figures")
-    monkeypatch.setattr(generate, "_generated", lambda page, text: text)
+    monkeypatch.setattr(generate, "_generated", lambda page, text, parts: text)
     table, columns = "ffa-lora/privacy-english", ("no-privacy", "epsilon-8", "epsilon-2")
     cells = [
         CellRecord(
