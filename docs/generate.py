@@ -129,7 +129,7 @@ def _says(path: Path, told: str) -> bool:
     return path.is_file() and f'aria-label="{html.escape(told, quote=True)}"' in path.read_text("utf-8")
 
 
-def _generated(page: Path, text: str, parts: Collection[str]) -> str:
+def _generated(page: Path, text: str, parts: Collection[str] = ()) -> str:
     def part(match: re.Match[str]) -> str:
         name = match["name"]
         if name not in PARTS:

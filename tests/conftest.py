@@ -199,8 +199,8 @@ def in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> torch.Tensor:
         return softmax(values, dim, _stacklevel, None if values.dtype is torch.float64 else dtype)
 
-    def unless_fp64(values: torch.Tensor) -> torch.Tensor:
-        return values if values.dtype is torch.float64 else to_float(values)
+    def unless_fp64(values: torch.Tensor, **options: Any) -> torch.Tensor:
+        return values if values.dtype is torch.float64 else to_float(values, **options)
 
     monkeypatch.setattr(torch.nn.functional, "softmax", of_its_own_dtype)
     monkeypatch.setattr(torch.Tensor, "float", unless_fp64)
