@@ -32,11 +32,15 @@ from fedguild.payload import Payload
 from fedguild.recording import DEVIATION, Where, evaluation_record, observation_records, summary_record
 from fedguild.server.method import Deployment, Method
 from fedguild.server.optimizer import without_momentum
+from fedguild.server.private_mean import digest_of
 from fedguild.server.run_log import EvaluationRecord, Record
 from fedguild.setup import Experiment, OwnScope, Split
 
 Model = tuple[str, Budget, Deployment]
 """A model's name (that of its budget or client), the budget that it runs at, and its deployment."""
+Content = tuple[tuple[str, Budget, AdapterPlan, str], ...]
+Known = dict[Content, list[EvaluationRecord]]
+"""Scores by what the scored models are."""
 MODELS_AT_ONCE = 8
 """Number of models that share a forward pass if the cohort size is `auto`."""
 DIAGNOSED_TEXTS = 32
@@ -57,16 +61,18 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
     global_models = [(budget.name, budget, deployment) for budget, deployment in deployed if deployment is not None]
     records = _scored(experiment, global_models, [pooled] * len(global_models), ("budget", number, split))
     summary: list[Record] = [summary_record("mean", records)] if records else []
-    if _scores_own_models(experiment, has_global_model=bool(global_models)):
+    own = _scores_own_models(experiment, has_global_model=bool(global_models))
+    known: Known | None = {} if own + settings.trained + settings.received > 1 else None
+    if own:
         require_public_scores(experiment.config)
-        scored = _client_scores(experiment, "client", state, number, split)
+        scored = _client_scores(experiment, "client", state, number, split, known)
         summary.append(summary_record("mtal", scored))
         records += scored
     protocols: list[Literal["trained", "received"]] = []
     protocols += ["trained"] if settings.trained else []
     protocols += ["received"] if settings.received else []
     for protocol in protocols:
-        scored = _client_scores(experiment, protocol, state, number, split)
+        scored = _client_scores(experiment, protocol, state, number, split, known)
         summary.append(summary_record(protocol, scored))
         records += scored
     if settings.pooled:
@@ -146,12 +152,12 @@ def recorded_scores(config: Config, method: Method) -> dict[str, set[str]]:
 
 
 def _client_scores(
-    experiment: Experiment, scope: OwnScope, state: Payload, number: int, split: Split
+    experiment: Experiment, scope: OwnScope, state: Payload, number: int, split: Split, known: Known | None
 ) -> list[EvaluationRecord]:
     """Returns every client's score on its own held-out examples, computed where the examples are stored."""
     if experiment.remote is not None:
         return experiment.remote.score(scope, state, number, split)
-    return score_clients(experiment, scope, _excerpts(experiment, state), number, split)
+    return score_clients(experiment, scope, _excerpts(experiment, state), number, split, known)
 
 
 def score_clients(
@@ -160,8 +166,12 @@ def score_clients(
     excerpt_of: Callable[[ClientInfo], Payload],
     number: int,
     split: Split,
+    known: Known | None = None,
 ) -> list[EvaluationRecord]:
     """Scores an experiment's clients on their own held-out examples.
+
+    With most methods a client's own model is the one that it trained or the one that it receives, which is then scored
+    once.
 
     Args:
         experiment: The run; with real clients, the run of one of them.
@@ -170,11 +180,25 @@ def score_clients(
         excerpt_of: Returns a client's excerpt of the state.
         number: The round that led to the state.
         split: The split with the examples.
+        known: Scores of the same examples by the models that have them; those of other models are added.
     """
     models = _models(experiment, scope, excerpt_of, number)
+    content = None if known is None else _content(models)
+    if known is not None and content is not None and content in known:
+        return [record.model_copy(update={"scope": scope}) for record in known[content]]
     limit = experiment.config.evaluation.max_examples
     held_out = [getattr(data, split)[:limit] for data in experiment.data.clients]
-    return _scored(experiment, models, held_out, (scope, number, split))
+    records = _scored(experiment, models, held_out, (scope, number, split))
+    if known is not None and content is not None:
+        known[content] = records
+    return records
+
+
+def _content(models: Sequence[Model]) -> Content | None:
+    """Returns what several models are, equal only for the same ones; None where the backbone was changed."""
+    if any(deployment.merged for _, _, deployment in models):
+        return None
+    return tuple((name, budget, one.plan, digest_of(one.tensors)) for name, budget, one in models)
 
 
 def _scored(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
-from fedguild import experiment
+from fedguild import experiment, scoring
 from fedguild.server.run_log import EvaluationRecord, RunLog
 from tests.experiment.runs import Killed, ended, kill_at, save_model, small_config
 
@@ -44,6 +45,33 @@ def test_every_client_is_scored_twice_on_its_own_data(olmoe: Path, tmp_path: Pat
     again = experiment.evaluate(tmp_path / "run")
     assert again.trained == result.trained
     assert again.received == result.received
+
+
+@pytest.mark.parametrize(
+    ("method", "own"), [("fedavg", "received"), ("pfl-moe", "trained"), ("fedex-lora", "received"), ("guild", None)]
+)
+def test_the_same_models_are_scored_once(
+    method: str, own: str | None, olmoe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client's own model is what it trained or receives, or a third one; none is compared if the backbone changes."""
+    scored: list[str] = []
+    scored_as = scoring._scored
+
+    def counted(experiment: Any, models: Any, examples: Any, where: Any) -> list[EvaluationRecord]:
+        scored.append(where[0])
+        return scored_as(experiment, models, examples, where)
+
+    monkeypatch.setattr(scoring, "_scored", counted)
+    scores_of_all = ("evaluation.clients=true", "evaluation.perplexity=true", "evaluation.pooled=false")
+    settings = (*BOTH, *scores_of_all, "evaluation.every=2", "evaluation.initial=false")
+    experiment.run(small_config(olmoe, *settings, base=f"{method}/tiny-tasks"), tmp_path / "run")
+    others = {"trained": ["received"], "received": ["trained"]}.get(own or "", ["trained", "received"])
+    once = method != "fedex-lora"
+    assert scored == ["budget", "client", *(others if once else ["trained", "received"])]
+    client, *both = (scores(tmp_path / "run", scope, 2) for scope in ("client", "trained", "received"))
+    for scope, found in zip(("trained", "received"), both, strict=True):
+        same = [record.model_copy(update={"scope": scope}) for record in client.values()]
+        assert (same == list(found.values())) == (scope == own), scope
 
 
 def test_a_killed_run_has_the_same_scores(olmoe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

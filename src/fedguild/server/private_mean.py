@@ -114,5 +114,6 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
     """Returns a hash of named tensors, by their names and bits."""
     content = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        content.update(name.encode() + b"\x1f" + tensor.contiguous().numpy().tobytes())
+        content.update(name.encode() + b"\x1f")
+        content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return content.hexdigest()
