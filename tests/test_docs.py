@@ -425,7 +425,7 @@ LONGER = {
 }
 
 
-@pytest.mark.parametrize(("jobs", "discard"), [(100, False), (1, True)])
+@pytest.mark.parametrize(("jobs", "discard"), [pytest.param(100, False, marks=pytest.mark.long), (1, True)])
 def test_a_column_may_be_read_from_the_runs_of_a_longer_one(
     recording: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, discard: bool
 ) -> None:
