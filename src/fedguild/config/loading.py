@@ -53,7 +53,7 @@ def presets() -> tuple[Preset, ...]:
 def preset_subject(preset: Preset) -> tuple[str, str]:
     """Returns a preset's `model.path` and `data.corpus` as they are written, without validating its config."""
     settings: dict[str, Any] = {}
-    for layer in _file_layers(preset.path, ()):
+    for layer in _packaged_layers(preset.path):
         settings = _merged(settings, layer.settings)
     model, data = settings.get("model") or {}, settings.get("data") or {}
     return str(model.get("path", "embedded")), str(data.get("corpus", "tasks"))
