@@ -23,6 +23,7 @@ UNIFORM: dict[str, dict[str, Any]] = {
     "hetlora": {},
     "hetlora that prunes hard": {},
     "fdlora": {},
+    "fedex-lora": {},
     "flex": {"weights": "uniform"},
     "fedamole": {},
     "fedptuning": {},

@@ -57,8 +57,12 @@ def records(seeds: int = 3) -> list[CellRecord]:
     ]
 
 
+def first_figure(table: Table, recorded: list[CellRecord]) -> recorded_figures.Drawing | None:
+    return recorded_figures.drawings(table, recorded).get("")
+
+
 def test_the_points_are_the_means_over_the_seeds() -> None:
-    drawn = recorded_figures.of_scores(Table.model_validate(TABLE), records())
+    drawn = first_figure(Table.model_validate(TABLE), records())
     assert drawn is not None
     found = {
         (panel, line): [round(score.mean, 9) for score in scores]
@@ -87,11 +91,19 @@ def test_a_figure_may_draw_a_score_of_its_own_at_a_value() -> None:
         record.model_copy(update={"scores": {"mean": record.scores["mean"], "b4": record.scores["mean"] - 0.25}})
         for record in records()
     ]
-    drawn = recorded_figures.of_scores(table, with_budget)
+    drawn = first_figure(table, with_budget)
     assert drawn is not None
     assert [round(one.mean, 9) for one in drawn.panels[""]["t = 2"]] == [0.35, 0.6]
     assert drawn.y == "score"
-    assert recorded_figures.of_scores(table, records()) is None, "no run has the budget"
+    assert first_figure(table, records()) is None, "no run has the budget"
+
+
+def test_a_further_figure_is_not_called_as_the_one_over_the_rounds() -> None:
+    with pytest.raises(ValueError, match="cannot be called rounds"):
+        Table.model_validate({**TABLE, "figures": {"rounds": TABLE["figure"]}})
+    further = {**TABLE["figure"], "panels": {"": {"t = 3": "t-3 @ dirichlet-{x}"}}}
+    with pytest.raises(ValueError, match="names t-3, no row or column"):
+        Table.model_validate({**TABLE, "figures": {"further": further}})
 
 
 def test_a_score_for_no_value_of_the_axis_is_refused() -> None:
@@ -110,18 +122,18 @@ def test_more_lines_than_colours_are_refused() -> None:
 
 def test_nothing_is_drawn_before_every_cell_is_recorded() -> None:
     table = Table.model_validate(TABLE)
-    assert recorded_figures.of_scores(table.model_copy(update={"figure": None}), records()) is None
+    assert first_figure(table.model_copy(update={"figure": None}), records()) is None
     for cell in MEANS:
         some = [record for record in records() if (record.row, record.column) != cell]
-        assert recorded_figures.of_scores(table, some) is None, cell
+        assert first_figure(table, some) is None, cell
     other = [record.model_copy(update={"scores": {"b1": 0.5}}) for record in records()]
-    assert recorded_figures.of_scores(table, other) is None, "the table's score is not among them"
+    assert first_figure(table, other) is None, "the table's score is not among them"
 
 
 def test_lines_and_bars_have_the_means_and_the_intervals() -> None:
     """t(0.975, 2 degrees) = 4.302653: three seeds with a deviation of 0.1 reach 0.248414."""
     table = Table.model_validate(TABLE)
-    drawn = recorded_figures.of_scores(table, records())
+    drawn = first_figure(table, records())
     assert drawn is not None
     figure = recorded_figures.draw(drawn)
     assert figure.get_figwidth() == NARROW_WIDTH < 390 / 96
@@ -141,9 +153,7 @@ def test_lines_and_bars_have_the_means_and_the_intervals() -> None:
 
 def test_a_line_has_one_colour_in_all_panels_and_in_the_legend() -> None:
     panels = {"Even": TABLE["figure"]["panels"]["Even"], "Skewed": {"by k": "t-{x} @ skewed", "alone": "t-2 @ skewed"}}
-    drawn = recorded_figures.of_scores(
-        Table.model_validate(TABLE | {"figure": TABLE["figure"] | {"panels": panels}}), records()
-    )
+    drawn = first_figure(Table.model_validate(TABLE | {"figure": TABLE["figure"] | {"panels": panels}}), records())
     assert drawn is not None
     figure = recorded_figures.draw(drawn)
     seen: dict[str, set[str]] = {}
@@ -163,7 +173,7 @@ def test_a_line_has_one_colour_in_all_panels_and_in_the_legend() -> None:
 
 def test_one_seed_has_no_interval() -> None:
     table = Table.model_validate(TABLE)
-    drawn = recorded_figures.of_scores(table, records(seeds=1))
+    drawn = first_figure(table, records(seeds=1))
     assert drawn is not None
     for container in recorded_figures.draw(drawn).axes[0].containers:
         line, _, (bars,) = container.lines  # type: ignore[attr-defined]
@@ -174,7 +184,7 @@ def test_one_seed_has_no_interval() -> None:
 
 def test_the_file_says_every_number_to_who_cannot_see_it() -> None:
     table = Table.model_validate(TABLE)
-    drawn = recorded_figures.of_scores(table, records())
+    drawn = first_figure(table, records())
     assert drawn is not None
     told = recorded_figures.description(drawn)
     assert told.startswith(
@@ -208,6 +218,8 @@ def test_a_methods_own_figure_is_drawn_over_the_rounds() -> None:
     assert axes.get_ylim()[1] > 5.4
     assert list(recorded_figures.drawings(table, reported)) == ["", "rounds"]
     assert list(recorded_figures.drawings(table, records())) == [""]
+    further = table.model_copy(update={"figures": {"again": table.figure}})
+    assert list(recorded_figures.drawings(further, reported)) == ["", "again", "rounds"]
     for change in ({}, {"drift": {1: 2.0}}):
         others = [*reported[1:], reported[0].model_copy(update={"observations": change})]
         assert recorded_figures.over_rounds(table, others) is None, change
@@ -234,13 +246,6 @@ def test_a_figure_of_unknown_cells_is_refused(panels: dict[str, object], told: s
         Table.model_validate({**TABLE, "figure": {**TABLE["figure"], "panels": panels}})
 
 
-NOT_DRAWN = {
-    "flame/decide-english": {"t-2-no-rescaler", "t-2-static"},  # at one temperature
-    "fedalign-moe/decide-english": {"lambda-0.1-sharp-region", "lambda-0.1-sharp-constant-region"},  # at one lambda
-}
-"""Rows that are compared at one value of their figure's axis, where a line would have one point."""
-
-
 def test_every_table_that_decides_has_a_figure_of_its_cells() -> None:
     deciding = [table for table in tables() if table.name.endswith("/decide-english")]
     assert len(deciding) == 4
@@ -249,9 +254,10 @@ def test_every_table_that_decides_has_a_figure_of_its_cells() -> None:
         assert table.figure is not None, shipped.name
         drawn = {
             cell
-            for panel, lines in table.figure.panels.items()
+            for figure in table.drawn_scores.values()
+            for panel, lines in figure.panels.items()
             for line in lines
-            for cell in table.figure.cells(panel, line)
+            for cell in figure.cells(panel, line)
         }
         cells = {(cell.row, cell.column) for cell in table_cells(shipped.name, table)}
-        assert {row for row, _ in cells - drawn} == NOT_DRAWN.get(shipped.name, set()), shipped.name
+        assert cells == drawn, shipped.name

@@ -10,7 +10,7 @@ from fedguild.config.table import Table, table_cells, tables
 from fedguild.report.recorded import CellRecord
 from fedguild.report.recorded_claims import claims_markdown
 from fedguild.report.recorded_pages import summary_page
-from fedguild.report.recorded_summary import by_row, cost_ratios, summary_grid
+from fedguild.report.recorded_summary import by_row, cost_ratios, shown_grid, summary_grid
 
 
 def table(**changes: Any) -> Table:
@@ -41,6 +41,32 @@ def record(row: str, seed: int = 0, column: str = "short", score: float = 0.5, *
         "download_bytes": 4e6,
     }
     return CellRecord(**{**given, **changes})
+
+
+def test_what_methods_report_is_shown_by_column_and_row_from_the_first_to_the_last_round() -> None:
+    shown = table(shows=["idle experts, below a tenth / of one client", "router drift"])
+    records = [
+        record("flame", 0, observations={shown.shows[0]: {1: 0.2, 4: 0.5}}),
+        record("flame", 1, observations={shown.shows[0]: {1: 0.4, 4: 0.3}}),
+        record("fedit", 0),
+        record("fedit", 0, "long", observations={"router drift": {4: 0.25}}),
+    ]
+    grid = shown_grid(shown, records)
+    assert grid is not None
+    assert [cell.text for cell in grid.header] == ["column", "row", "idle experts / of one client", "router drift"]
+    assert [[cell.text for cell in row] for row in grid.rows] == [
+        ["short", "flame", "0.3 → 0.4", "–"],
+        ["long", "fedit", "–", "0.25"],
+    ]
+    assert grid.to_markdown() in summary_page(shown, records)
+    assert shown_grid(table(), records) is None
+    assert shown_grid(shown, [record("trivial")]) is None
+    alone = shown_grid(
+        table(columns={"all": {}}, shows=["router drift"]),
+        [record("flame", column="all", observations={"router drift": {4: 0.25}})],
+    )
+    assert alone is not None
+    assert [cell.text for cell in alone.header] == ["row", "router drift"]
 
 
 def test_a_row_has_its_score_in_every_column_and_the_costs_of_the_last() -> None:

@@ -170,7 +170,7 @@ def _table_figures(
     from fedguild.report.recorded import record_of
     from fedguild.report.recorded_figures import for_page
 
-    if table.figure is None and table.rounds is None:
+    if not table.drawn_scores and table.rounds is None:
         return {}
     records = [
         record_of(runs[cell.folder], name, group.title or ONLY_COLUMN, cell.config.name, cell.config.fingerprint())

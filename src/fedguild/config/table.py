@@ -96,6 +96,10 @@ class TableFigure(Section):
         return [(row.strip(), column.strip() or ONLY_COLUMN) for row, _, column in parts]
 
 
+ROUNDS = "rounds"
+"""The end of the file's name of the figure over the rounds."""
+
+
 class RoundsFigure(Section):
     """A figure of what a method reported, over the rounds: panels of lines, each of a cell."""
 
@@ -139,9 +143,17 @@ class Table(Section):
     figure: TableFigure | None = Field(
         default=None, description="A figure of the scores, of a comparison's runs and of recorded ones; null: none."
     )
+    figures: dict[str, TableFigure] = Field(
+        default_factory=dict, description="Further figures of the scores, each by the end of its file's name."
+    )
     rounds: RoundsFigure | None = Field(
         default=None, description="A figure of the method's own figure over the rounds; null: none."
     )
+
+    @property
+    def drawn_scores(self) -> dict[str, TableFigure]:
+        """The figures of the scores, by the end of their files' names; that of the first is empty."""
+        return {**({"": self.figure} if self.figure is not None else {}), **self.figures}
 
     @model_validator(mode="after")
     def _knows_what_is_claimed(self) -> Self:
@@ -153,14 +165,20 @@ class Table(Section):
         return self
 
     @model_validator(mode="after")
+    def _names_its_figures(self) -> Self:
+        if ROUNDS in self.figures:
+            raise ValueError(f"a figure of the scores cannot be called {ROUNDS}, as the one over the rounds is")
+        return self
+
+    @model_validator(mode="after")
     def _knows_what_is_drawn(self) -> Self:
         drawn: list[tuple[str, tuple[str, str]]] = []
-        if self.figure is not None:
+        for figure in self.drawn_scores.values():
             drawn += [
                 (line, cell)
-                for panel, lines in self.figure.panels.items()
+                for panel, lines in figure.panels.items()
                 for line in lines
-                for cell in self.figure.cells(panel, line)
+                for cell in figure.cells(panel, line)
             ]
         if self.rounds is not None:
             drawn += [

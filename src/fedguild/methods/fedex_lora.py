@@ -46,7 +46,7 @@ from fedguild.server.low_rank import Factors, by_module, stack
 from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Deployment, Method, ServerCosts, Upload
 from fedguild.server.settings import DropoutLoraSettings, Weights
-from fedguild.server.uploads import collected, size_shares
+from fedguild.server.uploads import collected, shares_of
 
 
 class FedExLoRASettings(DropoutLoraSettings):
@@ -111,8 +111,7 @@ class FedExLoRA(Method):
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 5 and 6; holds all uploads, as the residual needs the average first."""
         received = collected(uploads)
-        uniform = [1 / len(received) for _ in received]
-        shares = size_shares(received) if self.settings.weights == "size" else uniform
+        shares = shares_of(received, self.settings.weights)
         if not shares:
             return state
         average = WeightedMean()

@@ -11,7 +11,7 @@ from textwrap import wrap
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedguild.config.table import Table
+from fedguild.config.table import ROUNDS, Table, TableFigure
 from fedguild.evaluation.statistics import Spread, half_width, spread
 from fedguild.report.recorded import CellRecord
 from fedguild.report.style import NARROW_WIDTH, gridlines, key_at, method_colours, styled, to_svg, trend_limits
@@ -63,15 +63,13 @@ def drawings(table: Table, records: Sequence[CellRecord]) -> dict[str, Drawing]:
 
     One for which a cell has no record, or not what it draws, is left out.
     """
-    found = {"": of_scores(table, records), "rounds": over_rounds(table, records)}
+    found = {end: of_scores(table, figure, records) for end, figure in table.drawn_scores.items()}
+    found[ROUNDS] = over_rounds(table, records)
     return {end: drawing for end, drawing in found.items() if drawing is not None}
 
 
-def of_scores(table: Table, records: Sequence[CellRecord]) -> Drawing | None:
-    """Returns the figure of the table's scores; None where it has none, or a cell that it needs has no record."""
-    if table.figure is None:
-        return None
-    figure = table.figure
+def of_scores(table: Table, figure: TableFigure, records: Sequence[CellRecord]) -> Drawing | None:
+    """Returns a figure of the table's scores; None where a cell that it needs has no record."""
     scored: dict[tuple[str, str, str], list[float]] = {}
     for record in records:
         for score, value in record.scores.items():

@@ -22,7 +22,7 @@ from fedguild.report.recorded_claims import (
     smallest_shown,
 )
 from fedguild.report.recorded_figures import Drawing
-from fedguild.report.recorded_summary import by_row, summary_grid
+from fedguild.report.recorded_summary import by_row, first_to_last, heading, shown_grid, summary_grid
 from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, TITLES, TRAINED
 
 OF_CLIENTS = (TRAINED, RECEIVED, POOLED, MTAL)
@@ -71,7 +71,9 @@ def summary_page(
     figures: Mapping[str, Drawing] = MappingProxyType({}),
     remark: str = "",
 ) -> str:
-    """Returns a table in short as Markdown, for the page of its method: one score by column, figures, claims, a remark.
+    """Returns a table in short as Markdown, for the page of its method.
+
+    One score by column, costs, what the methods report, figures, claims, a remark.
 
     Args:
         table: The table.
@@ -79,8 +81,8 @@ def summary_page(
         figures: Path of a figure from the page -> what it draws.
         remark: What it means, in a paragraph written by hand; may be empty.
     """
-    grid = summary_grid(table, records)
-    parts = [*([grid.to_markdown()] if grid else []), *_drawn(figures)]
+    grids = [grid for make in (summary_grid, shown_grid) if (grid := make(table, records)) is not None]
+    parts = [*(grid.to_markdown() for grid in grids), *_drawn(figures)]
     parts += [claims_markdown(table, records)] if table.claims else []
     return "\n".join([*parts, *_said(remark)])
 
@@ -107,7 +109,7 @@ def score_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> Grid:
     columns, shows = _columns(cells, table), table.shows
     smallest = _smallest_budget(cells)
     header = [Cell("row"), *(Cell(TITLES.get(name, name)) for name in columns)]
-    header += [Cell(_heading(name)) for name in shows]
+    header += [Cell(heading(name)) for name in shows]
     header += [Cell("training FLOPs", smallest)] if smallest else []
     header += [Cell("up"), Cell("down"), Cell("seeds")]
     body = []
@@ -116,7 +118,7 @@ def score_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> Grid:
         for name in columns:
             scored = [record.scores[name] for record in members if name in record.scores]
             line.append(Cell(units.score_spread(spread(scored) if scored else None), strong=_best(cells, name) == row))
-        line += [Cell(_first_to_last([record.observations.get(name, {}) for record in members])) for name in shows]
+        line += [Cell(first_to_last([record.observations.get(name, {}) for record in members])) for name in shows]
         if smallest:
             flops = [record.training_flops[smallest] for record in members if smallest in record.training_flops]
             line.append(Cell(units.si(fmean(flops) if flops else None)))
@@ -147,12 +149,6 @@ def perplexity_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> 
         body.append((Cell(row), *(Cell(_perplexity(values)) for values in found)))
     title = "Perplexity of the same models, mean ± sample deviation over the seeds; lower is better"
     return Grid(title, header, tuple(body))
-
-
-def _heading(shown: str) -> str:
-    """Returns a figure's name without the formula behind its comma, and the column that is shown of it."""
-    name, _, formula = shown.partition(", ")
-    return f"{name} / {formula.rpartition(' / ')[2]}" if " / " in formula else name
 
 
 def difference_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> Grid | None:
@@ -219,16 +215,6 @@ def _duration(records: Sequence[CellRecord]) -> list[str]:
         return []
     which = f"These {len(seconds)} cells" if len(seconds) == len(records) else f"{len(seconds)} of these cells"
     return [f"{which} took {units.duration(sum(seconds))} in all, each from its first round."]
-
-
-def _first_to_last(figures: Sequence[Mapping[int, float]]) -> str:
-    """Returns a figure's mean over the seeds in the first and the last of its rounds: `0.31 → 0.74`."""
-    ends = [(min(rounds), max(rounds)) for rounds in figures if rounds]
-    if not ends:
-        return units.MISSING
-    known = [rounds for rounds in figures if rounds]
-    first, last = (fmean(rounds[end[place]] for rounds, end in zip(known, ends, strict=True)) for place in (0, 1))
-    return f"{last:.3g}" if all(start == end for start, end in ends) else f"{first:.3g} → {last:.3g}"
 
 
 def _chosen(choices: Sequence[ChoiceRecord]) -> str:

@@ -80,6 +80,41 @@ def summary_grid(table: Table, records: Sequence[CellRecord]) -> Grid | None:
     return Grid(title, tuple(header), tuple(body))
 
 
+def shown_grid(table: Table, records: Sequence[CellRecord]) -> Grid | None:
+    """Returns (column, row) × the figures that the table shows: their means over the seeds, first → last round.
+
+    None where the table shows none, or no record has one.
+    """
+    body = []
+    for column in table.columns:
+        for row, members in by_row(table, [record for record in records if record.column == column]).items():
+            found = [first_to_last([record.observations.get(name, {}) for record in members]) for name in table.shows]
+            if any(text != units.MISSING for text in found):
+                where = [] if column == ONLY_COLUMN else [Cell(column)]
+                body.append((*where, Cell(row), *map(Cell, found)))
+    if not body:
+        return None
+    where = [] if ONLY_COLUMN in table.columns else [Cell("column")]
+    header = (*where, Cell("row"), *(Cell(heading(name)) for name in table.shows))
+    return Grid("What the methods report, mean over the seeds, in the first → the last round", header, tuple(body))
+
+
+def heading(shown: str) -> str:
+    """Returns a figure's name without the formula behind its comma, and the column that is shown of it."""
+    name, _, formula = shown.partition(", ")
+    return f"{name} / {formula.rpartition(' / ')[2]}" if " / " in formula else name
+
+
+def first_to_last(figures: Sequence[Mapping[int, float]]) -> str:
+    """Returns a figure's mean over the seeds in the first and the last of its rounds: `0.31 → 0.74`."""
+    ends = [(min(rounds), max(rounds)) for rounds in figures if rounds]
+    if not ends:
+        return units.MISSING
+    known = [rounds for rounds in figures if rounds]
+    first, last = (fmean(rounds[end[place]] for rounds, end in zip(known, ends, strict=True)) for place in (0, 1))
+    return f"{last:.3g}" if all(start == end for start, end in ends) else f"{first:.3g} → {last:.3g}"
+
+
 def cost_ratios(rows: Rows, higher: str, lower: Iterable[str]) -> str:
     """Returns what a claim's row costs, as a multiple of each of those that it is to beat: `up × 0.97 to 1.94`.
 

@@ -43,10 +43,11 @@ def collected(uploads: Iterable[Upload]) -> list[Upload]:
     return sorted(copies, key=lambda upload: (upload.client.index, upload.round))
 
 
-def size_shares(uploads: Sequence[Upload]) -> list[float]:
-    """Returns p_c = n_c / sum n of each upload; empty if no client has an example."""
-    examples = sum(upload.client.examples for upload in uploads)
-    return [upload.client.examples / examples for upload in uploads] if examples else []
+def shares_of(uploads: Sequence[Upload], weights: Literal["size", "uniform"]) -> list[float]:
+    """Returns p_c = w_c / sum w of each upload, with the weights of `weight_of`; empty if no client has an example."""
+    each = [weight_of(upload, weights) for upload in uploads]
+    total = sum(each)
+    return [weight / total for weight in each] if total else []
 
 
 def scaled_products(
@@ -61,7 +62,7 @@ def scaled_products(
     Returns:
         A pair for each upload; empty if no client has an example.
     """
-    shares = size_shares(uploads)
+    shares = shares_of(uploads, "size")
     weighed = zip(uploads, shares, strict=True) if shares else ()
     return [(upload.payload.part(ADAPTER), share * scale_of(upload.client.budget)) for upload, share in weighed]
 
