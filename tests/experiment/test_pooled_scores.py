@@ -46,3 +46,20 @@ def test_where_nothing_is_private_it_is_the_global_models_score(olmoe: Path, tmp
     (budget,) = scores(tmp_path / "run", "budget").values()
     for record in scores(tmp_path / "run", "pooled").values():
         assert record.metrics == pytest.approx(budget.metrics)
+
+
+def test_a_client_of_pfl_moe_answers_with_its_mixture(olmoe: Path, tmp_path: Path) -> None:
+    """Not with the global adapter, which is FedIT's and what the budget's score is about."""
+    options = (
+        "federation.rounds=1",
+        "evaluation.pooled=true",
+        "evaluation.perplexity=true",
+        "method.personal_from=1",
+        "federation.budgets=[{name: all, active_experts: 4}]",
+    )
+    experiment.run(small_config(olmoe, *options, base="pfl-moe/tiny-tasks"), tmp_path / "run")
+    (budget,) = scores(tmp_path / "run", "budget").values()
+    pooled = [record.metrics for record in scores(tmp_path / "run", "pooled").values()]
+    assert len(pooled) > 1
+    assert all(metrics != pytest.approx(budget.metrics) for metrics in pooled)
+    assert pooled[0] != pytest.approx(pooled[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -250,6 +251,17 @@ def test_the_shipped_card_says_what_the_build_writes() -> None:
     made = shipped.partition("## How it was made")[2].partition("| step |")[0]
     template = _CARD.partition("## How it was made")[2].partition("| step |")[0]
     assert len(made.splitlines()) == len(template.splitlines())
+
+
+def test_the_shipped_card_attributes_every_text() -> None:
+    sources = (english.CHECKPOINT / "README.md").read_text("utf-8").partition("## Text and attribution")[2]
+    assert 'Attribution: "OpenStax, <title>, CC BY 4.0, openstax.org"' in sources
+    assert "The World Factbook, United States government, **public domain**" in sources
+    for line in ("- `openstax-*.txt.gz`", "- `factbook.txt.gz`", "- `gutenberg-*.txt.gz`"):
+        assert line in sources
+    rows = re.findall(r"^\| (openstax|gutenberg)-\S+ \| \S.* \| \S.* \| [\d,]+ \|$", sources, re.MULTILINE)
+    assert rows.count("openstax") > 25
+    assert rows.count("gutenberg") > 10
 
 
 def test_the_learning_rate_warms_up_stays_and_decays_to_zero(training: Pretraining) -> None:

@@ -21,6 +21,7 @@ from tests.experiment.runs import ended, load_models_once, save_model, small_con
 from tests.secure.test_runs import SECURE, sites
 
 METHOD = ("method.targets=[q_proj]", "method.rank_by_budget=false", "federation.clients=3", *SECURE[1:])
+GUILD = ("method.targets=[q_proj]", "federation.clients=3", *SECURE[1:])
 LOCAL = ("privacy.unit=client", "privacy.clip=0.1", "privacy.noise_multiplier=2")
 EXAMPLE = ("privacy.unit=example", "privacy.noise_multiplier=1", "privacy.sample_rate=0.1")
 
@@ -60,13 +61,19 @@ def assert_masked_after_the_noise(seen: dict[str, list[Payload]]) -> None:
 
 
 @pytest.mark.parametrize("privacy", [LOCAL, EXAMPLE])
+@pytest.mark.parametrize(("base", "method"), [("fedit/tiny-tasks", METHOD), ("guild/tiny-tasks", GUILD)])
 def test_a_simulation_masks_what_is_noised_and_ends_as_without_masks(
-    privacy: tuple[str, ...], model: Path, tmp_path: Path, seen: dict[str, list[Payload]]
+    base: str,
+    method: tuple[str, ...],
+    privacy: tuple[str, ...],
+    model: Path,
+    tmp_path: Path,
+    seen: dict[str, list[Payload]],
 ) -> None:
-    config = small_config(model, *METHOD, *privacy, base="fedit/tiny-tasks")
+    config = small_config(model, *method, *privacy, base=base)
     experiment.run(config, tmp_path / "secure")
     assert_masked_after_the_noise(seen)
-    plain = small_config(model, *METHOD, *privacy, "federation.secure=false", base="fedit/tiny-tasks")
+    plain = small_config(model, *method, *privacy, "federation.secure=false", base=base)
     experiment.run(plain, tmp_path / "plain")
     expected = ended(tmp_path / "plain").state
     for name, value in ended(tmp_path / "secure").state.tensors.items():
