@@ -22,10 +22,11 @@ from fedguild.client.budget import Budget
 from fedguild.config import table_cells, tables
 from fedguild.config.reference import as_markdown, settings_of
 from fedguild.config.schema import Config
-from fedguild.config.table import ShippedTable
+from fedguild.config.table import ShippedTable, Table
 from fedguild.costs.published import compare
 from fedguild.costs.published_claims import CLAIMS
 from fedguild.costs.several_gpus import gpus_markdown
+from fedguild.errors import DataError
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
 from fedguild.model.info import ModelInfo
@@ -33,6 +34,7 @@ from fedguild.report import recorded_figures
 from fedguild.report.recorded import CellRecord, read_choices, read_records
 from fedguild.report.recorded_claims import claims_markdown
 from fedguild.report.recorded_pages import summary_page, table_page
+from fedguild.report.recorded_remarks import render_remark
 
 ROOT = Path(__file__).parents[1]
 METHOD_PAGES = ROOT / "docs" / "methods"
@@ -40,7 +42,7 @@ RECORDS = METHOD_PAGES / "records"
 FIGURES = METHOD_PAGES / "figures"
 """Where the recorded tables' figures are written, as SVG files."""
 REMARK = "remark.txt"
-"""In a table's folder of records: what its results mean, a paragraph of Markdown written by hand."""
+"""In a table's folder of records: what its results mean, a template of Markdown (`recorded_remarks.py`)."""
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LEGEND = "[What the columns say](results.md#recorded-tables).\n"
 """Above the recorded tables on a method's page."""
@@ -83,6 +85,7 @@ def outdated(parts: Collection[str] = ()) -> dict[Path, str]:
         parts: The parts to look at, with `recorded` the figures too; all if empty.
 
     Raises:
+        DataError: a record cannot be read, or a table's remark names something that its records do not have.
         ValueError: a page marks a part that nothing generates, or a method's page lacks a line of "In short".
     """
     _records.cache_clear()
@@ -170,14 +173,12 @@ def _recorded(page: Path) -> str:
         content = shipped.load()
         drawn = recorded_figures.drawings(content, of_table)
         figures = {f"{FIGURES.name}/{_figure_path(shipped, end).name}": one for end, one in drawn.items()}
-        written = RECORDS / shipped.name / REMARK
-        remark = written.read_text("utf-8") if written.is_file() else ""
         if page.stem == "results":
-            choices = read_choices(RECORDS, shipped.name)
+            choices, remark = read_choices(RECORDS, shipped.name), _remark(shipped.name, content, of_table)
             parts.append(table_page(shipped.name, shipped.description, content, of_table, choices, figures, remark))
         elif shipped.name.startswith(f"{page.stem}/"):
             parts += [f"### {shipped.name}\n", f"{shipped.description}\n"]
-            parts.append(summary_page(content, of_table, figures, remark))
+            parts.append(summary_page(content, of_table, figures, _remark(shipped.name, content, of_table)))
         elif rows := [row for row, method in _methods_of_rows(shipped).items() if method == page.stem]:
             claims = tuple(one for one in content.claims if {one.higher, *one.lower} & set(rows))
             shown = ", ".join(f"`{row}`" for row in rows)
@@ -190,6 +191,16 @@ def _recorded(page: Path) -> str:
         none = "No table has" if page.stem == "results" else "No table with this method has"
         return f"{none} been recorded yet: `make tables`.\n"
     return "\n".join([*([] if page.stem == "results" else [LEGEND]), *parts])
+
+
+def _remark(name: str, table: Table, records: Sequence[CellRecord]) -> str:
+    """Returns the remark on a table, with its figures; empty without one.
+
+    Raises:
+        DataError: the remark names something that the records do not have.
+    """
+    written = RECORDS / name / REMARK
+    return render_remark(written.read_text("utf-8"), name, table, records) if written.is_file() else ""
 
 
 @cache
@@ -345,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"there is no part '{unknown[0]}'; known are {', '.join(PARTS)}")
     try:
         pages = outdated(parts)
-    except ValueError as error:
+    except (DataError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     for path in stray_figures():

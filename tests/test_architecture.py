@@ -29,6 +29,7 @@ LAST = (
     "report.recorded_claims",
     "report.recorded_figures",
     "report.recorded_pages",
+    "report.recorded_remarks",
     "recording",
     "scoring",
     "results",

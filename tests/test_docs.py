@@ -16,7 +16,10 @@ import yaml
 
 import fedguild
 from fedguild.api.cells import Cell
-from fedguild.config import load_config, tables
+from fedguild.config import load_config, table_cells, tables
+from fedguild.config.table import ShippedTable
+from fedguild.errors import DataError
+from fedguild.methods import build_method
 from fedguild.model.english import tasks as english
 from fedguild.payload import Payload
 from fedguild.report.recorded import CellRecord, record_of
@@ -118,22 +121,93 @@ def test_a_figure_is_drawn_from_records_and_again_when_one_changes(
     assert page.rstrip().endswith("\n\nWhat it means.")
 
 
-def test_the_numbers_in_a_remark_are_those_of_its_table() -> None:
-    """Each, rounded as the remark rounds it, is one of the numbers in its table's part of results.md."""
-    text = (ROOT / "docs" / "methods" / "results.md").read_text("utf-8")
-    checked = 0
-    for path in sorted((ROOT / "docs" / "methods" / "records").rglob("remark.txt")):
-        remark = path.read_text("utf-8").strip()
-        (section,) = [part.replace(remark, "") for part in text.split("\n### ") if remark in part]
-        known = re.findall(r"\d+\.\d+", section)
-        for number in re.findall(r"\d+\.\d+", remark):
-            digits = len(number.partition(".")[2])
-            near = 0.5001 * 10**-digits
-            assert any(abs(float(one) - float(number)) <= near for one in known), f"{path}: {number} is not there"
-            checked += 1
-        for number in re.findall(r"(\d+) GFLOP", remark):
-            assert f"| {number} G |" in section, f"{path}: {number} GFLOP is not there"
-    assert checked > 5
+NUMBER = re.compile(r"(?<![\w./])(?<!\w-)\d+(?:\.\d+)?(?:e-?\d+)?(?![\w/])")
+NOT_PROSE = re.compile(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}|`[\w-]+/[\w-]+`", re.DOTALL)
+"""In a remark: calls, Jinja's statements and comments, and names of tables."""
+SYMBOL = re.compile(r"\b[a-z] = \d+(?:\.\d+)?|\b95 % interval")
+"""A setting by its symbol, `t = 0`; and the level of the intervals."""
+
+
+def typed_by_hand(remark: str, settings: set[float]) -> list[str]:
+    """The numbers in a remark's text that are none of some settings."""
+    prose = SYMBOL.sub(" ", " ".join(NOT_PROSE.sub(" ", remark).split()))
+    return [number for number in NUMBER.findall(prose) if float(number) not in settings]
+
+
+def settings_of(shipped: ShippedTable, planned: dict[str, Any]) -> set[float]:
+    """The numbers among a table's settings: in its YAML but for the claims, in its plan, and its methods' options."""
+    table, written = shipped.load(), yaml.safe_load(shipped.path.read_text("utf-8"))
+    written = {name: value for name, value in written.items() if name != "claims"}
+    cells = [cell.config().method for cell in table_cells(shipped.name, table, columns=[next(iter(table.columns))])]
+    options = [build_method(one.name, one.options).settings.model_dump() for one in cells]
+    planned = {name: value for name, value in planned.items() if name != "seeds"}
+    return {float(number) for number in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", str([written, planned, options]))}
+
+
+def test_a_number_typed_by_hand_is_found() -> None:
+    remark = "At {{ score('guild', 0.9) }}, Dirichlet 0.5 and t = 0 A3SMoE gains 0.075, 7 % or −2e-3 (`guild/table-2`)."
+    assert typed_by_hand(remark, {0.5}) == ["0.075", "7", "2e-3"]
+    assert typed_by_hand(remark, {0.5, 0.075, 7.0, 0.002}) == []
+    assert typed_by_hand("-0.2, `0.3` and dirichlet-0.4", set()) == ["0.2", "0.3"]
+    assert typed_by_hand("by the 95 %\ninterval, 95 % of", set()) == ["95"]
+
+
+def test_no_figure_in_a_remark_is_typed_by_hand(recording: ModuleType) -> None:
+    """All are read from the records; what stands in the text are settings of its table."""
+    plan = yaml.safe_load((recording.RECORDS / "plan.yaml").read_text("utf-8"))
+    shipped = {table.name: table for table in tables()}
+    found = sorted(recording.RECORDS.rglob("remark.txt"))
+    assert len(found) > 5
+    for path in found:
+        name = path.parent.relative_to(recording.RECORDS).as_posix()
+        typed = typed_by_hand(path.read_text("utf-8"), settings_of(shipped[name], plan[name]))
+        assert not typed, f"the remark of {name} has {', '.join(typed)}, none of its settings: call a function for it"
+
+
+def test_every_remark_is_on_its_pages_with_its_figures(generate: ModuleType) -> None:
+    records = generate._records(generate.RECORDS)
+    results = (generate.METHOD_PAGES / "results.md").read_text("utf-8")
+    for shipped in tables():
+        remark = generate._remark(shipped.name, shipped.load(), [one for one in records if one.table == shipped.name])
+        assert bool(remark) == (generate.RECORDS / shipped.name / generate.REMARK).is_file()
+        method = (generate.METHOD_PAGES / f"{shipped.name.partition('/')[0]}.md").read_text("utf-8")
+        assert f"\n{remark}\n" in results
+        assert f"\n{remark}\n" in method
+        assert "{{" not in remark
+
+
+def test_a_remark_is_rendered_from_the_records(
+    generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In paragraphs; what it names wrongly is told without a traceback."""
+    monkeypatch.setattr(generate, "RECORDS", tmp_path)
+    for seed, score in enumerate((0.5, 0.7)):
+        CellRecord(
+            table="ffa-lora/privacy-english",
+            column="epsilon-8",
+            row="ffa-lora",
+            seed=seed,
+            fingerprint="x",
+            fedguild="0.3.0",
+            round=2,
+            split="test",
+            scores={"mean": score},
+        ).write(tmp_path)
+    remark = tmp_path / "ffa-lora" / "privacy-english" / generate.REMARK
+    remark.write_text("It scores\n{{ score('ffa-lora', 'epsilon-8') }}.\n\nA second question.\n")
+    for page in ("results.md", "ffa-lora.md"):
+        assert generate._recorded(Path(page)).endswith("\n\nIt scores 0.600.\n\nA second question.\n")
+    remark.write_text("{{ score('ffa-lora', 'epsilon-2') }}")
+    unknown = "The remark of ffa-lora/privacy-english: row 'ffa-lora' has no records in epsilon-2."
+    with pytest.raises(DataError, match=re.escape(unknown)) as caught:
+        generate._recorded(Path("results.md"))
+
+    def outdated(parts: list[str]) -> None:
+        raise caught.value
+
+    monkeypatch.setattr(generate, "outdated", outdated)
+    assert generate.main(["recorded"]) == 1
+    assert unknown in capsys.readouterr().err
 
 
 def test_every_method_shows_what_was_recorded_of_it(generate: ModuleType) -> None:

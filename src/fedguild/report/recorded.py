@@ -157,6 +157,11 @@ def nats_per_token(record: CellRecord) -> dict[str, float]:
     return nats
 
 
+def perplexities(record: CellRecord) -> dict[str, float]:
+    """Returns score -> its perplexity; that of `mean` is the geometric mean of the budgets'."""
+    return {name: math.exp(nats) for name, nats in nats_per_token(record).items()}
+
+
 def choice_path(folder: Path, table: str, row: str) -> Path:
     """Returns the file of what was chosen for a row."""
     return folder / table / "choices" / f"{row}.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from types import MappingProxyType
@@ -11,7 +10,7 @@ from fedguild.config.table import ONLY_COLUMN, Table
 from fedguild.evaluation.statistics import spread
 from fedguild.report import units
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.recorded import SUMMARIES, CellRecord, ChoiceRecord, nats_per_token
+from fedguild.report.recorded import SUMMARIES, CellRecord, ChoiceRecord, nats_per_token, perplexities
 from fedguild.report.recorded_claims import (
     ROUNDING,
     Values,
@@ -47,7 +46,7 @@ def table_page(
         records: Its records.
         choices: What was chosen for its rows.
         figures: Path of a figure from the page -> what it draws.
-        remark: What it means, in a paragraph written by hand; may be empty.
+        remark: What it means, in paragraphs of Markdown; may be empty.
     """
     parts = [f"### {description}\n", f"`{_command(name, records)}`\n"]
     parts += [f"{_chosen(choices)}\n"] if choices else []
@@ -79,7 +78,7 @@ def summary_page(
         table: The table.
         records: Its records.
         figures: Path of a figure from the page -> what it draws.
-        remark: What it means, in a paragraph written by hand; may be empty.
+        remark: What it means, in paragraphs of Markdown; may be empty.
     """
     grids = [grid for make in (summary_grid, shown_grid) if (grid := make(table, records)) is not None]
     parts = [*(grid.to_markdown() for grid in grids), *_drawn(figures)]
@@ -144,8 +143,8 @@ def perplexity_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> 
     header = (Cell("row"), *(Cell(TITLES.get(name, name)) for name in columns))
     body = []
     for row, members in cells.items():
-        nats = [nats_per_token(record) for record in members]
-        found = [[math.exp(of_seed[name]) for of_seed in nats if name in of_seed] for name in columns]
+        of_seeds = [perplexities(record) for record in members]
+        found = [[of_seed[name] for of_seed in of_seeds if name in of_seed] for name in columns]
         body.append((Cell(row), *(Cell(_perplexity(values)) for values in found)))
     title = "Perplexity of the same models, mean ± sample deviation over the seeds; lower is better"
     return Grid(title, header, tuple(body))

@@ -107,12 +107,22 @@ def heading(shown: str) -> str:
 
 def first_to_last(figures: Sequence[Mapping[int, float]]) -> str:
     """Returns a figure's mean over the seeds in the first and the last of its rounds: `0.31 → 0.74`."""
-    ends = [(min(rounds), max(rounds)) for rounds in figures if rounds]
-    if not ends:
+    ends = first_and_last(figures)
+    if ends is None:
         return units.MISSING
+    return f"{ends[1]:.3g}" if all(len(rounds) < 2 for rounds in figures) else f"{ends[0]:.3g} → {ends[1]:.3g}"
+
+
+def first_and_last(figures: Iterable[Mapping[int, float]]) -> tuple[float, float] | None:
+    """Returns a figure's means over the seeds in the first and in the last of each seed's rounds; None without a round.
+
+    Args:
+        figures: Of each seed, round -> the figure.
+    """
     known = [rounds for rounds in figures if rounds]
-    first, last = (fmean(rounds[end[place]] for rounds, end in zip(known, ends, strict=True)) for place in (0, 1))
-    return f"{last:.3g}" if all(start == end for start, end in ends) else f"{first:.3g} → {last:.3g}"
+    if not known:
+        return None
+    return fmean(rounds[min(rounds)] for rounds in known), fmean(rounds[max(rounds)] for rounds in known)
 
 
 def cost_ratios(rows: Rows, higher: str, lower: Iterable[str]) -> str:
@@ -122,19 +132,32 @@ def cost_ratios(rows: Rows, higher: str, lower: Iterable[str]) -> str:
     seeds in which all of the rows have it. A cost that some row does not have is left out; `equal` where all three are
     known and nowhere differ; `–` where none is known.
     """
-    found: dict[str, tuple[float, float]] = {}
-    for name, cost in COSTS.items():
-        spent = {
-            row: {one.seed: value for one in rows.get(row, ()) if (value := cost(one)) is not None}
-            for row in (higher, *lower)
-        }
-        if seeds := set.intersection(*({*of_row} for of_row in spent.values())):
-            means = {row: fmean(of_row[seed] for seed in seeds) for row, of_row in spent.items()}
-            ratios = [_ratio(means[higher], means[row]) for row in lower]
-            found[name] = (min(ratios), max(ratios))
+    others = list(lower)
+    ratios = {name: ratios_of(rows, name, higher, others) for name in COSTS}
+    found = {name: (min(of_cost), max(of_cost)) for name, of_cost in ratios.items() if of_cost}
     if found.keys() == COSTS.keys() and all(abs(end - 1) < EQUAL for ends in found.values() for end in ends):
         return "equal"
     return ", ".join(f"{name} × {_range(*ends)}" for name, ends in found.items()) or units.MISSING
+
+
+def ratios_of(rows: Rows, name: str, row: str, others: Sequence[str]) -> list[float]:
+    """Returns how many times a row spends of a cost what each of some others does; empty where one of them has none.
+
+    Args:
+        rows: Row -> its records.
+        name: The cost, of `COSTS`.
+        row: The row.
+        others: The rows that it is compared with, by means over the seeds in which all of them have the cost.
+    """
+    spent = {
+        one: {record.seed: value for record in rows.get(one, ()) if (value := COSTS[name](record)) is not None}
+        for one in (row, *others)
+    }
+    seeds = set.intersection(*({*of_row} for of_row in spent.values()))
+    if not seeds:
+        return []
+    means = {one: fmean(of_row[seed] for seed in seeds) for one, of_row in spent.items()}
+    return [_ratio(means[row], means[other]) for other in others]
 
 
 def _ratio(own: float, other: float) -> float:
@@ -145,11 +168,11 @@ def _ratio(own: float, other: float) -> float:
 
 
 def _range(smallest: float, largest: float) -> str:
-    low, high = _times(smallest), _times(largest)
+    low, high = times(smallest), times(largest)
     return low if low == high else f"{low} to {high}"
 
 
-def _times(ratio: float) -> str:
+def times(ratio: float) -> str:
     """Returns a ratio with two decimals, below a hundredth with one digit, and from 10 on without decimals."""
     if math.isinf(ratio):
         return "∞"
