@@ -34,7 +34,7 @@ from fedguild.report import recorded_figures
 from fedguild.report.recorded import CellRecord, read_choices, read_records
 from fedguild.report.recorded_claims import claims_markdown
 from fedguild.report.recorded_pages import summary_page, table_page
-from fedguild.report.recorded_remarks import render_remark
+from fedguild.report.recorded_remarks import render_overview, render_remark
 
 ROOT = Path(__file__).parents[1]
 METHOD_PAGES = ROOT / "docs" / "methods"
@@ -43,6 +43,8 @@ FIGURES = METHOD_PAGES / "figures"
 """Where the recorded tables' figures are written, as SVG files."""
 REMARK = "remark.txt"
 """In a table's folder of records: what its results mean, a template of Markdown (`recorded_remarks.py`)."""
+OVERVIEW = "overview.txt"
+"""In the folder of a method's tables: what they say together, another such template."""
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LEGEND = "[What the columns say](results.md#recorded-tables).\n"
 """Above the recorded tables on a method's page."""
@@ -328,6 +330,20 @@ def _attack_rows(attacks: Iterable[tuple[str, str]], before: Mapping[str, str]) 
     return ["| attack | 0.1.0 | now |", "| --- | --- | --- |", *rows]
 
 
+def _overview(page: Path) -> str:
+    """Returns what the recorded tables say of a method together, from a template beside its tables' records.
+
+    Raises:
+        DataError: it names something that the records do not have.
+    """
+    records, recorded = _records(RECORDS), dict[str, tuple[Table, list[CellRecord]]]()
+    for shipped in tables():
+        if of_table := [record for record in records if record.table == shipped.name]:
+            recorded[shipped.name] = (shipped.load(), of_table)
+    text = (RECORDS / page.stem / OVERVIEW).read_text("utf-8")
+    return f"{render_overview(text, page.stem, recorded)}\n"
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
@@ -338,6 +354,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "server-costs": _server_costs,
     "published": _published,
     "recorded": _recorded,
+    "overview": _overview,
     "titles": _titles,
     "index": _index,
     "private-methods": _private,

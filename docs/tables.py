@@ -590,7 +590,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{plan.name}: left out, as it needs data sets: make tables DATA=DIR")
         else:
             run(plan, options.jobs, tuple(filter(None, options.rows.split(","))), discard=options.discard)
-    return subprocess.run([sys.executable, str(ROOT / "docs" / "generate.py"), "recorded"], check=False).returncode
+    return subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "generate.py"), "recorded", "overview"], check=False
+    ).returncode
 
 
 if __name__ == "__main__":

@@ -122,8 +122,8 @@ def test_a_figure_is_drawn_from_records_and_again_when_one_changes(
 
 
 NUMBER = re.compile(r"(?<![\w./])(?<!\w-)\d+(?:\.\d+)?(?:e-?\d+)?(?![\w/])")
-NOT_PROSE = re.compile(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}|`[\w-]+/[\w-]+`", re.DOTALL)
-"""In a remark: calls, Jinja's statements and comments, and names of tables."""
+NOT_PROSE = re.compile(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}|`[\w-]+/[\w-]+`|\]\([^)]*\)", re.DOTALL)
+"""In a remark: calls, Jinja's statements and comments, names of tables, and where links lead."""
 SYMBOL = re.compile(r"\b[a-z] = \d+(?:\.\d+)?|\b95 % interval")
 """A setting by its symbol, `t = 0`; and the level of the intervals."""
 
@@ -162,6 +162,20 @@ def test_no_figure_in_a_remark_is_typed_by_hand(recording: ModuleType) -> None:
         name = path.parent.relative_to(recording.RECORDS).as_posix()
         typed = typed_by_hand(path.read_text("utf-8"), settings_of(shipped[name], plan[name]))
         assert not typed, f"the remark of {name} has {', '.join(typed)}, none of its settings: call a function for it"
+
+
+def test_no_figure_in_an_overview_is_typed_by_hand(recording: ModuleType) -> None:
+    """The settings are those of all tables that it calls."""
+    plan = yaml.safe_load((recording.RECORDS / "plan.yaml").read_text("utf-8"))
+    shipped = {table.name: table for table in tables()}
+    found = sorted(recording.RECORDS.glob("*/overview.txt"))
+    assert found
+    for path in found:
+        text = path.read_text("utf-8")
+        called = set(re.findall(r"\bof\('([\w/-]+)'\)", text))
+        assert len(called) > 1
+        settings = set[float]().union(*(settings_of(shipped[name], plan[name]) for name in called))
+        assert not typed_by_hand(text, settings), path
 
 
 def test_every_remark_is_on_its_pages_with_its_figures(generate: ModuleType) -> None:

@@ -9,7 +9,7 @@ import pytest
 from fedguild.config.table import Table
 from fedguild.errors import DataError
 from fedguild.report.recorded import CellRecord
-from fedguild.report.recorded_remarks import render_remark
+from fedguild.report.recorded_remarks import render_overview, render_remark
 
 TABLE = {
     "preset": "{row}/tiny-tasks",
@@ -205,3 +205,64 @@ def test_what_a_remark_names_wrongly_is_told_with_what_is_known(call: str, said:
     assert caught.value.message.startswith("The remark of one/two: ")
     assert said in caught.value.message
     assert hint in caught.value.hint
+
+
+def test_the_nearest_rival_is_the_best_row_that_costs_no_less() -> None:
+    """Theirs has the higher score, but sends less; of the rows that do not, the one that ours leads by least counts."""
+    rows = {name: {} for name in ("ours", "equal", "cheap", "dear", "variant", "unrun")}
+    means = {"ours": 0.6, "equal": 0.5, "cheap": 0.7, "dear": 0.4, "variant": 0.65}
+    bytes_up = {"ours": 3e6, "equal": 3.001e6, "cheap": 2e6, "dear": 9e6, "variant": 3e6}
+    given = [
+        record("ours", 0).model_copy(
+            update={
+                "row": row,
+                "seed": seed,
+                "scores": {"mean": mean + 0.01 * seed, "trained": mean - 0.3},
+                "upload_bytes": bytes_up[row],
+                "training_flops": {} if row == "dear" else {"b1": 3e9},
+            }
+        )
+        for row, mean in means.items()
+        for seed in (0, 1)
+    ]
+
+    def found(call: str) -> str:
+        return rendered(f"{{{{ {call} }}}}", given, rows=rows)
+
+    assert found("nearest_rival('ours', 'short', without=['variant'])") == "0.100 ± 0.000 (equal)"
+    assert found("nearest_rival('ours', 'short')") == "−0.050 ± 0.000 (variant)"
+    assert found("nearest_rival('equal', 'short', without=['variant', 'ours'])") == "0.100 ± 0.000 (dear)"
+    assert found("nearest_rival('ours', 'short', over='trained', without=['variant'])").endswith(" (equal)")
+    with pytest.raises(DataError, match="every other row costs less than dear in some way"):
+        found("nearest_rival('dear', 'short')")
+    with pytest.raises(DataError, match="the table has no row 'variants'"):
+        found("nearest_rival('ours', 'short', without=['variants'])")
+    with pytest.raises(DataError, match="row 'unrun' has no records in short"):
+        found("nearest_rival('unrun', 'short')")
+
+
+def test_an_overview_calls_several_tables_and_keeps_the_rows_of_a_table() -> None:
+    recorded = {
+        "one/two": (Table.model_validate(TABLE), records()),
+        "one/three": (Table.model_validate(TABLE), [record("ours", 0), record("theirs", 2)]),
+    }
+    text = """
+        Ours gains {{ of('one/two').gain('ours', 'theirs', 'short') }},
+        and {{ of('one/three').score('ours', 'short') }} is its score.
+
+        | table | score |
+        | --- | --- |
+        {% set two = of('one/two') %}
+        | two | {{ two.score('theirs', 'short') }} |
+    """
+    assert render_overview(text, "one", recorded) == (
+        "Ours gains 0.100 ± 0.124, and 0.500 is its score.\n\n| table | score |\n| --- | --- |\n| two | 0.500 |"
+    )
+    with pytest.raises(DataError, match="The overview of one: there are no records of 'one/twoo'") as error:
+        render_overview("{{ of('one/twoo').score('ours', 'short') }}", "one", recorded)
+    assert "one/two" in error.value.hint
+    with pytest.raises(DataError, match="The remark of one/two: the table has no row 'our'"):
+        render_overview("{{ of('one/two').score('our', 'short') }}", "one", recorded)
+    with pytest.raises(DataError, match="The overview of one: 'score' is undefined") as error:
+        render_overview("{{ score('ours', 'short') }}", "one", recorded)
+    assert error.value.hint == "It may call of."

@@ -30,6 +30,8 @@ Names = str | Sequence[str]
 """A name, or several."""
 End = Literal["first", "last"]
 """An end of an observation's rounds."""
+NEARLY = 0.02
+"""The part of a cost by which another may be less and still count as equal, for `Vocabulary.nearest_rival`."""
 
 
 def render_remark(text: str, name: str, table: Table, records: Iterable[CellRecord]) -> str:
@@ -46,14 +48,44 @@ def render_remark(text: str, name: str, table: Table, records: Iterable[CellReco
             that the records do not have.
     """
     vocabulary = Vocabulary(name, table, records)
-    calls = {call: getattr(vocabulary, call) for call in vars(Vocabulary) if not call.startswith("_")}
+    return _rendered(text, f"The remark of {name}", {call: getattr(vocabulary, call) for call in CALLS})
+
+
+def render_overview(text: str, name: str, recorded: Mapping[str, tuple[Table, Sequence[CellRecord]]]) -> str:
+    """Returns what a method's tables say together, with its figures, as `render_remark` does.
+
+    Its one call is `of(table)`, which has the calls of that table's remark: `of('guild/steps-english').gain(...)`.
+
+    Args:
+        text: The template.
+        name: The method's name, for messages.
+        recorded: A table's name -> the table and its records.
+
+    Raises:
+        DataError: as `render_remark` does, or there is no such table.
+    """
+    what = f"The overview of {name}"
+
+    def of(table: str) -> Vocabulary:
+        if table not in recorded:
+            raise DataError(f"{what}: there are no records of '{table}'.", nearest(table, recorded))
+        return Vocabulary(table, *recorded[table])
+
+    return _rendered(text, what, {"of": of})
+
+
+def _rendered(text: str, what: str, calls: Mapping[str, Callable[..., object]]) -> str:
+    """Returns a template's paragraphs, each in one line; the rows of a table of Markdown keep theirs."""
     environment = Environment(autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     try:
         rendered = environment.from_string(text).render(calls)
     except (TemplateError, TypeError, ValueError) as error:
-        raise DataError(f"The remark of {name}: {error}.", f"It may call {', '.join(calls)}.") from error
+        raise DataError(f"{what}: {error}.", f"It may call {', '.join(calls)}.") from error
     paragraphs = re.split(r"\n\s*\n", rendered.strip())
-    return "\n\n".join(" ".join(line.strip() for line in lines.splitlines()) for lines in paragraphs)
+    return "\n\n".join(
+        ("\n" if lines.lstrip().startswith("|") else " ").join(line.strip() for line in lines.splitlines())
+        for lines in paragraphs
+    )
 
 
 class Figure(float):
@@ -126,6 +158,36 @@ class Vocabulary:
         if any(gap.count < 2 for gap in gaps):
             raise self._error(f"{row} and {other} have one seed in common, which has no interval")
         return Figures(_figure(half_width(gap), digits) for gap in gaps)
+
+    def nearest_rival(
+        self, row: str, column: str = "", score: str = "", over: str = "", without: Sequence[str] = ()
+    ) -> str:
+        """Returns the least `gain` over a row that costs no less, and that row: `0.052 ± 0.020 (fedex-lora)`.
+
+        Costs are the bytes that a client sends and receives and its training FLOPs, as far as both rows have them; one
+        that is less by no more than two per cent counts as equal.
+
+        Args:
+            row: The row.
+            column: The column.
+            score: The score.
+            over: The other rows' score, where it is another one.
+            without: Rows that are not compared, for example the row's own variants.
+        """
+        for name in without:
+            self._require(name, self._table.rows, "row")
+        self._cell(row, self._column(column))
+        recorded = {record.row for record in self._records if record.column == self._column(column)}
+        gains = {}
+        for other in recorded & self._table.rows.keys() - {row, *without}:
+            cells = {one: self._cell(one, self._column(column)) for one in (row, other)}
+            ratios = [ratio for name in COSTS for ratio in ratios_of(cells, name, row, [other])]
+            if all(ratio < 1 + NEARLY for ratio in ratios):
+                (gains[other],) = self._gaps(row, other, column, score, over)
+        if not gains:
+            raise self._error(f"every other row costs less than {row} in some way")
+        least = min(gains, key=lambda name: gains[name].mean)
+        return f"{interval(gains[least]).removeprefix('+')} ({least})"
 
     def cost(self, name: str, row: str, column: str = "", budget: str = "") -> str:
         """Returns what a client spends over the run: `163 MB`, `800 GFLOP`.
@@ -250,6 +312,10 @@ class Vocabulary:
 
     def _error(self, what: str, hint: str = "") -> DataError:
         return DataError(f"The remark of {self._name}: {what}.", hint)
+
+
+CALLS = tuple(call for call in vars(Vocabulary) if not call.startswith("_"))
+"""What a remark can call."""
 
 
 def _each(names: Names) -> list[str]:
