@@ -1,4 +1,4 @@
-"""How well two sketches give back the mean of the clients' products, beside the mean of A and B apart.
+"""Errors of the mean of the clients' products that two sketches give back, beside those of the mean of A and B apart.
 
     python benchmarks/guild_sketch.py
 

@@ -21,12 +21,15 @@ from torch.nn.functional import pad
 
 from fedguild.payload import ADAPTER, Payload
 from fedguild.seeding import torch_rng
-from fedguild.server.low_rank import Factors, by_module, decompose, named, stack, truncate
+from fedguild.server.low_rank import Factors, by_module, decompose, named, stack
 
 SEED = "sketch_seed"
 """The scalar of the state and of downloads from which, with the round, Omega and Psi are drawn."""
 OVERSAMPLING = 1.5
 """s2 / s1, where both fit the module; see docs/methods/guild-parts.md for what else was tried."""
+
+NEGLIGIBLE = 1e-6
+"""A singular value below this part of the largest is what the rounding of fp32 leaves of 0."""
 
 
 def sizes(outputs: int, inputs: int, rank: int) -> tuple[int, int]:
@@ -138,25 +141,32 @@ def refactored(state: Payload, mean: Mapping[str, Tensor], round: int) -> dict[s
         change = _flat(means[module]).double()
         transposed = pair.up.shape[-2] < pair.down.shape[-1]
         recovered = Probes.of_round(state, round, module, pair).recovered(change, transposed=transposed)
-        after = _in_form(truncate(decompose(stack([(before, 1.0), (recovered, 1.0)])), pair.rank), before)
+        after = _in_form(stack([(before, 1.0), (recovered, 1.0)]), before)
         changed = change.ne(0).any(-1)[..., None, None]
         pairs = ((after.down, pair.down), (after.up, pair.up))
         found[module] = Factors(*(torch.where(changed, new.to(old.dtype), old) for new, old in pairs))
     return named(found)
 
 
-def _in_form(leading: Factors, before: Factors) -> Factors:
-    """Returns a product in factors of the shapes and the norm that it had before.
+def _in_form(product: Factors, before: Factors) -> Factors:
+    """Returns the leading ranks of a product in factors of the shapes and the norm that they had before.
 
-    Ranks that the product has not go on with orthogonal rows of A from before, and B = 0; more rows than inputs with 0.
+    Ranks that the product has not go on with what orthogonal rows are left of A, and B = 0, so that rounding does not
+    choose them; more rows than inputs are 0.
     """
     rank, inputs = before.down.shape[-2:]
-    most, own = min(rank, inputs), leading.rank
+    most = min(rank, inputs)
+    svd = decompose(product)
+    values, rows = svd.s[..., :rank], svd.vh[..., :rank, :]
+    is_rank = values > NEGLIGIBLE * values[..., :1]
+    known = torch.cat([rows, before.down], -2)
+    last = torch.cat([torch.where(is_rank, 0, 2), torch.ones(before.down.shape[:-1], dtype=torch.int64)], -1)
+    known = known.gather(-2, last.argsort(dim=-1, stable=True)[..., None].expand_as(known))
+    basis = torch.linalg.qr(known.mT).Q[..., :most]
     norm = (before.down.square().sum((-2, -1), keepdim=True) / most).sqrt()
     norm = torch.where(norm > 0, norm, 1.0)
-    rows = torch.linalg.qr(torch.cat([leading.down.mT, before.down.mT], -1)).Q.mT[..., own:most, :]
-    down = norm * torch.cat([leading.down, rows], -2)
-    return Factors(pad(down, (0, 0, 0, rank - most)), pad(leading.up / norm, (0, rank - own)))
+    up = svd.u[..., :rank] * (values * is_rank)[..., None, :] @ (rows @ basis)
+    return Factors(pad(norm * basis.mT, (0, 0, 0, rank - most)), pad(up / norm, (0, rank - most)))
 
 
 def _tall(factors: Factors) -> Factors:
