@@ -27,7 +27,6 @@ SEED = "sketch_seed"
 """The scalar of the state and of downloads from which, with the round, Omega and Psi are drawn."""
 OVERSAMPLING = 1.5
 """s2 / s1, where both fit the module; see docs/methods/guild-parts.md for what else was tried."""
-
 NEGLIGIBLE = 1e-6
 """A singular value below this part of the largest is what the rounding of fp32 leaves of 0."""
 
