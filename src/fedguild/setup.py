@@ -327,6 +327,7 @@ def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method
             "Set model.load_in_4bit=false, or choose a method that merges nothing.",
         )
     _require_steps(method, federation)
+    _require_adapters(method, config)
     _require_mean(method, federation.robust, equal_shapes=equal_shapes)
     if federation.secure:
         _require_secure(method, federation, model, list(budgets.values()))
@@ -477,17 +478,31 @@ def _require_steps(method: Method, federation: FederationSettings) -> None:
     """Raises ConfigError if the config wants a server's step or momentum with a method that has none."""
     if takes_steps(method) or (federation.server_step, federation.server_momentum) == (1.0, 0.0):
         return
-    reason = (
-        f"{method.name} has a server's step of its own"
-        if method.is_mean
-        else f"the aggregate of {method.name} is not a mean towards which the server could take a step"
-    )
+    reason = f"the aggregate of {method.name} is not a mean towards which the server could take a step"
+    if method.not_adapters:
+        reason = f"{method.name} {method.not_adapters}, and the server finds other factors after each round"
+    elif method.is_mean:
+        reason = f"{method.name} has a server's step of its own"
     raise ConfigError(
         f"federation.server_step is {federation.server_step:g} and federation.server_momentum is "
         f"{federation.server_momentum:g}, but {reason}.",
         f"Leave federation.server_step at 1 and federation.server_momentum at 0; `fedguild methods {method.name}` "
         "lists the method's own options.",
     )
+
+
+def _require_adapters(method: Method, config: Config) -> None:
+    """Raises ConfigError if the config wants of single uploads what only adapters give."""
+    asked = {
+        "evaluation.diagnosis=true compares the clients' adapters": config.evaluation.diagnosis,
+        "federation.late=next_round uses an upload in another round": config.federation.late != "drop",
+    }
+    for use, wanted in asked.items():
+        if wanted and method.not_adapters:
+            raise ConfigError(
+                f"{use}, but {method.name} {method.not_adapters}.",
+                f"Leave {use.partition('=')[0]} at its default, or choose another method.",
+            )
 
 
 def method_record(given: Method, method: Method) -> dict[str, Any]:

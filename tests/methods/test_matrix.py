@@ -136,6 +136,7 @@ CASES = {
         }
     ),
     "guild-parts by experts": Case({"rank": 2, "rescaler": "static", "smaller_probability": 0.5, "mix_by": "expert"}),
+    "guild-parts that sketches": Case({"rank": 2, "targets": _EVERYTHING, "mix": 0, "mean": "sketch"}),
     "hfedmoe": Case({"rank": 2, "experts": {"small": 0.25}, "threshold": 0.6}),
     "hetlora": Case(
         {"rank": 3, "targets": _EVERYTHING, "penalty_weight": 0.1},

@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
+
 from tests.oracles import guild
+from tests.oracles.low_rank import best_approximation
 
 
 def route(logits: Sequence[float], phi: Sequence[float], active: int) -> dict[int, float]:
@@ -34,6 +38,25 @@ def phi(before: Sequence[float], used: Sequence[float], zeta: float, limit: floa
         value += zeta if share < even else -zeta if share > even else 0.0
         after.append(limit if value > limit else -limit if value < -limit else value)
     return after
+
+
+def from_sketches(change: Tensor, omega: Tensor, psi: Tensor) -> Tensor:
+    """Part e: Q (Psi Q)^+ Psi D of one matrix D [out, in], with Q from the decomposition of the whole of D Omega."""
+    if change.shape[0] < change.shape[1]:
+        return from_sketches(change.T, omega, psi).T
+    u, s, _ = torch.linalg.svd(change @ omega, full_matrices=False)
+    basis = u[:, s > 1e-12 * s.max()]
+    return basis @ torch.linalg.pinv(psi @ basis) @ (psi @ change)
+
+
+def next_product(
+    before: Tensor, trained: Sequence[Tensor], sizes: Sequence[int], omega: Tensor, psi: Tensor, rank: int
+) -> Tensor:
+    """Lines 5 and 6 with part e: B A of the next round, from B A and every B_i A_i, [out, in] in full."""
+    change = torch.zeros_like(before)
+    for product, size in zip(trained, sizes, strict=True):
+        change = change + size / sum(sizes) * (product - before)
+    return best_approximation(before + from_sketches(change, omega, psi), rank)
 
 
 def mean_active(own: int, smaller: Sequence[int], rho: float) -> float:

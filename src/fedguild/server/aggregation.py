@@ -1,6 +1,6 @@
 """Aggregation as pure arithmetic: a running weighted mean, and ranks that differ by client.
 
-The mean holds one fp32 tensor per name, whatever the number of clients. Weights may differ by
+The mean holds one tensor per name, whatever the number of clients. Weights may differ by
 client, by expert (FLAME Eq. 7) and by rank row, because they broadcast.
 """
 
@@ -25,9 +25,13 @@ class WeightedMean:
     quotient of the two sums but neither overflows nor underflows with the weights, and returns a
     single client's tensors, or those that all clients agree on, bit by bit. Where a weight is zero, x may be anything,
     NaN too.
+
+    Args:
+        dtype: Of the means.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self._dtype = dtype
         self._means: dict[str, Tensor] = {}
         self._totals: dict[str, Tensor] = {}
 
@@ -48,7 +52,7 @@ class WeightedMean:
             self._add(name, tensor, weight[name] if isinstance(weight, Mapping) else weight)
 
     def result(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the fp32 mean of every name in `fallback`, or its fallback where the total weight is zero.
+        """Returns the mean of every name in `fallback`, or its fallback where the total weight is zero.
 
         Args:
             fallback: Name -> tensor for every name added; its values are kept where the total weight is zero, element
@@ -60,11 +64,11 @@ class WeightedMean:
         unknown = sorted(self._means.keys() - fallback.keys())
         if unknown:
             raise ValueError(f"No fallback for the added tensors {', '.join(unknown)}.")
-        return {name: self._result(name, kept.to(torch.float32)) for name, kept in fallback.items()}
+        return {name: self._result(name, kept.to(self._dtype)) for name, kept in fallback.items()}
 
     def _add(self, name: str, tensor: Tensor, weight: Weight) -> None:
         broadcast, smallest = _over_leading(name, tensor, weight)
-        value = tensor.detach().to(torch.float32)
+        value = tensor.detach().to(self._dtype)
         mean = self._means.get(name)
         if mean is None:
             mean = self._means[name] = torch.zeros_like(value)
@@ -76,7 +80,7 @@ class WeightedMean:
         else:
             value = torch.where(broadcast > 0, value, mean)  # 0 * NaN is NaN, and 0 * infinity too
             share = torch.where(total > 0, broadcast / total, 0.0)
-        mean.lerp_(value, share.to(torch.float32))
+        mean.lerp_(value, share.to(self._dtype))
 
     def _result(self, name: str, fallback: Tensor) -> Tensor:
         if name not in self._means:

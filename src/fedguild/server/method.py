@@ -135,7 +135,11 @@ class Method(ABC):
         needs_experts: Whether it runs on mixture-of-experts models only.
         costs: The order of the server's work.
         is_mean: Whether `aggregate` depends on the uploads by a mean of their part `adapter` only, with one weight for
-            each client; a robust estimate may then take the mean's place (`federation.robust`).
+            each client; a robust estimate may then take the mean's place (`federation.robust`). An instance may say it
+            of its options.
+        not_adapters: What its uploads have in the place of adapters, a clause without a subject; empty where they are
+            some. Such an upload means something by its round's mean alone: it is neither diagnosed nor used a round
+            later, and the server takes no step towards it.
         not_linear: Why the server needs single uploads, a clause without a subject's name; empty where it does not, or
             where nobody has said which sums it takes.
         not_private: Why it cannot run with differential privacy, a clause without a subject; empty where it can. See
@@ -162,7 +166,8 @@ class Method(ABC):
     Settings: ClassVar[type[BaseModel]]
     needs_experts: ClassVar[bool] = False
     costs: ClassVar[ServerCosts] = ServerCosts()
-    is_mean: ClassVar[bool] = False
+    is_mean: bool = False
+    not_adapters: str = ""
     not_linear: ClassVar[str] = ""
     not_private: ClassVar[str | NotPrivate] = "does not say what its uploads tell about a client's data"
     data_free_scalars: ClassVar[frozenset[str]] = frozenset()

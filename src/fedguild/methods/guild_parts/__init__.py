@@ -10,6 +10,8 @@ Guild, bit for bit. The lines are those of `fedguild.methods.guild`; each part i
            phi = clip(phi + zeta sign(1 / M - u))  -> balancing.py
     d  in line 7 the lambda_i in {0, 1/4, 1/2, 3/4, 1} of the least loss on examples that the client holds out; by
            expert less for those that it did not use  -> mixture.py
+    e  in lines 5 and 6 the mean of the products B_i A_i in place of those of A_i and of B_i: a client sends two
+           sketches of B_i A_i - B A, and the server recovers its factors from their mean  -> sketch.py
 
 Symbols: s `rescaler`, rho `smaller_probability`, zeta `balance_step`, clip `balance_limit`, M `num_experts`, lambda_i
 `choose_mix`, and `mix` for a client that could not choose yet.
@@ -20,6 +22,7 @@ received, so that one clipping and one noise cover it. Readings (docs/methods/gu
       kept in its last round.
     - A client begins with s_i = 1 and goes on with its own, as in FLAME. It receives u and s_k so that what it sends in
       their place is a change; its training does not depend on them.
+    - Sketches are added to the theta that the client received, in its shapes, so that they are a change of it, too.
     - A step at a smaller k uses the client's s_i; the static ratio is that of the smaller k.
     - With the basis as received and lambda = 0 it is FLAME at t = 0 with the same rescaler, bit for bit from one
       start.
@@ -38,15 +41,19 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
+from fedguild.config.privacy import Unit
+from fedguild.errors import ConfigError
 from fedguild.methods.guild_parts.balancing import balanced, usage_of, within_reach
 from fedguild.methods.guild_parts.mixture import USAGE, chosen_mixes, mixture
 from fedguild.methods.guild_parts.observations import observations
 from fedguild.methods.guild_parts.selection_bias import PHI, SelectionBias
+from fedguild.methods.guild_parts.sketch import SEED, changes, refactored, sketched, zeros
 from fedguild.methods.guild_parts.smaller_steps import at_active_experts, below, drawn_experts
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.secure.form import Contribution, Form
+from fedguild.seeding import new_seed
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import require_within_top_k
 from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one, values_of
@@ -90,6 +97,11 @@ class GuildPartsSettings(InBasisSettings):
         0.1, gt=0, lt=1, description="share of a client's examples that is held out of training to choose lambda_i"
     )
     held_out_examples: int = Field(32, ge=1, description="largest number of examples that a client holds out")
+    mean: Literal["apart", "sketch"] = Field(
+        "apart",
+        description="what the server takes the mean of: A and B apart; or the products B A, of which clients send two "
+        "sketches in as many numbers (needs `mix: 0`)",
+    )
 
     @model_validator(mode="after")
     def _has_no_option_without_effect(self) -> Self:
@@ -105,7 +117,17 @@ class GuildPartsSettings(InBasisSettings):
         for name, (takes_effect, needed) in needs.items():
             if not takes_effect and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} has no effect without {needed}")
+        if self.mean == "sketch" and (self.mix > 0 or self.choose_mix):
+            raise ValueError(
+                "mean: sketch gives other factors of theta after each round, which cannot be mixed with those that a "
+                "client trained: set mix: 0 and choose_mix: false"
+            )
         return self
+
+    @property
+    def has_means_beside(self) -> bool:
+        """Whether the aggregate has means beside that of the part `adapter`."""
+        return self.rescaler in ("per_layer", "shared") or self.balance_step > 0
 
 
 class GuildParts(Method):
@@ -127,6 +149,13 @@ class GuildParts(Method):
     keeps_for_training = True  # its s_i
     starts_as = "guild"
 
+    def __init__(self, settings: GuildPartsSettings) -> None:
+        super().__init__(settings)
+        self.sketches = settings.mean == "sketch"
+        if self.sketches:
+            self.is_mean = not settings.has_means_beside
+            self.not_adapters = "sends sketches of its products' changes (method.mean=sketch)"
+
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's k_i active experts, the rescaler s_i, and phi."""
         model.require_experts("Guild-parts")
@@ -147,7 +176,8 @@ class GuildParts(Method):
                 PHI: {name: torch.zeros(shape) for name, shape in self.phi_shapes(model).items()},
                 USAGE: {name: torch.full(shape, 1 / shape[0]) for name, shape in self.usage_shapes(model).items()},
                 ACTIVE: {"k": torch.tensor(counts)} if self.settings.smaller_probability else {},
-            }
+            },
+            {SEED: new_seed(rng)} if self.sketches else {},
         )
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
@@ -158,7 +188,8 @@ class GuildParts(Method):
                 RESCALER: state.part(f"{RESCALER}/{client.budget.name}"),
                 USAGE: state.part(USAGE),
                 ACTIVE: {name: torch.tensor(below(k, client)) for name, k in state.part(ACTIVE).items()},
-            }
+            },
+            state.scalars,
         )
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
@@ -173,18 +204,24 @@ class GuildParts(Method):
             for slot in slots:
                 self._load(cohort, slot)
         bases = change_basis(cohort, settings.norm)
+        begun = [cohort.read(slot) for slot in slots] if self.sketches else []
         self._train(cohort)
+        mixes_any = settings.mix > 0 or settings.choose_mix
+        by_expert = mixes_any and settings.mix_by == "expert"
         uploads = []
         for slot in slots:  # line 5
-            theta, scales = split_scales(out_of_basis(cohort.read(slot), bases[slot]))
-            usage = usage_of(cohort, slot)
+            trained = cohort.read(slot)
+            theta, scales = split_scales(out_of_basis(trained, bases[slot]))
+            if begun:  # part e
+                theta = sketched(cohort.work[slot].download, begun[slot], trained, cohort.round)
+            usage = usage_of(cohort, slot) if settings.balance_step or by_expert else {}
             uploads.append(
                 Payload.of({ADAPTER: theta, RESCALER: scales, USAGE: usage if settings.balance_step else {}})
             )
             cohort.keep(slot, with_part(RESCALER, scales))
-            if settings.mix or settings.choose_mix:
+            if mixes_any:
                 cohort.keep(slot, with_part(ADAPTER, theta))
-            if (settings.mix or settings.choose_mix) and settings.mix_by == "expert":
+            if by_expert:
                 layers = cohort.model.backbone.info.moe
                 cohort.keep(slot, with_part(USAGE, {layer.experts: usage[layer.name] for layer in layers}))
             if mixes:
@@ -210,16 +247,21 @@ class GuildParts(Method):
             step.apply()
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 6, and the means of parts a and c, as running means over the uploads."""
-        theta, rescaler, usage, before = WeightedMean(), WeightedMean(), WeightedMean(), state.part(USAGE)
+        """Line 6, and the means of parts a, c and e, as running means over the uploads."""
+        theta = WeightedMean(torch.float64 if self.sketches else torch.float32)
+        rescaler, usage, before = WeightedMean(), WeightedMean(), state.part(USAGE)
+        received, number = state.part(ADAPTER), 0
         for upload in uploads:
             payload, size = upload.payload, float(upload.client.examples)
-            theta.add(payload.part(ADAPTER), size)
+            sent, number = payload.part(ADAPTER), max(number, upload.round)
+            theta.add(changes(sent, received) if self.sketches else sent, size)
             usage.add(within_reach(payload.part(USAGE), before), size)
             scales = {f"{upload.client.budget.name}/{name}": s for name, s in payload.part(RESCALER).items()}
             rescaler.add(scales, weight_of(upload, "uniform"))
         scales = rescaler.result(state.part(RESCALER))
-        return self._moved(state, theta.result(state.part(ADAPTER)), scales, usage.result(before))
+        means = theta.result(zeros(received) if self.sketches else received)
+        means = refactored(state, means, number) if self.sketches else means  # part e
+        return self._moved(state, means, scales, usage.result(before))
 
     def _moved(
         self, state: Payload, theta: Mapping[str, Tensor], scales: Mapping[str, Tensor], usage: Mapping[str, Tensor]
@@ -230,7 +272,8 @@ class GuildParts(Method):
             name: balanced(before, usage[name.removesuffix(f".{PHI}")], step, limit)
             for name, before in state.part(PHI).items()
         }
-        return Payload.of({ADAPTER: theta, RESCALER: scales, PHI: phi, USAGE: usage, ACTIVE: state.part(ACTIVE)})
+        parts = {ADAPTER: theta, RESCALER: scales, PHI: phi, USAGE: usage, ACTIVE: state.part(ACTIVE)}
+        return Payload.of(parts, state.scalars)
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
         """Line 6: theta and u by n_i, each budget's s by its clients alone."""
@@ -256,8 +299,10 @@ class GuildParts(Method):
         )
 
     def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 6, and parts a and c."""
+        """Line 6, and parts a, c and e."""
         theta, usage = (means.moved(part, state.part(part)) for part in (ADAPTER, USAGE))
+        if self.sketches:
+            theta = refactored(state, means.result(ADAPTER, zeros(theta)), means.round)
         return self._moved(state, theta, means.result(RESCALER, state.part(RESCALER)), usage)
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
@@ -288,6 +333,24 @@ class GuildParts(Method):
     def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Returns theta and phi with the client's own s_i, with which its next training begins."""
         return self.personalize(excerpt, model, client, Payload.of({RESCALER: memory.part(RESCALER)}))
+
+    def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
+        """Returns the method with targets that the model has.
+
+        Raises:
+            ConfigError: sketches are not to travel as they are.
+        """
+        if self.sketches and not exact:
+            raise ConfigError(
+                "method.mean is sketch, but federation.codec rounds the adapter on which a client's sketches are sent.",
+                "Set federation.codec=fp32, or method.mean=apart.",
+            )
+        return super().fitted(model, clients, exact=exact)
+
+    def privacy_refusal(self, unit: Unit) -> str:
+        """Returns why it cannot run privately; sketches of a plain training can, as Guild's adapters."""
+        plain = self.is_mean and not self.settings.smaller_probability
+        return "" if plain else super().privacy_refusal(unit)
 
     def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
         """Returns the mean s of every budget's clients, and how evenly the experts are used, with their phi."""
