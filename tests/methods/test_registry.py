@@ -107,3 +107,12 @@ def test_settings_cannot_be_changed_afterwards() -> None:
     settings = METHODS.load("flame").Settings()
     with pytest.raises(ValueError, match="frozen"):
         settings.rank = 3  # type: ignore[attr-defined]
+
+
+def test_options_that_contradict_each_other_are_told_without_all_that_were_given() -> None:
+    with pytest.raises(ConfigError) as error:
+        build_method("guild-parts", {"mean": "sketch", "mix": 0.5})
+    assert str(error.value) == (
+        "method: mean: sketch gives other factors of theta after each round, which cannot be mixed with those that a "
+        "client trained: set mix: 0 and choose_mix: false."
+    )

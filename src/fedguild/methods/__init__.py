@@ -67,9 +67,9 @@ def _explained(name: str, method: type[Method], error: ValidationError) -> Confi
     problem = error.errors()[0]
     where = ".".join(str(part) for part in ("method", *problem["loc"]))
     help_text = known[str(problem["loc"][0])].description if problem["loc"] else ""
-    return ConfigError(
-        f"{where}: {problem['msg']}, got {problem['input']!r}.", f"It is: {help_text}" if help_text else ""
-    )
+    told = str(problem["ctx"]["error"]) if problem["type"] == "value_error" else problem["msg"]
+    got = f", got {problem['input']!r}" if problem["loc"] else ""  # of several options the message names the values
+    return ConfigError(f"{where}: {told}{got}.", f"It is: {help_text}" if help_text else "")
 
 
 def _has_it(name: str, option: str) -> str:
