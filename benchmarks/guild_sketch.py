@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fedguild.methods.guild_parts.sketch import Probes
+from fedguild.methods.guild_parts.sketch import Probes, sizes
 from fedguild.seeding import torch_rng
 from fedguild.server.low_rank import Factors, decompose, stack, truncate
 
@@ -76,11 +76,8 @@ def errors(
 
     yield "A and B apart", error(Factors(down, up))
     yield "best of the rank", error(truncate(decompose(exact), options.rank))
-    longer, shorter = max(shape), min(shape)
     for ratio in RATIOS:
-        first = int(options.rank * sum(shape) / (longer + ratio * shorter))
-        second = (options.rank * sum(shape) - first * longer) // shorter
-        probes = Probes.drawn(*shape, first, second, rng)
+        probes = Probes.drawn(*shape, *sizes(*shape, options.rank, ratio), rng)
         for what, beside in (("product", []), ("change", [(before, 1.0)])):
             sketched = stack([(exact, 1.0), *((one, -weight) for one, weight in beside)])
             recovered = probes.recovered(probes.sketch(sketched), transposed=shape[0] < shape[1])

@@ -340,7 +340,10 @@ def _overview(page: Path) -> str:
     for shipped in tables():
         if of_table := [record for record in records if record.table == shipped.name]:
             recorded[shipped.name] = (shipped.load(), of_table)
-    text = (RECORDS / page.stem / OVERVIEW).read_text("utf-8")
+    written = RECORDS / page.stem / OVERVIEW
+    if not written.is_file():
+        raise ValueError(f"{page} marks 'overview', but {written.relative_to(ROOT)} is missing.")
+    text = written.read_text("utf-8")
     return f"{render_overview(text, page.stem, recorded)}\n"
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,8 @@ from fedguild.errors import DataError
 from fedguild.methods import build_method
 from fedguild.model.english import tasks as english
 from fedguild.payload import Payload
-from fedguild.report.recorded import CellRecord, record_of
+from fedguild.report.recorded import CellRecord, read_records, record_of
+from fedguild.report.recorded_remarks import CALLS, render_remark
 from fedguild.report.run_folder import load_run
 from fedguild.server import checkpoint
 from tests.costs.test_published import all_compared
@@ -162,6 +164,23 @@ def test_no_figure_in_a_remark_is_typed_by_hand(recording: ModuleType) -> None:
         name = path.parent.relative_to(recording.RECORDS).as_posix()
         typed = typed_by_hand(path.read_text("utf-8"), settings_of(shipped[name], plan[name]))
         assert not typed, f"the remark of {name} has {', '.join(typed)}, none of its settings: call a function for it"
+
+
+def test_the_calls_of_remarks_are_listed_with_examples_that_run(recording: ModuleType) -> None:
+    """An example is one of the tables that Guild's page shows, whichever has its rows."""
+    listed = re.findall(r"^\| `(\w+)(\(.*\))` \|", (recording.RECORDS / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(name for name, _ in listed) == sorted(CALLS)
+    records = read_records(recording.RECORDS)
+    for name, arguments in listed:
+        rendered = []
+        for shipped in tables():
+            of_table = [record for record in records if record.table == shipped.name]
+            if of_table:
+                with suppress(DataError):
+                    rendered.append(
+                        render_remark(f"{{{{ {name}{arguments} }}}}", shipped.name, shipped.load(), of_table)
+                    )
+        assert rendered, f"{name}{arguments}"
 
 
 def test_no_figure_in_an_overview_is_typed_by_hand(recording: ModuleType) -> None:

@@ -48,8 +48,8 @@ def test_where_nothing_is_private_it_is_the_global_models_score(olmoe: Path, tmp
         assert record.metrics == pytest.approx(budget.metrics)
 
 
-def test_a_client_of_pfl_moe_answers_with_its_mixture(olmoe: Path, tmp_path: Path) -> None:
-    """Not with the global adapter, which is FedIT's and what the budget's score is about."""
+def test_a_client_of_pfl_moe_does_not_answer_with_the_global_adapter(olmoe: Path, tmp_path: Path) -> None:
+    """Which is FedIT's, and what the budget's score is about; its mixture is held against an oracle elsewhere."""
     options = (
         "federation.rounds=1",
         "evaluation.pooled=true",

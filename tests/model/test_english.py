@@ -253,7 +253,7 @@ def test_the_shipped_card_says_what_the_build_writes() -> None:
     assert len(made.splitlines()) == len(template.splitlines())
 
 
-def test_the_shipped_card_attributes_every_text() -> None:
+def test_the_shipped_card_attributes_every_kind_of_text() -> None:
     sources = (english.CHECKPOINT / "README.md").read_text("utf-8").partition("## Text and attribution")[2]
     assert 'Attribution: "OpenStax, <title>, CC BY 4.0, openstax.org"' in sources
     assert "The World Factbook, United States government, **public domain**" in sources

@@ -47,8 +47,9 @@ def render_remark(text: str, name: str, table: Table, records: Iterable[CellReco
         DataError: the template is not one, calls something unknown, or names a row, column, score, cost or observation
             that the records do not have.
     """
-    vocabulary = Vocabulary(name, table, records)
-    return _rendered(text, f"The remark of {name}", {call: getattr(vocabulary, call) for call in CALLS})
+    what = f"The remark of {name}"
+    vocabulary = Vocabulary(what, table, records)
+    return _rendered(text, what, {call: getattr(vocabulary, call) for call in CALLS})
 
 
 def render_overview(text: str, name: str, recorded: Mapping[str, tuple[Table, Sequence[CellRecord]]]) -> str:
@@ -69,7 +70,7 @@ def render_overview(text: str, name: str, recorded: Mapping[str, tuple[Table, Se
     def of(table: str) -> Vocabulary:
         if table not in recorded:
             raise DataError(f"{what}: there are no records of '{table}'.", nearest(table, recorded))
-        return Vocabulary(table, *recorded[table])
+        return Vocabulary(f"{what}, of('{table}')", *recorded[table])
 
     return _rendered(text, what, {"of": of})
 
@@ -118,8 +119,8 @@ class Vocabulary:
     of the table where rows are compared.
     """
 
-    def __init__(self, name: str, table: Table, records: Iterable[CellRecord]) -> None:
-        self._name, self._table, self._records = name, table, list(records)
+    def __init__(self, what: str, table: Table, records: Iterable[CellRecord]) -> None:
+        self._what, self._table, self._records = what, table, list(records)
 
     def score(self, row: Names, column: Names = (), score: Names = (), digits: int = 3) -> Figures:
         """Returns a score from 0 to 1: `0.754`."""
@@ -165,7 +166,7 @@ class Vocabulary:
         """Returns the least `gain` over a row that costs no less, and that row: `0.052 ± 0.020 (fedex-lora)`.
 
         Costs are the bytes that a client sends and receives and its training FLOPs, as far as both rows have them; one
-        that is less by no more than two per cent counts as equal.
+        that is less by no more than two per cent counts as equal. A row that lacks a seed of the first is left out.
 
         Args:
             row: The row.
@@ -176,11 +177,15 @@ class Vocabulary:
         """
         for name in without:
             self._require(name, self._table.rows, "row")
-        self._cell(row, self._column(column))
-        recorded = {record.row for record in self._records if record.column == self._column(column)}
+        place = self._column(column)
+        seeds = {record.seed for record in self._cell(row, place)}
+        recorded = by_row(self._table, [record for record in self._records if record.column == place])
+        complete = [other for other, members in recorded.items() if seeds <= {record.seed for record in members}]
         gains = {}
-        for other in recorded & self._table.rows.keys() - {row, *without}:
-            cells = {one: self._cell(one, self._column(column)) for one in (row, other)}
+        for other in complete:
+            if other in {row, *without}:
+                continue
+            cells = {one: recorded[one] for one in (row, other)}
             ratios = [ratio for name in COSTS for ratio in ratios_of(cells, name, row, [other])]
             if all(ratio < 1 + NEARLY for ratio in ratios):
                 (gains[other],) = self._gaps(row, other, column, score, over)
@@ -311,7 +316,7 @@ class Vocabulary:
             raise self._error(f"{owner} has no {kind} '{name}'", nearest(name, choices))
 
     def _error(self, what: str, hint: str = "") -> DataError:
-        return DataError(f"The remark of {self._name}: {what}.", hint)
+        return DataError(f"{self._what}: {what}.", hint)
 
 
 CALLS = tuple(call for call in vars(Vocabulary) if not call.startswith("_"))

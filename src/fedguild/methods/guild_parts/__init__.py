@@ -117,6 +117,10 @@ class GuildPartsSettings(InBasisSettings):
         for name, (takes_effect, needed) in needs.items():
             if not takes_effect and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} has no effect without {needed}")
+        return self
+
+    @model_validator(mode="after")
+    def _mixes_no_sketches(self) -> Self:
         if self.mean == "sketch" and (self.mix > 0 or self.choose_mix):
             raise ValueError(
                 "mean: sketch gives other factors of theta after each round, which cannot be mixed with those that a "
@@ -300,9 +304,12 @@ class GuildParts(Method):
 
     def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
         """Line 6, and parts a, c and e."""
-        theta, usage = (means.moved(part, state.part(part)) for part in (ADAPTER, USAGE))
+        received = state.part(ADAPTER)
         if self.sketches:
-            theta = refactored(state, means.result(ADAPTER, zeros(theta)), means.round)
+            theta = refactored(state, means.result(ADAPTER, zeros(received)), means.round)
+        else:
+            theta = means.moved(ADAPTER, received)
+        usage = means.moved(USAGE, state.part(USAGE))
         return self._moved(state, theta, means.result(RESCALER, state.part(RESCALER)), usage)
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:

@@ -31,10 +31,10 @@ NEGLIGIBLE = 1e-6
 """A singular value below this part of the largest is what the rounding of fp32 leaves of 0."""
 
 
-def sizes(outputs: int, inputs: int, rank: int) -> tuple[int, int]:
+def sizes(outputs: int, inputs: int, rank: int, oversampling: float = OVERSAMPLING) -> tuple[int, int]:
     """Returns s1 and s2 of a module: together at most as many numbers as LoRA of a rank has."""
     longer, shorter, numbers = max(outputs, inputs), min(outputs, inputs), rank * (outputs + inputs)
-    first = min(max(1, int(numbers / (longer + OVERSAMPLING * shorter))), shorter)
+    first = min(max(1, int(numbers / (longer + oversampling * shorter))), shorter)
     return first, min((numbers - first * longer) // shorter, longer)
 
 
