@@ -10,6 +10,7 @@ from fedguild.config.table import Table
 from fedguild.errors import DataError
 from fedguild.report.recorded import CellRecord
 from fedguild.report.recorded_remarks import render_overview, render_remark
+from tests.report.records import cell_record
 
 TABLE = {
     "preset": "{row}/tiny-tasks",
@@ -29,14 +30,6 @@ PERPLEXITY = {"theirs": {"b1": 2.0, "b4": 8.0}, "ours": {"b1": 1.5, "b4": 1.5}, 
 def record(row: str, seed: int, column: str = "short", **changes: Any) -> CellRecord:
     mean, last, trained = SEEDS[row][seed]
     given: dict[str, Any] = {
-        "table": "one/two",
-        "column": column,
-        "row": row,
-        "seed": seed,
-        "fingerprint": "x",
-        "fedguild": "0.3.0",
-        "round": 4,
-        "split": "test",
         "scores": {"b1": 2 * mean - last, "b4": last, "mean": mean, "trained": trained},
         "perplexity": PERPLEXITY[row],
         "observations": {"drift / layer 1": {1: 0.08 + 0.01 * seed, 4: 0.05}} if row == "ours" else {},
@@ -44,7 +37,7 @@ def record(row: str, seed: int, column: str = "short", **changes: Any) -> CellRe
         "upload_bytes": 3e6 if row == "ours" else 2e6,
         "download_bytes": 3e6,
     }
-    return CellRecord(**{**given, **changes})
+    return cell_record(row, seed, column, **{**given, **changes})
 
 
 def records() -> list[CellRecord]:

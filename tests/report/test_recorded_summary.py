@@ -11,6 +11,7 @@ from fedguild.report.recorded import CellRecord
 from fedguild.report.recorded_claims import claims_markdown
 from fedguild.report.recorded_pages import summary_page
 from fedguild.report.recorded_summary import by_row, cost_ratios, shown_grid, summary_grid
+from tests.report.records import cell_record
 
 
 def table(**changes: Any) -> Table:
@@ -26,21 +27,9 @@ def table(**changes: Any) -> Table:
 
 
 def record(row: str, seed: int = 0, column: str = "short", score: float = 0.5, **changes: Any) -> CellRecord:
-    given: dict[str, Any] = {
-        "table": "flame/table-2-tiny",
-        "column": column,
-        "row": row,
-        "seed": seed,
-        "fingerprint": "x",
-        "fedguild": "0.3.0",
-        "round": 4,
-        "split": "test",
-        "scores": {"b1": score, "mean": score},
-        "training_flops": {"b1": 3e9, "b2": 1e9},
-        "upload_bytes": 1e6,
-        "download_bytes": 4e6,
-    }
-    return CellRecord(**{**given, **changes})
+    scores = {"b1": score, "mean": score}
+    spent = {"training_flops": {"b1": 3e9, "b2": 1e9}, "upload_bytes": 1e6, "download_bytes": 4e6}
+    return cell_record(row, seed, column, **{"scores": scores, **spent, **changes})
 
 
 def test_what_methods_report_is_shown_by_column_and_row_from_the_first_to_the_last_round() -> None:
