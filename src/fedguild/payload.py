@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from fedguild.packing import Scalar as Scalar
@@ -50,3 +52,12 @@ class Payload:
 def with_part(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns `tensors` under `name/…`, ready to go into a payload."""
     return {f"{name}/{key}": value for key, value in tensors.items()}
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Returns a hash of named tensors, by their names and bits."""
+    content = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        content.update(name.encode() + b"\x1f")
+        content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()

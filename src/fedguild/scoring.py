@@ -28,11 +28,10 @@ from fedguild.evaluation.tasks import evaluate as score
 from fedguild.guarantee import require_public_scores
 from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
+from fedguild.payload import Payload, digest_of
 from fedguild.recording import DEVIATION, Where, evaluation_record, observation_records, summary_record
 from fedguild.server.method import Deployment, Method
 from fedguild.server.optimizer import without_momentum
-from fedguild.server.private_mean import digest_of
 from fedguild.server.run_log import EvaluationRecord, Record
 from fedguild.setup import Experiment, OwnScope, Split
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from fedguild.model.runtime import Runtime
 from fedguild.model.sharding import shard
 from fedguild.model.weight_changes import merged
 from fedguild.model.weight_files import LoadingReport, check_weights
+from fedguild.payload import digest_of
 
 _ATTENTION = {"self_attn", "attn", "SelfAttention", "EncDecAttention"}
 """Names of attention in a module path."""
@@ -71,11 +71,7 @@ class Backbone:
 
     def fingerprint(self) -> str:
         """Returns a digest of all weights, to verify that none has changed."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.model.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return digest_of(self.model.state_dict())
 
     @property
     def head(self) -> nn.Module:

@@ -11,7 +11,6 @@ handed to the method's own `aggregate` as every client's adapter, as a mean of e
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedguild.errors import UploadError
-from fedguild.payload import ADAPTER, Payload, with_part
+from fedguild.payload import ADAPTER, Payload, digest_of, with_part
 from fedguild.privacy.clipping import clipped, with_noise
 from fedguild.privacy.noise import Noise
 from fedguild.server.guard import Reject
@@ -108,12 +107,3 @@ def change_of(upload: Payload, download: Payload) -> dict[str, Tensor]:
             raise UploadError(f"its upload has '{name}', which the client did not receive, so it has no change to clip")
         change[name] = tensor.double() - before.double()
     return change
-
-
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a hash of named tensors, by their names and bits."""
-    content = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        content.update(name.encode() + b"\x1f")
-        content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return content.hexdigest()
