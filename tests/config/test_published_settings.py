@@ -72,8 +72,8 @@ def test_fedamoles_figure_11_has_the_released_privacy_budgets(name: str) -> None
     assert found == {"fedit": None, "eta-1": 1, "eta-50": 50, "eta-100": 100, "fedamole": None}
 
 
-@pytest.mark.parametrize("name", ["flame/figure-3", "flame/figure-3-tiny"])
-def test_flames_figure_3_has_its_ten_settings_unclipped_and_with_perplexity(name: str) -> None:
+@pytest.mark.parametrize("name", ["flame/figure-3", "flame/figure-3-tiny", "flame/figure-4"])
+def test_flames_figures_3_and_4_have_their_ten_settings_unclipped_and_with_perplexity(name: str) -> None:
     """Five temperatures with the frequency as published and by k_i; at t = 0 the two are one row."""
     cells = configs(name)
     ten = {
@@ -89,6 +89,29 @@ def test_flames_figure_3_has_its_ten_settings_unclipped_and_with_perplexity(name
     assert ten == {(column, t, by_k) for column in columns for t in (0, 1, 2, 4, 8) for by_k in (False, True)}
     assert {config.training.clip_norm for config in cells.values()} == {None}
     assert all(config.evaluation.perplexity for config in cells.values())
+
+
+@pytest.mark.parametrize(
+    ("of_four", "of_forty"), [("flame/figure-3", "flame/figure-4"), ("flame/table-5", "flame/table-7")]
+)
+def test_flames_additional_results_differ_from_the_main_ones_in_their_clients_alone(
+    of_four: str, of_forty: str
+) -> None:
+    """4 and 40 clients, on both data sets at Dirichlet 5 and 0.5 (the appendix, additional results)."""
+    small, large = configs(of_four), configs(of_forty)
+    assert small.keys() == large.keys()
+    assert {column for _, column in small} == {"alpagasus-5", "alpagasus-0.5", "dolly-5", "dolly-0.5"}
+    assert {config.federation.clients for config in small.values()} == {4}
+    assert {config.federation.clients for config in large.values()} == {40}
+    for place, config in small.items():
+        alone = config.model_copy(update={"federation": config.federation.model_copy(update={"clients": 40})})
+        assert alone.fingerprint() == large[place].fingerprint(), place
+
+
+@pytest.mark.parametrize("name", ["flame/table-5", "flame/table-5-tiny", "flame/table-7"])
+def test_flames_tables_of_the_rescaler_have_none_a_static_and_a_learned_one(name: str) -> None:
+    found = {row: config.method.options.get("rescaler", "per_layer") for (row, _), config in configs(name).items()}
+    assert found == {"none": "none", "static": "static", "learned": "per_layer"}
 
 
 def test_pfl_moes_gate_trains_for_the_papers_200_epochs_on_real_models() -> None:
