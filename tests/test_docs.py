@@ -625,7 +625,7 @@ def test_a_run_is_the_beginning_of_a_longer_one(preset: str, tmp_path: Path) -> 
 
 
 def test_what_small_tables_are_left_out_of_the_plan_is_known(recording: ModuleType) -> None:
-    """TeleQuAD is not among the data sets; the codecs' table is no paper's; on English text the small model is at chance."""
+    """TeleQuAD is not among the data sets, the codecs' table is no paper's, and the small model reads no English."""
     plan = yaml.safe_load((recording.RECORDS / "plan.yaml").read_text())
     small = {table.name for table in tables() if table.name.endswith(("-tiny", "-english"))}
     of_english_text = {
