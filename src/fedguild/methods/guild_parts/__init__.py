@@ -12,9 +12,11 @@ Guild, bit for bit. The lines are those of `fedguild.methods.guild`; each part i
            expert less for those that it did not use  -> mixture.py
     e  in lines 5 and 6 the mean of the products B_i A_i in place of those of A_i and of B_i: a client sends two
            sketches of B_i A_i - B A, and the server recovers its factors from their mean  -> sketch.py
+    f  in line 3 rows of R A that are orthogonal and of norm c, but not turned to the singular vectors; or line 1 alone,
+           with R = 1, so that A only begins with such rows
 
 Symbols: s `rescaler`, rho `smaller_probability`, zeta `balance_step`, clip `balance_limit`, M `num_experts`, lambda_i
-`choose_mix`, and `mix` for a client that could not choose yet.
+`choose_mix`, and `mix` for a client that could not choose yet; part f `turned`, `start_norm`.
 
 Every line that the server takes is a mean, so it may be a secure sum; what leaves a client is a change of what it
 received, so that one clipping and one noise cover it. Readings (docs/methods/guild-parts.md):
@@ -102,10 +104,21 @@ class GuildPartsSettings(InBasisSettings):
         description="what the server takes the mean of: A and B apart; or the products B A, of which clients send two "
         "sketches in as many numbers (needs `mix: 0`)",
     )
+    turned: bool = Field(
+        True, description="whether the rows of A in the basis singular are turned to the singular vectors"
+    )
+    start_norm: float | None = Field(
+        None,
+        gt=0,
+        description="norm of the orthogonal rows with which A begins in the basis as received; without it, as LoRA "
+        "draws A",
+    )
 
     @model_validator(mode="after")
     def _has_no_option_without_effect(self) -> Self:
         needs: dict[str, tuple[bool, str]] = {
+            "turned": (self.basis == "singular", "basis: singular"),
+            "start_norm": (self.basis == "received", "basis: received"),
             "balance_limit": (self.balance_step > 0, "balance_step above 0"),
             "held_out": (self.choose_mix, "choose_mix: true"),
             "held_out_examples": (self.choose_mix, "choose_mix: true"),
@@ -170,7 +183,7 @@ class GuildParts(Method):
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1; every budget's mean s starts at 1, phi at 0, u evenly."""
-        theta = started(model, self.settings.lora, self.settings.norm, rng)
+        theta = started(model, self.settings.lora, self.settings.norm or self.settings.start_norm, rng)
         scales = initial_adapter(model, AdapterPlan(scale_parts(self.settings.rescaler, 1.0)), rng)
         counts = sorted({float(budget.active_experts) for budget in budgets})
         return Payload.of(
@@ -207,7 +220,7 @@ class GuildParts(Method):
             mixes = chosen_mixes(cohort, held_out, settings.mix)
             for slot in slots:
                 self._load(cohort, slot)
-        bases = change_basis(cohort, settings.norm)
+        bases = change_basis(cohort, settings.norm, turned=settings.turned)  # part f
         begun = [cohort.read(slot) for slot in slots] if self.sketches else []
         self._train(cohort)
         mixes_any = settings.mix > 0 or settings.choose_mix
