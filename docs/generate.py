@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
+import yaml
+
 from fedguild.cli.profile_tables import published_markdown, server_markdown
 from fedguild.client.budget import Budget
 from fedguild.config import table_cells, tables
@@ -32,7 +34,7 @@ from fedguild.model.backbone import describe_config
 from fedguild.model.info import ModelInfo
 from fedguild.report import recorded_figures
 from fedguild.report.recorded import CellRecord, read_choices, read_records
-from fedguild.report.recorded_claims import claims_markdown
+from fedguild.report.recorded_claims import folded_claims
 from fedguild.report.recorded_pages import summary_page, table_page
 from fedguild.report.recorded_remarks import render_overview, render_remark
 
@@ -168,7 +170,7 @@ def _recorded(page: Path) -> str:
     """Returns the recorded tables: all of them in results.md, on a method's page what concerns it."""
     records = _records(RECORDS)
     parts = []
-    for shipped in tables():
+    for shipped in _in_the_plans_order(tables()):
         of_table = [record for record in records if record.table == shipped.name]
         if not of_table:
             continue
@@ -186,13 +188,20 @@ def _recorded(page: Path) -> str:
             shown = ", ".join(f"`{row}`" for row in rows)
             parts.append(f"`{shipped.name}`, its {'row' if len(rows) == 1 else 'rows'} here {shown}:\n")
             if claims:
-                parts.append(claims_markdown(content.model_copy(update={"claims": claims}), of_table))
+                parts.append(folded_claims(content.model_copy(update={"claims": claims}), of_table))
             else:
                 parts.append("The table makes no claim about it.\n")
     if not parts:
         none = "No table has" if page.stem == "results" else "No table with this method has"
         return f"{none} been recorded yet: `make tables`.\n"
     return "\n".join([*([] if page.stem == "results" else [LEGEND]), *parts])
+
+
+def _in_the_plans_order(shipped: Iterable[ShippedTable]) -> list[ShippedTable]:
+    """Returns tables as plan.yaml has them, which begins with the main ones; others by name behind them."""
+    planned = [*yaml.safe_load((RECORDS / "plan.yaml").read_text("utf-8"))] if (RECORDS / "plan.yaml").is_file() else []
+    place = {name: number for number, name in enumerate(planned)}
+    return sorted(shipped, key=lambda one: (place.get(one.name, len(place)), one.name))
 
 
 def _remark(name: str, table: Table, records: Sequence[CellRecord]) -> str:

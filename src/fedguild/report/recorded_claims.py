@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Literal
+from typing import Literal, get_args
 
 from fedguild.config.table import ONLY_COLUMN, Claim, Table
 from fedguild.evaluation.statistics import Spread, half_width, paired_difference
@@ -28,6 +28,16 @@ ROUNDING = 1e-9
 """A deviation of scores below this is rounding."""
 FEWEST_SEEDS = 3
 """Seeds without which nothing is decided: two that agree by chance have a narrow interval."""
+
+
+def folded_claims(table: Table, records: Sequence[CellRecord]) -> str:
+    """Returns `claims_markdown`, folded away under a line with the number of each verdict; empty without a claim."""
+    if not table.claims:
+        return ""
+    claims = claims_markdown(table, records)
+    counts = {word: claims.count(f"| **{word}**") for word in get_args(Word)}
+    told = ", ".join(f"{word} {count}" for word, count in counts.items() if count)
+    return f'<details markdown="1">\n<summary>Claims by column: {told}</summary>\n\n{claims}\n</details>\n'
 
 
 def claims_markdown(table: Table, records: Sequence[CellRecord]) -> str:

@@ -16,6 +16,7 @@ from fedguild.report.recorded_claims import (
     Values,
     claims_markdown,
     difference,
+    folded_claims,
     interval,
     scores_of,
     smallest_shown,
@@ -72,7 +73,7 @@ def summary_page(
 ) -> str:
     """Returns a table in short as Markdown, for the page of its method.
 
-    One score by column, costs, what the methods report, figures, claims, a remark.
+    One score by column, costs, what the methods report, figures, a remark, and the claims folded away.
 
     Args:
         table: The table.
@@ -81,9 +82,8 @@ def summary_page(
         remark: What it means, in paragraphs of Markdown; may be empty.
     """
     grids = [grid for make in (summary_grid, shown_grid) if (grid := make(table, records)) is not None]
-    parts = [*(grid.to_markdown() for grid in grids), *_drawn(figures)]
-    parts += [claims_markdown(table, records)] if table.claims else []
-    return "\n".join([*parts, *_said(remark)])
+    parts = [*(grid.to_markdown() for grid in grids), *_drawn(figures), *_said(remark)]
+    return "\n".join([*parts, folded_claims(table, records)] if table.claims else parts)
 
 
 def _drawn(figures: Mapping[str, Drawing]) -> list[str]:
