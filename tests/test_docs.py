@@ -228,8 +228,9 @@ def test_a_remark_is_rendered_from_the_records(
         ).write(tmp_path)
     remark = tmp_path / "ffa-lora" / "privacy-english" / generate.REMARK
     remark.write_text("It scores\n{{ score('ffa-lora', 'epsilon-8') }}.\n\nA second question.\n")
-    for page in ("results.md", "ffa-lora.md"):
-        assert generate._recorded(Path(page)).endswith("\n\nIt scores 0.600.\n\nA second question.\n")
+    rendered = "\n\nIt scores 0.600.\n\nA second question.\n"
+    assert generate._recorded(Path("results.md")).endswith(rendered)
+    assert f"{rendered}\n<details" in generate._recorded(Path("ffa-lora.md"))
     remark.write_text("{{ score('ffa-lora', 'epsilon-2') }}")
     unknown = "The remark of ffa-lora/privacy-english: row 'ffa-lora' has no records in epsilon-2."
     with pytest.raises(DataError, match=re.escape(unknown)) as caught:
@@ -660,7 +661,9 @@ def test_a_cell_is_recorded_once_and_again_when_its_settings_change(
     assert generate._recorded(Path("ub-smoe.md")).startswith("No table with this method has been recorded yet")
     trivial = generate._recorded(Path("trivial.md")).removeprefix(f"{generate.LEGEND}\n")
     assert trivial.startswith("`flame/table-2-tiny`, its row here `trivial`:")
-    assert all("trivial" in line for line in trivial.splitlines()[4:]), "only the claims that it is part of"
+    claims = [line for line in trivial.splitlines() if line.startswith("| ")][2:]
+    assert claims
+    assert all("trivial" in line for line in claims), "only the claims that it is part of"
 
 
 def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_planned(

@@ -104,7 +104,9 @@ def test_there_is_nothing_to_show_of_columns_that_the_table_no_longer_has() -> N
 def test_a_page_in_short_has_the_scores_the_claims_and_the_remark() -> None:
     claim = {"says": "it leads", "higher": "flame", "lower": ["fedit"]}
     text = summary_page(table(claims=[claim]), [record("flame"), record("fedit")], remark="It leads nowhere.\n")
-    assert text.index("| flame | 0.500 |") < text.index("| it leads | short |") < text.index("It leads nowhere.")
+    assert text.index("| flame | 0.500 |") < text.index("It leads nowhere.") < text.index("| it leads | short |")
+    assert "<summary>Claims by column: undecided at this scale 1, not recorded 1</summary>\n\n| claim" in text
+    assert text.endswith("\n</details>\n")
 
 
 def test_flops_that_are_not_all_counted_are_not_shown() -> None:

@@ -161,7 +161,14 @@ class Vocabulary:
         return Figures(_figure(half_width(gap), digits) for gap in gaps)
 
     def nearest_rival(
-        self, row: str, column: str = "", score: str = "", over: str = "", without: Sequence[str] = ()
+        self,
+        row: str,
+        column: str = "",
+        score: str = "",
+        over: str = "",
+        without: Sequence[str] = (),
+        *,
+        at_any_cost: bool = False,
     ) -> str:
         """Returns the least `gain` over a row that costs no less, and that row: `0.052 ± 0.020 (fedex-lora)`.
 
@@ -174,6 +181,7 @@ class Vocabulary:
             score: The score.
             over: The other rows' score, where it is another one.
             without: Rows that are not compared, for example the row's own variants.
+            at_any_cost: Whether rows that cost less are compared, too.
         """
         for name in without:
             self._require(name, self._table.rows, "row")
@@ -187,7 +195,7 @@ class Vocabulary:
                 continue
             cells = {one: recorded[one] for one in (row, other)}
             ratios = [ratio for name in COSTS for ratio in ratios_of(cells, name, row, [other])]
-            if all(ratio < 1 + NEARLY for ratio in ratios):
+            if at_any_cost or all(ratio < 1 + NEARLY for ratio in ratios):
                 (gains[other],) = self._gaps(row, other, column, score, over)
         if not gains:
             raise self._error(f"every other row costs less than {row} in some way")
