@@ -65,7 +65,9 @@ class Guild(Method):
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
-        return Payload.of({ADAPTER: started(model, self.settings.lora, self.settings.norm, rng)})
+        return Payload.of(
+            {ADAPTER: started(model, self.settings.lora, self.settings.norm or self.settings.start_norm, rng)}
+        )
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 2 to 5."""

@@ -38,6 +38,14 @@ BasisOfRanks = Annotated[
     ),
 ]
 BasisNorm = Annotated[float, Field(gt=0, description="c: the norm of A's rows in the basis singular")]
+StartNorm = Annotated[
+    float | None,
+    Field(
+        gt=0,
+        description="norm of the orthogonal rows with which A begins, to be trained as received, in no singular basis; "
+        "without it A begins in the singular basis, or with `basis: received` as LoRA draws it",
+    ),
+]
 Mix = Annotated[
     float,
     Field(ge=0, le=1, description="lambda of a client's own model: 0 for the received model and 1 for the trained one"),
@@ -89,12 +97,13 @@ class InBasisSettings(LoraSettings):
     targets: Targets = ("attention", "router", "experts")
     basis: BasisOfRanks = "singular"
     basis_norm: BasisNorm = 5
+    start_norm: StartNorm = None
     mix: Mix = 0.5
 
     @property
     def norm(self) -> float | None:
         """c, the norm of A's rows in which a client trains; None where it trains in the basis as received."""
-        return self.basis_norm if self.basis == "singular" else None
+        return self.basis_norm if self.basis == "singular" and self.start_norm is None else None
 
 
 class UnequalRanksSettings(MethodSettings):

@@ -107,18 +107,11 @@ class GuildPartsSettings(InBasisSettings):
     turned: bool = Field(
         True, description="whether the rows of A in the basis singular are turned to the singular vectors"
     )
-    start_norm: float | None = Field(
-        None,
-        gt=0,
-        description="norm of the orthogonal rows with which A begins in the basis as received; without it, as LoRA "
-        "draws A",
-    )
 
     @model_validator(mode="after")
     def _has_no_option_without_effect(self) -> Self:
         needs: dict[str, tuple[bool, str]] = {
-            "turned": (self.basis == "singular", "basis: singular"),
-            "start_norm": (self.basis == "received", "basis: received"),
+            "turned": (self.norm is not None, "a singular basis"),
             "balance_limit": (self.balance_step > 0, "balance_step above 0"),
             "held_out": (self.choose_mix, "choose_mix: true"),
             "held_out_examples": (self.choose_mix, "choose_mix: true"),
