@@ -35,7 +35,6 @@ from pydantic import Field
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload
@@ -89,7 +88,7 @@ class FedIT(Method):
         rank = require_within_rank(budget, settings.rank) if settings.rank_by_budget else settings.rank
         active = require_within_top_k(model, budget) if settings.active_experts == "budget" else None
         scale = settings.scale_of(replace(budget, rank=rank))
-        return AdapterPlan((Lora(rank, scale, settings.targets, settings.dropout),), active)
+        return AdapterPlan((settings.lora_of(rank, scale),), active)
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""

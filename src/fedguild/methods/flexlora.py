@@ -37,7 +37,6 @@ from torch.nn.functional import pad
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
@@ -70,8 +69,8 @@ class FlexLoRA(Method):
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with its scale; all of the model's experts stay active."""
-        rank, settings = require_within_rank(budget, self.settings.rank), self.settings
-        return AdapterPlan((Lora(rank, self.scale_of(budget), settings.targets, settings.dropout),))
+        rank = require_within_rank(budget, self.settings.rank)
+        return AdapterPlan((self.settings.lora_of(rank, self.scale_of(budget)),))
 
     def scale_of(self, budget: Budget) -> float:
         """Returns s_c."""

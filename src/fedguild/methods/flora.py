@@ -34,7 +34,6 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.fresh_adapter import ADAPTER_SEED, fresh_adapter, fresh_seed
 from fedguild.client.merge_ledger import VERSION
 from fedguild.client.training import train
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
 from fedguild.payload import Payload, Scalar
@@ -76,8 +75,7 @@ class Flora(Method):
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with its scale; all of the model's experts stay active."""
-        lora = Lora(budget.rank, self.scale_of(budget), self.settings.targets, self.settings.dropout)
-        return AdapterPlan((lora,))
+        return AdapterPlan((self.settings.lora_of(budget.rank, self.scale_of(budget)),))
 
     def scale_of(self, budget: Budget) -> float:
         """Returns s_c."""

@@ -96,8 +96,7 @@ class Florist(Method):
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with its scale; all of the model's experts stay active."""
-        lora = Lora(budget.rank, self.scale_of(budget), self.settings.targets, self.settings.dropout)
-        return AdapterPlan((lora,))
+        return AdapterPlan((self.settings.lora_of(budget.rank, self.scale_of(budget)),))
 
     def scale_of(self, budget: Budget) -> float:
         """Returns s_c."""

@@ -50,7 +50,6 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
 from fedguild.errors import ConfigError
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.info import ModelInfo
 from fedguild.model.on_device import kept_on_device
@@ -109,7 +108,7 @@ class HetLoRA(Method):
         """Returns LoRA at the budget's rank, the highest that its clients ever have; all experts stay active."""
         settings = self.settings
         rank = require_within_rank(budget, settings.rank)
-        return AdapterPlan((Lora(rank, settings.scale_of(budget), settings.targets, settings.dropout),))
+        return AdapterPlan((settings.lora_of(rank, settings.scale_of(budget)),))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""

@@ -31,7 +31,6 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload, with_part
@@ -67,7 +66,7 @@ class Trivial(Method):
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank; all of the model's experts stay active."""
         settings = self.settings
-        return AdapterPlan((Lora(budget.rank, settings.scale_of(budget), settings.targets, settings.dropout),))
+        return AdapterPlan((settings.lora_of(budget.rank, settings.scale_of(budget)),))
 
     def further_plan(self, model: ModelInfo, budget: Budget, round_index: int) -> AdapterPlan:
         """Returns the plan of the slots that train, for one budget at a time."""

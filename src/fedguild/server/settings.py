@@ -30,20 +30,12 @@ Scale = Annotated[
     ),
 ]
 Dropout = Annotated[float, Field(ge=0, lt=1, description="dropout on the input of LoRA on linear layers")]
-BasisOfRanks = Annotated[
-    Literal["singular", "received"],
-    Field(
-        description="basis of the ranks in which a client trains: singular, where the rows of A are orthogonal and of "
-        "one norm, and the columns of B orthogonal; or as received"
-    ),
-]
-BasisNorm = Annotated[float, Field(gt=0, description="c: the norm of A's rows in the basis singular")]
 StartNorm = Annotated[
     float | None,
     Field(
         gt=0,
-        description="norm of the orthogonal rows with which A begins, to be trained as received, in no singular basis; "
-        "without it A begins in the singular basis, or with `basis: received` as LoRA draws it",
+        description="norm of A's rows where LoRA is drawn, each made orthogonal to those before; without it they are "
+        "as LoRA draws them, of norm 0.58 or so",
     ),
 ]
 Mix = Annotated[
@@ -68,6 +60,7 @@ class LoraSettings(MethodSettings):
     rank: Rank = 20
     alpha: Alpha = 16.0
     targets: Targets = ("attention", "experts")
+    start_norm: StartNorm = None
 
     @property
     def scale(self) -> float:
@@ -77,7 +70,7 @@ class LoraSettings(MethodSettings):
     @property
     def lora(self) -> Lora:
         """The LoRA that these options describe."""
-        return Lora(self.rank, self.scale, self.targets)
+        return Lora(self.rank, self.scale, self.targets, start_norm=self.start_norm)
 
 
 class DropoutLoraSettings(LoraSettings):
@@ -88,22 +81,15 @@ class DropoutLoraSettings(LoraSettings):
     @property
     def lora(self) -> Lora:
         """The LoRA that these options describe."""
-        return Lora(self.rank, self.scale, self.targets, self.dropout)
+        return Lora(self.rank, self.scale, self.targets, self.dropout, start_norm=self.start_norm)
 
 
-class InBasisSettings(LoraSettings):
-    """The options of a method whose clients train LoRA in a singular basis and mix it with what they receive."""
+class MixedLoraSettings(LoraSettings):
+    """The options of a method whose clients' own models lie between the LoRA that they train and the received one."""
 
     targets: Targets = ("attention", "router", "experts")
-    basis: BasisOfRanks = "singular"
-    basis_norm: BasisNorm = 5
-    start_norm: StartNorm = None
+    start_norm: StartNorm = 5
     mix: Mix = 0.5
-
-    @property
-    def norm(self) -> float | None:
-        """c, the norm of A's rows in which a client trains; None where it trains in the basis as received."""
-        return self.basis_norm if self.basis == "singular" and self.start_norm is None else None
 
 
 class UnequalRanksSettings(MethodSettings):
@@ -114,6 +100,11 @@ class UnequalRanksSettings(MethodSettings):
     scale: Scale = "own"
     targets: Targets = ("attention", "experts")
     dropout: Dropout = 0.0
+    start_norm: StartNorm = None
+
+    def lora_of(self, rank: int, scale: float) -> Lora:
+        """Returns a client's LoRA."""
+        return Lora(rank, scale, self.targets, self.dropout, start_norm=self.start_norm)
 
     def scale_of(self, budget: Budget) -> float:
         """Returns the factor on the product of a budget's LoRA; see `scale_by_rank`."""
@@ -128,6 +119,11 @@ class AnyRanksSettings(MethodSettings):
     highest_rank: int = Field(20, ge=1, description="the highest LoRA rank of all clients, which scale common needs")
     targets: Targets = ("attention", "experts")
     dropout: Dropout = 0.0
+    start_norm: StartNorm = None
+
+    def lora_of(self, rank: int, scale: float) -> Lora:
+        """Returns a client's LoRA."""
+        return Lora(rank, scale, self.targets, self.dropout, start_norm=self.start_norm)
 
     def scale_of(self, budget: Budget) -> float:
         """Returns the factor on the product of a budget's LoRA; see `scale_by_rank`.
@@ -181,6 +177,7 @@ class AveragingSettings(MethodSettings):
     targets: tuple[str, ...] = Field(
         (), description="other layers that LoRA adapts: leaf names of linear layers, or the groups attention and mlp"
     )
+    start_norm: StartNorm = None
     personal: bool = Field(
         False, description="whether a client's own model is the one that it trained, before the average"
     )
@@ -220,7 +217,8 @@ def averaging_plan(model: ModelInfo, settings: AveragingSettings) -> AdapterPlan
         )
     low_rank = {"router": settings.gate, "experts": settings.experts}
     targets = (*settings.targets, *(target for target, kind in low_rank.items() if kind == "lora"))
-    parts: list[AdapterPart] = [Lora(settings.rank, settings.alpha / settings.rank, targets)] if targets else []
+    lora = Lora(settings.rank, settings.alpha / settings.rank, targets, start_norm=settings.start_norm)
+    parts: list[AdapterPart] = [lora] if targets else []
     parts += [FullRouter()] if settings.gate == "full" else []
     parts += [FullExperts()] if settings.experts == "full" else []
     return AdapterPlan(tuple(parts))

@@ -68,7 +68,7 @@ from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
-from fedguild.server.settings import Alpha, MethodSettings, Rank
+from fedguild.server.settings import Alpha, MethodSettings, Rank, StartNorm
 from fedguild.server.validation import Bound, Omissible
 
 ROUTING, MARGIN, REGION, UPDATE = "routing", "margin", "region", "update"
@@ -83,6 +83,7 @@ class FedAlignMoeSettings(MethodSettings):
     experts: Literal["lora", "full"] = Field("lora", description="how the experts train: LoRA, or their full weights")
     rank: Rank = 8
     alpha: Alpha = 16.0
+    start_norm: StartNorm = None
     targets: tuple[str, ...] = Field(
         (),
         description="other layers with LoRA, averaged by size: leaf names of linear layers, or attention and mlp",
@@ -153,7 +154,8 @@ class FedAlignMoe(Method):
         require_targets(settings.targets)
         require_direction(settings.direction, settings.experts)
         targets = (*settings.targets, "experts") if settings.experts == "lora" else settings.targets
-        parts: list[AdapterPart] = [Lora(settings.rank, settings.alpha / settings.rank, targets)] if targets else []
+        lora = Lora(settings.rank, settings.alpha / settings.rank, targets, start_norm=settings.start_norm)
+        parts: list[AdapterPart] = [lora] if targets else []
         parts += [FullRouter()]
         parts += [FullExperts()] if settings.experts == "full" else []
         return AdapterPlan(tuple(parts), active_experts_of(model, budget))

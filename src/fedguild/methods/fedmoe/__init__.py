@@ -43,6 +43,7 @@ Readings and deviations (docs/methods/fedmoe.md):
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
@@ -312,7 +313,7 @@ class FedMoe(Method):
 
     @property
     def _lora(self) -> Lora:
-        return Lora(self.settings.rank, self.settings.scale, (*self.settings.targets, "experts"))
+        return replace(self.settings.lora, targets=(*self.settings.targets, "experts"))
 
 
 def fit(sub_moes: SubMoes) -> None:

@@ -42,6 +42,7 @@ class Lora(AdapterPart):
         middle: Whether there is a factor `{module}.lora_R` [r, r] (for experts [M, r, r]) between A and B, which are
             then frozen.
         frozen: Leaf names (`lora_A`) of factors that are loaded but not trained.
+        start_norm: Norm of A's rows when it is drawn, made orthogonal; None to leave them as they are drawn.
     """
 
     folds_into_weights = True
@@ -52,6 +53,7 @@ class Lora(AdapterPart):
     dropout: float = 0.0
     middle: bool = False
     frozen: tuple[str, ...] = ()
+    start_norm: float | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -86,7 +88,10 @@ class Lora(AdapterPart):
 
     def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
         """Returns random values for A and zeros for B and R, so that the product is zero."""
-        return kaiming_uniform(shape, rng) if leaf(name) == DOWN else torch.zeros(shape)
+        if leaf(name) != DOWN:
+            return torch.zeros(shape)
+        drawn = kaiming_uniform(shape, rng)
+        return drawn if self.start_norm is None else orthogonal_rows(drawn, self.start_norm)
 
     def layout(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
         """Returns [S, ..] for linear layers; [M, S, ..] with B transposed for experts.
@@ -260,3 +265,20 @@ def kaiming_uniform(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     """Returns A's initial values: uniform in ±1/√in, which is peft's Kaiming initialisation with a = √5."""
     bound = 1 / math.sqrt(shape[-1])
     return (torch.rand(shape, generator=rng) * 2 - 1) * bound
+
+
+def orthogonal_rows(down: Tensor, norm: float) -> Tensor:
+    """Returns A with rows of one norm, each made orthogonal to those before (Gram and Schmidt).
+
+    Where a module has more ranks than inputs, so that they cannot be orthogonal, the rows are scaled to the norm alone.
+
+    Args:
+        down: A [.., r, in].
+        norm: The norm of its rows.
+    """
+    if down.shape[-2] > down.shape[-1]:
+        rows: Tensor = down * (norm / down.norm(dim=-1, keepdim=True))
+        return rows
+    columns, upper = torch.linalg.qr(down.double().mT)
+    rows = columns.mT * upper.diagonal(dim1=-2, dim2=-1).sign()[..., None] * norm
+    return rows.to(down.dtype)
