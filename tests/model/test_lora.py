@@ -69,3 +69,23 @@ def test_an_output_scale_starts_where_it_is_told():
 )
 def test_the_storages_rank_keeps_rows_sixteen_bytes_apart(rank, dtype, stored):
     assert padded_rank(rank, dtype) == stored
+
+
+@pytest.mark.parametrize("shape", [(3, 6), (4, 3, 6), (6, 6)], ids=["of a layer", "of experts", "as many as inputs"])
+def test_with_a_start_norm_a_has_orthogonal_rows_of_that_norm_in_the_directions_drawn(shape):
+    drawn, found = (
+        Lora(shape[-2], 1.0, ("attention",), start_norm=norm).initial("layer.lora_A", shape, torch_rng(0))
+        for norm in (None, 5.0)
+    )
+    gram = found @ found.mT
+    torch.testing.assert_close(gram, (25 * torch.eye(shape[-2])).expand_as(gram), rtol=1e-5, atol=1e-5)
+    first = drawn[..., 0, :] / drawn[..., 0, :].norm(dim=-1, keepdim=True)
+    torch.testing.assert_close(found[..., 0, :] / 5, first, rtol=1e-5, atol=1e-6)
+
+
+def test_more_ranks_than_inputs_have_the_norm_alone():
+    drawn, found = (
+        Lora(7, 1.0, ("attention",), start_norm=norm).initial("layer.lora_A", (7, 4), torch_rng(0))
+        for norm in (None, 5.0)
+    )
+    torch.testing.assert_close(found, drawn * (5 / drawn.norm(dim=-1, keepdim=True)), rtol=1e-6, atol=1e-6)

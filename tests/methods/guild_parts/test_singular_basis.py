@@ -12,19 +12,24 @@ from torch import Tensor
 from fedguild.config.training import TrainingSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.methods import build_method
-from fedguild.methods.guild import Guild
+from fedguild.methods.guild_parts import GuildParts, GuildPartsSettings
+from fedguild.methods.guild_parts.singular_basis import Basis, bases_of, basis_of, in_basis, out_of_basis
 from fedguild.model.backbone import Backbone
 from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.engine import Task
 from fedguild.server.low_rank import Factors, by_module
 from fedguild.server.method import Upload
-from fedguild.server.singular_basis import Basis, bases_of, basis_of, in_basis, out_of_basis
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, SMALL, Federation, client
-from tests.oracles import guild as oracle
+from tests.oracles import guild_parts as oracle
 
 STEPS = TrainingSettings(optimizer="adam", learning_rate=0.05, batch_size=2, steps=3, clip_norm=1.0)
-ALONE: dict[str, Any] = {"rank": 2, "mix": 0}
+ALONE: dict[str, Any] = {"rank": 2, "mix": 0, "basis": "singular"}
+
+
+def in_basis_alone(**options: Any) -> GuildParts:
+    """Part f alone, without a mixture."""
+    return GuildParts(GuildPartsSettings(**{**ALONE, **options}))
 
 
 def factors(*leading: int, rank: int = 3, inputs: int = 7, outputs: int = 5, seed: int = 0) -> Factors:
@@ -92,7 +97,7 @@ def test_where_there_is_no_basis_the_factors_stay(case: str) -> None:
 
 def test_there_and_back(olmoe_backbone: Backbone) -> None:
     """Of every module of a model, routed experts included; what is not LoRA is not touched."""
-    state = Guild(Guild.Settings(rank=2)).start(olmoe_backbone.info, [LARGE], torch.Generator().manual_seed(0))
+    state = in_basis_alone().start(olmoe_backbone.info, [LARGE], torch.Generator().manual_seed(0))
     drawn = torch.Generator().manual_seed(1)
     theta = {
         name: value + torch.randn(value.shape, generator=drawn) / 10 for name, value in state.part(ADAPTER).items()
@@ -111,13 +116,9 @@ def test_there_and_back(olmoe_backbone: Backbone) -> None:
 def test_a_client_trains_as_in_flame_from_other_factors_of_the_same_model(
     turned: bool, olmoe_backbone: Backbone, tmp_path: Path
 ) -> None:
-    """In the second round, where B is not 0: FLAME's training of theta in its basis, and what it trained taken back.
-
-    Also in the basis of guild-parts whose rows are not turned to the singular vectors (part f).
-    """
+    """In the second round, where B is not 0: FLAME's training of theta in its basis, and what it trained taken back."""
     clients = (client(0, LARGE, 4), client(1, SMALL, 5))
-    method = Guild(Guild.Settings(**ALONE)) if turned else build_method("guild-parts", {**ALONE, "turned": False})
-    ours = Federation(olmoe_backbone, method, clients, tmp_path / "a")
+    ours = Federation(olmoe_backbone, in_basis_alone(turned=turned), clients, tmp_path / "a")
     flame = build_method("flame", {"rank": 2, "temperature": 0, "rescaler": "none"})
     theirs = Federation(olmoe_backbone, flame, clients, tmp_path / "b")
 
@@ -145,15 +146,15 @@ def test_a_client_trains_as_in_flame_from_other_factors_of_the_same_model(
 def test_the_server_gets_what_it_would_get_by_refactoring_its_state_itself(
     olmoe_backbone: Backbone, tmp_path: Path
 ) -> None:
-    """Two rounds: FLAME whose server sets theta to its basis before each round has Guild's global product."""
+    """Two rounds: FLAME whose server sets theta to its basis before each round has the same global product."""
     clients = (client(0, LARGE, 4), client(1, SMALL, 5))
-    ours = Federation(olmoe_backbone, Guild(Guild.Settings(**ALONE)), clients, tmp_path / "a")
-    flame = build_method("flame", {"rank": 2, "temperature": 0, "rescaler": "none"})
+    ours = Federation(olmoe_backbone, in_basis_alone(), clients, tmp_path / "a")
+    flame = build_method("flame", {"rank": 2, "temperature": 0, "rescaler": "none", "start_norm": 5})
     theirs = Federation(olmoe_backbone, flame, clients, tmp_path / "b")
     states = [ours.start(), theirs.start()]
     for round in (1, 2):
         theta = states[1].part(ADAPTER)
-        again = in_basis(theta, bases_of(theta, ours.method.settings.basis_norm))
+        again = in_basis(theta, bases_of(theta, 5))
         states[1] = Payload({**states[1].tensors, **with_part(ADAPTER, again)})
         states = [
             federation.method.aggregate(state, iter(federation.train(state, round)))
@@ -185,8 +186,7 @@ def test_a_cohort_trains_as_its_clients_alone_where_a_router_has_fewer_outputs_t
     """Rank 12 on 8 experts over three rounds, fp64: the products differ by no more than rounding makes of them."""
     backbone = tiny_backbone("olmoe", dtype=torch.float64)
     clients = (client(0, LARGE, 4), client(1, SMALL, 5))
-    options = {**ALONE, "rank": 12, "targets": ["attention", "router"]}
-    method = Guild(Guild.Settings(**options))
+    method = in_basis_alone(rank=12, targets=["attention", "router"])
     products = []
     for size in (1, 2):
         federation = Federation(backbone, method, clients, tmp_path / str(size))
@@ -209,7 +209,7 @@ def test_a_cohort_trains_as_its_clients_alone_where_a_router_has_fewer_outputs_t
 def test_clients_of_one_cohort_that_received_different_models_have_bases_of_their_own(tmp_path: Path) -> None:
     """Late clients train what they received: each upload is what the client sends when it trains alone."""
     clients = (client(0, LARGE, 4), client(1, SMALL, 5))
-    backbone, method = tiny_backbone("olmoe", dtype=torch.float64), Guild(Guild.Settings(**ALONE))
+    backbone, method = tiny_backbone("olmoe", dtype=torch.float64), in_basis_alone()
     federation = Federation(backbone, method, clients, tmp_path)
     states = []
     for seed in (1, 2):
