@@ -1,4 +1,4 @@
-"""Guild against its box: FLAME from its start, averages by hand, models in between, messages and memory."""
+"""Guild against its box: FLAME without its basis, averages by hand, models in between, messages and memory."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert not [name for name, value in expected.items() if not torch.equal(found[name], value)]
 
 
-# Lines 1 to 4
+# Lines 1 to 6
 
 
-@pytest.mark.parametrize("start_norm", [None, 5])
-def test_without_its_mixture_and_from_its_start_it_is_flame_at_temperature_0_bit_for_bit(
-    start_norm: float | None, olmoe_backbone: Backbone, tmp_path: Path
+def test_without_its_basis_and_its_mixture_it_is_flame_at_temperature_0_bit_for_bit(
+    olmoe_backbone: Backbone, tmp_path: Path
 ) -> None:
     """Uploads, states, global models and the clients' own; half of the clients a round."""
     methods: tuple[Method, Method] = (
-        guild(start_norm=start_norm, mix=0),
-        build_method("flame", {"rank": 2, "temperature": 0, "rescaler": "none", "start_norm": start_norm}),
+        guild(basis="received", mix=0),
+        build_method("flame", {"rank": 2, "temperature": 0, "rescaler": "none"}),
     )
     federations = [Federation(olmoe_backbone, method, CLIENTS, tmp_path / method.name) for method in methods]
     states = [federation.start() for federation in federations]
@@ -73,20 +72,16 @@ def test_without_its_mixture_and_from_its_start_it_is_flame_at_temperature_0_bit
     assert any(bool(value.any()) for name, value in states[0].part(ADAPTER).items() if name.endswith("lora_B"))
 
 
-def test_it_starts_from_orthogonal_rows(olmoe_backbone: Backbone) -> None:
-    """Line 1: the rows of every A are LoRA's draw, made orthogonal and of norm c, and B is 0."""
-    drawn, theta = (
-        guild(start_norm=norm).start(olmoe_backbone.info, [LARGE], torch.Generator().manual_seed(0)).part(ADAPTER)
-        for norm in (None, 3.0)
-    )
-    assert theta.keys() == drawn.keys()
+def test_it_starts_in_its_basis(olmoe_backbone: Backbone) -> None:
+    """Line 1: the rows of every A are orthogonal and of norm c, and B is 0."""
+    method = guild(basis_norm=3.0)
+    theta = method.start(olmoe_backbone.info, [LARGE], torch.Generator().manual_seed(0)).part(ADAPTER)
     for name, value in theta.items():
         if name.endswith("lora_B"):
             assert not bool(value.any())
-            continue
-        for rows, plain in zip(*(one.reshape(-1, *value.shape[-2:]) for one in (value, drawn[name])), strict=True):
-            expected = torch.tensor(oracle.orthogonal_rows(plain.tolist(), 3.0))
-            torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-5)
+        else:
+            gram = value @ value.mT
+            torch.testing.assert_close(gram, (9 * torch.eye(2)).expand_as(gram), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("clients", [1, 2, 5])
@@ -115,11 +110,11 @@ def test_no_upload_leaves_the_state(olmoe_backbone: Backbone) -> None:
     assert_equal(dict(method.aggregate(state, iter(())).tensors), dict(state.tensors))
 
 
-# Line 5
+# Line 7
 
 
 @pytest.mark.parametrize("mix", [0.0, 0.3, 1.0])
-def test_a_clients_own_model_lies_where_line_5_says(mix: float, olmoe_backbone: Backbone, tmp_path: Path) -> None:
+def test_a_clients_own_model_lies_where_line_7_says(mix: float, olmoe_backbone: Backbone, tmp_path: Path) -> None:
     """Number by number; at the ends it is the one model or the other, bit for bit."""
     federation = Federation(olmoe_backbone, guild(mix=mix), CLIENTS, tmp_path)
     method, model, state = federation.method, federation.model, federation.start()

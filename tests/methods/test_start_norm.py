@@ -29,7 +29,7 @@ def test_a_begins_with_orthogonal_rows_of_that_norm(name: str, olmoe_backbone: B
     if name in DRAWS_LATER:
         return
     state = method.start(model, [LARGE], torch.Generator().manual_seed(0))
-    drawn = {key: value for key, value in state.tensors.items() if key.endswith("lora_A")}
+    drawn = {key: value for key, value in state.tensors.items() if key.endswith("lora_A") and bool(value.any())}
     assert drawn
     for value in drawn.values():
         gram = value @ value.mT

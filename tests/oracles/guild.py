@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 
 def theta(before: float, trained: Sequence[float], sizes: Sequence[int], eta: float) -> float:
-    """Line 4, with the server's step (1 for none)."""
+    """Line 6, with the server's step (1 for none)."""
     above = below = 0.0
     for value, size in zip(trained, sizes, strict=True):
         above += size * (value - before)
@@ -15,12 +17,33 @@ def theta(before: float, trained: Sequence[float], sizes: Sequence[int], eta: fl
 
 
 def mixed(received: float, trained: float, mix: float) -> float:
-    """Line 5 for one number."""
+    """Line 7 for one number."""
     return received + mix * (trained - received)
 
 
-def orthogonal_rows(down: Sequence[Sequence[float]], norm: float) -> list[list[float]]:
-    """Line 1: Gram and Schmidt, row by row: what lies along the rows before is taken away, and the rest scaled."""
+def refactored(
+    down: Sequence[Sequence[float]], up: Sequence[Sequence[float]], norm: float
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Line 3: A and B of the same product with orthogonal rows of A, all of one norm, and orthogonal columns of B.
+
+    From the singular value decomposition U S V^T of B A, formed in full: norm V^T and U S / norm, of A's rank.
+    """
+    rank, inputs, outputs = len(down), len(down[0]), len(up)
+    product = [[sum(row[k] * down[k][j] for k in range(rank)) for j in range(inputs)] for row in up]
+    left, values, right = np.linalg.svd(np.array(product))
+    new_down = [[norm * float(right[k][j]) for j in range(inputs)] for k in range(rank)]
+    new_up = [[float(left[i][k] * values[k]) / norm for k in range(rank)] for i in range(outputs)]
+    return new_down, new_up
+
+
+def orthogonalised(
+    down: Sequence[Sequence[float]], up: Sequence[Sequence[float]], norm: float
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Line 3 without turning the rows to the singular vectors (part f of guild-parts): Gram and Schmidt, row by row.
+
+    Of a row what lies along the rows before is taken away, and the rest scaled to the norm; B is then B A times the
+    transpose of the new A over the norm's square, since the new rows span what the old ones do.
+    """
     rows: list[list[float]] = []
     for row in down:
         rest = list(row)
@@ -29,4 +52,6 @@ def orthogonal_rows(down: Sequence[Sequence[float]], norm: float) -> list[list[f
             rest = [x - along * y for x, y in zip(rest, before, strict=True)]
         length = sum(x * x for x in rest) ** 0.5
         rows.append([norm * x / length for x in rest])
-    return rows
+    product = [[sum(b * a[j] for b, a in zip(out, down, strict=True)) for j in range(len(down[0]))] for out in up]
+    new_up = [[sum(x * y for x, y in zip(out, row, strict=True)) / norm**2 for row in rows] for out in product]
+    return rows, new_up

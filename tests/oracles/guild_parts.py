@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,31 +78,3 @@ def best_mix(loss: Callable[[float], float]) -> float:
         if loss(mix) < least:
             best, least = mix, loss(mix)
     return best
-
-
-def refactored(
-    down: Sequence[Sequence[float]], up: Sequence[Sequence[float]], norm: float
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Part f: A and B of the same product with orthogonal rows of A, all of one norm, and orthogonal columns of B.
-
-    From the singular value decomposition U S V^T of B A, formed in full: norm V^T and U S / norm, of A's rank.
-    """
-    rank, inputs, outputs = len(down), len(down[0]), len(up)
-    product = [[sum(row[k] * down[k][j] for k in range(rank)) for j in range(inputs)] for row in up]
-    left, values, right = np.linalg.svd(np.array(product))
-    new_down = [[norm * float(right[k][j]) for j in range(inputs)] for k in range(rank)]
-    new_up = [[float(left[i][k] * values[k]) / norm for k in range(rank)] for i in range(outputs)]
-    return new_down, new_up
-
-
-def orthogonalised(
-    down: Sequence[Sequence[float]], up: Sequence[Sequence[float]], norm: float
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Part f without turning the rows to the singular vectors: those of Gram and Schmidt (Guild's line 1).
-
-    B is then B A times the transpose of the new A over the norm's square, since the new rows span what the old ones do.
-    """
-    rows = guild.orthogonal_rows(down, norm)
-    product = [[sum(b * a[j] for b, a in zip(out, down, strict=True)) for j in range(len(down[0]))] for out in up]
-    new_up = [[sum(x * y for x, y in zip(out, row, strict=True)) / norm**2 for row in rows] for out in product]
-    return rows, new_up

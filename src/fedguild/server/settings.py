@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedguild.client.budget import Budget
 from fedguild.errors import ConfigError
@@ -30,6 +30,14 @@ Scale = Annotated[
     ),
 ]
 Dropout = Annotated[float, Field(ge=0, lt=1, description="dropout on the input of LoRA on linear layers")]
+BasisOfRanks = Annotated[
+    Literal["singular", "received"],
+    Field(
+        description="basis of the ranks in which a client trains: singular, where the rows of A are orthogonal and of "
+        "one norm, and the columns of B orthogonal; or as received"
+    ),
+]
+BasisNorm = Annotated[float, Field(gt=0, description="c: the norm of A's rows in the basis singular")]
 StartNorm = Annotated[
     float | None,
     Field(
@@ -84,12 +92,24 @@ class DropoutLoraSettings(LoraSettings):
         return Lora(self.rank, self.scale, self.targets, self.dropout, start_norm=self.start_norm)
 
 
-class MixedLoraSettings(LoraSettings):
-    """The options of a method whose clients' own models lie between the LoRA that they train and the received one."""
+class InBasisSettings(LoraSettings):
+    """The options of a method whose clients train LoRA in a singular basis and mix it with what they receive."""
 
     targets: Targets = ("attention", "router", "experts")
-    start_norm: StartNorm = 5
+    basis: BasisOfRanks = "singular"
+    basis_norm: BasisNorm = 5
     mix: Mix = 0.5
+
+    @model_validator(mode="after")
+    def _starts_in_its_basis(self) -> Self:
+        if self.basis == "singular" and self.start_norm is not None:
+            raise ValueError("start_norm has no effect without basis: received; in a singular basis it is basis_norm")
+        return self
+
+    @property
+    def norm(self) -> float | None:
+        """c, the norm of A's rows in which a client trains; None where it trains in the basis as received."""
+        return self.basis_norm if self.basis == "singular" else None
 
 
 class UnequalRanksSettings(MethodSettings):

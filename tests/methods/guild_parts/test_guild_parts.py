@@ -37,7 +37,7 @@ OFF: dict[str, Any] = {
     "smaller_probability": 0,
     "choose_mix": False,
     "mix": 0,
-    "start_norm": None,
+    "basis": "received",
 }
 CLIENTS = (client(0, LARGE, 4), client(1, SMALL, 5), client(2, MIDDLE, 3), client(3, SMALL, 6))
 LAYER = "model.layers.0.mlp"
@@ -116,7 +116,7 @@ def test_with_everything_off_it_is_flame_at_temperature_0_bit_for_bit(
 
 
 def test_with_every_part_off_it_is_guild_bit_for_bit(olmoe_backbone: Backbone, tmp_path: Path) -> None:
-    """Uploads, states and the clients' own models, from Guild's start and with its mixture."""
+    """Uploads, states and the clients' own models, in Guild's basis and with its mixture."""
     off = {"rank": 2, "mix": 0.3}
     federations = [
         Federation(olmoe_backbone, build_method(name, off), CLIENTS, tmp_path / name)
@@ -146,7 +146,24 @@ def test_with_every_part_off_it_is_guild_bit_for_bit(olmoe_backbone: Backbone, t
             assert_equal(dict(one.tensors), dict(other.tensors))
 
 
-# Line 4, and parts a and c
+def test_a_start_in_the_basis_is_all_that_start_norm_changes(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    """Part f: it begins as Guild does at that norm, and trains from there as Guild does in the basis as received."""
+    options = {"rank": 2, "basis": "received"}
+    ours, plain = (
+        Federation(olmoe_backbone, build_method("guild-parts", chosen), CLIENTS, tmp_path / name)
+        for name, chosen in (("a", {**options, "start_norm": 3.0}), ("b", options))
+    )
+    begun = Federation(olmoe_backbone, build_method("guild", {"rank": 2, "basis_norm": 3.0}), CLIENTS, tmp_path / "c")
+    state = ours.start()
+    assert_equal(state.part(ADAPTER), begun.start().part(ADAPTER))
+    assert not torch.equal(*(one.start().part(ADAPTER)["model.layers.0.mlp.gate.lora_A"] for one in (ours, plain))), (
+        "without it A is as LoRA draws it"
+    )
+    for one, other in zip(ours.train(state, 1), plain.train(state, 1), strict=True):
+        assert_equal(dict(one.payload.tensors), dict(other.payload.tensors))
+
+
+# Line 6, and parts a and c
 
 
 def test_two_clients_by_hand() -> None:
@@ -447,8 +464,7 @@ def test_a_run_with_every_part_off_is_guilds(tmp_path: Path) -> None:
         ({"held_out": 0.2}, "held_out has no effect without choose_mix: true"),
         ({"held_out_examples": 8}, "held_out_examples has no effect without choose_mix: true"),
         ({"balance_limit": 2.0}, "balance_limit has no effect without balance_step above 0"),
-        ({"basis": "singular", "start_norm": None}, "basis: singular needs start_norm"),
-        ({"turned": False}, "turned has no effect without basis: singular"),
+        ({"turned": False, "basis": "received"}, "turned has no effect without a singular basis"),
     ],
 )
 def test_an_option_without_effect_is_refused(options: dict[str, Any], told: str) -> None:

@@ -252,7 +252,7 @@ def test_other_families_train(family: str, tmp_path: Path) -> None:
 
 
 def test_it_goes_with_the_parts_that_mix_nothing(olmoe_backbone: Backbone, tmp_path: Path) -> None:
-    method = guild(rescaler="per_layer", balance_step=0.05, smaller_probability=0.5, start_norm=None)
+    method = guild(rescaler="per_layer", balance_step=0.05, smaller_probability=0.5, basis="received")
     assert not method.is_mean
     assert method.privacy_refusal("example")
     federation = Federation(olmoe_backbone, method, CLIENTS, tmp_path)

@@ -1,23 +1,22 @@
-"""Guild-parts: Guild with the parts that its ablation took out: a rescaler, smaller k, balancing, a basis and others.
+"""Guild-parts: Guild with the parts that its ablation took out, a rescaler, smaller k, balancing and a chosen mixture.
 
 For that ablation (`guild/ablation-english`), and for whoever wants to try a part elsewhere: with all of them off it is
 Guild, bit for bit. The lines are those of `fedguild.methods.guild`; each part is an option, off by default:
-    a  in line 3 a factor s_i on the routed outputs of each layer, which the client trains, keeps and sends; s_k is the
+    a  in line 4 a factor s_i on the routed outputs of each layer, which the client trains, keeps and sends; s_k is the
            mean over the clients of a budget (FLAME's rescaler)
-    b  in line 3, with probability rho, a step at a smaller k of the federation's  -> smaller_steps.py
+    b  in line 4, with probability rho, a step at a smaller k of the federation's  -> smaller_steps.py
     c  route by top-k(logits + phi), with the model's own weights of the chosen  -> selection_bias.py; a client sends
            u_i / k_i, each expert's share of its activations, the server takes their mean u by n_i and moves
            phi = clip(phi + zeta sign(1 / M - u))  -> balancing.py
-    d  in line 5 the lambda_i in {0, 1/4, 1/2, 3/4, 1} of the least loss on examples that the client holds out; by
+    d  in line 7 the lambda_i in {0, 1/4, 1/2, 3/4, 1} of the least loss on examples that the client holds out; by
            expert less for those that it did not use  -> mixture.py
-    e  in lines 3 and 4 the mean of the products B_i A_i in place of those of A_i and of B_i: a client sends two
+    e  in lines 5 and 6 the mean of the products B_i A_i in place of those of A_i and of B_i: a client sends two
            sketches of B_i A_i - B A, and the server recovers its factors from their mean  -> sketch.py
-    f  in line 3 training in a singular basis: of (R A, B R^-1), whose rows of A are orthogonal and of norm c, and whose
-           columns of B are orthogonal, and back before it sends (R^-1 A_i, B_i R)  -> singular_basis.py; or with rows
-           of A that are orthogonal, but not turned to the singular vectors
+    f  in line 3 rows of R A that are orthogonal and of norm c, but not turned to the singular vectors; or line 1 alone,
+           with R = 1, so that A only begins with such rows
 
 Symbols: s `rescaler`, rho `smaller_probability`, zeta `balance_step`, clip `balance_limit`, M `num_experts`, lambda_i
-`choose_mix`, and `mix` for a client that could not choose yet; part f `basis`, `turned`.
+`choose_mix`, and `mix` for a client that could not choose yet; part f `turned`, `start_norm`.
 
 Every line that the server takes is a mean, so it may be a secure sum; what leaves a client is a change of what it
 received, so that one clipping and one noise cover it. Readings (docs/methods/guild-parts.md):
@@ -27,8 +26,8 @@ received, so that one clipping and one noise cover it. Readings (docs/methods/gu
       their place is a change; its training does not depend on them.
     - Sketches are added to the theta that the client received, in its shapes, so that they are a change of it, too.
     - A step at a smaller k uses the client's s_i; the static ratio is that of the smaller k.
-    - R is of the theta that the client received, and found on its own machine; all find the same unless they are late.
-    - With A as LoRA draws it and lambda = 0 it is FLAME at t = 0 with the same rescaler, bit for bit from one start.
+    - With the basis as received and lambda = 0 it is FLAME at t = 0 with the same rescaler, bit for bit from one
+      start.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ from fedguild.methods.guild_parts.balancing import balanced, usage_of, within_re
 from fedguild.methods.guild_parts.mixture import USAGE, chosen_mixes, mixture
 from fedguild.methods.guild_parts.observations import observations
 from fedguild.methods.guild_parts.selection_bias import PHI, SelectionBias
-from fedguild.methods.guild_parts.singular_basis import change_basis, out_of_basis
 from fedguild.methods.guild_parts.sketch import SEED, changes, refactored, sketched, zeros
 from fedguild.methods.guild_parts.smaller_steps import at_active_experts, below, drawn_experts
 from fedguild.model.info import ModelInfo
@@ -63,7 +61,8 @@ from fedguild.server.limits import require_within_top_k
 from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one, values_of
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, NotPrivate, Observation, Upload, in_part
 from fedguild.server.rescaler import RESCALER, Rescaler, scale_parts, split_scales
-from fedguild.server.settings import MixedLoraSettings
+from fedguild.server.settings import InBasisSettings
+from fedguild.server.singular_basis import change_basis, out_of_basis, started
 from fedguild.server.uploads import weight_of
 
 ACTIVE = "active_experts"
@@ -72,7 +71,7 @@ MIX = "mix"
 """lambda_i in a client's memory."""
 
 
-class GuildPartsSettings(MixedLoraSettings):
+class GuildPartsSettings(InBasisSettings):
     """The options of Guild, and those of the parts."""
 
     rescaler: Rescaler = "none"
@@ -105,11 +104,6 @@ class GuildPartsSettings(MixedLoraSettings):
         description="what the server takes the mean of: A and B apart; or the products B A, of which clients send two "
         "sketches in as many numbers (needs `mix: 0`)",
     )
-    basis: Literal["received", "singular"] = Field(
-        "received",
-        description="basis of the ranks in which a client trains: as received; or singular, where the rows of A are "
-        "orthogonal and of norm `start_norm`, and the columns of B orthogonal",
-    )
     turned: bool = Field(
         True, description="whether the rows of A in the basis singular are turned to the singular vectors"
     )
@@ -117,7 +111,7 @@ class GuildPartsSettings(MixedLoraSettings):
     @model_validator(mode="after")
     def _has_no_option_without_effect(self) -> Self:
         needs: dict[str, tuple[bool, str]] = {
-            "turned": (self.basis == "singular", "basis: singular"),
+            "turned": (self.norm is not None, "a singular basis"),
             "balance_limit": (self.balance_step > 0, "balance_step above 0"),
             "held_out": (self.choose_mix, "choose_mix: true"),
             "held_out_examples": (self.choose_mix, "choose_mix: true"),
@@ -139,17 +133,6 @@ class GuildPartsSettings(MixedLoraSettings):
                 "client trained: set mix: 0 and choose_mix: false"
             )
         return self
-
-    @model_validator(mode="after")
-    def _has_a_norm_in_its_basis(self) -> Self:
-        if self.basis == "singular" and self.start_norm is None:
-            raise ValueError("basis: singular needs start_norm, the norm of A's rows in it")
-        return self
-
-    @property
-    def basis_norm(self) -> float | None:
-        """c, the norm of A's rows in which a client trains; None where it trains in the basis as received."""
-        return self.start_norm if self.basis == "singular" else None
 
     @property
     def has_means_beside(self) -> bool:
@@ -193,7 +176,7 @@ class GuildParts(Method):
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1; every budget's mean s starts at 1, phi at 0, u evenly."""
-        theta = initial_adapter(model, AdapterPlan((self.settings.lora,)), rng)
+        theta = started(model, self.settings.lora, self.settings.norm, rng)
         scales = initial_adapter(model, AdapterPlan(scale_parts(self.settings.rescaler, 1.0)), rng)
         counts = sorted({float(budget.active_experts) for budget in budgets})
         return Payload.of(
@@ -220,7 +203,7 @@ class GuildParts(Method):
         )
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
-        """Line 3, and before it the choice of part d."""
+        """Lines 3 to 5, and before them the choice of part d."""
         settings, slots = self.settings, range(len(cohort.work))
         for slot in slots:
             self._load(cohort, slot)
@@ -230,13 +213,13 @@ class GuildParts(Method):
             mixes = chosen_mixes(cohort, held_out, settings.mix)
             for slot in slots:
                 self._load(cohort, slot)
-        bases = change_basis(cohort, settings.basis_norm, turned=settings.turned)  # part f
+        bases = change_basis(cohort, settings.norm, turned=settings.turned)  # part f
         begun = [cohort.read(slot) for slot in slots] if self.sketches else []
         self._train(cohort)
         mixes_any = settings.mix > 0 or settings.choose_mix
         by_expert = mixes_any and settings.mix_by == "expert"
         uploads = []
-        for slot in slots:
+        for slot in slots:  # line 5
             trained = cohort.read(slot)
             theta, scales = split_scales(out_of_basis(trained, bases[slot]))
             if begun:  # part e
@@ -261,7 +244,7 @@ class GuildParts(Method):
         cohort.load(slot, {**work.download.part(ADAPTER), **work.memory.part(RESCALER)})
 
     def _train(self, cohort: Cohort) -> None:
-        """Line 3, with the steps of part b."""
+        """Line 4, with the steps of part b."""
         settings = self.settings
         if not settings.smaller_probability:
             train(cohort)
@@ -274,7 +257,7 @@ class GuildParts(Method):
             step.apply()
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 4, and the means of parts a, c and e, as running means over the uploads."""
+        """Line 6, and the means of parts a, c and e, as running means over the uploads."""
         theta = WeightedMean(torch.float64 if self.sketches else torch.float32)
         rescaler, usage, before = WeightedMean(), WeightedMean(), state.part(USAGE)
         received, number = state.part(ADAPTER), 0
@@ -303,7 +286,7 @@ class GuildParts(Method):
         return Payload.of(parts, state.scalars)
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Line 4: theta and u by n_i, each budget's s by its clients alone."""
+        """Line 6: theta and u by n_i, each budget's s by its clients alone."""
         theta, scales = split_scales(trainable_shapes(model, self.plan(model, budgets[0])))
         means = means_of(ADAPTER, theta) | means_of(USAGE, self.usage_shapes(model))
         owned = [f"{RESCALER}/{budget.name}" for budget in budgets if scales]
@@ -326,7 +309,7 @@ class GuildParts(Method):
         )
 
     def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 4, and parts a, c and e."""
+        """Line 6, and parts a, c and e."""
         received = state.part(ADAPTER)
         if self.sketches:
             theta = refactored(state, means.result(ADAPTER, zeros(received)), means.round)
@@ -352,7 +335,7 @@ class GuildParts(Method):
         return Payload.of({part: state.part(part) for part in (ADAPTER, scales, PHI)})
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Line 5; the global model for a client that never took part."""
+        """Line 7; the global model for a client that never took part."""
         deployment, own = self.deploy(excerpt, model, client.budget), memory.part(ADAPTER)
         tensors = {**deployment.tensors, **memory.part(RESCALER)}
         if own:
