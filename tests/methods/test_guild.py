@@ -33,13 +33,14 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 # Lines 1 to 6
 
 
+@pytest.mark.parametrize("start_norm", [None, 5])
 def test_without_its_basis_and_its_mixture_it_is_flame_at_temperature_0_bit_for_bit(
-    olmoe_backbone: Backbone, tmp_path: Path
+    start_norm: float | None, olmoe_backbone: Backbone, tmp_path: Path
 ) -> None:
-    """Uploads, states, global models and the clients' own; half of the clients a round."""
+    """Uploads, states, global models and the clients' own; half of the clients a round. Both with A's start, too."""
     methods: tuple[Method, Method] = (
-        guild(basis="received", mix=0),
-        build_method("flame", {"rank": 2, "temperature": 0, "rescaler": "none"}),
+        guild(basis="received", start_norm=start_norm, mix=0),
+        build_method("flame", {"rank": 2, "temperature": 0, "rescaler": "none", "start_norm": start_norm}),
     )
     federations = [Federation(olmoe_backbone, method, CLIENTS, tmp_path / method.name) for method in methods]
     states = [federation.start() for federation in federations]

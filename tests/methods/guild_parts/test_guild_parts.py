@@ -146,23 +146,6 @@ def test_with_every_part_off_it_is_guild_bit_for_bit(olmoe_backbone: Backbone, t
             assert_equal(dict(one.tensors), dict(other.tensors))
 
 
-def test_a_start_in_the_basis_is_all_that_start_norm_changes(olmoe_backbone: Backbone, tmp_path: Path) -> None:
-    """Part f: it begins as Guild does at that norm, and trains from there as Guild does in the basis as received."""
-    options = {"rank": 2, "basis": "received"}
-    ours, plain = (
-        Federation(olmoe_backbone, build_method("guild-parts", chosen), CLIENTS, tmp_path / name)
-        for name, chosen in (("a", {**options, "start_norm": 3.0}), ("b", options))
-    )
-    begun = Federation(olmoe_backbone, build_method("guild", {"rank": 2, "basis_norm": 3.0}), CLIENTS, tmp_path / "c")
-    state = ours.start()
-    assert_equal(state.part(ADAPTER), begun.start().part(ADAPTER))
-    assert not torch.equal(*(one.start().part(ADAPTER)["model.layers.0.mlp.gate.lora_A"] for one in (ours, plain))), (
-        "without it A is as LoRA draws it"
-    )
-    for one, other in zip(ours.train(state, 1), plain.train(state, 1), strict=True):
-        assert_equal(dict(one.payload.tensors), dict(other.payload.tensors))
-
-
 # Line 6, and parts a and c
 
 
@@ -465,6 +448,7 @@ def test_a_run_with_every_part_off_is_guilds(tmp_path: Path) -> None:
         ({"held_out_examples": 8}, "held_out_examples has no effect without choose_mix: true"),
         ({"balance_limit": 2.0}, "balance_limit has no effect without balance_step above 0"),
         ({"turned": False, "basis": "received"}, "turned has no effect without a singular basis"),
+        ({"start_norm": 5}, "start_norm has no effect without basis: received"),
     ],
 )
 def test_an_option_without_effect_is_refused(options: dict[str, Any], told: str) -> None:

@@ -12,11 +12,10 @@ Guild, bit for bit. The lines are those of `fedguild.methods.guild`; each part i
            expert less for those that it did not use  -> mixture.py
     e  in lines 5 and 6 the mean of the products B_i A_i in place of those of A_i and of B_i: a client sends two
            sketches of B_i A_i - B A, and the server recovers its factors from their mean  -> sketch.py
-    f  in line 3 rows of R A that are orthogonal and of norm c, but not turned to the singular vectors; or line 1 alone,
-           with R = 1, so that A only begins with such rows
+    f  in line 3 rows of R A that are orthogonal and of norm c, but not turned to the singular vectors
 
 Symbols: s `rescaler`, rho `smaller_probability`, zeta `balance_step`, clip `balance_limit`, M `num_experts`, lambda_i
-`choose_mix`, and `mix` for a client that could not choose yet; part f `turned`, `start_norm`.
+`choose_mix`, and `mix` for a client that could not choose yet; part f `turned`.
 
 Every line that the server takes is a mean, so it may be a secure sum; what leaves a client is a change of what it
 received, so that one clipping and one noise cover it. Readings (docs/methods/guild-parts.md):
