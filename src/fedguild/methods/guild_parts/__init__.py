@@ -1,4 +1,4 @@
-"""Guild-parts: Guild with the parts that its ablation took out, a rescaler, smaller k, balancing and a chosen mixture.
+"""Guild-parts: Guild with the parts that its ablation took out: a rescaler, smaller k, balancing, mixtures, sketches.
 
 For that ablation (`guild/ablation-english`), and for whoever wants to try a part elsewhere: with all of them off it is
 Guild, bit for bit. The lines are those of `fedguild.methods.guild`; each part is an option, off by default:
