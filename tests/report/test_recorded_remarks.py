@@ -236,6 +236,7 @@ def test_the_nearest_rival_is_the_best_row_that_costs_no_less() -> None:
     assert found("nearest_rival('equal', 'short', without=['variant', 'ours', 'nearly'])") == "0.050 ± 0.000 (dear)"
     assert found("nearest_rival('ours', 'short', over='trained', without=['variant'])").endswith(" (nearly)")
     assert found("nearest_rival('dear', 'short', at_any_cost=true)") == "−0.300 ± 0.000 (cheap)"
+    assert found("nearest_rival('ours', 'short', among=['equal', 'dear'])") == "0.150 ± 0.000 (equal)"
     with pytest.raises(DataError, match="every other row costs less than dear in some way"):
         found("nearest_rival('dear', 'short')")
     with pytest.raises(DataError, match="the table has no row 'variants'"):

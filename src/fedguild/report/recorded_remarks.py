@@ -168,6 +168,7 @@ class Vocabulary:
         over: str = "",
         without: Sequence[str] = (),
         *,
+        among: Sequence[str] = (),
         at_any_cost: bool = False,
     ) -> str:
         """Returns the least `gain` over a row that costs no less, and that row: `0.052 ± 0.020 (fedex-lora)`.
@@ -181,9 +182,10 @@ class Vocabulary:
             score: The score.
             over: The other rows' score, where it is another one.
             without: Rows that are not compared, for example the row's own variants.
+            among: The only rows that are compared; all without it.
             at_any_cost: Whether rows that cost less are compared, too.
         """
-        for name in without:
+        for name in (*without, *among):
             self._require(name, self._table.rows, "row")
         place = self._column(column)
         seeds = {record.seed for record in self._cell(row, place)}
@@ -191,7 +193,7 @@ class Vocabulary:
         complete = [other for other, members in recorded.items() if seeds <= {record.seed for record in members}]
         gains = {}
         for other in complete:
-            if other in {row, *without}:
+            if other in {row, *without} or (among and other not in among):
                 continue
             cells = {one: recorded[one] for one in (row, other)}
             ratios = [ratio for name in COSTS for ratio in ratios_of(cells, name, row, [other])]
