@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedguild.client.fresh_adapter import fresh_adapter
 from fedguild.methods import METHODS, build_method
+from fedguild.methods.ffa_lora import shared_factors
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from tests.methods.federation import LARGE
 
 WITH_START = [name for name in METHODS if "start_norm" in METHODS.load(name).Settings.model_fields]
-DRAWS_LATER = {"ffa-lora", "flora", "florist"}
-"""Whose clients draw A."""
 
 
 def test_the_methods_without_it_draw_no_a_of_lora() -> None:
@@ -22,15 +22,19 @@ def test_the_methods_without_it_draw_no_a_of_lora() -> None:
 
 @pytest.mark.parametrize("name", WITH_START)
 def test_a_begins_with_orthogonal_rows_of_that_norm(name: str, olmoe_backbone: Backbone) -> None:
+    """In the state, or where clients draw A by themselves."""
     options = {"start_norm": 3.0} | ({} if name in ("flora", "florist", "trivial") else {"rank": LARGE.rank})
     options |= {"basis": "received"} if name in ("guild", "guild-parts") else {}
     method, model = build_method(name, options), olmoe_backbone.info
     (lora,) = (part for part in method.plan(model, LARGE).parts if isinstance(part, Lora))
     assert lora.start_norm == 3.0
-    if name in DRAWS_LATER:
-        return
-    state = method.start(model, [LARGE], torch.Generator().manual_seed(0))
-    drawn = {key: value for key, value in state.tensors.items() if key.endswith("lora_A") and bool(value.any())}
+    if name == "ffa-lora":
+        start = shared_factors(model, method.plan(model, LARGE), seed=0)
+    elif name in ("flora", "florist"):
+        start = fresh_adapter(model, method.plan(model, LARGE), seed=0)
+    else:
+        start = dict(method.start(model, [LARGE], torch.Generator().manual_seed(0)).tensors)
+    drawn = {key: value for key, value in start.items() if key.endswith("lora_A") and bool(value.any())}
     assert drawn
     for value in drawn.values():
         gram = value @ value.mT

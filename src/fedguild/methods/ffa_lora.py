@@ -32,7 +32,6 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.model.adapters.lora import kaiming_uniform
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
 from fedguild.payload import ADAPTER, Payload
@@ -111,12 +110,12 @@ class FFALoRA(Method):
 
 
 def shared_factors(model: ModelInfo, plan: AdapterPlan, seed: int) -> dict[str, Tensor]:
-    """Returns every A of the plan, the same bits for the same seed: uniform in ±1/√in.
+    """Returns every A of the plan as LoRA draws it, the same bits for the same seed.
 
     Each is drawn from its own generator, so none depends on the other adapted modules.
     """
     return {
-        name: kaiming_uniform(shape, torch_rng(seed, "shared A", name))
+        name: plan.lora.initial(name, shape, torch_rng(seed, "shared A", name))
         for name, shape in adapter_shapes(model, plan).items()
         if name.endswith("lora_A")
     }
