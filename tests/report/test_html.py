@@ -19,7 +19,7 @@ from fedguild.report.html import run_figures, write_comparison, write_report
 from fedguild.report.run_folder import load_run
 from fedguild.report.style import key_at
 from fedguild.report.tables import run_table
-from fedguild.server.run_log import EvaluationRecord, RunLog
+from fedguild.server.run_log import EvaluationRecord, ObservationRecord, RunLog
 from tests.report.runs import write_run
 
 VOID = {"meta", "br", "img", "link", "hr"}
@@ -160,16 +160,18 @@ FIGURE = {"x": "alpha", "values": ["5", "1"], "panels": {"": {"as published": "f
 
 @pytest.fixture
 def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., fedguild.Comparison]:
-    """Compares the rows of that table with a figure or without, by runs that are written by hand."""
+    """Compares the rows of that table with figures or without, by runs that are written by hand."""
 
     def complete(cells: Sequence[Cell], jobs: int, **_: object) -> None:
         for cell in cells:
             final = {"b1": 0.5 + 0.1 * cell.config.data.partition.alpha / 5}
             write_run(cell.folder, name=cell.config.name, seed=cell.config.seed, final=final, rounds=1, layers=1)
+            reported = ObservationRecord(round=1, name="drift", rows=["layer 0"], values=[[0.5 + cell.config.seed]])
+            RunLog(cell.folder).append(reported)
 
-    def compare(figure: dict[str, object] | None, rows: Sequence[str] = ()) -> fedguild.Comparison:
+    def compare(drawn: dict[str, object], rows: Sequence[str] = ()) -> fedguild.Comparison:
         path = tmp_path / "table.yaml"
-        path.write_text(yaml.safe_dump(TABLE | ({"figure": figure} if figure else {}), sort_keys=False))
+        path.write_text(yaml.safe_dump(TABLE | drawn, sort_keys=False))
         monkeypatch.setattr("fedguild.api.comparing.tables", lambda: (ShippedTable("small/one", "Small.", path),))
         monkeypatch.setattr("fedguild.api.comparing.complete", complete)
         return fedguild.compare("small/one", seeds=[0, 1], rows=rows, output=tmp_path / "runs")
@@ -183,7 +185,7 @@ def test_the_pages_of_a_table_have_its_figure_of_the_comparisons_own_runs(
     """On the page of every column, though it is of all; its points are the means over two seeds."""
     for name in ("score_bars", "curves_by_column", "cost_against_score"):  # which other tests draw
         monkeypatch.setattr(f"fedguild.report.comparison_figures.{name}", lambda *_: "<svg></svg>")
-    comparison = compared(FIGURE)
+    comparison = compared({"figure": FIGURE})
     told = []
     for value in FIGURE["values"]:
         folders = [comparison.folder / f"alpha-{value}" / "flame" / f"seed-{seed}" for seed in (0, 1)]
@@ -197,10 +199,24 @@ def test_the_pages_of_a_table_have_its_figure_of_the_comparisons_own_runs(
         assert "The mean score by alpha; bars are the means&#39; 95 % intervals over the seeds.</figcaption>" in page
 
 
+def test_the_pages_of_a_table_have_its_further_figures_and_that_over_the_rounds(
+    compared: Callable[..., fedguild.Comparison], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the seeds' 0.5 and 1.5 a mean of 1, with an interval of 12.706 times 0.5."""
+    for name in ("score_bars", "curves_by_column", "cost_against_score"):  # which other tests draw
+        monkeypatch.setattr(f"fedguild.report.comparison_figures.{name}", lambda *_: "<svg></svg>")
+    drift = {"figure": "drift", "panels": {"Even": {"by size": "even @ alpha-5"}}}
+    comparison = compared({"figures": {"more": FIGURE | {"x": "Dirichlet"}}, "rounds": drift})
+    for path in comparison.pages.values():
+        page = path.read_text()
+        assert "The mean score by Dirichlet; bars are" in page
+        assert 'aria-label="The drift by round. Even, by size: 1 ± 6.35 at 1."' in page
+
+
 def test_the_pages_of_a_table_without_a_figure_or_without_a_cell_of_it_have_none(
     compared: Callable[..., fedguild.Comparison], undrawn: None
 ) -> None:
-    for comparison in (compared(None), compared(FIGURE, rows=["even"])):
+    for comparison in (compared({}), compared({"figure": FIGURE}, rows=["even"])):
         assert "The whole table" not in comparison.pages["alpha-5"].read_text()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -117,6 +118,25 @@ def test_a_perplexity_over_budgets_is_their_geometric_mean(call: str, written: s
 @pytest.mark.parametrize(
     ("call", "written"),
     [
+        ("nats('ours', 'theirs', 'short', 'b4')", "−0.100 ± 0.124"),
+        ("nats('theirs', 'ours', 'short', 'b4')", "0.100 ± 0.124"),
+        ("nats('ours', 'theirs', 'short', 'b4', over='b1')", "0.900 ± 0.124"),
+        ("nats('ours', 'theirs', 'short')", "−0.050 ± 0.062"),
+    ],
+)
+def test_nats_are_the_paired_difference_of_log_perplexities(call: str, written: str) -> None:
+    """At b4 theirs lose one nat and ours 0.05, 0.1 and 0.15 fewer, at b1 both none; the mean is over the budgets."""
+    given = [
+        record(row, seed, perplexity={"b1": 1.0, "b4": math.exp(1 - saved)})
+        for row, of_row in (("theirs", (0, 0, 0)), ("ours", (0.05, 0.1, 0.15)))
+        for seed, saved in enumerate(of_row)
+    ]
+    assert rendered(f"{{{{ {call} }}}}", given) == written
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
         ("cost('FLOPs', 'ours', 'short')", "1.90 GFLOP"),
         ("cost('FLOPs', 'ours', 'short', budget='b4')", "800 MFLOP"),
         ("cost('up', 'ours', 'short')", "3.00 MB"),
@@ -179,6 +199,8 @@ def test_lines_are_joined_into_paragraphs() -> None:
         ("gain('ours', 'theirs', 'short', over='mtal')", "theirs has no score 'mtal'", "Known: b1, b4"),
         ("gain('ours', 'theirs', 'long')", "ours and theirs have no seed in common in long", ""),
         ("gain('ours', ['theirs', 'more'], 'short')", "gain is of one row over one other", ""),
+        ("nats('ours', ['theirs', 'theirs'], 'short', 'b1')", "nats is of one row over one other", ""),
+        ("nats('ours', 'theirs', 'short', 'mtal')", "ours has no perplexity of the score 'mtal'", "Known: b1, b4, mean."),
         ("half_width('more', 'ours', 'short')", "more and ours have one seed in common, which has no interval", ""),
         ("cost('down', 'ours', 'short', budget='b1')", "down is of all budgets", ""),
         ("cost('upload', 'ours', 'short')", "the table has no cost 'upload'", "Known: FLOPs, down, up."),

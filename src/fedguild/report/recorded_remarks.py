@@ -22,7 +22,7 @@ from fedguild.config.table import Table
 from fedguild.errors import DataError, nearest
 from fedguild.evaluation.statistics import Spread, half_width
 from fedguild.report import units
-from fedguild.report.recorded import CellRecord, perplexities
+from fedguild.report.recorded import CellRecord, nats_per_token, perplexities
 from fedguild.report.recorded_claims import difference, interval, scores_of
 from fedguild.report.recorded_summary import COSTS, by_row, first_and_last, ratios_of, times
 
@@ -160,6 +160,16 @@ class Vocabulary:
             raise self._error(f"{row} and {other} have one seed in common, which has no interval")
         return Figures(_figure(half_width(gap), digits) for gap in gaps)
 
+    def nats(self, row: str, other: str, column: str = "", score: str = "", over: str = "") -> str:
+        """Returns how many more nats per token a row's models lose than another's, with the interval: `−0.045 ± 0.014`.
+
+        Less is better. The arguments are those of `gain`.
+        """
+        gaps = self._gaps(row, other, column, score, over, nats_per_token)
+        if len(gaps) != 1:
+            raise self._error("nats is of one row over one other")
+        return interval(gaps[0]).removeprefix("+")
+
     def nearest_rival(
         self,
         row: str,
@@ -284,15 +294,24 @@ class Vocabulary:
                 found.append(_figure(fmean(of_seed[score] for of_seed in of_seeds if score in of_seed), digits))
         return Figures(found)
 
-    def _gaps(self, rows: Names, others: Names, columns: Names, scores: Names, over: str) -> list[Spread]:
+    def _gaps(
+        self,
+        rows: Names,
+        others: Names,
+        columns: Names,
+        scores: Names,
+        over: str,
+        values: Callable[[CellRecord], Mapping[str, float]] = scores_of,
+    ) -> list[Spread]:
         """Returns the paired differences of rows to others, by the code of the claims."""
+        kind = "score" if values is scores_of else "perplexity of the score"
         gaps = []
         for column, row, other in product(self._columns(columns), _each(rows), _each(others)):
             cells = {one: self._cell(one, column) for one in (row, other)}
             for score in _each(scores) or [self._table.score]:
                 for one, of in ((row, score), (other, over or score)):
-                    self._require(of, {name for record in cells[one] for name in record.scores}, "score", one)
-                gap = difference(cells, row, other, score, over or None)
+                    self._require(of, {name for record in cells[one] for name in values(record)}, kind, one)
+                gap = difference(cells, row, other, score, over or None, values=values)
                 if gap is None:
                     raise self._error(f"{row} and {other} have no seed in common in {column}")
                 gaps.append(gap)
