@@ -5,7 +5,7 @@ import os
 import pytest
 
 from fedguild.errors import FedGuildError
-from fedguild.files import replacing, write_bytes, write_json, write_text
+from fedguild.files import make_folder, replacing, write_bytes, write_json, write_text
 
 
 def names(folder):
@@ -24,6 +24,17 @@ def test_only_its_user_can_read_what_is_written(tmp_path):
     write_text(tmp_path / "a" / "b" / "c.txt", "x")
     assert (tmp_path / "a" / "b" / "c.txt").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "a").stat().st_mode & 0o777 == (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("below", ["file", "file/a", "file/a/b"])
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path, below):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FedGuildError, match=f"Cannot create the folder .*{below}: Not a directory") as caught:
+        make_folder(tmp_path / below)
+    assert "no file may stand where it or a folder above it would be" in caught.value.hint
+    with pytest.raises(FedGuildError, match="Cannot create the folder"):
+        write_text(tmp_path / below / "c.txt", "y")
+    assert names(tmp_path) == ["file"]
 
 
 def test_new_content_replaces_old_and_leaves_nothing_beside_it(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import tempfile
@@ -17,10 +18,22 @@ PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 
 
 def make_folder(folder: Path) -> None:
-    """Creates a folder, and those above it that are missing, which only the user can enter."""
+    """Creates a folder, and those above it that are missing, which only the user can enter.
+
+    Raises:
+        FedGuildError: one of them cannot be created (a file is in its place, no permission).
+    """
     missing = [folder, *folder.parents]
-    for each in reversed([each for each in missing if not each.exists()]):
-        each.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+    try:
+        for each in reversed([each for each in missing if not each.exists()]):
+            each.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    except OSError as error:
+        raise FedGuildError(
+            f"Cannot create the folder {folder}: {error.strerror or error}.",
+            "Name a folder that you can write to; no file may stand where it or a folder above it would be.",
+        ) from error
 
 
 @contextlib.contextmanager

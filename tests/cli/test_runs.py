@@ -173,8 +173,20 @@ def test_cells_of_a_comparison(tmp_path: Path) -> None:
     assert {cell.config.training.steps for cell in cells} == {7}
     with pytest.raises(ConfigError, match="no config to compare"):
         plan_cells([], ["seed=3"], [0], tmp_path)
+    with pytest.raises(ConfigError, match="seed=3 is a setting of one run, and a comparison has several"):
+        plan_cells(PAIR, ["seed=3"], [0], tmp_path)
     with pytest.raises(ConfigError, match="Two of the configs are named 'flame-tiny-tasks'"):
         plan_cells(["flame/tiny-tasks", "flame/tiny-tasks"], [], [0], tmp_path)
+
+
+@pytest.mark.parametrize(("setting", "option"), [("seed=3", "--seeds 3"), ("output=here", "--output here")])
+@pytest.mark.parametrize("compared", [PAIR, ["flame/table-2-tiny"]])
+def test_a_setting_that_every_run_has_of_its_own_is_refused(
+    invoke: Invoke, experiment: FakeExperiment, compared: list[str], setting: str, option: str
+) -> None:
+    result = invoke("compare", *compared, setting)
+    assert (result.exit_code, experiment.calls) == (2, [])
+    assert f"Give {option}" in result.stderr
 
 
 def test_a_table_runs_every_cell_and_writes_a_page_for_each_column(invoke: Invoke, experiment: FakeExperiment) -> None:

@@ -124,6 +124,8 @@ def test_a_setting_that_diverges_is_left_and_told(invoke: Invoke, ranked: Ranked
         (["method.rank=4,,8"], "has an empty value, or one twice"),
         (["method.rank=4,4"], "has an empty value, or one twice"),
         (["seed=0,1"], "Give --seeds 0,1"),
+        (["method.rank=4,8", "seed=3"], "seed=3 is a setting of one run, and a sweep has several.\nGive --seeds 3"),
+        (["method.rank=4,8", "output=here"], "Give --output here"),
         (["method.rank=4,0"], "method.rank"),
         (["method.rnak=4,8"], "method.rnak: flame has no such option"),
         (["training.steps=[1,2"], "lacks a closing ]"),

@@ -26,6 +26,8 @@ from fedguild.results import divergence
 if TYPE_CHECKING:
     from fedguild.callbacks import Callback
 
+_OWN_SETTINGS = {"seed": "seeds", "output": "output"}
+"""Setting of a run -> the option that sets it for the runs of a comparison or a sweep."""
 Tell = Callable[[str], None]
 """Receives a line about the cells."""
 ProgressOf = Callable[[str], AbstractContextManager[Progress]]
@@ -93,6 +95,25 @@ class Cell:
         return "finished" if finished else "partial"
 
 
+def refuse_own_settings(overrides: Sequence[str], what: str) -> None:
+    """Refuses settings that every run of several has its own of, since given for all of them they would do nothing.
+
+    Args:
+        overrides: The settings for all runs.
+        what: What the runs belong to, for the message.
+
+    Raises:
+        ConfigError: `seed` or `output` is among them.
+    """
+    for key, _, value in (text.partition("=") for text in overrides):
+        if key.strip() in _OWN_SETTINGS:
+            option = _OWN_SETTINGS[key.strip()]
+            raise ConfigError(
+                f"{key.strip()}={value} is a setting of one run, and {what} has several.",
+                f"Give --{option} {value}, or in Python `{option}`.",
+            )
+
+
 def plan_cells(
     configs: Sequence[Given], overrides: Sequence[str], seeds: Sequence[int], output: Path, inputs: Inputs | None = None
 ) -> list[Cell]:
@@ -106,13 +127,15 @@ def plan_cells(
         inputs: What else was given in Python, for all cells.
 
     Raises:
-        ConfigError: there is no config, one or a method's options are wrong, or two have the same name.
+        ConfigError: there is no config, one or a method's options are wrong, two have the same name, or a seed or a folder
+            is among the settings.
     """
     if not configs:
         raise ConfigError(
             "There is no config to compare.",
             "Give presets or YAML files: `fedguild presets --all` lists those that ship.",
         )
+    refuse_own_settings(overrides, "a comparison")
     inputs = inputs or Inputs()
     cells = []
     for given in configs:
@@ -163,6 +186,7 @@ def plan_table(
     Raises:
         ConfigError: a cell's config, or an option of its method, is wrong.
     """
+    refuse_own_settings(overrides, "a comparison")
     inputs = inputs or Inputs()
     columns = list(dict.fromkeys(cell.column for cell in cells))
     comparisons = []

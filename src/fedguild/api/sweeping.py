@@ -9,7 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fedguild.api.cells import Cell, Column, ProgressOf, Tell, complete, require_fit, say_nothing, silent, write_plan
+from fedguild.api.cells import (
+    Cell,
+    Column,
+    ProgressOf,
+    Tell,
+    complete,
+    refuse_own_settings,
+    require_fit,
+    say_nothing,
+    silent,
+    write_plan,
+)
 from fedguild.api.comparing import SEEDS, checked_seeds, require_no_functions
 from fedguild.api.inputs import Inputs, gather
 from fedguild.config.explaining import Layer
@@ -199,6 +210,7 @@ def _plan(
     given: Inputs,
 ) -> tuple[Path, dict[str, list[tuple[Mapping[str, str], Cell]]]]:
     """Returns the folder of the runs, and setting -> its values and the cell of each seed."""
+    refuse_own_settings(fixed, "a sweep")
     base = given.config(config, fixed)
     folder = Path(output) if output else default_folder(base)
     asked = any(text.partition("=")[0].strip() in ("evaluation.split", "evaluation") for text in fixed)
