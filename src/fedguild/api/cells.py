@@ -127,8 +127,8 @@ def plan_cells(
         inputs: What else was given in Python, for all cells.
 
     Raises:
-        ConfigError: there is no config, one or a method's options are wrong, two have the same name, or a seed or a folder
-            is among the settings.
+        ConfigError: there is no config, one or a method's options are wrong, two have the same name, or a seed or a
+            folder is among the settings.
     """
     if not configs:
         raise ConfigError(
