@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedguild.activity import ActivityLog, noted
-from fedguild.callbacks import Callback, Delivery, check_scores, make_callback
+from fedguild.callbacks import Callback, Delivery, check_scores, checked, make_callback
 from fedguild.client.budget import ClientInfo
 from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config import Config, load_config
@@ -25,7 +25,13 @@ from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.recording import believable_tokens, client_records, observation_records, routing_record
 from fedguild.results import CHECKPOINTS, DIVERGED, STOPPED, RunResult, has_begun, result_of, write_stopping_reason
-from fedguild.scoring import diagnosed, evaluate_state, recorded_scores, require_scorable, untrained_loss
+from fedguild.scoring import (
+    diagnosed,
+    evaluate_state,
+    recorded_scores,
+    require_scorable,
+    untrained_loss,
+)
 from fedguild.sealed import remove_leftovers
 from fedguild.server import checkpoint
 from fedguild.server.byte_budget import ByteBudget
@@ -61,6 +67,7 @@ from fedguild.setup import (
     prepare,
     prepare_data,
     protection_of,
+    require_examples,
     require_split,
 )
 from fedguild.tracking.sending import Tracking
@@ -205,6 +212,7 @@ def evaluate(
     """
     require_split(_written_config(output), split)
     experiment, state, number = restore(output, round, metrics=metrics or {})
+    require_examples(experiment.data, split)
     records = evaluate_state(experiment, state, number, split)
     return result_of(experiment.folder, number, records, output)
 
@@ -260,9 +268,10 @@ def _callbacks(config: Config, given: Iterable[Callback]) -> list[Callback]:
     """Returns the callbacks that were given, and those that the config names.
 
     Raises:
-        ConfigError: a callback is unknown, does not take its options, or needs a score that the run will not have.
+        ConfigError: a callback is unknown or no function, does not take its options, or needs a score that the run will
+            not have.
     """
-    every = [*given, *(make_callback(named.name, named.options) for named in config.callbacks)]
+    every = [*map(checked, given), *(make_callback(named.name, named.options) for named in config.callbacks)]
     check_scores(every, recorded_scores(config, method_of(config)))
     return every
 

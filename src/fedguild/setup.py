@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast, get_args
 from uuid import uuid4
 
 import torch
@@ -389,11 +389,23 @@ def _require_device(method: Method, config: Config) -> None:
 
 
 def require_split(config: Config, split: Split) -> None:
-    """Raises ConfigError if a split that is to be scored has no example."""
+    """Raises ConfigError if a split that is to be scored is none, or has no example."""
+    if split not in get_args(Split):
+        raise ConfigError(f"There is no split '{split}' to score.", f"Known: {', '.join(get_args(Split))}.")
     if split == "validation" and config.data.split.validation == 0:
         raise ConfigError(
             "The validation examples are to be scored, but data.split.validation is 0.",
             "Set data.split.validation=0.1, or evaluation.split=test.",
+        )
+
+
+def require_examples(data: PreparedData, split: Split) -> None:
+    """Raises ConfigError if a split of data that is all on this machine has no example to score on."""
+    if not data.pooled(split, 1, seed=0):
+        held_out = "data.test=FILE, or data.split.test=0.1" if split == "test" else "data.split.validation=0.1"
+        raise ConfigError(
+            f"There is no {split} example to score on: the data has none of its own, and none is held out.",
+            f"Give {held_out}.",
         )
 
 
@@ -566,6 +578,8 @@ def prepare(
     if data is not None:
         data.write(output)
     prepared = prepare_data(config, output, data)
+    if trains:
+        require_examples(prepared, config.evaluation.split)
     scored = prepared.pooled(config.evaluation.split, config.evaluation.max_examples, config.seed)
     _require_room(config, generates=any(not example.choices for example in scored))
     for sentence in dropped_sentences(dropped_of(prepared, config)):

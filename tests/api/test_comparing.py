@@ -111,6 +111,20 @@ def test_what_cannot_be_compared(tmp_path: Path, rows_only: list[str]) -> None:
         compare(CONFIGS, rows=["flame"])
     with pytest.raises(ConfigError, match="A seed is given twice"):
         compare(CONFIGS, seeds=[1, 1])
+    for seeds in (0, []):
+        with pytest.raises(ConfigError, match="seeds takes a sequence of whole numbers, got"):
+            compare(CONFIGS, seeds=seeds)
+        with pytest.raises(ConfigError, match="seeds takes a sequence of whole numbers, got"):
+            fedguild.sweep(BASE, "method.rank=2,3", seeds=seeds)  # type: ignore[arg-type]
+    for wrong in ({"engine": "slurm"}, {"jobs": 0}):
+        with pytest.raises(ConfigError, match="There is no engine 'slurm'|jobs is 0"):
+            compare(CONFIGS, **wrong)
+        with pytest.raises(ConfigError, match="There is no engine 'slurm'|jobs is 0"):
+            fedguild.sweep(BASE, "method.rank=2,3", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="callbacks takes a sequence of functions"):
+        compare(CONFIGS, callbacks=print)
+    with pytest.raises(ConfigError, match=r"\['method.rank=2,3'\] is not a setting"):
+        fedguild.sweep(BASE, ["method.rank=2,3"])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="'flam' is not one of the compared configs"):
         compare(CONFIGS, reference="flam")
     assert not list(tmp_path.iterdir())

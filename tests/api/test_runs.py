@@ -196,8 +196,10 @@ def test_early_stopping_names_what_a_run_does_not_have() -> None:
         fedguild.EarlyStopping(monitor="b9")(event)
     with pytest.raises(ConfigError, match="'mean' has no metric 'perplexity'"):
         fedguild.EarlyStopping(metric="perplexity")(event)
-    with pytest.raises(ValueError, match="patience must be at least 1"):
+    with pytest.raises(ValueError, match="patience must be a whole number of at least 1"):
         fedguild.EarlyStopping(patience=0)
+    with pytest.raises(ValueError, match="min_delta must be a number of at least 0, got 'x'"):
+        fedguild.EarlyStopping(min_delta="x")  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_given(settings: list[str], own_data: list[str], tmp_path: Path) -> None:
@@ -208,8 +210,25 @@ def test_what_cannot_be_given(settings: list[str], own_data: list[str], tmp_path
         run(metrics={"accuracy": length})
     with pytest.raises(ConfigError, match="A partition cannot be a str"):
         run(partition="iid")
-    with pytest.raises(ConfigError, match=r"early-stopping does not take \{'patiense': 2\}"):
+    with pytest.raises(ConfigError, match=r"early-stopping does not take \{'patiense': 2\}") as caught:
         fedguild.run(BASE, *settings, "callbacks=[{name: early-stopping, patiense: 2}]", output=tmp_path / "run")
+    assert "Its options: monitor='auto', patience=3, min_delta=0.0, metric=None, mode='max'." in caught.value.hint
+    with pytest.raises(ConfigError, match="patience must be a whole number of at least 1, got 'x'"):
+        fedguild.run(BASE, *settings, "callbacks=[{name: early-stopping, patience: x}]", output=tmp_path / "run")
+    with pytest.raises(ConfigError, match="callbacks takes a sequence of functions, not <built-in function print>"):
+        run(callbacks=print)
+    with pytest.raises(ConfigError, match="A callback is a function of an event, not 3"):
+        run(callbacks=[3])
+    with pytest.raises(ConfigError, match=r"metrics takes a mapping of names to functions of two texts, not \['a'\]"):
+        run(metrics=["a"])
+    with pytest.raises(ConfigError, match="The partition has an entry that is no whole number"):
+        run(partition=["a"] * len(ROWS))
+    with pytest.raises(DataError, match=r"The partition .* is None."):
+        run(dataset=ROWS, partition=lambda examples, clients, rng: None)
+    with pytest.raises(DataError, match="A row has text that is not Unicode"):
+        run(dataset=[{"instruction": "Say \ud800.", "response": "1"}])
+    with pytest.raises(ConfigError, match=r"\['seed=1'\] is not an override"):
+        fedguild.run(BASE, ["seed=1"])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="There is no callback 'early'"):
         fedguild.run(BASE, *settings, "callbacks=[early]", output=tmp_path / "run")
     with pytest.raises(ConfigError, match=r"must be a partition scheme, got 'idd'. Did you mean 'iid'"):
@@ -217,6 +236,20 @@ def test_what_cannot_be_given(settings: list[str], own_data: list[str], tmp_path
     with pytest.raises(DataError, match="lacks a column for: response"):
         run(dataset=[{"instruction": "Say 1."}])
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_nothing_to_score_on_is_refused_before_training(own_data: list[str], tmp_path: Path) -> None:
+    """The rows have no test rows, and none are held out of them."""
+    with pytest.raises(ConfigError, match="There is no test example to score on") as caught:
+        fedguild.run(BASE, *own_data, "data.split.test=0", dataset=ROWS, output=tmp_path / "run")
+    assert caught.value.hint == "Give data.test=FILE, or data.split.test=0.1."
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_split_that_there_is_not_is_refused(given: fedguild.RunResult) -> None:
+    with pytest.raises(ConfigError, match="There is no split 'train' to score") as caught:
+        fedguild.evaluate(given, split="train")  # type: ignore[arg-type]
+    assert caught.value.hint == "Known: test, validation."
 
 
 def test_a_config_may_be_a_mapping_or_a_config() -> None:

@@ -128,15 +128,44 @@ def test_unknown_names_list_what_there_is() -> None:
     assert "neither a preset nor a config file" in text
     assert "Did you mean 'flame/tiny-tasks'?" in text
     assert "There is no config file nowhere.yaml" in message("nowhere.yaml")
+    assert "neither a preset nor a config file" in message("x" * 300)
+
+
+def test_a_table_is_told_from_a_config() -> None:
+    text = message("flame/table-2")
+    assert "'flame/table-2' is a table of several runs, not the config of one." in text
+    assert "`fedguild compare flame/table-2` runs it." in text
+
+
+def test_a_mapping_extends_a_preset_or_a_file(tmp_path: Path) -> None:
+    base = Path(write(tmp_path, "base.yaml", "extends: flame/tiny-tasks\ntraining: {batch_size: 3}"))
+    config = load_config({"extends": base, "seed": 4})
+    assert (config.training.batch_size, config.seed, config.name) == (3, 4, "base")
+    with pytest.raises(ConfigError, match="extends: must name one preset or file, got 3"):
+        load_config({"extends": 3, "method": "flame"})
 
 
 def test_what_is_no_yaml_or_no_mapping(tmp_path: Path) -> None:
     assert "broken.yaml, line 3" in message(write(tmp_path, "broken.yaml", "seed: 1\nmethod: [\n"))
     assert "a config is a mapping" in message(write(tmp_path, "list.yaml", "- 1"))
     twice = message(write(tmp_path, "twice.yaml", "method: flame\ntraining:\n  steps: 1\n  steps: 2\n"))
-    assert "'steps' appears twice here" in twice
+    assert "twice.yaml, line 4: the key 'steps' appears twice." in twice
+    assert "dated.yaml: not readable as YAML: day" in message(write(tmp_path, "dated.yaml", "name: 2024-02-31"))
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
     assert "latin.yaml: line 1: the byte 0xe9 is not UTF-8." in message(str(tmp_path / "latin.yaml"))
+
+
+def test_overrides_in_a_list_and_options_that_are_no_mapping_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\['seed=1'\] is not an override") as caught:
+        load_config("flame/tiny-tasks", [["seed=1"]])  # type: ignore[list-item]
+    assert "an argument of its own" in caught.value.hint
+    assert "method: its options are a mapping of names to values, not 3" in message(
+        "flame/tiny-tasks", ["method.options=3"]
+    )
+
+
+def test_the_home_folder_in_output_is_expanded() -> None:
+    assert load_config("flame/tiny-tasks", ["output=~/runs/a"]).run_folder == Path.home() / "runs" / "a"
 
 
 @pytest.mark.parametrize("override", ["seed", "=3", "training..steps=3", "a b=3"])

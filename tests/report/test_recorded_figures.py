@@ -261,3 +261,8 @@ def test_every_table_that_decides_has_a_figure_of_its_cells() -> None:
         }
         cells = {(cell.row, cell.column) for cell in table_cells(shipped.name, table)}
         assert cells == drawn, shipped.name
+        if table.rounds is not None:
+            over_rounds = {
+                table.rounds.cell(panel, line) for panel, lines in table.rounds.panels.items() for line in lines
+            }
+            assert cells == over_rounds, shipped.name

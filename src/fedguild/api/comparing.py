@@ -91,14 +91,18 @@ def compare(
         >>> sorted(frame.row.unique()), list(frame.columns)
         (['fedit-tiny-tasks-ranks', 'flame-tiny-tasks'], ['row', 'score', 'seed', 'value', 'difference'])
     """
+    from fedguild.callbacks import listed
+
     given = gather(dataset, partition, metrics)
+    check_engine(engine, jobs)
+    callbacks = listed(callbacks)
     content: Table | None = None
     if isinstance(configs, str):
         table = _table(configs)
         content = table.load()
         cells = table_cells(table.name, content, list(rows or ()), list(columns or ()))
         folder = Path(output) if output else default_folder(configs)
-        groups = plan_table(cells, overrides, tuple(seeds or content.seeds), folder, given)
+        groups = plan_table(cells, overrides, checked_seeds(content.seeds if seeds is None else seeds), folder, given)
         chosen = _row_reference(reference or content.reference, groups, asked=reference is not None)
         name = table.name
     else:
@@ -108,7 +112,7 @@ def compare(
                 f"Tables: {', '.join(table.name for table in tables())}.",
             )
         folder = Path(output) if output else default_folder(configs)
-        planned = plan_cells(configs, overrides, checked_seeds(seeds or SEEDS), folder, given)
+        planned = plan_cells(configs, overrides, checked_seeds(SEEDS if seeds is None else seeds), folder, given)
         groups = [Column("", folder, tuple(planned))]
         chosen = _reference_name(reference, planned)
         name = ""
@@ -198,11 +202,21 @@ def require_no_functions(given: Inputs, callbacks: Iterable[Callback], where: st
         )
 
 
+def check_engine(engine: str, jobs: int) -> None:
+    """Raises ConfigError if there is no such engine for a comparison's runs, or no run could go on."""
+    if engine not in ("local", "ray"):
+        raise ConfigError(f"There is no engine '{engine}' for several runs.", "Known: local, ray.")
+    if jobs < 1:
+        raise ConfigError(f"At least one run goes on at a time, but jobs is {jobs}.")
+
+
 def checked_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
-    """Returns the seeds; raises ConfigError if one is given twice."""
+    """Returns the seeds; raises ConfigError if there are none, they are no sequence, or one is given twice."""
+    if not isinstance(seeds, Iterable) or not (seeds := tuple(seeds)):
+        raise ConfigError(f"seeds takes a sequence of whole numbers, got {seeds!r}.", "For example seeds=[0, 1, 2].")
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"A seed is given twice: {', '.join(map(str, seeds))}.")
-    return tuple(seeds)
+    return seeds
 
 
 def _reference_name(reference: str | None, cells: Sequence[Cell]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fedguild.config import Config, load_config
@@ -91,6 +92,11 @@ def gather(
     if partition is not None:
         scheme, name = _scheme(partition)
         data["partition"] = {"scheme": GIVEN + name}
+    if not isinstance(metrics, (Mapping, NoneType)):
+        raise ConfigError(
+            f"metrics takes a mapping of names to functions of two texts, not {metrics!r}.",
+            "Metrics that ship are a setting: 'evaluation.metrics=[NAME]'.",
+        )
     own = dict(metrics or {})
     for name, metric in own.items():
         if name in TAKEN or name in METRICS:
@@ -113,6 +119,12 @@ def _scheme(partition: Partition) -> tuple[PartitionScheme, str]:
             "Accepted: a function of (examples, clients, generator), a client for each example, or for each client the "
             "indices of its examples. One of those that ship is a setting: 'data.partition.scheme=iid'.",
         )
-    listed = [list(map(int, row)) if hasattr(row, "__len__") else int(row) for row in assignment]
+    try:
+        listed = [list(map(int, row)) if hasattr(row, "__len__") else int(row) for row in assignment]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"The partition has an entry that is no whole number: {error}.",
+            "It has a client for each example, or for each client the indices of its examples.",
+        ) from error
     name, _ = as_file([{"assignment": listed}])
     return (lambda examples, clients, rng: listed), name.removesuffix(".jsonl")  # type: ignore[return-value]

@@ -68,6 +68,9 @@ def profile(
     more = [f"model.path={model}"] if model else []
     more += [f"federation.clients={clients}"] if clients else []
     settings = gather().config(config, [*overrides, *more])
+    for name, count in (("examples", examples), ("tokens", tokens), ("context", context)):
+        if count is not None and count < 1:
+            raise ConfigError(f"{name} is at least 1, got {count}.")
     known = known_examples(settings) if examples is None else examples
     counted = profile_config(
         settings,

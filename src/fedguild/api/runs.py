@@ -69,12 +69,13 @@ def run(
         (1, True)
     """
     from fedguild import experiment
+    from fedguild.callbacks import listed
 
     given = gather(dataset, partition, metrics)
     settings = given.config(config, overrides)
     folder = settings.run_folder if output is None else Path(output)
     return experiment.run(
-        settings, folder, progress=progress, preparation=given.preparation(), callbacks=tuple(callbacks)
+        settings, folder, progress=progress, preparation=given.preparation(), callbacks=listed(callbacks)
     )
 
 
@@ -108,10 +109,11 @@ def resume(
         (1, '')
     """
     from fedguild import experiment
+    from fedguild.callbacks import listed
 
     given = gather(metrics=metrics)
     return experiment.resume(
-        Path(folder), progress=progress, preparation=given.preparation(), round=round, callbacks=tuple(callbacks)
+        Path(folder), progress=progress, preparation=given.preparation(), round=round, callbacks=listed(callbacks)
     )
 
 

@@ -21,7 +21,7 @@ from fedguild.api.cells import (
     silent,
     write_plan,
 )
-from fedguild.api.comparing import SEEDS, checked_seeds, require_no_functions
+from fedguild.api.comparing import SEEDS, check_engine, checked_seeds, require_no_functions
 from fedguild.api.inputs import Inputs, gather
 from fedguild.config.explaining import Layer
 from fedguild.errors import ConfigError, DivergedError
@@ -90,7 +90,11 @@ def sweep(
         >>> found.frame()["method.rank"].tolist(), found.table.split
         (['1', '2'], 'validation')
     """
+    from fedguild.callbacks import listed
+
     given = gather(dataset, partition, metrics)
+    check_engine(engine, jobs)
+    callbacks = listed(callbacks)
     fixed, swept = divide(settings)
     planned = _plan(config, fixed, swept, checked_seeds(seeds), output, given)
     folder, cells = planned
@@ -127,6 +131,11 @@ def divide(settings: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
     fixed: list[str] = []
     swept: dict[str, list[str]] = {}
     for text in settings:
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"{text!r} is not a setting.",
+                "In Python every setting is an argument of its own: sweep(config, 'method.rank=4,8').",
+            )
         key, equals, values = text.partition("=")
         parts = split_values(values) if equals else [text]
         if len(parts) < 2:
@@ -135,6 +144,8 @@ def divide(settings: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
         key = key.strip()
         if key == "seed":
             raise ConfigError("The seeds of a sweep are not a setting to sweep.", f"Give --seeds {values}.")
+        if key in ("output", "name"):
+            raise ConfigError(f"{key} is not a setting to sweep: every run of a sweep has its own.")
         if key in swept:
             raise ConfigError(f"{key} is swept twice.", f"Give all its values at once: {key}=A,B,C.")
         if not all(parts) or len(set(parts)) < len(parts):
@@ -143,6 +154,11 @@ def divide(settings: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
                 "Values are separated by commas; brackets, braces and quotes keep what is inside of them together.",
             )
         swept[key] = parts
+    for key in (text.partition("=")[0].strip() for text in fixed):
+        if key in swept:
+            raise ConfigError(
+                f"{key} is both swept and set to one value.", f"Give all its values at once: {key}=A,B,C."
+            )
     if not swept:
         raise ConfigError(
             "There is nothing to sweep.", "Give a setting several values, for example training.learning_rate=1e-4,3e-4."

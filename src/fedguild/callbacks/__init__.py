@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +122,36 @@ def make_callback(name: str, options: Mapping[str, Any]) -> Callback:
     try:
         callback = make(**options)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"callbacks: {name} does not take {dict(options)}: {error}.") from error
+        raise ConfigError(f"callbacks: {name} does not take {dict(options)}: {error}.", _options_of(make)) from error
     if not callable(callback):
         raise ConfigError(f"callbacks: {name} returns a {type(callback).__name__}, which is not callable.")
     return callback
+
+
+def _options_of(make: Callable[..., Callback]) -> str:
+    """Returns what a callback takes, as a hint; empty if it does not tell."""
+    try:
+        options = [str(option.replace(annotation=option.empty)) for option in signature(make).parameters.values()]
+    except (TypeError, ValueError):
+        return ""
+    return f"Its options: {', '.join(options)}." if options else "It takes no options."
+
+
+def checked(callback: object) -> Callback:
+    """Returns a callback that was given in Python; raises ConfigError if it cannot be called."""
+    if not callable(callback):
+        raise ConfigError(
+            f"A callback is a function of an event, not {callback!r}.",
+            f"Those that ship are settings: 'callbacks={callback}'." if callback in CALLBACKS else "",
+        )
+    return callback
+
+
+def listed(callbacks: object) -> tuple[Callback, ...]:
+    """Returns the callbacks that were given in Python; raises ConfigError if it is not a sequence of them."""
+    if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
+        raise ConfigError(f"callbacks takes a sequence of functions, not {callbacks!r}.", "Give it as a list: [...].")
+    return tuple(map(checked, callbacks))
 
 
 def check_scores(callbacks: Iterable[Callback], scores: Mapping[str, Collection[str]]) -> None:

@@ -43,10 +43,10 @@ class EarlyStopping:
     mode: Literal["max", "min"] = "max"
 
     def __post_init__(self) -> None:
-        if self.patience < 1:
-            raise ValueError(f"patience must be at least 1, got {self.patience}")
-        if not self.min_delta >= 0:
-            raise ValueError(f"min_delta must be at least 0, got {self.min_delta}")
+        if not isinstance(self.patience, int) or self.patience < 1:
+            raise ValueError(f"patience must be a whole number of at least 1, got {self.patience!r}")
+        if not isinstance(self.min_delta, (int, float)) or not self.min_delta >= 0:
+            raise ValueError(f"min_delta must be a number of at least 0, got {self.min_delta!r}")
         if self.mode not in ("max", "min"):
             raise ValueError(f"mode must be max or min, got {self.mode!r}")
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,7 +20,7 @@ from fedguild.config.schema import Config
 from fedguild.config.yaml_reading import parse
 from fedguild.errors import ConfigError
 
-PRESETS_FOLDER = Path(__file__).parent / "presets"
+PRESETS_FOLDER, TABLES_FOLDER = Path(__file__).parent / "presets", Path(__file__).parent / "tables"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,9 @@ def _given_layers(given: Given) -> tuple[list[Layer], str]:
     if isinstance(given, Mapping):
         settings = dict(given)
         parent = settings.pop("extends", None)
-        extended, name = _given_layers(parent) if isinstance(parent, str) else ([], "run")
+        if not isinstance(parent, (str, Path, NoneType)):
+            raise ConfigError(f"extends: must name one preset or file, got {parent!r}.")
+        extended, name = ([], "run") if parent is None else _given_layers(parent)
         return [*extended, Layer("the config", _written_out(settings))], name
     path = _find(str(given), beside=None)
     layers = _packaged_layers(path) if path.is_relative_to(PRESETS_FOLDER) else _file_layers(path, ())
@@ -116,8 +119,13 @@ def _find(path_or_preset: str, beside: Path | None) -> Path:
     with suppress(FileNotFoundError):
         return _shipped(path_or_preset)
     path = (beside / path_or_preset) if beside else Path(path_or_preset)
-    if path.is_file():
+    if _is_file(path):
         return path
+    if _is_file(TABLES_FOLDER / f"{path_or_preset}.yaml"):
+        raise ConfigError(
+            f"'{path_or_preset}' is a table of several runs, not the config of one.",
+            f"`fedguild compare {path_or_preset}` runs it.",
+        )
     if path.suffix in (".yaml", ".yml"):
         raise ConfigError(f"There is no config file {path}.", "`fedguild presets --all` lists the configs that ship.")
     known = [preset.name for preset in presets()]
@@ -127,6 +135,14 @@ def _find(path_or_preset: str, beside: Path | None) -> Path:
         f"'{path_or_preset}' is neither a preset nor a config file.",
         f"{meant}`fedguild presets --all` lists the presets.",
     )
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is a file; there is none of a name that no file system takes."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
@@ -162,7 +178,7 @@ def _shipped(name: str) -> Path:
         FileNotFoundError: no such preset ships, which is not remembered.
     """
     path = PRESETS_FOLDER / f"{name}.yaml"
-    if path.is_file() and PRESETS_FOLDER.resolve() in path.resolve().parents:
+    if _is_file(path) and PRESETS_FOLDER.resolve() in path.resolve().parents:
         return path
     raise FileNotFoundError(path)
 
@@ -186,6 +202,11 @@ def _packaged(path: Path) -> Any:
 
 
 def _override_layer(override: str) -> Layer:
+    if not isinstance(override, str):
+        raise ConfigError(
+            f"{override!r} is not an override.",
+            "In Python every override is an argument of its own: run(config, 'training.steps=5', 'seed=1').",
+        )
     key, equals, value = override.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
         raise ConfigError(

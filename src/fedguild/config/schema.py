@@ -71,7 +71,10 @@ class NamedSettings(Section):
         if isinstance(given, Mapping):
             beside = {key: value for key, value in given.items() if key not in ("name", "options")}
             named = {"name": given["name"]} if "name" in given else {}
-            return {**named, "options": {**(given.get("options") or {}), **beside}}
+            options = given.get("options") or {}
+            if not isinstance(options, Mapping):
+                raise ValueError(f"its options are a mapping of names to values, not {options!r}")
+            return {**named, "options": {**options, **beside}}
         return given
 
     @model_serializer
@@ -278,7 +281,7 @@ class Config(Section):
     @property
     def run_folder(self) -> Path:
         """The folder that the run is written to."""
-        return Path(self.output) if self.output else Path("runs") / self.name
+        return Path(self.output).expanduser() if self.output else Path("runs") / self.name
 
     @property
     def local_training(self) -> TrainingSettings:

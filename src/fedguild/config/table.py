@@ -12,13 +12,12 @@ from pydantic import Field, ValidationError, model_validator
 
 from fedguild.config.base import Section
 from fedguild.config.explaining import Layer, explained
-from fedguild.config.loading import first_sentence, load_config, presets
+from fedguild.config.loading import TABLES_FOLDER, first_sentence, load_config, presets
 from fedguild.config.schema import Config
 from fedguild.config.yaml_reading import parse
 from fedguild.errors import ConfigError, nearest
 from fedguild.score_names import Score
 
-TABLES_FOLDER = Path(__file__).parent / "tables"
 ONLY_COLUMN = "all"
 """The column of a table that has no others."""
 

@@ -15,10 +15,12 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     """PyYAML's safe loader with YAML 1.2 floats, and without silent duplicates."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.MarkedYAMLError(problem=f"the key '{key}' appears twice here", problem_mark=node.start_mark)
+        seen: list[Any] = []
+        for each, _ in node.value:
+            key = self.construct_object(each, deep=True)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key '{key}' appears twice", problem_mark=each.start_mark)
+            seen.append(key)
         mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
         return mapping
 
@@ -44,5 +46,5 @@ def parse(text: str, source: str) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{source}{where}: {error.problem or error.context}.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError of a date that there is not, for example
         raise ConfigError(f"{source}: not readable as YAML: {error}.") from error

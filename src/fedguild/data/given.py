@@ -66,7 +66,10 @@ def rows_of(dataset: Any) -> dict[str, list[dict[str, Any]]]:
 
 def as_file(rows: Iterable[Mapping[str, Any]]) -> tuple[str, bytes]:
     """Returns the name and the content of a file with these rows: JSON lines, named by their SHA-256."""
-    content = "".join(f"{json.dumps(dict(row), ensure_ascii=False, default=str)}\n" for row in rows).encode()
+    try:
+        content = "".join(f"{json.dumps(dict(row), ensure_ascii=False, default=str)}\n" for row in rows).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"A row has text that is not Unicode: {error}.", "Decode it with errors='replace'.") from error
     return f"{hashlib.sha256(content).hexdigest()}.jsonl", content
 
 

@@ -7,7 +7,7 @@ group `fedguild.partitions`; it may leave examples out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -110,6 +110,11 @@ def as_parts(assignment: Assignment, examples: int, clients: int, what: str = "g
         DataError: it names an example or a client that does not exist, uses an example twice, leaves a client without
             examples, or has the wrong length.
     """
+    if not isinstance(assignment, Iterable):
+        raise DataError(
+            f"The partition {what} is {assignment!r}.",
+            "It has a client for each example, or for each client the indices of its examples.",
+        )
     rows: list[Any] = list(assignment)
     if all(isinstance(entry, Integral) for entry in rows):
         if len(rows) != examples:
