@@ -35,6 +35,7 @@ from fedguild.data import (
     split_clients,
 )
 from fedguild.data.batches import Cut, Encoded, count_cut, encode
+from fedguild.data.corpora import checked_options, corpus_spec
 from fedguild.data.given import GivenData, given_parts, source
 from fedguild.data.sampling import sample
 from fedguild.engines.coded import CodedEngine
@@ -220,6 +221,7 @@ def prepare_data(config: Config, folder: Path | None = None, given: GivenData | 
         DataError: the data is missing, has the wrong columns, or leaves a client without examples.
     """
     data = config.data
+    options = checked_options(corpus_spec(data.corpus), data.options)
     corpus = load_corpus(
         data.corpus,
         train=source(data.train, folder),
@@ -227,7 +229,7 @@ def prepare_data(config: Config, folder: Path | None = None, given: GivenData | 
         limit=data.limit,
         seed=config.seed,
         template=data.template,
-        **data.options,
+        **options,
     )
     rng = numpy_rng(config.seed, "partition")
     rule = data.partition

@@ -117,9 +117,9 @@ def test_what_cannot_be_compared(tmp_path: Path, rows_only: list[str]) -> None:
         with pytest.raises(ConfigError, match="seeds takes a sequence of whole numbers, got"):
             fedguild.sweep(BASE, "method.rank=2,3", seeds=seeds)  # type: ignore[arg-type]
     for wrong in ({"engine": "slurm"}, {"jobs": 0}):
-        with pytest.raises(ConfigError, match="There is no engine 'slurm'|jobs is 0"):
+        with pytest.raises(ConfigError, match=r"There is no engine 'slurm'|jobs is 0"):
             compare(CONFIGS, **wrong)
-        with pytest.raises(ConfigError, match="There is no engine 'slurm'|jobs is 0"):
+        with pytest.raises(ConfigError, match=r"There is no engine 'slurm'|jobs is 0"):
             fedguild.sweep(BASE, "method.rank=2,3", **wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="callbacks takes a sequence of functions"):
         compare(CONFIGS, callbacks=print)

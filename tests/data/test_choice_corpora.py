@@ -140,7 +140,7 @@ class TestCommonsense:
         path = write_json(tmp_path / "a.json", [dict(self.rows[0], answer="maybe")])
         with pytest.raises(DataError, match=r"Row 1 of .* has the answer 'maybe'\.\nAccepted: true, false"):
             load_corpus("commonsense", train=path)
-        with pytest.raises(DataError, match="Known: task, answer"):
+        with pytest.raises(DataError, match="Input should be 'task' or 'answer', got 'set'"):
             load_corpus("commonsense", train=path, label="set")
         with pytest.raises(DataError, match="subfolders with one: ARC-Challenge"):
             load_corpus("commonsense", train=str(tmp_path))

@@ -73,7 +73,7 @@ class TestNaturalInstructions:
         path = write_json(tmp_path / "b.json", {"Definition": "x", "Instances": [{"input": "a"}]})
         with pytest.raises(DataError, match="Instance 1"):
             load_corpus("natural_instructions", train=path)
-        with pytest.raises(DataError, match="Known: task, category"):
+        with pytest.raises(DataError, match="Input should be 'task' or 'category', got 'domain'"):
             load_corpus("natural_instructions", train=path, label="domain")
         (tmp_path / "d.json").write_text("{")
         with pytest.raises(DataError, match=r"d\.json cannot be read as JSON"):

@@ -9,8 +9,10 @@ from typing import Any
 import datasets
 import pytest
 
+from fedguild.config import load_config
 from fedguild.data import CORPORA, TEMPLATES, load_corpus
 from fedguild.errors import DataError
+from fedguild.setup import prepare_data
 
 ROW = {"instruction": "Name it.", "context": "", "response": "Cat", "category": "qa"}
 
@@ -47,6 +49,30 @@ def test_unknown_names_list_the_known_ones(tmp_path: Path):
         load_corpus("dolly", train=path, template="chat")
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "value", "said"),
+    [
+        ("tasks", "train_examples", "abc", "Input should be a valid integer"),
+        ("tasks", "train_examples", None, "Input should be a valid integer"),
+        ("tasks", "families", "sum", "'str' instances are not allowed as a Sequence value"),
+        ("alpaca", "top_labels", "abc", "Input should be a valid integer"),
+        ("instructions", "label_column", 5, "Input should be a valid string"),
+        ("natural_instructions", "max_tasks", "x", "Input should be a valid integer"),
+        ("natural_instructions", "label", "colour", "Input should be "),
+    ],
+)
+def test_an_option_of_another_type_is_told_with_what_it_is(name: str, option: str, value: Any, said: str):
+    with pytest.raises(DataError, match=rf"data\.options\.{option}: {said}.*, got {value!r}\.\n{option}: "):
+        load_corpus(name, **{option: value})
+
+
+@pytest.mark.parametrize("option", ["train", "name", "seed", "limit", "test_limit"])
+def test_a_setting_of_the_data_is_no_option_of_a_corpus(option: str):
+    config = load_config("fedit/tiny-tasks", [f"data.options.{option}=5"])
+    with pytest.raises(DataError, match=f"The corpus 'tasks' has no option '{option}'"):
+        prepare_data(config)
+
+
 def test_wrong_columns_list_found_and_expected(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", row={"instruction": "a", "answer": "b"})
     expected = r"a\.jsonl lacks a column for: context, response, category\.\nFound: instruction, answer\. "
@@ -80,6 +106,7 @@ def test_files_that_are_no_table(tmp_path: Path):
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"a": 1}\n\n{"a": 2\n{"a": 3}\n', "a.jsonl cannot be read as json: line 3, column 8: Expecting"),
+        ("a.jsonl", b'{"a": 1e400}\n{"a": 2, "a": 3}\n', "a.jsonl cannot be read as json: "),
         ("a.jsonl", b'{"a": 1}\n[2]\n{"a":', "line 2: a row must be a JSON object, but this is '[2]'"),
         ("a.json", b'[{"a": 1},\n {"a" 2}]', "a.json cannot be read as json: line 2, column 7: Expecting ':'"),
         ("a.json", b'{"a": 1}\n{"a": x}\n', "line 2, column 7: Expecting value"),
@@ -94,6 +121,7 @@ def test_a_fault_of_a_file_is_told_with_its_line_and_encoding(tmp_path: Path, na
     with pytest.raises(DataError) as caught:
         load_corpus("instructions", train=str(path))
     assert message in str(caught.value)
+    assert "Extra data" not in str(caught.value)
 
 
 def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path: Path):

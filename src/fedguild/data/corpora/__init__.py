@@ -5,8 +5,8 @@ one split, and declare it with `SPEC = CorpusSpec(...)`. A module in this folder
 name; one of another package by the name of its entry point in the group `fedguild.corpora`.
 """
 
-from fedguild.data.corpora.registry import CORPORA, corpus_spec, load_corpus
+from fedguild.data.corpora.registry import CORPORA, checked_options, corpus_spec, load_corpus
 from fedguild.data.corpora.source import HubDataset, Source
 from fedguild.data.corpora.spec import CorpusSpec
 
-__all__ = ["CORPORA", "CorpusSpec", "HubDataset", "Source", "corpus_spec", "load_corpus"]
+__all__ = ["CORPORA", "CorpusSpec", "HubDataset", "Source", "checked_options", "corpus_spec", "load_corpus"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from fedguild.data.corpora.source import HubDataset, Source, split_paths
 from fedguild.data.corpora.spec import CorpusSpec
@@ -105,10 +105,8 @@ def read(source: Source, template: str, *, label: Label = "task") -> Iterator[Ex
         label: What a Dirichlet partition draws over: the source set, or the answer.
 
     Raises:
-        DataError: columns are missing, an answer is not one of those accepted, or `label` is unknown.
+        DataError: columns are missing or an answer is not one of those accepted.
     """
-    if label not in get_args(Label):
-        raise DataError(f"The label of commonsense cannot be '{label}'.", "Known: task, answer.")
     columns = {name: (name,) for name in ("instruction", "output", "answer")}
     for path, table in _tables(source):
         tasks = _known_tasks(path, sum(1 for _ in table.rows))

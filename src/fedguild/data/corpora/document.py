@@ -27,7 +27,10 @@ def read_document(path: Path, keys: Iterable[str]) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read as JSON: {error}") from error
     expected = ", ".join(keys)
     if not isinstance(document, dict):
-        raise DataError(f"{path} holds a JSON {type(document).__name__}.", f"Expected one object with {expected}.")
+        raise DataError(
+            f"{path} holds a JSON {type(document).__name__}.",
+            f"Expected one object{' with ' * bool(expected)}{expected}.",
+        )
     missing = [key for key in keys if key not in document]
     if missing:
         present = ", ".join(map(str, document)) or "no keys"

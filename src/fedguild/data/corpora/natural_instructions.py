@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from fedguild.data.corpora.document import read_document
 from fedguild.data.corpora.source import HubDataset, Source
@@ -88,10 +88,8 @@ def read(source: Source, template: str, *, label: Label = "task", max_tasks: int
         max_tasks: Keep only this many tasks, those with the most training instances.
 
     Raises:
-        DataError: a file has no `Definition` or `Instances`, or `label` is unknown.
+        DataError: a file has no `Definition` or `Instances`.
     """
-    if label not in get_args(Label):
-        raise DataError(f"The label of natural_instructions cannot be '{label}'.", "Known: task, category.")
     if isinstance(source.where, Path):
         return _from_files(source, template, label, max_tasks)
     return _from_hub(source, template, max_tasks)

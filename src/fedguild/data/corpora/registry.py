@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from fedguild.data.corpora.source import HubDataset, Source, first_split, is_split, locate
 from fedguild.data.corpora.spec import CorpusSpec
@@ -37,6 +39,40 @@ def corpus_spec(name: str) -> CorpusSpec:
     if name not in CORPORA:
         raise DataError(f"There is no corpus '{name}'.", nearest(name, CORPORA))
     return CORPORA.load(name)
+
+
+def checked_options(spec: CorpusSpec, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a corpus's options as the types that its reader is declared with.
+
+    Args:
+        spec: The corpus.
+        options: Its options, as a config has them.
+
+    Raises:
+        DataError: an option is unknown, or its value is of another type.
+    """
+    types = _types_of(spec)
+    found = {}
+    for option, value in options.items():
+        if option not in spec.options:
+            hint = nearest(option, spec.options) if spec.options else "It takes no options."
+            raise DataError(f"The corpus '{spec.name}' has no option '{option}'.", hint)
+        try:
+            found[option] = TypeAdapter(types.get(option, Any)).validate_python(value)
+        except ValidationError as error:
+            said = error.errors()[0]["msg"]
+            raise DataError(
+                f"data.options.{option}: {said}, got {value!r}.", f"{option}: {spec.options[option]}."
+            ) from error
+    return found
+
+
+def _types_of(spec: CorpusSpec) -> dict[str, Any]:
+    """Returns what the corpus's reader is declared to take; nothing of one whose annotations do not resolve."""
+    try:
+        return get_type_hints(spec.read or spec.generate)
+    except (NameError, TypeError):
+        return {}
 
 
 def load_corpus(
@@ -71,10 +107,7 @@ def load_corpus(
             columns; the hub cannot be reached; or no example is found.
     """
     spec = corpus_spec(name)
-    for option in options:
-        if option not in spec.options:
-            hint = nearest(option, spec.options) if spec.options else "It takes no options."
-            raise DataError(f"The corpus '{name}' has no option '{option}'.", hint)
+    options = checked_options(spec, options)
     dropped: dict[str, int] = {}
     if spec.generate is not None:
         corpus = _generated(spec, train, test, template, seed, options)

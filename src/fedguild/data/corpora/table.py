@@ -178,6 +178,8 @@ def _json_fault(path: Path) -> str:
                 return f"line {number}: a row must be a JSON object, but this is {line.strip()!r:.60}."
         except json.JSONDecodeError as error:
             return f"line {number}, column {error.colno}: {error.msg}."
+    if by_line:
+        return ""
     return f"line {whole.lineno}, column {whole.colno}: {whole.msg}."
 
 
