@@ -36,6 +36,13 @@ def test_a_mistake_is_named_with_the_file(text: str, parts: tuple[str, ...], tmp
     says(str(caught.value), "site.yaml", *parts)
 
 
+def test_a_file_that_is_not_utf8_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "site.yaml").write_bytes(b"server: a:1\nname: \xe9")
+    with pytest.raises(ConfigError) as caught:
+        load_site(tmp_path)
+    says(str(caught.value), "site.yaml: line 2: the byte 0xe9 is not UTF-8.")
+
+
 def test_a_folder_without_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_server(tmp_path)

@@ -415,7 +415,7 @@ def test_below_the_quorum_the_run_stops_and_goes_on_when_the_clients_are_mended(
         told = complaint("run", TASKS, *settings, "--output", "out")
         says(told, "1 of 4 clients delivered a valid upload, but the quorum is 2.")
         says(told, "client-000: ", "client-001: ", "client-003: ", "NaN or infinity")
-        says(told, "The last complete round is untouched", "lower the quorum, and resume")
+        says(told, "The last complete round is untouched", "fix the clients and resume, or start anew with")
         assert "client-002" not in told
         with pytest.raises(QuorumError):
             experiment.resume(Path("out"))

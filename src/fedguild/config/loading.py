@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from fedguild.config.explaining import Layer, explained
 from fedguild.config.schema import Config
-from fedguild.config.yaml_reading import parse
+from fedguild.config.yaml_reading import parse, parse_file
 from fedguild.errors import ConfigError
 
 PRESETS_FOLDER, TABLES_FOLDER = Path(__file__).parent / "presets", Path(__file__).parent / "tables"
@@ -150,13 +150,7 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
     if path.resolve() in children:
         raise ConfigError(f"{path} extends itself, through {', '.join(str(child) for child in children)}.")
     try:
-        settings = _packaged(path) if path.is_relative_to(PRESETS_FOLDER) else parse(path.read_text("utf-8"), str(path))
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(
-            f"Cannot read the config {path}: line {line}: the byte 0x{error.object[error.start]:02x} is not UTF-8.",
-            "Configs are read as UTF-8; save the file again as UTF-8.",
-        ) from error
+        settings = _packaged(path) if path.is_relative_to(PRESETS_FOLDER) else parse_file(path)
     except OSError as error:
         raise ConfigError(f"Cannot read the config {path}: {error.strerror or error}.") from error
     if not isinstance(settings, Mapping):
@@ -198,7 +192,7 @@ def _described(path: Path) -> str:
 @cache
 def _packaged(path: Path) -> Any:
     """Returns what a preset's file says, read once in a process; nobody changes it."""
-    return parse(path.read_text("utf-8"), str(path))
+    return parse_file(path)
 
 
 def _override_layer(override: str) -> Layer:

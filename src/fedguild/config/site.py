@@ -15,7 +15,7 @@ from fedguild.config.base import Section
 from fedguild.config.data import DataSettings
 from fedguild.config.explaining import Layer, explained
 from fedguild.config.schema import ModelSettings
-from fedguild.config.yaml_reading import parse
+from fedguild.config.yaml_reading import parse_file
 from fedguild.errors import ConfigError
 
 SITE_FILE = "site.yaml"
@@ -290,7 +290,7 @@ def load_server(folder: Path) -> ServerSettings:
 
 def _load(path: Path, schema: type[_Settings]) -> _Settings:
     try:
-        settings = parse(path.read_text("utf-8"), str(path))
+        settings = parse_file(path)
     except OSError as error:
         raise ConfigError(
             f"Cannot read {path}: {error.strerror or error}.",

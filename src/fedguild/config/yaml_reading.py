@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -28,6 +29,23 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
+
+
+def parse_file(path: Path) -> Any:
+    """Returns the value of a YAML file.
+
+    Raises:
+        ConfigError: the file is not UTF-8 or not YAML, or a key appears twice.
+        OSError: it cannot be read.
+    """
+    try:
+        return parse(path.read_text("utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"Cannot read the config {path}: line {line}: the byte 0x{error.object[error.start]:02x} is not UTF-8.",
+            "Configs are read as UTF-8; save the file again as UTF-8.",
+        ) from error
 
 
 def parse(text: str, source: str) -> Any:

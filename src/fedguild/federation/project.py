@@ -57,6 +57,7 @@ def write_project(
     host, port = _host_and_port(address)
     required = [f"federation.clients={clients}", "federation.engine.name=flower", "evaluation.pooled=false"]
     config = load_config(config_name, [*required, *overrides])
+    _require_own(config, clients)
     check_config(config)
     check_trackers(config.tracking.trackers)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -125,6 +126,19 @@ def _write_client(folder: Path, config: Config, index: int, address: str, own_da
             secure=_accepted(config),
         ),
     )
+
+
+def _require_own(config: Config, clients: int) -> None:
+    """Raises ConfigError if an override changed what a federation sets itself."""
+    if config.federation.clients != clients:
+        raise ConfigError(
+            f"federation.clients is {config.federation.clients}, but folders are to be written for {clients} clients.",
+            f"Give --clients {config.federation.clients} instead.",
+        )
+    if config.federation.engine.name != "flower":
+        raise ConfigError(f"The engine of real clients is flower, not {config.federation.engine.name}.")
+    if config.evaluation.pooled:
+        raise ConfigError("evaluation.pooled scores all clients' models in one place, which real clients do not have.")
 
 
 def _accepted(config: Config) -> str:

@@ -99,7 +99,8 @@ def require_quorum(valid: int, asked: int, quorum: float | int, reasons: Mapping
     listed = "".join(f"\n  {client}: {reason}" for client, reason in sorted((reasons or {}).items()))
     raise QuorumError(
         f"{valid} of {asked} clients delivered a valid upload, but the quorum is {needed}.{listed}",
-        "The last complete round is untouched: fix the clients, or lower the quorum, and resume.",
+        "The last complete round is untouched: fix the clients and resume, or start anew with a lower "
+        "federation.quorum.",
     )
 
 

@@ -156,8 +156,8 @@ def check_upload(
     if norm_limit is not None and norm > norm_limit:
         largest = max(norms, key=norms.__getitem__)
         raise UploadError(
-            f"{client}: the upload's norm is {norm:.6g}, beyond the limit of {norm_limit:.6g}; "
-            f"most of it is in '{largest}' ({norms[largest]:.6g})."
+            f"{client}: the upload's norm is {norm:.6g}, beyond the limit of {norm_limit:.6g} "
+            f"(federation.norm_limit); most of it is in '{largest}' ({norms[largest]:.6g})."
         )
 
 
