@@ -321,6 +321,11 @@ def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method
         if model.moe:
             model.require_active_experts(budget.active_experts, f"federation.budgets: '{budget.name}'")
     shapes = [adapter_shapes(model, method.plan(model, budget)) for budget in budgets.values()]
+    if not any(shapes):
+        raise ConfigError(
+            f"{method.name} would train nothing with these options: none of its clients has an adapter.",
+            "Give it targets, for example method.targets=[attention].",
+        )
     equal_shapes = all(one == shapes[0] for one in shapes)
     require_split(config, config.evaluation.split)
     if method.merges_weights and config.model.load_in_4bit:

@@ -65,6 +65,12 @@ def fedit(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Path
         return fedguild.run(BASE, *plain, "federation.rounds=1", method, output=folder).folder
 
 
+def test_two_forms_at_once_are_refused(fedit: Path, tmp_path: Path) -> None:
+    result = export(fedit, "--merged", "--format", "per-expert", "--output", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "--merged and --format per-expert contradict each other" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("form", "told", "load"),
     [

@@ -139,6 +139,25 @@ def test_the_command_samples_by_its_seed_and_uses_the_template(routed_runs: dict
     assert "### Instruction:\nHi\n\n### Response:" in generator.model.tokenizer.decode(seen[0])
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"prompt": "", "raw": True}, "The prompt is empty"),
+        ({"temperature": float("nan")}, "temperature is 0, or at least 0.001, got nan"),
+        ({"temperature": 1e-300}, "temperature is 0, or at least 0.001, got 1e-300"),
+        ({"temperature": float("inf")}, "got inf"),
+        ({"seed": 2**63}, "The seed of the sampling is at least 0 and below"),
+    ],
+)
+def test_what_cannot_be_generated_from_is_refused(
+    routed_runs: dict[str, Path], wrong: dict[str, Any], told: str
+) -> None:
+    from fedguild.api.generating import open_generator
+
+    with pytest.raises(ConfigError, match=told):
+        "".join(open_generator(routed_runs["ub-smoe"]).stream(**{"prompt": "Hi", **wrong}))
+
+
 def test_an_error_while_generating_is_told(routed_runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from fedguild.api.generating import open_generator
 

@@ -164,6 +164,13 @@ def test_overrides_in_a_list_and_options_that_are_no_mapping_are_refused() -> No
     )
 
 
+def test_an_engine_may_be_its_name_alone_and_keeps_its_other_settings() -> None:
+    overrides = ["federation.engine.timeout_seconds=9", "federation.engine=ray", "federation.engine.ray.actors=2"]
+    engine = load_config("flame/tiny-tasks", overrides).federation.engine
+    assert (engine.name, engine.timeout_seconds, engine.ray.actors) == ("ray", 9, 2)
+    assert "federation.engine.name" in message("flame/tiny-tasks", ["federation.engine=slurm"])
+
+
 def test_the_home_folder_in_output_is_expanded() -> None:
     assert load_config("flame/tiny-tasks", ["output=~/runs/a"]).run_folder == Path.home() / "runs" / "a"
 

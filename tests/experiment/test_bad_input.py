@@ -46,6 +46,11 @@ TWO = "federation.rounds=2"
         ("data.options={families: [sums]}", ["Unknown task family 'sums'", "Did you mean 'sum'?"]),
         ("data.train=mine.jsonl", ["'tasks' is generated, not read", "train_examples"]),
         ("evaluation.metrics=[rouge]", ["evaluation.metrics: there is no metric 'rouge'", "Did you mean 'rouge_l'?"]),
+        (
+            "method={name: fedit, targets: []}",
+            ["fedit would train nothing with these options", "method.targets=[attention]"],
+        ),
+        ("model.path=~/nowhere", [f"Cannot load the model '{Path.home()}/nowhere': there is no such folder"]),
         ("model.device=cuda:7", ["model.device: cuda is requested", "Set model.device=cpu or auto"]),
     ],
 )
@@ -289,9 +294,12 @@ def truncated(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
 
 
-def of_three_layers(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+def reconfigured(**changes: object) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return spoil
 
 
 @pytest.mark.usefixtures("nothing_is_read")
@@ -300,7 +308,15 @@ def of_three_layers(folder: Path) -> None:
     [
         (without_tokenizer, "{folder} has no tokenizer: none of"),
         (truncated, "{folder}/model.safetensors has"),
-        (of_three_layers, "The weights in {folder}/model.safetensors are not those that its config.json describes"),
+        (
+            reconfigured(hidden_size="abc"),
+            "Cannot read the config of '{folder}': Validation error for field 'hidden_size': ",
+        ),
+        (reconfigured(num_experts_per_tok=99), "The config of '{folder}' has 99 experts per token, but layers of"),
+        (
+            reconfigured(num_hidden_layers=3),
+            "The weights in {folder}/model.safetensors are not those that its config.json describes",
+        ),
     ],
 )
 def test_a_models_folder_that_cannot_be_loaded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,11 @@ from fedguild.api.models import subject_of
 from fedguild.data.batches import Seq2Seq, encode_prompt
 from fedguild.data.corpora import corpus_spec
 from fedguild.data.prompts import render
+from fedguild.errors import ConfigError
 from fedguild.export.run import load_attached
+
+LEAST_TEMPERATURE = 1e-3
+"""The least temperature of sampling; below it logits overflow."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,16 @@ class Generator:
             temperature: 0 for the likeliest token each time; above 0, of the sampling.
             seed: Seed of the sampling.
             raw: Whether the prompt is given to the model without the template.
+
+        Raises:
+            ConfigError: the prompt is empty, or an argument is out of range.
         """
+        if raw and not prompt:
+            raise ConfigError("The prompt is empty, and without the template nothing else stands before the answer.")
+        if not (temperature == 0 or LEAST_TEMPERATURE <= temperature < math.inf):
+            raise ConfigError(f"temperature is 0, or at least {LEAST_TEMPERATURE}, got {temperature}.")
+        if not 0 <= seed < 2**63:
+            raise ConfigError(f"The seed of the sampling is at least 0 and below 2**63, got {seed}.")
         pieces: queue.Queue[str | BaseException | None] = queue.Queue()
         thread = threading.Thread(
             target=self._generate, args=(prompt, max_new_tokens, temperature, seed, raw, pieces), daemon=True

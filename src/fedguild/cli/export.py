@@ -10,6 +10,7 @@ import typer
 import fedguild
 from fedguild.cli.options import RunFolderArgument
 from fedguild.cli.output import note
+from fedguild.errors import ConfigError
 
 EXAMPLES = (
     "fedguild export runs/fedit-tiny-tasks --output adapter",
@@ -52,6 +53,8 @@ def command(
     merged form is written, and where the method acts beside the weights (UB-SMoE, FedAMoLE, PFL-MoE) a checkpoint with
     modelling code of its own.
     """
+    if merged and form in ("per-expert", "code"):
+        raise ConfigError(f"--merged and --format {form} contradict each other.", "Give one of the two.")
     wanted = "merged" if merged else form
     exported = fedguild.export_model(folder, output, budget or None, client or None, form=wanted, round=round)
     if exported.reason:

@@ -214,13 +214,15 @@ def _override_layer(override: str) -> Layer:
 
 
 def _written_out(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings with `method: flame` as `method: {name: flame}`, `tracking: [wandb]` alike."""
-    method, tracking = settings.get("method"), settings.get("tracking")
+    """Returns the settings with `method: flame` as `method: {name: flame}`; `tracking: [wandb]`, `engine: ray` alike."""
+    method, tracking, federation = (settings.get(section) for section in ("method", "tracking", "federation"))
     written = dict(settings)
     if isinstance(method, str):
         written["method"] = {"name": method}
     if isinstance(tracking, (str, list)):
         written["tracking"] = {"trackers": [tracking] if isinstance(tracking, str) else tracking}
+    if isinstance(federation, Mapping) and isinstance(federation.get("engine"), str):
+        written["federation"] = {**federation, "engine": {"name": federation["engine"]}}
     return written
 
 

@@ -112,6 +112,12 @@ class ModelSettings(Section):
         "`english`.",
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit on the hub; null: the newest.")
+
+    @field_validator("path")
+    @classmethod
+    def _in_the_home_folder(cls, path: str) -> str:
+        return str(Path(path).expanduser()) if path.startswith("~") else path
+
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="The backbone's dtype; auto: bfloat16 on a GPU, float32 on a CPU."
     )

@@ -27,7 +27,7 @@ from fedguild.model.moe.family import Family, moe_blocks, moe_layers
 from fedguild.model.moe.view import MoeLayer
 from fedguild.model.packaged import EMBEDDED, PACKAGED
 from fedguild.model.packed_rows import allow_packing
-from fedguild.model.pretrained import auto_class, load_tokenizer, loading, read_config, source_of
+from fedguild.model.pretrained import UNREADABLE, auto_class, load_tokenizer, loading, read_config, reason_of, source_of
 from fedguild.model.ranks import Ranks
 from fedguild.model.runtime import Runtime
 from fedguild.model.sharding import shard
@@ -389,11 +389,13 @@ def describe_config(path: str, *, revision: str | None = None, trust_remote_code
     known = find_known(path) if revision is None and not Path(path).exists() else None
     if known is not None:
         return _described_known(known.name)
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise ModelError(f"Cannot read the config of '{path}': the folder has no config.json.", "Give a model's own.")
     try:
         config = AutoConfig.from_pretrained(source_of(path), revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise ModelError(
-            f"Cannot read the config of '{path}': {str(error).splitlines()[0]}",
+            f"Cannot read the config of '{path}': {reason_of(error)}",
             "Give a hub id, a folder with config.json, that file itself, 'embedded', 'english', or offline one of: "
             f"{', '.join(model.name for model in known_models())}.",
         ) from error
@@ -426,7 +428,13 @@ def _described(config: PreTrainedConfig, name: str, trust_remote_code: bool = Fa
     model = _without_weights(config, trust_remote_code)
     with torch.device("meta"):
         family = _prepared(model)
-    return describe(model, name, moe_layers(model, family, Runtime()) if family else [])
+    info = describe(model, name, moe_layers(model, family, Runtime()) if family else [])
+    if info.moe and info.top_k > (experts := min(layer.num_experts for layer in info.moe)):
+        raise ModelError(
+            f"The config of '{name}' has {info.top_k} experts per token, but layers of {experts}.",
+            "Correct config.json.",
+        )
+    return info
 
 
 def _prepared(model: Any) -> Family | None:

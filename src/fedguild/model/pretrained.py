@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
@@ -17,6 +18,8 @@ from fedguild.model.packaged import packaged
 
 _TOKENIZER_FILES = ("spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Of these, every tokenizer that loads has one."""
+UNREADABLE = (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError)
+"""What transformers raises for a model that it cannot read."""
 _PATHS = "model.path takes a hub id, a folder with config.json, a tokenizer and safetensors weights, or 'embedded'."
 
 
@@ -55,9 +58,16 @@ def loading(path: str, what: str = "") -> Iterator[None]:
     try:
         with _quiet():
             yield
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelError(f"Cannot load {what or 'the model '}'{path}': {first}", _PATHS) from error
+    except UNREADABLE as error:
+        raise ModelError(f"Cannot load {what or 'the model '}'{path}': {reason_of(error)}", _PATHS) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns the first line of an error's message, with the second where the first announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
