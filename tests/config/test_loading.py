@@ -164,6 +164,11 @@ def test_overrides_in_a_list_and_options_that_are_no_mapping_are_refused() -> No
     )
 
 
+@pytest.mark.parametrize(("written", "number"), [("010", 10), ("8", 8), ("0", 0), ("1_000", 1000), ("0x10", 16)])
+def test_a_whole_number_is_decimal_whatever_it_begins_with(written: str, number: int) -> None:
+    assert load_config("flame/tiny-tasks", [f"seed={written}"]).seed == number
+
+
 def test_an_engine_may_be_its_name_alone_and_keeps_its_other_settings() -> None:
     overrides = ["federation.engine.timeout_seconds=9", "federation.engine=ray", "federation.engine.ray.actors=2"]
     engine = load_config("flame/tiny-tasks", overrides).federation.engine

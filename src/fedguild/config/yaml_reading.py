@@ -1,4 +1,4 @@
-"""YAML reader in which `1e-4` is a number and a repeated key is an error."""
+"""YAML reader in which `1e-4` is a number, `010` is ten and a repeated key is an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedguild.errors import ConfigError
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml, if PyYAML has it
-    """PyYAML's safe loader with YAML 1.2 floats, and without silent duplicates."""
+    """PyYAML's safe loader with YAML 1.2 numbers, and without silent duplicates."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: list[Any] = []
@@ -26,6 +26,15 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         return mapping
 
 
+def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """Returns an integer as YAML 1.2 has it, in which `010` is ten; YAML 1.1 reads it as octal."""
+    if re.fullmatch(r"[-+]?0[0-9]+", node.value):
+        return int(node.value, 10)
+    number: int = loader.construct_yaml_int(node)
+    return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
