@@ -214,7 +214,7 @@ def _override_layer(override: str) -> Layer:
 
 
 def _written_out(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings with `method: flame` as `method: {name: flame}`; `tracking: [wandb]`, `engine: ray` alike."""
+    """Returns the settings with `method: flame` as `method: {name: flame}`; `tracking`, `federation.engine` alike."""
     method, tracking, federation = (settings.get(section) for section in ("method", "tracking", "federation"))
     written = dict(settings)
     if isinstance(method, str):
