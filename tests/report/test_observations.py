@@ -11,6 +11,7 @@ import pytest
 from fedguild.report.observation_figures import observation_figure, split_labels
 from fedguild.report.observations import Series, observation_grid, observed
 from fedguild.report.run_folder import Run
+from fedguild.report.style import FULL_WIDTH, NARROW_WIDTH, ON_DARK, ON_LIGHT
 from fedguild.server.run_log import ObservationRecord
 from tests.report.test_figures import SVG, texts
 
@@ -93,6 +94,33 @@ def test_several_rows_in_a_round_are_those_of_the_last() -> None:
 @pytest.mark.parametrize("values", [[[0.0, 0.0]], [[-2.0, -1.0]], [[math.nan, math.nan]]])
 def test_heat_maps_without_a_range(values: list[list[float]]) -> None:
     assert "<image" in observation_figure(series(values, rows=["only"], columns=["a", "b"]), "k")
+
+
+def test_a_small_heat_map_has_its_values_in_colours_that_a_dark_page_leaves() -> None:
+    names = ["least", "largest"]
+    few = observation_figure(series([[0.125, 0.5], [math.nan, 0.5]], rows=["a", "b"], columns=names), "k")
+    written = [text for text in texts(few) if text in ("0.125", "0.5", "nan")]
+    assert written.count("0.125") == 1
+    assert written.count("0.5") >= 2
+    assert "nan" not in written
+    light, dark = (few.count(colour) for colour in (ON_LIGHT, ON_DARK))
+    assert (light, dark) == (1, 2)
+    many = observation_figure(series([[0.125] * 2] * 31, rows=[f"row {n}" for n in range(31)], columns=names), "k")
+    assert ON_LIGHT not in many
+    assert ON_DARK not in many
+
+
+@pytest.mark.parametrize("width", [FULL_WIDTH, NARROW_WIDTH])
+def test_long_names_below_a_heat_map_leave_room_for_it(width: float, recwarn: pytest.WarningsRecorder) -> None:
+    """As the strength of FedAlign-MoE's alignment, whose names once left the map no height at all."""
+    columns = ["least", "largest", "deviation between experts", "deviation between clients"]
+    layers = [f"layer {layer}" for layer in range(4)]
+    svg = observation_figure(series([[0.5, 0.5, 0.1, 0.01]] * 4, rows=layers, columns=columns), "k", width)
+    assert not [warning for warning in recwarn if "collapsed" in str(warning.message)]
+    named = [node for node in ElementTree.fromstring(svg).iter(f"{SVG}text") if node.text in ("0", "1", "2", "3")]
+    rows = [float(node.get("y", "nan")) for node in named]
+    assert len(rows) == 4
+    assert max(rows) - min(rows) > 40
 
 
 def test_long_and_many_labels_are_thinned_out() -> None:

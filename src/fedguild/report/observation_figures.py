@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 
 from fedguild.report.observations import Series
 from fedguild.report.style import (
@@ -17,6 +18,8 @@ from fedguild.report.style import (
     HEAT,
     INK,
     MUTED,
+    ON_DARK,
+    ON_LIGHT,
     gridlines,
     key_at,
     method_colours,
@@ -30,6 +33,10 @@ from fedguild.server.run_log import ObservationRecord
 MOST_NAMED = 8
 """Rows beyond which the lines are thin and unnamed, and their mean stands out."""
 _MOST_TICKS, _MOST_TICKS_NARROW = 40, 12
+_MOST_PRINTED, _MOST_COLUMNS_PRINTED = 60, 5
+"""Fields of a heat map, and columns, up to which its values are written into it."""
+_INCHES_A_LETTER = 0.06
+"""Height that a letter of a tilted name takes."""
 
 
 def observation_figure(series: Series, key: str, width: float = FULL_WIDTH) -> str:
@@ -96,14 +103,30 @@ def _heat_map(record: ObservationRecord, key: str, width: float) -> str:
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
         _label(axes, "y", record.rows, width)
-        _label(axes, "x", record.columns, width)
+        if _label(axes, "x", record.columns, width):
+            longest = max(len(label.get_text()) for label in axes.get_xticklabels())
+            figure.set_size_inches(width, height + _INCHES_A_LETTER * longest)
+        if rows * columns <= _MOST_PRINTED and columns <= _MOST_COLUMNS_PRINTED:
+            _print_values(axes, values, low, top)
         bar = scale_beside(figure, axes, image, width)
         bar.set_label(record.unit)
         return to_svg(figure, key, f"Heat map: {record.name} of {rows} rows and {columns} columns.")
 
 
-def _label(axes: Axes, axis: str, labels: Sequence[str], width: float) -> None:
-    """Names the rows or columns; the labels' common prefix becomes the name of the axis."""
+def _print_values(axes: Axes, values: NDArray[np.float64], low: float, top: float) -> None:
+    """Writes every value into its field, in a colour that can be read on it."""
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            colour = ON_DARK if (value - low) / (top - low) > 0.5 else ON_LIGHT
+            axes.text(column, row, f"{value:.3g}", ha="center", va="center", color=colour)
+
+
+def _label(axes: Axes, axis: str, labels: Sequence[str], width: float) -> bool:
+    """Names the rows or columns; the labels' common prefix becomes the name of the axis.
+
+    Returns:
+        Whether the labels are tilted.
+    """
     word, names = split_labels(labels)
     step = -(-len(names) // (_MOST_TICKS if axis == "y" or width == FULL_WIDTH else _MOST_TICKS_NARROW))
     ticks = range(0, len(names), step)
@@ -111,10 +134,10 @@ def _label(axes: Axes, axis: str, labels: Sequence[str], width: float) -> None:
     if axis == "y":
         axes.set_yticks(ticks, shown)
         axes.set_ylabel(word)
-        return
+        return False
     axes.set_xticks(ticks, shown)
     axes.set_xlabel(word)
-    tilt_if_long(axes, width)
+    return tilt_if_long(axes, width)
 
 
 def split_labels(labels: Sequence[str]) -> tuple[str, list[str]]:

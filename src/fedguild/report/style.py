@@ -34,6 +34,8 @@ INK = "#1d2733"
 MUTED = "#5c6773"
 RULE = "#d5dbe1"
 METHOD_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b4c9a", "#4d4d4d")
+ON_LIGHT, ON_DARK = "#1c2632", "#fdfdfe"
+"""Text on a field of `HEAT`, which a dark page leaves as it is, unlike the page's own colours."""
 HEAT = LinearSegmentedColormap.from_list("heat", ["#f6f8fa", "#bcd4e6", "#5b9dc9", "#1b5e93", "#0a2a4a"])
 _ORDERED = LinearSegmentedColormap.from_list("ordered", ["#12355b", "#1f77a4", "#3aa88f", "#c79a14"])
 _SETTINGS: dict[Any, Any] = {

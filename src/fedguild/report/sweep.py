@@ -17,7 +17,19 @@ from fedguild.report import units
 from fedguild.report.comparison import MethodRow, compare
 from fedguild.report.grid import Cell, Grid
 from fedguild.report.run_folder import Run
-from fedguild.report.style import FULL_WIDTH, HEAT, INK, MUTED, gridlines, key_at, styled, tilt_if_long, to_svg
+from fedguild.report.style import (
+    FULL_WIDTH,
+    HEAT,
+    INK,
+    MUTED,
+    ON_DARK,
+    ON_LIGHT,
+    gridlines,
+    key_at,
+    styled,
+    tilt_if_long,
+    to_svg,
+)
 from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, TRAINED
 
 _SCORES = {
@@ -224,7 +236,7 @@ class SweepTable:
                 best = (rows[row], columns[column]) == (self.best.values[down], self.best.values[across])
                 dark = high > low and (mean - low) / (high - low) > 0.5
                 text = (" " if wide else "\n").join([f"{mean:.3f}"] * printed + ["★"] * best)
-                colour = "white" if dark else INK
+                colour = ON_DARK if dark else ON_LIGHT
                 weight = "bold" if best else None
                 axes.text(column, row, text, ha="center", va="center", color=colour, fontweight=weight)
             axes.set_xticks(range(len(columns)), columns)
