@@ -307,7 +307,7 @@ def test_the_main_tables_have_five_seeds_and_every_table_three_and_perplexity(re
             assert plan.config(row, column, 0, plan.overrides_in(column, plan.overrides)).evaluation.perplexity, name
 
 
-DECIDED = ("ub-smoe/decide-english", "flame/decide-english")
+DECIDED = ("ub-smoe/decide-english", "flame/decide-english", "fedalign-moe/decide-english")
 """Tables of a method's parts that are recorded in full."""
 
 
