@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedguild.activity import ActivityLog, noted
-from fedguild.callbacks import Callback, Delivery, check_scores, checked, make_callback
+from fedguild.callbacks import Callback, Delivery, check_scores, listed, make_callback
 from fedguild.client.budget import ClientInfo
 from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config import Config, load_config
@@ -271,7 +271,7 @@ def _callbacks(config: Config, given: Iterable[Callback]) -> list[Callback]:
         ConfigError: a callback is unknown or no function, does not take its options, or needs a score that the run will
             not have.
     """
-    every = [*map(checked, given), *(make_callback(named.name, named.options) for named in config.callbacks)]
+    every = [*listed(given), *(make_callback(named.name, named.options) for named in config.callbacks)]
     check_scores(every, recorded_scores(config, method_of(config)))
     return every
 

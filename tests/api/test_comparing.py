@@ -121,6 +121,8 @@ def test_what_cannot_be_compared(tmp_path: Path, rows_only: list[str]) -> None:
             compare(CONFIGS, **wrong)
         with pytest.raises(ConfigError, match=r"There is no engine 'slurm'|jobs is 0"):
             fedguild.sweep(BASE, "method.rank=2,3", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"\['seed=1'\] is not an override"):
+        compare(CONFIGS, ["seed=1"])
     with pytest.raises(ConfigError, match="callbacks takes a sequence of functions"):
         compare(CONFIGS, callbacks=print)
     with pytest.raises(ConfigError, match=r"\['method.rank=2,3'\] is not a setting"):

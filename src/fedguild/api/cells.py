@@ -105,7 +105,7 @@ def refuse_own_settings(overrides: Sequence[str], what: str) -> None:
     Raises:
         ConfigError: `seed` or `output` is among them.
     """
-    for key, _, value in (text.partition("=") for text in overrides):
+    for key, _, value in (str(text).partition("=") for text in overrides):
         if key.strip() in _OWN_SETTINGS:
             option = _OWN_SETTINGS[key.strip()]
             raise ConfigError(

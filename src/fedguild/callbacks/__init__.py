@@ -137,7 +137,7 @@ def _options_of(make: Callable[..., Callback]) -> str:
     return f"Its options: {', '.join(options)}." if options else "It takes no options."
 
 
-def checked(callback: object) -> Callback:
+def _checked(callback: object) -> Callback:
     """Returns a callback that was given in Python; raises ConfigError if it cannot be called."""
     if not callable(callback):
         raise ConfigError(
@@ -151,7 +151,7 @@ def listed(callbacks: object) -> tuple[Callback, ...]:
     """Returns the callbacks that were given in Python; raises ConfigError if it is not a sequence of them."""
     if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks takes a sequence of functions, not {callbacks!r}.", "Give it as a list: [...].")
-    return tuple(map(checked, callbacks))
+    return tuple(map(_checked, callbacks))
 
 
 def check_scores(callbacks: Iterable[Callback], scores: Mapping[str, Collection[str]]) -> None:

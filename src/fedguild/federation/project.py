@@ -136,9 +136,15 @@ def _require_own(config: Config, clients: int) -> None:
             f"Give --clients {config.federation.clients} instead.",
         )
     if config.federation.engine.name != "flower":
-        raise ConfigError(f"The engine of real clients is flower, not {config.federation.engine.name}.")
+        raise ConfigError(
+            f"The engine of real clients is flower, not {config.federation.engine.name}.",
+            "Leave federation.engine out: the federation sets it.",
+        )
     if config.evaluation.pooled:
-        raise ConfigError("evaluation.pooled scores all clients' models in one place, which real clients do not have.")
+        raise ConfigError(
+            "evaluation.pooled scores all clients' models in one place, which real clients do not have.",
+            "Leave evaluation.pooled out.",
+        )
 
 
 def _accepted(config: Config) -> str:

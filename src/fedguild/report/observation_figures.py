@@ -18,13 +18,12 @@ from fedguild.report.style import (
     HEAT,
     INK,
     MUTED,
-    ON_DARK,
-    ON_LIGHT,
     gridlines,
     key_at,
     method_colours,
     scale_beside,
     styled,
+    text_on,
     tilt_if_long,
     to_svg,
 )
@@ -117,7 +116,7 @@ def _print_values(axes: Axes, values: NDArray[np.float64], low: float, top: floa
     """Writes every value into its field, in a colour that can be read on it."""
     for (row, column), value in np.ndenumerate(values):
         if np.isfinite(value):
-            colour = ON_DARK if (value - low) / (top - low) > 0.5 else ON_LIGHT
+            colour = text_on((value - low) / (top - low))
             axes.text(column, row, f"{value:.3g}", ha="center", va="center", color=colour)
 
 

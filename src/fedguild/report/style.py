@@ -81,6 +81,11 @@ def trend_limits(values: Iterable[float], bounds: tuple[float, float] = (-math.i
     return max(bounds[0], low - room), min(bounds[1], high + room)
 
 
+def text_on(share: float) -> str:
+    """Returns the colour of text on a field of `HEAT` that lies at a share of its range, from 0 to 1."""
+    return ON_DARK if share > 0.5 else ON_LIGHT
+
+
 def wide_and_narrow(draw: Callable[[float], str]) -> str:
     """Returns a figure drawn for a wide page and for a phone, of which the page shows the one that fits.
 

@@ -22,11 +22,10 @@ from fedguild.report.style import (
     HEAT,
     INK,
     MUTED,
-    ON_DARK,
-    ON_LIGHT,
     gridlines,
     key_at,
     styled,
+    text_on,
     tilt_if_long,
     to_svg,
 )
@@ -234,9 +233,8 @@ class SweepTable:
                 if np.isnan(mean):
                     continue
                 best = (rows[row], columns[column]) == (self.best.values[down], self.best.values[across])
-                dark = high > low and (mean - low) / (high - low) > 0.5
                 text = (" " if wide else "\n").join([f"{mean:.3f}"] * printed + ["★"] * best)
-                colour = ON_DARK if dark else ON_LIGHT
+                colour = text_on((mean - low) / (high - low) if high > low else 0.0)
                 weight = "bold" if best else None
                 axes.text(column, row, text, ha="center", va="center", color=colour, fontweight=weight)
             axes.set_xticks(range(len(columns)), columns)
