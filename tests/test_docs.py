@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
 import shutil
@@ -17,11 +18,12 @@ import yaml
 
 import fedguild
 from fedguild.api.cells import Cell
-from fedguild.config import load_config, table_cells, tables
+from fedguild.config import Config, load_config, table_cells, tables
 from fedguild.config.table import ShippedTable
 from fedguild.errors import DataError
 from fedguild.methods import build_method
 from fedguild.model.english import tasks as english
+from fedguild.model.packaged import packaged
 from fedguild.payload import Payload
 from fedguild.report.recorded import CellRecord, read_records, record_of
 from fedguild.report.recorded_remarks import CALLS, render_remark
@@ -31,6 +33,8 @@ from tests.costs.test_published import all_compared
 from tests.report.runs import FLAME_FINAL, write_run
 
 ROOT = Path(__file__).parents[1]
+CONDITIONS = ROOT / "docs" / "methods" / "records" / "conditions.yaml"
+"""What the records were run with beside their configs."""
 
 
 def loaded(name: str) -> ModuleType:
@@ -348,13 +352,19 @@ def test_every_record_is_of_its_cells_present_config(recording: ModuleType) -> N
     )
 
 
-def test_the_records_are_of_the_methods_present_defaults(recording: ModuleType) -> None:
-    """A config's fingerprint has only the options that it gives; of the others a record holds what was the default then."""
+@pytest.fixture(scope="module")
+def recorded_configs(recording: ModuleType) -> list[Config]:
+    """A config of each cell that has a record."""
     cells = {plan.name: plan.cells_by_place for plan in recording.plans()}
     places = {(one.table, one.row, one.column) for one in recording.valid_records()}
-    names = {cells[table][row, column].config().method.name for table, row, column in places}
+    return [cells[table][row, column].config() for table, row, column in places]
+
+
+def test_the_records_are_of_the_methods_present_defaults(recorded_configs: list[Config]) -> None:
+    """A config's fingerprint has only the options that it gives; all others had the defaults of then."""
+    names = {config.method.name for config in recorded_configs}
     present = {name: build_method(name, {}).settings.model_dump(mode="json") for name in names}
-    written = yaml.safe_load((recording.RECORDS / "defaults.yaml").read_text())
+    written = yaml.safe_load(CONDITIONS.read_text("utf-8"))["defaults"]
     changed = {
         f"{name}: {option} is {present[name].get(option)!r}, was {written.get(name, {}).get(option)!r}"
         for name in names
@@ -362,10 +372,23 @@ def test_the_records_are_of_the_methods_present_defaults(recording: ModuleType) 
         if present[name].get(option) != written.get(name, {}).get(option)
     }
     assert not changed, (
-        f"{'; '.join(sorted(changed))}. A new option: write it into records/defaults.yaml. A changed default: give the "
+        f"{'; '.join(sorted(changed))}. A new option: write it into {CONDITIONS.name}. A changed default: give the "
         "former value in the presets of the tables that were run with it, or run them again; then write the new one."
     )
     assert written.keys() == names
+
+
+def test_the_records_are_of_the_present_weights(recorded_configs: list[Config]) -> None:
+    """A config names a packaged model, not its weights: a checkpoint that is trained further voids the records."""
+    names = {config.model.path for config in recorded_configs}
+    folders = {name: packaged(name) for name in names}
+    present = {
+        name: hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+        for name, folder in folders.items()
+        if folder is not None
+    }
+    assert present.keys() == names, "a table is on a model that does not ship"
+    assert yaml.safe_load(CONDITIONS.read_text("utf-8"))["weights"] == present
 
 
 def test_a_record_of_other_settings_is_found(

@@ -98,6 +98,54 @@ def test_a_figure_may_draw_a_score_of_its_own_at_a_value() -> None:
     assert first_figure(table, records()) is None, "no run has the budget"
 
 
+GAINS: dict[str, Any] = {
+    "x": "temperature t",
+    "values": ["2", "2 again"],
+    "panels": {
+        "Even": {"as published": "t-2 @ even"},
+        "Skewed": {"by k": {"2": "t-2-by-k @ skewed", "2 again": "t-2 @ skewed"}},
+    },
+    "minus": {"Even": "t-0 @ even", "Skewed": {"2": "t-0 @ skewed", "2 again": "t-0 @ skewed"}},
+}
+
+
+def test_gains_are_taken_seed_by_seed() -> None:
+    """The scores of both cells spread by 0.1 over the seeds, their difference does not."""
+    drawn = first_figure(Table.model_validate({**TABLE, "figure": GAINS}), records())
+    assert drawn is not None
+    told = {line: scores for lines in drawn.panels.values() for line, scores in lines.items()}
+    assert [round(one.mean, 9) for one in told["as published"]] == [0.1, 0.1]
+    assert [round(one.mean, 9) for one in told["by k"]] == [0.1, -0.1]
+    assert max(one.std for scores in told.values() for one in scores) < 1e-12
+    assert {one.count for scores in told.values() for one in scores} == {3}
+    assert drawn.y == "gain in mean score"
+    assert "Skewed, by k: +0.100 ± 0.000 at 2, -0.100 ± 0.000 at 2 again." in recorded_figures.description(drawn)
+    axes = recorded_figures.draw(drawn).axes[0]
+    assert any(list(line.get_ydata()) == [0.0, 0.0] for line in axes.lines), "the line at zero"
+
+
+def test_gains_are_of_the_seeds_that_both_cells_have() -> None:
+    some = [one for one in records() if (one.row, one.seed) != ("t-0", 2)]
+    drawn = first_figure(Table.model_validate({**TABLE, "figure": GAINS}), some)
+    assert drawn is not None
+    assert drawn.panels["Even"]["as published"][0].count == 2
+    none = [one for one in records() if one.row != "t-0"]
+    assert first_figure(Table.model_validate({**TABLE, "figure": GAINS}), none) is None
+
+
+@pytest.mark.parametrize(
+    ("minus", "told"),
+    [
+        ({"Even": "t-0 @ even"}, "takes scores from some panels alone; give 'minus' for each .Skewed"),
+        ({"Even": "t-0 @ even", "Skewed": "t-9 @ skewed"}, "minus of 'Skewed' names t-9, no row or column"),
+        ({"Even": "t-0 @ even", "Skewed": {"2": "t-0 @ skewed"}}, "minus of 'Skewed' has no cell for 2 again"),
+    ],
+)
+def test_gains_over_what_is_unknown_are_refused(minus: dict[str, object], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        Table.model_validate({**TABLE, "figure": {**GAINS, "minus": minus}})
+
+
 def test_a_further_figure_is_not_called_as_the_one_over_the_rounds() -> None:
     with pytest.raises(ValueError, match="cannot be called rounds"):
         Table.model_validate({**TABLE, "figures": {"rounds": TABLE["figure"]}})
@@ -256,8 +304,8 @@ def test_every_table_that_decides_has_a_figure_of_its_cells() -> None:
             cell
             for figure in table.drawn_scores.values()
             for panel, lines in figure.panels.items()
-            for line in lines
-            for cell in figure.cells(panel, line)
+            for cells in (*(figure.cells(panel, line) for line in lines), figure.subtracted(panel))
+            for cell in cells
         }
         cells = {(cell.row, cell.column) for cell in table_cells(shipped.name, table)}
         assert cells == drawn, shipped.name

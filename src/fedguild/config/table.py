@@ -71,11 +71,20 @@ class TableFigure(Section):
         default_factory=dict,
         description="Value -> the score that is drawn at it, a budget's name or a score; else the table's.",
     )
+    minus: dict[str, str | dict[str, str]] = Field(
+        default_factory=dict,
+        description="Title of each panel -> cells whose score is taken from its lines', seed by seed; none: scores.",
+    )
 
     @model_validator(mode="after")
     def _knows_its_values(self) -> Self:
         if unknown := [value for value in self.scores if value not in self.values]:
             raise ValueError(f"the figure has a score for {', '.join(unknown)}, no value of its axis")
+        if self.minus and self.minus.keys() != self.panels.keys():
+            odd = sorted(self.minus.keys() ^ self.panels.keys())
+            raise ValueError(
+                f"the figure takes scores from some panels alone; give 'minus' for each ({', '.join(odd)})"
+            )
         lines = {line for panel in self.panels.values() for line in panel}
         if len(lines) > MOST_LINES:
             raise ValueError(f"the figure has {len(lines)} lines; with more than {MOST_LINES} colours would repeat")
@@ -87,10 +96,20 @@ class TableFigure(Section):
         Raises:
             ValueError: the line has no cell for a value.
         """
-        of_line = self.panels[panel][line]
-        written = {value: of_line if isinstance(of_line, str) else of_line.get(value, "") for value in self.values}
+        return self._places(self.panels[panel][line], f"line '{line}'")
+
+    def subtracted(self, panel: str) -> list[tuple[str, str]]:
+        """Returns the row and column whose score is taken from a panel's lines, at every value; nothing for scores.
+
+        Raises:
+            ValueError: there is no cell for a value.
+        """
+        return self._places(self.minus[panel], f"minus of '{panel}'") if panel in self.minus else []
+
+    def _places(self, given: str | dict[str, str], what: str) -> list[tuple[str, str]]:
+        written = {value: given if isinstance(given, str) else given.get(value, "") for value in self.values}
         if missing := [value for value, cell in written.items() if not cell]:
-            raise ValueError(f"the figure's line '{line}' has no cell for {', '.join(missing)}")
+            raise ValueError(f"the figure's {what} has no cell for {', '.join(missing)}")
         parts = [cell.replace("{x}", value).partition("@") for value, cell in written.items()]
         return [(row.strip(), column.strip() or ONLY_COLUMN) for row, _, column in parts]
 
@@ -103,6 +122,7 @@ class RoundsFigure(Section):
     """A figure of what a method reported, over the rounds: panels of lines, each of a cell."""
 
     figure: str = Field(description="The method's figure: `figure`, or `figure / column`.")
+    label: str = Field(default="", description="What the vertical axis says; empty: the figure's name.")
     panels: dict[str, dict[str, str]] = Field(
         min_length=1, description="Title of a panel -> line -> its cell, `row @ column`, or `row` without columns."
     )
@@ -174,19 +194,22 @@ class Table(Section):
         drawn: list[tuple[str, tuple[str, str]]] = []
         for figure in self.drawn_scores.values():
             drawn += [
-                (line, cell)
+                (f"line '{line}'", cell)
                 for panel, lines in figure.panels.items()
                 for line in lines
                 for cell in figure.cells(panel, line)
             ]
+            drawn += [(f"minus of '{panel}'", cell) for panel in figure.minus for cell in figure.subtracted(panel)]
         if self.rounds is not None:
             drawn += [
-                (line, self.rounds.cell(panel, line)) for panel, lines in self.rounds.panels.items() for line in lines
+                (f"line '{line}'", self.rounds.cell(panel, line))
+                for panel, lines in self.rounds.panels.items()
+                for line in lines
             ]
-        for line, (row, column) in drawn:
+        for what, (row, column) in drawn:
             unknown = [name for name, known in ((row, self.rows), (column, self.columns)) if name not in known]
             if unknown:
-                raise ValueError(f"the figure's line '{line}' names {unknown[0]}, no row or column of the table")
+                raise ValueError(f"the figure's {what} names {unknown[0]}, no row or column of the table")
         return self
 
     @model_validator(mode="after")

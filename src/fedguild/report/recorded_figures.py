@@ -14,12 +14,13 @@ from matplotlib.figure import Figure
 from fedguild.config.table import ROUNDS, Table, TableFigure
 from fedguild.evaluation.statistics import Spread, half_width, spread
 from fedguild.report.recorded import CellRecord
-from fedguild.report.style import NARROW_WIDTH, gridlines, key_at, method_colours, styled, to_svg, trend_limits
+from fedguild.report.style import MUTED, NARROW_WIDTH, gridlines, key_at, method_colours, styled, to_svg, trend_limits
 from fedguild.score_names import TITLES
 
 Panels = Mapping[str, Mapping[str, Sequence[Spread]]]
 """Panel -> line -> what is drawn over the seeds at every value of the figure's axis."""
 _BARS = "bars are the means' 95 % intervals over the seeds"
+_NOT_PAIRED = "; differences are taken seed by seed, and may be shown where bars overlap"
 _APART = 0.035
 """Shift between lines at one value, of the distance between two values, so that their intervals can be told apart."""
 _FITS_A_PANEL = 24
@@ -37,6 +38,8 @@ class Drawing:
         panels: The lines.
         digits: Format of a value in words.
         bounds: The limits of what a value can be.
+        are_differences: Whether a value is a difference, taken seed by seed, so that a line at zero tells its sign.
+        note: What else the caption says of the bars.
     """
 
     y: str
@@ -45,6 +48,8 @@ class Drawing:
     panels: Panels
     digits: str = ".3f"
     bounds: tuple[float, float] = (0.0, 1.0)
+    are_differences: bool = False
+    note: str = ""
 
     @property
     def says(self) -> str:
@@ -55,7 +60,9 @@ class Drawing:
     def caption(self) -> str:
         """What is drawn, and what the bars are, if there are any."""
         several = any(one.count > 1 for lines in self.panels.values() for line in lines.values() for one in line)
-        return f"{self.says}; {_BARS if several else 'one seed, so that there is no interval'}."
+        if not several:
+            return f"{self.says}; one seed, so that there is no interval."
+        return f"{self.says}; {_BARS}{self.note}."
 
 
 def drawings(table: Table, records: Sequence[CellRecord]) -> dict[str, Drawing]:
@@ -70,26 +77,31 @@ def drawings(table: Table, records: Sequence[CellRecord]) -> dict[str, Drawing]:
 
 def of_scores(table: Table, figure: TableFigure, records: Sequence[CellRecord]) -> Drawing | None:
     """Returns a figure of the table's scores; None where a cell that it needs has no record."""
-    scored: dict[tuple[str, str, str], list[float]] = {}
+    scored: dict[tuple[str, str, str], dict[int, float]] = {}
     for record in records:
         for score, value in record.scores.items():
-            scored.setdefault((record.row, record.column, score), []).append(value)
+            scored.setdefault((record.row, record.column, score), {})[record.seed] = value
     drawn = [figure.scores.get(value, table.score) for value in figure.values]
-    places = {
-        panel: {
-            line: [(*cell, score) for cell, score in zip(figure.cells(panel, line), drawn, strict=True)]
-            for line in lines
-        }
-        for panel, lines in figure.panels.items()
-    }
-    if any(place not in scored for lines in places.values() for of_line in lines.values() for place in of_line):
-        return None
-    panels = {
-        panel: {line: [spread(scored[place]) for place in of_line] for line, of_line in lines.items()}
-        for panel, lines in places.items()
-    }
+    panels: dict[str, dict[str, list[Spread]]] = {}
+    for panel, lines in figure.panels.items():
+        less = [scored.get((*cell, score)) for cell, score in zip(figure.subtracted(panel), drawn, strict=False)]
+        for line in lines:
+            found = [scored.get((*cell, score)) for cell, score in zip(figure.cells(panel, line), drawn, strict=True)]
+            points = [_paired(*pair) for pair in zip(found, less, strict=True)] if less else found
+            if not all(points):
+                return None
+            panels.setdefault(panel, {})[line] = [spread(list(point.values())) for point in points if point]
     y = "score" if figure.scores else f"{TITLES[table.score]} score"
-    return Drawing(y, figure.x, figure.values, panels)
+    if figure.minus:
+        return Drawing(f"gain in {y}", figure.x, figure.values, panels, "+.3f", (-1.0, 1.0), are_differences=True)
+    return Drawing(y, figure.x, figure.values, panels, note=_NOT_PAIRED)
+
+
+def _paired(found: Mapping[int, float] | None, less: Mapping[int, float] | None) -> dict[int, float] | None:
+    """Returns the differences of two cells by seed, of the seeds that both have; None where one has no record."""
+    if found is None or less is None:
+        return None
+    return {seed: value - less[seed] for seed, value in found.items() if seed in less}
 
 
 def over_rounds(table: Table, records: Sequence[CellRecord]) -> Drawing | None:
@@ -118,7 +130,7 @@ def over_rounds(table: Table, records: Sequence[CellRecord]) -> Drawing | None:
         }
         for panel, lines in places.items()
     }
-    return Drawing(name, "round", tuple(map(str, numbers)), panels, ".3g", (-math.inf, math.inf))
+    return Drawing(table.rounds.label or name, "round", tuple(map(str, numbers)), panels, ".3g", (-math.inf, math.inf))
 
 
 def description(drawing: Drawing) -> str:
@@ -181,11 +193,13 @@ def draw(drawing: Drawing, width: float = NARROW_WIDTH) -> Figure:
     ]
     short = len(drawing.y) <= _FITS_A_PANEL
     if not short:
-        figure.supylabel("\n".join(wrap(drawing.y, 40)), fontsize=panels[0].yaxis.label.get_size())
+        figure.supylabel("\n".join(wrap(drawing.y, 40)), fontsize=panels[0].yaxis.label.get_size(), color=MUTED)
     for axes, (title, of_panel) in zip(panels, drawn.items(), strict=True):
         _panel(axes, of_panel, colours)
         axes.set_title(title)
-        axes.set_ylim(trend_limits(ends, drawing.bounds))
+        axes.set_ylim(trend_limits([*ends, 0.0] if drawing.are_differences else ends, drawing.bounds))
+        if drawing.are_differences:
+            axes.axhline(0.0, color=MUTED, linewidth=0.8, zorder=1)
         axes.set_ylabel(drawing.y if short else "")
     panels[-1].set_xticks(range(len(drawing.values)), drawing.values)
     panels[-1].set_xlabel(drawing.x)
@@ -226,4 +240,8 @@ def _reach(score: Spread) -> float:
 
 
 def _told(score: Spread, digits: str) -> str:
-    return f"{score.mean:{digits}} ± {half_width(score):{digits}}" if score.count > 1 else f"{score.mean:{digits}}"
+    return (
+        f"{score.mean:{digits}} ± {half_width(score):{digits.removeprefix('+')}}"
+        if score.count > 1
+        else f"{score.mean:{digits}}"
+    )
