@@ -248,6 +248,24 @@ def test_a_remark_is_rendered_from_the_records(
     assert unknown in capsys.readouterr().err
 
 
+MEASURED = re.compile(r"± \d|\b0\.\d{3}")
+"""What only a run can tell: an interval, or a score with three decimals."""
+
+
+def test_no_measured_figure_is_typed_into_a_table_of_claims() -> None:
+    """FedGuild's column says in words what the recorded tables below it, the costs or the log have in figures."""
+    typed, read = [], 0
+    for page in sorted((ROOT / "docs" / "methods").glob("*.md")):
+        written = re.sub(r"<!-- generated: .*?<!-- end -->", "", page.read_text("utf-8"), flags=re.DOTALL)
+        _, _, claims = written.partition("\n## Claims and our figures\n")
+        rows = [line for line in claims.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+        cells = [row.rstrip(" |").rpartition(" | ")[2] for row in rows]
+        read += len(cells)
+        typed += [f"{page.name}: {cell}" for cell in cells if MEASURED.search(cell)]
+    assert read > 100
+    assert not typed
+
+
 def test_every_method_shows_what_was_recorded_of_it(generate: ModuleType) -> None:
     pages = {name: (generate.METHOD_PAGES / f"{name}.md").read_text("utf-8") for name in generate.METHODS}
     assert len(pages) > 20

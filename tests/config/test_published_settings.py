@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fedguild.config import Config, load_config, presets, table_cells, tables
+from fedguild.methods import build_method
 
 SMALL_UB_SMOE = [
     table.name for table in tables() if table.name.startswith("ub-smoe/") and table.name.endswith(("-tiny", "-english"))
@@ -123,3 +126,52 @@ def test_pfl_moes_gate_trains_for_the_papers_200_epochs_on_real_models() -> None
         assert config.method.options["gate_epochs"] == 200
         assert config.method.options.get("gate_learning_rate", 1e-3) == 1e-3
         assert config.method.options["personal_from"] == config.federation.rounds
+
+
+def test_a_table_that_compares_trained_experts_with_lora_has_both_with_lora_too() -> None:
+    """On Switch three methods train the experts' weights, the other two LoRA on them: unlike without rows -lora."""
+    compared = []
+    for shipped in tables():
+        kinds = {
+            row: kind_of_experts(config)
+            for (row, column), config in configs(shipped.name).items()
+            if "switch" in config.model.path.lower()
+        }
+        if set(kinds.values()) < {"full", "lora"}:
+            continue
+        full = {row for row, kind in kinds.items() if kind == "full"}
+        assert {f"{row}-lora" for row in full} <= kinds.keys(), shipped.name
+        assert {kinds[f"{row}-lora"] for row in full} == {"lora"}, shipped.name
+        compared.append(shipped.name)
+    assert compared == ["fedalign-moe/figure-10", "fedalign-moe/table-1", "fedalign-moe/table-2"]
+
+
+def kind_of_experts(config: Config) -> str:
+    """`full` where a method trains the experts' own weights, as those with an option for it do by default on Switch."""
+    return "full" if options_of(config).get("experts") == "full" else "lora"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fedalign-moe/table-1",
+        "fedalign-moe/table-2",
+        "fedalign-moe/figure-10",
+        "fedamole/table-1",
+        "fedamole/table-5",
+        "fedamole/figure-7",
+    ],
+)
+def test_methods_of_half_a_lora_stand_beside_those_of_a_whole_one_at_its_rank(name: str) -> None:
+    """FedSA-LoRA and RoLoRA have the targets and the rank that FedIT or PFL-MoE have in the same column."""
+    cells = configs(name)
+    for _, column in cells:
+        whole = options_of(cells.get(("fedit", column)) or cells["pfl-moe", column])
+        for half in ("fedsa-lora", "rolora"):
+            own = options_of(cells[half, column])
+            assert (own["rank"], own["alpha"]) == (whole["rank"], whole["alpha"]), (half, column)
+
+
+def options_of(config: Config) -> dict[str, Any]:
+    """The options of a config's method, defaults included."""
+    return build_method(config.method.name, config.method.options).settings.model_dump()

@@ -385,12 +385,21 @@ def test_what_is_measured_is_transformers_own_loss_and_routing(training: Pretrai
 # The name in the box.
 
 
-def test_the_name_english_needs_the_packaged_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(packaged.PACKAGED, "english", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        ("english", "python -m fedguild.model.english.build --corpus DIR"),
+        ("embedded", "python -m fedguild.model.tiny.build --out DIR"),
+    ],
+)
+def test_a_packaged_name_needs_the_packaged_weights(
+    name: str, build: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(packaged.PACKAGED, name, tmp_path)
     for load in (load_backbone, describe_config):
-        with pytest.raises(ModelError, match="no weights of the model 'english'") as raised:
-            load("english")
-        assert "python -m fedguild.model.english.build --corpus DIR" in raised.value.hint
+        with pytest.raises(ModelError, match=f"no weights of the model '{name}'") as raised:
+            load(name)
+        assert build in raised.value.hint
 
 
 def test_the_name_english_finds_the_packaged_weights(

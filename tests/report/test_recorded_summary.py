@@ -75,6 +75,22 @@ def test_a_row_has_its_score_in_every_column_and_the_costs_of_the_last() -> None
     assert "in long" in grid.title
 
 
+def test_the_mean_perplexity_of_the_same_models_stands_behind_a_score() -> None:
+    """Over the budgets it is the geometric mean: 2 of 1 and 4, 6 of 4 and 9, so 4 over the seeds."""
+    records = [
+        record("flame", 0, scores={"b1": 0.3, "b2": 0.5, "mean": 0.4}, perplexity={"b1": 1.0, "b2": 4.0}),
+        record("flame", 1, scores={"b1": 0.7, "b2": 0.5, "mean": 0.6}, perplexity={"b1": 4.0, "b2": 9.0}),
+        record("fedit", 0, score=0.3),
+    ]
+    grid = summary_grid(table(), records)
+    assert grid is not None
+    assert [row[1].text for row in grid.rows] == ["0.500 ± 0.141 (4.00)", "0.300"]
+    assert "with the mean perplexity in brackets" in grid.title
+    bare = summary_grid(table(), [record("fedit")])
+    assert bare is not None
+    assert "perplexity" not in bare.title
+
+
 def test_one_column_has_the_scores_name_and_no_column_is_named() -> None:
     grid = summary_grid(table(columns={"all": {}}), [record("flame", column="all")])
     assert grid is not None

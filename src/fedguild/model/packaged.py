@@ -8,8 +8,13 @@ from fedguild.errors import ModelError
 from fedguild.model import english, tiny
 
 EMBEDDED = "embedded"
-PACKAGED = {EMBEDDED: tiny.CHECKPOINT, "english": english.CHECKPOINT}
+ENGLISH = "english"
+PACKAGED = {EMBEDDED: tiny.CHECKPOINT, ENGLISH: english.CHECKPOINT}
 """Name -> folder in the layout of the Hugging Face hub."""
+_BUILDS = {
+    EMBEDDED: f"python -m {tiny.__name__}.build --out DIR",
+    ENGLISH: f"python -m {english.__name__}.build --corpus DIR",
+}
 
 
 def packaged(name: str) -> Path | None:
@@ -22,7 +27,7 @@ def packaged(name: str) -> Path | None:
     if folder is not None and not (folder / "model.safetensors").exists():
         raise ModelError(
             f"This package holds no weights of the model '{name}': {folder} has no model.safetensors.",
-            f"Train them with `python -m fedguild.model.{name}.build --corpus DIR` and copy the checkpoint that it "
-            "writes to that folder, or give the checkpoint's own folder as model.path.",
+            f"Train them with `{_BUILDS[name]}` and copy the checkpoint that it writes "
+            "to that folder, or give the checkpoint's own folder as model.path.",
         )
     return folder

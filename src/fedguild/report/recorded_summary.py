@@ -10,7 +10,7 @@ from fedguild.config.table import ONLY_COLUMN, Table
 from fedguild.evaluation.statistics import spread
 from fedguild.report import units
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.recorded import CellRecord
+from fedguild.report.recorded import CellRecord, perplexities
 from fedguild.score_names import TITLES
 
 Rows = Mapping[str, Sequence[CellRecord]]
@@ -50,8 +50,8 @@ def by_row(table: Table, records: Iterable[CellRecord]) -> dict[str, list[CellRe
 def summary_grid(table: Table, records: Sequence[CellRecord]) -> Grid | None:
     """Returns rows × columns of the table: the mean of its score over the seeds, with the sample deviation, and costs.
 
-    The costs are those of the last column with a record, over the whole run. None without a record of any column. A
-    row with a score of its own names it.
+    Behind a score stands the mean perplexity of the same models, where it is recorded. The costs are those of the last
+    column with a record, over the whole run. None without a record of any column. A row names a score of its own.
     """
     columns = [column for column in table.columns if any(record.column == column for record in records)]
     if not columns:
@@ -63,8 +63,9 @@ def summary_grid(table: Table, records: Sequence[CellRecord]) -> Grid | None:
         score = table.scores[row]
         line = [Cell(row if score == table.score else f"{row} ({TITLES[score]})")]
         for column in columns:
-            scored = [one.scores[score] for one in members if one.column == column and score in one.scores]
-            line.append(Cell(units.score_spread(spread(scored) if scored else None)))
+            of_column = [one for one in members if one.column == column]
+            scored = [one.scores[score] for one in of_column if score in one.scores]
+            line.append(Cell(units.score_spread(spread(scored) if scored else None) + _perplexity(of_column, score)))
         last = [record for record in members if record.column == columns[-1]]
         line.append(Cell(units.si(_mean(map(training_flops, last)))))
         line += [Cell(units.byte_count(_mean(map(COSTS[name], last)))) for name in ("up", "down")]
@@ -73,11 +74,17 @@ def summary_grid(table: Table, records: Sequence[CellRecord]) -> Grid | None:
         body.append(tuple(line))
     of = "" if len(columns) == 1 else f" in {columns[-1]}"
     shown = TITLES[table.score]
+    behind = ", with the mean perplexity in brackets" if any(record.perplexity for record in records) else ""
     title = (
-        f"{shown[0].upper()}{shown[1:]} score, mean ± sample deviation over the seeds; what a client spends{of}: "
-        "training FLOPs as the mean over the budgets, bytes as the mean over the clients"
+        f"{shown[0].upper()}{shown[1:]} score, mean ± sample deviation over the seeds{behind}; what a client "
+        f"spends{of}: training FLOPs as the mean over the budgets, bytes as the mean over the clients"
     )
     return Grid(title, tuple(header), tuple(body))
+
+
+def _perplexity(records: Iterable[CellRecord], score: str) -> str:
+    known = [value for record in records if (value := perplexities(record).get(score)) is not None]
+    return f" ({fmean(known):.2f})" if known else ""
 
 
 def shown_grid(table: Table, records: Sequence[CellRecord]) -> Grid | None:
