@@ -349,7 +349,7 @@ def test_every_record_is_of_its_cells_present_config(recording: ModuleType) -> N
 
 
 def test_the_records_are_of_the_methods_present_defaults(recording: ModuleType) -> None:
-    """A config's fingerprint has only the options that it gives; of the others a record holds what was the default then."""
+    """A fingerprint has only the options that the config gives; a record holds what was the default of the others."""
     cells = {plan.name: plan.cells_by_place for plan in recording.plans()}
     places = {(one.table, one.row, one.column) for one in recording.valid_records()}
     names = {cells[table][row, column].config().method.name for table, row, column in places}
