@@ -241,7 +241,7 @@ def test_cohorts_of_several_and_auto_give_every_actor_some(prepared, monkeypatch
 @pytest.mark.long
 def test_a_run_by_its_config_ends_as_on_the_local_engine(models, tmp_path, monkeypatch):
     experiment.run(case_config("flame", models), tmp_path / "local")
-    monkeypatch.setattr("fedguild.setup.load_model", lambda config: pytest.fail("the driver loaded the model"))
+    monkeypatch.setattr("fedguild.setup.preparation.load_model", lambda _: pytest.fail("the driver loaded the model"))
     experiment.run(case_config("flame", models, engine_setting(1)), tmp_path / "ray")
     assert_same(ended(tmp_path / "ray"), ended(tmp_path / "local"))
 

@@ -1,0 +1,200 @@
+"""Checks of a method against its config and model, before data is read or a weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.config import Config
+from fedguild.config.federation import FederationSettings
+from fedguild.costs.shapes_only import ShapesOnly
+from fedguild.engines.torchrun import torchrun_ranks
+from fedguild.errors import ConfigError, FedGuildError
+from fedguild.guarantee import check_privacy
+from fedguild.model.backbone import describe_config, is_at_hand
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import adapter_shapes
+from fedguild.secure.fixed_point import MOST_CLIENTS
+from fedguild.secure.form import require_disclosure
+from fedguild.secure.graph import FEWEST_CLIENTS
+from fedguild.server.method import Method, starting_rng
+from fedguild.server.optimizer import takes_steps
+from fedguild.server.sampling import wanted_count
+from fedguild.setup.checks import require_room, require_split
+from fedguild.setup.fitting import method_of
+
+
+def check_config(config: Config) -> None:
+    """Raises any fault of a config that can be found without the network, before anything else is done with it.
+
+    The check covers the model if its config is on this machine: the embedded one, a local folder, or one that ships
+    with FedGuild.
+
+    Raises:
+        ModelError, ConfigError: as `fit_method`.
+    """
+    method, model = method_of(config), config.model
+    if is_at_hand(model.path, model.revision):
+        described = describe_config(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        fit_method(method, config, described)
+
+
+def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method, dict[str, Budget]]:
+    """Returns the method fitted to the model and the config's federation, and the config's budgets by name.
+
+    Raises:
+        ModelError: the method needs experts, and the model has none.
+        ConfigError: an option does not fit the model or the federation, a budget asks for more active experts than
+            the model has, a plan does not fit the model, for example because a target names no layer of it, or the
+            method cannot begin with these budgets and clients.
+    """
+    federation = config.federation
+    if method.needs_experts:
+        model.require_experts(method.title)
+    method = method.fitted(model, federation.clients, exact=federation.codec == "fp32")
+    budgets = {
+        tier.name: Budget(tier.name, tier.active_experts or model.top_k, tier.rank) for tier in federation.budgets
+    }
+    for budget in budgets.values():
+        if model.moe:
+            model.require_active_experts(budget.active_experts, f"federation.budgets: '{budget.name}'")
+    shapes = [adapter_shapes(model, method.plan(model, budget)) for budget in budgets.values()]
+    if not any(shapes):
+        raise ConfigError(
+            f"{method.name} would train nothing with these options: none of its clients has an adapter.",
+            "Give it targets, for example method.targets=[attention].",
+        )
+    equal_shapes = all(one == shapes[0] for one in shapes)
+    require_split(config, config.evaluation.split)
+    if method.merges_weights and config.model.load_in_4bit:
+        raise ConfigError(
+            f"{method.name} adds its rounds to the backbone's weights, which model.load_in_4bit keeps in 4 bit.",
+            "Set model.load_in_4bit=false, or choose a method that merges nothing.",
+        )
+    _require_steps(method, federation)
+    _require_adapters(method, config)
+    _require_mean(method, federation.robust, equal_shapes=equal_shapes)
+    if federation.secure:
+        _require_secure(method, federation, model, list(budgets.values()))
+    if config.evaluation.diagnosis and (federation.secure or config.privacy.unit != "none"):
+        raise ConfigError(
+            "evaluation.diagnosis compares single uploads, which this run keeps from the server or puts noise on.",
+            "Set evaluation.diagnosis=false, or diagnose a run without federation.secure and privacy.unit.",
+        )
+    check_privacy(method, config, equal_shapes=equal_shapes)
+    require_room(config, generates=config.evaluation.by == "generation")
+    _require_device(method, config)
+    _require_beginning(method, config, model, budgets)
+    return method, budgets
+
+
+def _require_steps(method: Method, federation: FederationSettings) -> None:
+    """Raises ConfigError if the config wants a server's step or momentum with a method that has none."""
+    if takes_steps(method) or (federation.server_step, federation.server_momentum) == (1.0, 0.0):
+        return
+    reason = f"the aggregate of {method.name} is not a mean towards which the server could take a step"
+    if method.not_adapters:
+        reason = f"{method.name} {method.not_adapters}, and the server finds other factors after each round"
+    elif method.is_mean:
+        reason = f"{method.name} has a server's step of its own"
+    raise ConfigError(
+        f"federation.server_step is {federation.server_step:g} and federation.server_momentum is "
+        f"{federation.server_momentum:g}, but {reason}.",
+        f"Leave federation.server_step at 1 and federation.server_momentum at 0; `fedguild methods {method.name}` "
+        "lists the method's own options.",
+    )
+
+
+def _require_adapters(method: Method, config: Config) -> None:
+    """Raises ConfigError if the config wants of single uploads what only adapters give."""
+    asked = {
+        "evaluation.diagnosis=true compares the clients' adapters": config.evaluation.diagnosis,
+        "federation.late=next_round uses an upload in another round": config.federation.late != "drop",
+    }
+    for use, wanted in asked.items():
+        if wanted and method.not_adapters:
+            raise ConfigError(
+                f"{use}, but {method.name} {method.not_adapters}.",
+                f"Leave {use.partition('=')[0]} at its default, or choose another method.",
+            )
+
+
+def _require_mean(method: Method, robust: str, *, equal_shapes: bool) -> None:
+    """Raises ConfigError if the config wants a robust mean where the method's aggregate is none."""
+    if robust == "none" or (method.is_mean and equal_shapes):
+        return
+    reason = (
+        f"the aggregate of {method.name} is not a mean of the clients' adapters, weighted by client alone"
+        if not method.is_mean
+        else "the clients' adapters differ in shape between the budgets"
+    )
+    raise ConfigError(
+        f"federation.robust is {robust}, but {reason}.",
+        "Set federation.robust=none; federation.norm_factor bounds what one upload can change with every method.",
+    )
+
+
+def _require_secure(
+    method: Method, federation: FederationSettings, model: ModelInfo, budgets: Sequence[Budget]
+) -> None:
+    """Raises ConfigError if a run cannot be aggregated securely."""
+    try:
+        import Crypto
+        import cryptography
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"federation.secure: the package '{error.name}' is not installed.",
+            "Install the extra: pip install 'fedguild[secure]'.",
+        ) from error
+    del Crypto, cryptography
+    wanted = wanted_count(federation.clients, federation.participation)
+    beside = {
+        "codec": federation.codec != "fp32" and "masked uploads are words of 32 bits, which cannot be rounded",
+        "robust": federation.robust != "none" and "it needs single uploads",
+        "norm_factor": federation.norm_factor not in ("auto", None)
+        and "it compares single uploads; each client checks norm_limit itself",
+        "late": federation.late != "drop" and "a late upload would be in no sum",
+        "clients": not FEWEST_CLIENTS <= wanted <= MOST_CLIENTS
+        and f"a round has {wanted} of them, but {FEWEST_CLIENTS} to {MOST_CLIENTS} can be aggregated securely",
+        "byte_limit": federation.byte_limit is not None and "the messages of its protocol are not planned",
+        "secure_clients": federation.secure_clients > wanted and f"a round has {wanted} clients only",
+    }
+    for setting, reason in beside.items():
+        if reason:
+            raise ConfigError(f"federation.secure does not go with federation.{setting} as it is: {reason}.")
+    require_disclosure(method.linear_form(model, budgets), federation.secure_disclose, method.name)
+
+
+def _require_device(method: Method, config: Config) -> None:
+    """Raises ConfigError if the config wants of Apple's GPUs (`mps`) what torch does not support on them."""
+    if config.model.device != "mps":
+        return
+    lacking = {
+        f"method.name={method.name}": method.needs_float64 and f"it {method.needs_float64} in fp64",
+        "privacy.unit=example": config.privacy.unit == "example" and "it clips gradients in fp64",
+        "model.load_in_4bit": config.model.load_in_4bit and "bitsandbytes needs CUDA",
+        "federation.engine.name=ray": config.federation.engine.name == "ray" and "Ray assigns CUDA's GPUs",
+        "torchrun": torchrun_ranks() > 1 and "its processes communicate by NCCL or on CPUs",
+    }
+    for setting, reason in lacking.items():
+        if reason:
+            raise ConfigError(f"model.device=mps does not go with {setting}: {reason}.", "Set model.device=cpu.")
+
+
+def _require_beginning(method: Method, config: Config, model: ModelInfo, budgets: Mapping[str, Budget]) -> None:
+    """Raises ConfigError if the method refuses these budgets or clients as it begins, before any round.
+
+    It begins on shapes alone, with one example for each client. What only values or examples can tell, the run tells as
+    it begins itself; that is also where anything but a refusal belongs that a method runs into here.
+    """
+    clients = [
+        ClientInfo(index, budgets[tier.name], 1) for index, tier in enumerate(config.federation.budget_per_client())
+    ]
+    rng = starting_rng(method, config.seed)
+    try:
+        with ShapesOnly():
+            method.enroll(method.start(model, list(budgets.values()), rng), model, clients)
+    except FedGuildError:
+        raise
+    except Exception:
+        return
