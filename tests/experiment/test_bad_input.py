@@ -21,7 +21,7 @@ from fedguild.methods.flame import Flame
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
 from fedguild.server.run_log import ClientRecord, Record, RoundRecord, RunLog
-from fedguild.setup import fit_method, method_of, model_of
+from fedguild.setup import check_fit, fitted, method_of, model_of
 from tests.backbones import tiny_model
 from tests.data.writing import write_jsonl
 from tests.experiment.conftest import Command
@@ -136,8 +136,8 @@ def test_a_start_that_only_values_can_take_is_left_to_the_run(monkeypatch: pytes
 
     monkeypatch.setattr(Flame, "start", start)
     config = load_config(TASKS)
-    method, budgets = fit_method(method_of(config), config, model_of(config))
-    assert (method.name, list(budgets)) == ("flame", ["b1", "b2", "b3", "b4"])
+    model = model_of(config)
+    check_fit(fitted(method_of(config), config, model), config, model)
 
 
 @pytest.mark.parametrize(

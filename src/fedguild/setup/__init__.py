@@ -16,8 +16,8 @@ from fedguild.setup.data import (
 )
 from fedguild.setup.engines import make_engine
 from fedguild.setup.experiment import MEMORY, Experiment, OwnScope, run_identity
-from fedguild.setup.fitting import method_of, method_record, tell_fitted
-from fedguild.setup.method_checks import check_config, fit_method
+from fedguild.setup.fitting import budgets_of, fitted, method_of, method_record, tell_fitted
+from fedguild.setup.method_checks import check_config, check_fit
 from fedguild.setup.preparation import load_model, model_of, prepare
 from fedguild.setup.protection import protection_of
 
@@ -27,12 +27,14 @@ __all__ = [
     "OwnScope",
     "PreparedData",
     "Split",
+    "budgets_of",
     "check_config",
+    "check_fit",
     "cut_of",
     "dropped_of",
     "dropped_sentences",
     "encoded_texts",
-    "fit_method",
+    "fitted",
     "load_model",
     "make_engine",
     "method_of",

@@ -21,7 +21,7 @@ from fedguild.server.method import Method, starting_rng
 from fedguild.server.optimizer import takes_steps
 from fedguild.server.sampling import wanted_count
 from fedguild.setup.checks import require_room, require_split
-from fedguild.setup.fitting import method_of
+from fedguild.setup.fitting import budgets_of, fitted, method_of
 
 
 def check_config(config: Config) -> None:
@@ -31,61 +31,71 @@ def check_config(config: Config) -> None:
     with FedGuild.
 
     Raises:
-        ModelError, ConfigError: as `fit_method`.
+        ModelError, ConfigError: as `method_of`, `fitted` and `check_fit`.
     """
     method, model = method_of(config), config.model
     if is_at_hand(model.path, model.revision):
         described = describe_config(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
-        fit_method(method, config, described)
+        check_fit(fitted(method, config, described), config, described)
 
 
-def fit_method(method: Method, config: Config, model: ModelInfo) -> tuple[Method, dict[str, Budget]]:
-    """Returns the method fitted to the model and the config's federation, and the config's budgets by name.
+def check_fit(method: Method, config: Config, model: ModelInfo) -> None:
+    """Raises any reason why a method cannot run with the rest of its config on a model.
+
+    Args:
+        method: The method as it runs on the model (`fitted`).
+        config: The config.
+        model: The model's description.
 
     Raises:
-        ModelError: the method needs experts, and the model has none.
-        ConfigError: an option does not fit the model or the federation, a budget asks for more active experts than
-            the model has, a plan does not fit the model, for example because a target names no layer of it, or the
+        ConfigError: a budget asks for more active experts than the model has, a plan does not fit the model, for
+            example because a target names no layer of it, the config wants what the method does not offer, or the
             method cannot begin with these budgets and clients.
     """
-    federation = config.federation
-    if method.needs_experts:
-        model.require_experts(method.title)
-    method = method.fitted(model, federation.clients, exact=federation.codec == "fp32")
-    budgets = {
-        tier.name: Budget(tier.name, tier.active_experts or model.top_k, tier.rank) for tier in federation.budgets
-    }
-    for budget in budgets.values():
-        if model.moe:
-            model.require_active_experts(budget.active_experts, f"federation.budgets: '{budget.name}'")
-    shapes = [adapter_shapes(model, method.plan(model, budget)) for budget in budgets.values()]
+    federation, tiers = config.federation, budgets_of(config, model)
+    budgets = list(tiers.values())
+    shapes = [adapter_shapes(model, method.plan(model, budget)) for budget in budgets]
+    equal_shapes = all(one == shapes[0] for one in shapes)
+    _require_trainables(method, shapes)
+    require_split(config, config.evaluation.split)
+    _require_mergeable(method, config)
+    _require_steps(method, federation)
+    _require_adapters(method, config)
+    _require_mean(method, federation.robust, equal_shapes=equal_shapes)
+    if federation.secure:
+        _require_secure(method, federation, model, budgets)
+    _require_single_uploads(config)
+    check_privacy(method, config, equal_shapes=equal_shapes)
+    require_room(config, generates=config.evaluation.by == "generation")
+    _require_device(method, config)
+    _require_beginning(method, config, model, tiers)
+
+
+def _require_trainables(method: Method, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
+    """Raises ConfigError if no budget has an adapter; `shapes` are those of each budget's."""
     if not any(shapes):
         raise ConfigError(
             f"{method.name} would train nothing with these options: none of its clients has an adapter.",
             "Give it targets, for example method.targets=[attention].",
         )
-    equal_shapes = all(one == shapes[0] for one in shapes)
-    require_split(config, config.evaluation.split)
+
+
+def _require_mergeable(method: Method, config: Config) -> None:
+    """Raises ConfigError if the method changes the backbone's weights, and they are kept in 4 bit."""
     if method.merges_weights and config.model.load_in_4bit:
         raise ConfigError(
             f"{method.name} adds its rounds to the backbone's weights, which model.load_in_4bit keeps in 4 bit.",
             "Set model.load_in_4bit=false, or choose a method that merges nothing.",
         )
-    _require_steps(method, federation)
-    _require_adapters(method, config)
-    _require_mean(method, federation.robust, equal_shapes=equal_shapes)
-    if federation.secure:
-        _require_secure(method, federation, model, list(budgets.values()))
-    if config.evaluation.diagnosis and (federation.secure or config.privacy.unit != "none"):
+
+
+def _require_single_uploads(config: Config) -> None:
+    """Raises ConfigError if uploads are to be compared that the server does not see as they are."""
+    if config.evaluation.diagnosis and (config.federation.secure or config.privacy.unit != "none"):
         raise ConfigError(
             "evaluation.diagnosis compares single uploads, which this run keeps from the server or puts noise on.",
             "Set evaluation.diagnosis=false, or diagnose a run without federation.secure and privacy.unit.",
         )
-    check_privacy(method, config, equal_shapes=equal_shapes)
-    require_room(config, generates=config.evaluation.by == "generation")
-    _require_device(method, config)
-    _require_beginning(method, config, model, budgets)
-    return method, budgets
 
 
 def _require_steps(method: Method, federation: FederationSettings) -> None:

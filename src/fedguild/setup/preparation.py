@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from fedguild.client.budget import ClientInfo
+from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config
 from fedguild.data.given import GivenData
@@ -18,10 +18,10 @@ from fedguild.model.backbone import Backbone, inspect_model, later_backbone, loa
 from fedguild.model.info import ModelInfo
 from fedguild.progress import Progress, Silent
 from fedguild.setup.checks import require_examples, require_room, require_start
-from fedguild.setup.data import dropped_of, dropped_sentences, prepare_data
+from fedguild.setup.data import PreparedData, dropped_of, dropped_sentences, prepare_data
 from fedguild.setup.experiment import MEMORY, Experiment
-from fedguild.setup.fitting import method_of, tell_fitted
-from fedguild.setup.method_checks import fit_method
+from fedguild.setup.fitting import budgets_of, fitted, method_of, tell_fitted
+from fedguild.setup.method_checks import check_fit
 
 
 def prepare(
@@ -52,35 +52,59 @@ def prepare(
     given, own_metrics = method_of(config), dict(metrics or {})
     load_metrics(name for name in config.evaluation.metrics if name not in own_metrics)
     model = model_of(config)
-    method, tiers = fit_method(given, config, model)
+    method = fitted(given, config, model)
+    check_fit(method, config, model)
     tell_fitted(given, method, progress.message)
     if not model.moe and any(tier.active_experts for tier in config.federation.budgets):
         progress.message("federation.budgets: active_experts has no effect here, as the model has no experts.")
+    prepared = _read_data(config, output, data, progress, trains=trains)
+    budgets = budgets_of(config, model)
+    return Experiment(
+        config,
+        output,
+        method,
+        prepared,
+        _backbone(config, model, progress),
+        list(budgets.values()),
+        _simulated_clients(config, prepared, budgets),
+        ClientMemory(output / MEMORY, trained=config.evaluation.trained),
+        progress,
+        metrics=own_metrics,
+    )
+
+
+def _read_data(
+    config: Config, output: Path, given: GivenData | None, progress: Progress, *, trains: bool
+) -> PreparedData:
+    """Returns the data of a run, checked for what is to be scored; what was given in Python is written down first."""
     progress.stage("Reading the data")
-    if data is not None:
-        data.write(output)
-    prepared = prepare_data(config, output, data)
+    if given is not None:
+        given.write(output)
+    data, evaluation = prepare_data(config, output, given), config.evaluation
     if trains:
-        require_examples(prepared, config.evaluation.split)
-    scored = prepared.pooled(config.evaluation.split, config.evaluation.max_examples, config.seed)
+        require_examples(data, evaluation.split)
+    scored = data.pooled(evaluation.split, evaluation.max_examples, config.seed)
     require_room(config, generates=any(not example.choices for example in scored))
-    for sentence in dropped_sentences(dropped_of(prepared, config)):
+    for sentence in dropped_sentences(dropped_of(data, config)):
         progress.message(sentence)
+    return data
+
+
+def _backbone(config: Config, model: ModelInfo, progress: Progress) -> Backbone:
+    """Returns the backbone, loaded here unless the engine holds it; it is then loaded on first use."""
     if config.federation.engine.name == "ray" or torchrun_ranks() > 1:  # the engine holds the backbone
-        backbone = cast(Backbone, later_backbone(model, partial(load_model, config), **config.model.model_dump()))
-    else:
-        progress.stage(f"Loading the model {config.model.path}")
-        backbone = load_model(config)
-    rules, sizes = rules_of(config), [len(client.train) for client in prepared.clients]
-    clients = [
-        ClientInfo(index, tiers[tier.name], rules.said_examples(sizes[index]) if rules else sizes[index])
+        return cast(Backbone, later_backbone(model, partial(load_model, config), **config.model.model_dump()))
+    progress.stage(f"Loading the model {config.model.path}")
+    return load_model(config)
+
+
+def _simulated_clients(config: Config, data: PreparedData, budgets: Mapping[str, Budget]) -> list[ClientInfo]:
+    """Returns the clients with their budgets, and their examples as they would say them."""
+    rules, sizes = rules_of(config), [len(client.train) for client in data.clients]
+    return [
+        ClientInfo(index, budgets[tier.name], rules.said_examples(sizes[index]) if rules else sizes[index])
         for index, tier in enumerate(config.federation.budget_per_client())
     ]
-    memory = ClientMemory(output / MEMORY, trained=config.evaluation.trained)
-    budgets = list(tiers.values())
-    return Experiment(
-        config, output, method, prepared, backbone, budgets, clients, memory, progress, metrics=own_metrics
-    )
 
 
 def load_model(config: Config) -> Backbone:
