@@ -103,8 +103,9 @@ class Scorer(Protocol):
 class Experiment:
     """The objects of a run.
 
-    `scorer` is None if this process scores models itself. `remote` is None if the clients are simulated, by the engine
-    that the config names. `metrics` are those that were given in Python, by the names that the config has.
+    `scorer` is None until there is an engine that scores models in place of this process. `remote` is None if the
+    clients are simulated, by the engine that the config names. `metrics` are those that were given in Python, by the
+    names that the config has.
     """
 
     config: Config

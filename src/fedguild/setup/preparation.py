@@ -11,7 +11,6 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config
 from fedguild.data.given import GivenData
-from fedguild.engines.torchrun import torchrun_ranks
 from fedguild.evaluation.metrics import Metric, load_metrics
 from fedguild.guarantee import rules_of
 from fedguild.model.backbone import Backbone, inspect_model, later_backbone, load_backbone, pick_device
@@ -19,6 +18,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.progress import Progress, Silent
 from fedguild.setup.checks import require_examples, require_room, require_start
 from fedguild.setup.data import PreparedData, dropped_of, dropped_sentences, prepare_data
+from fedguild.setup.engines import holds_backbone
 from fedguild.setup.experiment import MEMORY, Experiment
 from fedguild.setup.fitting import budgets_of, fitted, method_of, tell_fitted
 from fedguild.setup.method_checks import check_fit
@@ -92,7 +92,7 @@ def _read_data(
 
 def _backbone(config: Config, model: ModelInfo, progress: Progress) -> Backbone:
     """Returns the backbone, loaded here unless the engine holds it; it is then loaded on first use."""
-    if config.federation.engine.name == "ray" or torchrun_ranks() > 1:  # the engine holds the backbone
+    if holds_backbone(config):
         return cast(Backbone, later_backbone(model, partial(load_model, config), **config.model.model_dump()))
     progress.stage(f"Loading the model {config.model.path}")
     return load_model(config)
