@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,16 +129,36 @@ def test_a_profile_refuses_what_a_run_would(
     says(complaint("profile", preset, *overrides), *told)
 
 
-def test_a_start_that_only_values_can_take_is_left_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method of another package may do with its tensors what shapes alone do not allow."""
-
-    def start(*_: object) -> Payload:
-        raise NotImplementedError("no values on the meta device")
-
+def check_start(monkeypatch: pytest.MonkeyPatch, start: Callable[..., Payload]) -> None:
+    """Checks a config of FLAME that begins like this."""
     monkeypatch.setattr(Flame, "start", start)
     config = load_config(TASKS)
     model = model_of(config)
     check_fit(fitted(method_of(config), config, model), config, model)
+
+
+@pytest.mark.parametrize("reads", [lambda large: large.numpy(), lambda large: [0.0].index(large.sum().item())])
+def test_a_start_that_only_values_can_take_is_left_to_the_run(
+    monkeypatch: pytest.MonkeyPatch, reads: Callable[[torch.Tensor], Any]
+) -> None:
+    """A method of another package may do with its tensors what shapes alone do not allow."""
+    check_start(monkeypatch, lambda *_: reads(torch.zeros(2**19)))
+
+
+@pytest.mark.parametrize(
+    ("fails", "told", "cause"),
+    [
+        (lambda large: {"adapter": large}["adaptor"], "KeyError: 'adaptor'", KeyError),
+        (lambda large: large @ torch.zeros(3), "RuntimeError: .*size", RuntimeError),
+    ],
+)
+def test_a_start_that_fails_is_told_with_its_own_error(
+    monkeypatch: pytest.MonkeyPatch, fails: Callable[[torch.Tensor], Any], told: str, cause: type[Exception]
+) -> None:
+    """Also where it has large tensors, as long as no value of theirs is read."""
+    with pytest.raises(ConfigError, match=f"flame cannot begin: its `start` raises {told}") as caught:
+        check_start(monkeypatch, lambda *_: fails(torch.zeros(2**19)))
+    assert isinstance(caught.value.__cause__, cause)
 
 
 @pytest.mark.parametrize(

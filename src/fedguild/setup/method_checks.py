@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from fedguild.client.budget import Budget, ClientInfo
@@ -14,6 +15,7 @@ from fedguild.guarantee import check_privacy
 from fedguild.model.backbone import describe_config, is_at_hand
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import adapter_shapes
+from fedguild.payload import Payload
 from fedguild.secure.fixed_point import MOST_CLIENTS
 from fedguild.secure.form import require_disclosure
 from fedguild.secure.graph import FEWEST_CLIENTS
@@ -89,15 +91,6 @@ def _require_mergeable(method: Method, config: Config) -> None:
         )
 
 
-def _require_single_uploads(config: Config) -> None:
-    """Raises ConfigError if uploads are to be compared that the server does not see as they are."""
-    if config.evaluation.diagnosis and (config.federation.secure or config.privacy.unit != "none"):
-        raise ConfigError(
-            "evaluation.diagnosis compares single uploads, which this run keeps from the server or puts noise on.",
-            "Set evaluation.diagnosis=false, or diagnose a run without federation.secure and privacy.unit.",
-        )
-
-
 def _require_steps(method: Method, federation: FederationSettings) -> None:
     """Raises ConfigError if the config wants a server's step or momentum with a method that has none."""
     if takes_steps(method) or (federation.server_step, federation.server_momentum) == (1.0, 0.0):
@@ -148,15 +141,7 @@ def _require_secure(
     method: Method, federation: FederationSettings, model: ModelInfo, budgets: Sequence[Budget]
 ) -> None:
     """Raises ConfigError if a run cannot be aggregated securely."""
-    try:
-        import Crypto
-        import cryptography
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"federation.secure: the package '{error.name}' is not installed.",
-            "Install the extra: pip install 'fedguild[secure]'.",
-        ) from error
-    del Crypto, cryptography
+    _require_secure_packages()
     wanted = wanted_count(federation.clients, federation.participation)
     beside = {
         "codec": federation.codec != "fp32" and "masked uploads are words of 32 bits, which cannot be rounded",
@@ -173,6 +158,28 @@ def _require_secure(
         if reason:
             raise ConfigError(f"federation.secure does not go with federation.{setting} as it is: {reason}.")
     require_disclosure(method.linear_form(model, budgets), federation.secure_disclose, method.name)
+
+
+def _require_secure_packages() -> None:
+    """Raises ConfigError if the packages of secure aggregation are not installed."""
+    try:
+        import Crypto
+        import cryptography
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"federation.secure: the package '{error.name}' is not installed.",
+            "Install the extra: pip install 'fedguild[secure]'.",
+        ) from error
+    del Crypto, cryptography
+
+
+def _require_single_uploads(config: Config) -> None:
+    """Raises ConfigError if uploads are to be compared that the server does not see as they are."""
+    if config.evaluation.diagnosis and (config.federation.secure or config.privacy.unit != "none"):
+        raise ConfigError(
+            "evaluation.diagnosis compares single uploads, which this run keeps from the server or puts noise on.",
+            "Set evaluation.diagnosis=false, or diagnose a run without federation.secure and privacy.unit.",
+        )
 
 
 def _require_device(method: Method, config: Config) -> None:
@@ -192,19 +199,43 @@ def _require_device(method: Method, config: Config) -> None:
 
 
 def _require_beginning(method: Method, config: Config, model: ModelInfo, budgets: Mapping[str, Budget]) -> None:
-    """Raises ConfigError if the method refuses these budgets or clients as it begins, before any round.
+    """Raises ConfigError if the method cannot begin with these budgets or clients, before any round.
 
     It begins on shapes alone, with one example for each client. What only values or examples can tell, the run tells as
-    it begins itself; that is also where anything but a refusal belongs that a method runs into here.
+    it begins itself.
     """
+    state = _first_state(method, model, list(budgets.values()), config.seed)
+    if state is None:
+        return
     clients = [
         ClientInfo(index, budgets[tier.name], 1) for index, tier in enumerate(config.federation.budget_per_client())
     ]
-    rng = starting_rng(method, config.seed)
     try:
         with ShapesOnly():
-            method.enroll(method.start(model, list(budgets.values()), rng), model, clients)
+            method.enroll(state, model, clients)
     except FedGuildError:
         raise
     except Exception:
-        return
+        return  # the numbers of examples are made up
+
+
+def _first_state(method: Method, model: ModelInfo, budgets: Sequence[Budget], seed: int) -> Payload | None:
+    """Returns the method's state before the first round, of shapes alone; None if the method needs values for it.
+
+    Raises:
+        FedGuildError: the method refuses the budgets.
+        ConfigError: it fails, and no value is missing; the method's own error is the cause.
+    """
+    shapes = ShapesOnly()
+    try:
+        with shapes:
+            return method.start(model, budgets, starting_rng(method, seed))
+    except FedGuildError:
+        raise
+    except Exception as error:
+        if shapes.made_up or re.search(r"\bmeta\b", str(error), re.IGNORECASE):  # as torch calls it
+            return None
+        raise ConfigError(
+            f"{method.name} cannot begin: its `start` raises {type(error).__name__}: {error}",
+            "The fault is in the method: `fedguild --debug` shows its traceback.",
+        ) from error
