@@ -120,7 +120,7 @@ def run(
             (output / left).unlink(missing_ok=True)
         with noted(output, progress, CONFIG) as told, _divergence_noted(output):
             experiment = (preparation or prepare)(config, output, told)
-            with closing(make_engine(experiment)) as engine:
+            with _engine_of(experiment) as engine:
                 return _Rounds(experiment, engine, _begin(experiment), first=1, callbacks=every).run()
 
 
@@ -157,7 +157,7 @@ def resume(
             if saved is None:
                 (output / RunLog.FILE).unlink(missing_ok=True)
                 experiment = (preparation or prepare)(config, output, told)
-                with closing(make_engine(experiment)) as engine:
+                with _engine_of(experiment) as engine:
                     return _Rounds(experiment, engine, _begin(experiment), first=1, callbacks=every).run()
             RunLog(output).truncate_after(saved.round, saved.extra.get(LOG_SEAL))
             if round is not None:
@@ -168,9 +168,17 @@ def resume(
                 MergeLedger.beside(experiment.memory).refill(merges(saved.state))
             (output / STOPPED).unlink(missing_ok=True)
             again = not was_stopped and round is None and saved.round > 0
-            with closing(make_engine(experiment)) as engine:
+            with _engine_of(experiment) as engine:
                 rounds = _Rounds(experiment, engine, saved.state, saved.round + 1, accepted, every)
                 return rounds.run(saved_again=again)
+
+
+@contextmanager
+def _engine_of(experiment: Experiment) -> Iterator[Engine]:
+    """Makes a run's engine, which may also score its models, and closes it in the end."""
+    engine, experiment.scorer = make_engine(experiment)
+    with closing(engine):
+        yield engine
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def own_data(settings: list[str]) -> list[str]:
 def _once() -> Iterator[None]:
     """Loads the model once for all runs of these tests."""
     with pytest.MonkeyPatch.context() as patch:
-        load_models_once(patch, "setup")
+        load_models_once(patch, "setup.preparation")
         yield
 
 
@@ -81,11 +81,11 @@ def routed_runs(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -
 
 
 def loaded_anew(config: Config) -> Backbone:
-    """Stands in for `fedguild.setup.load_model` where something is attached to the model, and stays attached."""
+    """Stands in for `load_model` of a run where something is attached to the model, and stays attached."""
     return load_backbone(**config.model.model_dump())
 
 
 @pytest.fixture
 def loaded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads the model anew."""
-    monkeypatch.setattr("fedguild.setup.load_model", loaded_anew)
+    monkeypatch.setattr("fedguild.setup.preparation.load_model", loaded_anew)

@@ -77,7 +77,7 @@ def test_the_examples_of_the_docstrings(names: Sequence[str], tmp_path: Path, mo
     finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     for name in names:
         if name in ("load_model", "export_model", "push"):
-            monkeypatch.setattr("fedguild.setup.load_model", loaded_anew)
+            monkeypatch.setattr("fedguild.setup.preparation.load_model", loaded_anew)
         found = finder.find(getattr(fedguild, name), name)
         assert [bool(one.examples) for one in found] == [True], f"{name} has no example"
         assert runner.run(found[0]).attempted == len(found[0].examples) > 0

@@ -12,15 +12,15 @@ from fedguild.config import load_config
 from fedguild.errors import ConfigError
 from fedguild.methods import METHODS
 from fedguild.model.backbone import describe_config, pick_device, pick_dtype
-from fedguild.setup import fit_method, method_of
+from fedguild.setup import check_fit, fitted, method_of
 
 KNOWN = {"ub-smoe", "flex", "hfedmoe"}
 """Methods of which it is known that their clients compute in fp64; others may."""
 
 
-def fitted(name: str, *overrides: str) -> None:
-    config = load_config(f"{name}/tiny-tasks", ["model.device=mps", *overrides])
-    fit_method(method_of(config), config, describe_config("embedded"))
+def check(name: str, *overrides: str) -> None:
+    config, model = load_config(f"{name}/tiny-tasks", ["model.device=mps", *overrides]), describe_config("embedded")
+    check_fit(fitted(method_of(config), config, model), config, model)
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
@@ -28,11 +28,11 @@ def test_a_method_runs_on_mps_unless_it_needs_fp64_there(name):
     reason = METHODS.load(name).needs_float64
     assert reason or name not in KNOWN
     if not reason:
-        return fitted(name)
+        return check(name)
     with pytest.raises(
         ConfigError, match=rf"model.device=mps does not go with method.name={name}: it {reason} in fp64"
     ):
-        fitted(name)
+        check(name)
     return None
 
 
@@ -45,7 +45,7 @@ def test_a_method_runs_on_mps_unless_it_needs_fp64_there(name):
 )
 def test_what_mps_does_not_go_with(override, reason):
     with pytest.raises(ConfigError, match=reason):
-        fitted("fedit", override)
+        check("fedit", override)
 
 
 def test_mps_computes_in_fp32_and_is_refused_where_there_is_none(monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -195,6 +195,24 @@ def test_large_tensors_have_shapes_and_small_ones_values() -> None:
         total.add_(large[:2, :3])
         assert total.shape == (2, 3)
     assert not torch.rand(3, 4).is_meta
+
+
+@pytest.mark.parametrize(
+    ("uses", "made_up"),
+    [
+        (lambda large, small: (large + 1) @ torch.ones(4), True),
+        (lambda large, small: torch.equal(large, large + 1), True),
+        (lambda large, small: small.add_(large[:2, :3]), True),
+        (lambda large, small: large.mul_(2).T @ torch.zeros(3, 9), False),
+        (lambda large, small: small.sum().item(), False),
+    ],
+)
+def test_the_mode_tells_whether_a_value_was_made_up(
+    uses: Callable[[torch.Tensor, torch.Tensor], object], made_up: bool
+) -> None:
+    with ShapesOnly(limit=8) as shapes:
+        uses(torch.zeros(3, 4), torch.zeros(2, 3))
+    assert shapes.made_up is made_up
 
 
 def test_small_tensors_are_drawn_as_without_the_mode() -> None:

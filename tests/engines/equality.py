@@ -18,6 +18,7 @@ from fedguild.methods import METHODS
 from fedguild.server.engine import Engine
 from fedguild.server.run_log import ClientRecord, RunLog
 from fedguild.setup import MEMORY, Experiment
+from fedguild.setup.experiment import Scorer
 from tests.experiment.runs import Ended, assert_same, ended, save_model, small_config
 from tests.methods.test_matrix import CASES
 
@@ -31,7 +32,7 @@ SETTINGS = (
     "evaluation.trained=true",
     "data.options={train_examples: 96, test_examples: 12, families: [sum, reverse]}",
 )
-MakeEngine = Callable[[Experiment], Engine]
+MakeEngine = Callable[[Experiment], tuple[Engine, Scorer | None]]
 
 
 def save_models(folder: Path) -> dict[str, Path]:

@@ -76,20 +76,21 @@ class SharedEngines:
         while self.engines:
             self.engines.popitem()[1].close()
 
-    def make(self, run: Experiment) -> Engine:
+    def make(self, run: Experiment) -> tuple[Engine, None]:
         """Replaces `make_engine`: returns the engine of the run's model, with the run's memory."""
         model = run.config.model.path
         if model not in self.engines:
             chosen = load_config("flame/tiny-tasks", [engine_setting(2)]).federation.engine
             federation = run.config.federation.model_copy(update={"engine": chosen})
             changes = {"federation": federation, "privacy": PrivacySettings()}
-            engine = make_engine(replace(run, config=run.config.model_copy(update=changes)))
+            engine, _ = make_engine(replace(run, config=run.config.model_copy(update=changes)))
             assert isinstance(engine, RayEngine)
             self.engines[model] = engine
         engine = self.engines[model]
         engine.memory, engine.ledger = run.memory, engine.ledger.beside(run.memory)
         engine.private = None if run.privacy is None else run.privacy.dp_sgd()
-        return BorrowedEngine(engine) if run.privacy is None else run.privacy.simulated(BorrowedEngine(engine))
+        borrowed = BorrowedEngine(engine)
+        return borrowed if run.privacy is None else run.privacy.simulated(borrowed), None
 
 
 class BorrowedEngine:
@@ -214,7 +215,7 @@ def test_a_cohort_on_which_every_actor_dies_fails_alone_and_an_idle_actor_that_d
 
 def test_enough_is_the_same_draw_as_on_the_local_engine(prepared):
     deliveries = prepared.train(Terms(enough=2))
-    local = make_engine(prepared.run)
+    local, _ = make_engine(prepared.run)
     assert not isinstance(local, RayEngine)
     expected = prepared.train(Terms(enough=2), local)
     assert [delivery.failure for delivery in deliveries] == [delivery.failure for delivery in expected]
@@ -241,7 +242,7 @@ def test_cohorts_of_several_and_auto_give_every_actor_some(prepared, monkeypatch
 @pytest.mark.long
 def test_a_run_by_its_config_ends_as_on_the_local_engine(models, tmp_path, monkeypatch):
     experiment.run(case_config("flame", models), tmp_path / "local")
-    monkeypatch.setattr("fedguild.setup.load_model", lambda config: pytest.fail("the driver loaded the model"))
+    monkeypatch.setattr("fedguild.setup.preparation.load_model", lambda _: pytest.fail("the driver loaded the model"))
     experiment.run(case_config("flame", models, engine_setting(1)), tmp_path / "ray")
     assert_same(ended(tmp_path / "ray"), ended(tmp_path / "local"))
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from fedguild import setup
 from fedguild.config import Config, load_config
 from fedguild.experiment import CHECKPOINTS
 from fedguild.model.backbone import Backbone
@@ -19,7 +18,7 @@ from fedguild.model.tiny.tokenizer import train_tokenizer
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
 from fedguild.server.run_log import RunLog, comparable
-from fedguild.setup import MEMORY
+from fedguild.setup import MEMORY, preparation
 from tests.backbones import tiny_model
 
 SETTINGS = (
@@ -62,7 +61,7 @@ _LOADED: dict[str, Backbone] = {}
 
 def load_models_once(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
     """Lets `load_model` in these modules of FedGuild load every model once for all runs in this process."""
-    load_model = setup.load_model
+    load_model = preparation.load_model
 
     def load(config: Config) -> Backbone:
         key = config.model.model_dump_json()

@@ -7,11 +7,12 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fedguild import experiment, setup
+from fedguild import experiment
 from fedguild.api.cells import Cell
 from fedguild.config import load_config
 from fedguild.errors import ConfigError, FedGuildError, QuorumError
@@ -21,6 +22,7 @@ from fedguild.methods.flame import Flame
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
 from fedguild.server.run_log import ClientRecord, Record, RoundRecord, RunLog
+from fedguild.setup import check_fit, fitted, method_of, model_of
 from tests.backbones import tiny_model
 from tests.data.writing import write_jsonl
 from tests.experiment.conftest import Command
@@ -64,8 +66,8 @@ def test_a_setting_that_is_wrong(complaint: Complaint, olmoe_folder: Path, overr
 @pytest.fixture
 def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails where the data or a weight is read; afterwards there is no folder of a run."""
-    monkeypatch.setattr("fedguild.setup.prepare_data", lambda *_: pytest.fail("the data was read"))
-    monkeypatch.setattr("fedguild.setup.load_backbone", lambda **_: pytest.fail("the weights were read"))
+    monkeypatch.setattr("fedguild.setup.preparation.prepare_data", lambda *_: pytest.fail("the data was read"))
+    monkeypatch.setattr("fedguild.setup.preparation.load_backbone", lambda **_: pytest.fail("the weights were read"))
     yield
     assert not Path("out").exists()
     assert not Path("runs").exists()
@@ -127,16 +129,36 @@ def test_a_profile_refuses_what_a_run_would(
     says(complaint("profile", preset, *overrides), *told)
 
 
-def test_a_start_that_only_values_can_take_is_left_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method of another package may do with its tensors what shapes alone do not allow."""
-
-    def start(*_: object) -> Payload:
-        raise NotImplementedError("no values on the meta device")
-
+def check_start(monkeypatch: pytest.MonkeyPatch, start: Callable[..., Payload]) -> None:
+    """Checks a config of FLAME that begins like this."""
     monkeypatch.setattr(Flame, "start", start)
     config = load_config(TASKS)
-    method, budgets = setup.fit_method(setup.method_of(config), config, setup.model_of(config))
-    assert (method.name, list(budgets)) == ("flame", ["b1", "b2", "b3", "b4"])
+    model = model_of(config)
+    check_fit(fitted(method_of(config), config, model), config, model)
+
+
+@pytest.mark.parametrize("reads", [lambda large: large.numpy(), lambda large: [0.0].index(large.sum().item())])
+def test_a_start_that_only_values_can_take_is_left_to_the_run(
+    monkeypatch: pytest.MonkeyPatch, reads: Callable[[torch.Tensor], Any]
+) -> None:
+    """A method of another package may do with its tensors what shapes alone do not allow."""
+    check_start(monkeypatch, lambda *_: reads(torch.zeros(2**19)))
+
+
+@pytest.mark.parametrize(
+    ("fails", "told", "cause"),
+    [
+        (lambda large: {"adapter": large}["adaptor"], "KeyError: 'adaptor'", KeyError),
+        (lambda large: large @ torch.zeros(3), "RuntimeError: .*size", RuntimeError),
+    ],
+)
+def test_a_start_that_fails_is_told_with_its_own_error(
+    monkeypatch: pytest.MonkeyPatch, fails: Callable[[torch.Tensor], Any], told: str, cause: type[Exception]
+) -> None:
+    """Also where it has large tensors, as long as no value of theirs is read."""
+    with pytest.raises(ConfigError, match=f"flame cannot begin: its `start` raises {told}") as caught:
+        check_start(monkeypatch, lambda *_: fails(torch.zeros(2**19)))
+    assert isinstance(caught.value.__cause__, cause)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +190,7 @@ def test_a_start_that_only_values_can_take_is_left_to_the_run(monkeypatch: pytes
 def test_what_the_rounds_will_need_is_told_before_anything_is_read(
     complaint: Complaint, monkeypatch: pytest.MonkeyPatch, overrides: list[str], told: list[str]
 ) -> None:
-    for module in ("setup", "tracking"):
+    for module in ("setup.checks", "tracking"):
         monkeypatch.setattr(f"fedguild.{module}.find_spec", lambda package: None)
     says(complaint("run", TASKS, *overrides, "--output", "out"), *told)
 
@@ -190,7 +212,7 @@ def test_what_the_rounds_will_have_is_not_refused(
     def read(*_: object) -> None:
         raise KeyError("the data is read")
 
-    monkeypatch.setattr("fedguild.setup.prepare_data", read)
+    monkeypatch.setattr("fedguild.setup.preparation.prepare_data", read)
     with pytest.raises(KeyError, match="the data is read"):
         experiment.run(load_config(TASKS, overrides), tmp_path / "out")
 
@@ -199,7 +221,7 @@ def test_a_prompt_without_room_is_told_before_the_weights_are_read(
     complaint: Complaint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Whether free text is generated, the data tells."""
-    monkeypatch.setattr("fedguild.setup.load_backbone", lambda **_: pytest.fail("the weights were read"))
+    monkeypatch.setattr("fedguild.setup.preparation.load_backbone", lambda **_: pytest.fail("the weights were read"))
     rows = [{"instruction": f"Say {i}.", "context": "", "response": "x", "category": "a"} for i in range(40)]
     file = write_jsonl(tmp_path / "mine.jsonl", rows)
     few = ["federation.clients=2", "data.partition={scheme: iid, minimum: 1}", f"data.train={file}"]

@@ -43,9 +43,10 @@ def posts(monkeypatch: pytest.MonkeyPatch) -> list[Post]:
     """The post of every run that began."""
     made: list[Post] = []
 
-    def make(run: Experiment) -> Post:
-        made.append(Post(make_engine(run), again=[d for post in made for d in post.sent if d.task.round == 1]))
-        return made[-1]
+    def make(run: Experiment) -> tuple[Post, None]:
+        engine, _ = make_engine(run)
+        made.append(Post(engine, again=[d for post in made for d in post.sent if d.task.round == 1]))
+        return made[-1], None
 
     monkeypatch.setattr("fedguild.experiment.make_engine", make)
     return made
@@ -107,7 +108,7 @@ def test_over_selection_and_retries_are_written_down(olmoe_folder, tmp_path, mon
                 fails = delivery.needed and not again
                 yield replace(delivery, upload=None, failure="gone") if fails else delivery
 
-    monkeypatch.setattr("fedguild.experiment.make_engine", lambda run: Flaky(make_engine(run)))
+    monkeypatch.setattr("fedguild.experiment.make_engine", lambda run: (Flaky(make_engine(run)[0]), None))
     settings = ["participation=0.5", "over_selection=0.5", "retries=1", "rounds=1", "quorum=1.0"]
     experiment.run(small_config(olmoe_folder, *[f"federation.{text}" for text in settings]), tmp_path / "run")
     (record,) = rounds_of(tmp_path / "run")

@@ -137,7 +137,7 @@ def test_merges_never_leak_into_another_run_on_the_same_backbone(
             held.append(load(*arguments, **options))
         return held[0]
 
-    monkeypatch.setattr("fedguild.setup.load_backbone", shared)
+    monkeypatch.setattr("fedguild.setup.preparation.load_backbone", shared)
     published = experiment.prepare(config_of(model, "flora"), tmp_path / "unused").backbone.fingerprint()
     experiment.run(config_of(model, "flora"), tmp_path / "flora")
     assert held[0].fingerprint() == published

@@ -25,7 +25,7 @@ from fedguild.model.packaged import PACKAGED
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
 from fedguild.server.run_log import ClientRecord, EvaluationRecord, RoundRecord, RunLog
-from fedguild.setup import check_config, fit_method, prepare_data
+from fedguild.setup import budgets_of, check_config, fitted, prepare_data
 from tests.data.writing import write_csv, write_json, write_jsonl
 from tests.experiment.runs import save_model
 
@@ -199,8 +199,8 @@ def test_every_file_of_the_folder_is_a_preset() -> None:
 def has_no_global_model(config: Config) -> bool:
     """Whether every client of a config has a model of its own, and nobody a global one."""
     model = describe_config(config.model.path)
-    method, budgets = fit_method(build_method(config.method.name, config.method.options), config, model)
-    tiers = list(budgets.values())
+    method = fitted(build_method(config.method.name, config.method.options), config, model)
+    tiers = list(budgets_of(config, model).values())
     clients = [ClientInfo(index, tiers[index % len(tiers)], 10) for index in range(config.federation.clients)]
     state = method.enroll(method.start(model, tiers, torch_rng(0, "start")), model, clients)
     return method.deploy(state, model, tiers[0]) is None

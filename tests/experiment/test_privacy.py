@@ -34,7 +34,7 @@ CENTRAL = (*LOCAL, "privacy.noise=central")
 
 @pytest.fixture(autouse=True)
 def _models(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_models_once(monkeypatch, "setup")
+    load_models_once(monkeypatch, "setup.preparation")
 
 
 class Lines(Silent):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedguild import experiment, setup
+from fedguild import experiment
 from fedguild.activity import ActivityLog
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config
@@ -35,7 +35,7 @@ from fedguild.server.run_log import (
     RunLog,
     comparable,
 )
-from fedguild.setup import MEMORY
+from fedguild.setup import MEMORY, preparation
 from tests.experiment.runs import small_config
 
 FEDIT = "method={name: fedit, rank: 3, targets: [q_proj, experts]}"
@@ -284,8 +284,8 @@ def backbones(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Backbone, 
         found.append((backbone, backbone.fingerprint()))
         return backbone
 
-    original = setup.load_backbone
-    monkeypatch.setattr(setup, "load_backbone", load)
+    original = preparation.load_backbone
+    monkeypatch.setattr(preparation, "load_backbone", load)
     return found
 
 

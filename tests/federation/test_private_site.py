@@ -31,7 +31,7 @@ EXAMPLE = ("privacy.unit=example", "privacy.noise_multiplier=3", "privacy.sample
 
 @pytest.fixture(autouse=True)
 def _models(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_models_once(monkeypatch, "setup")
+    load_models_once(monkeypatch, "setup.preparation")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from fedguild.methods.fedamole.pool import EXPERT, TOKEN
 from fedguild.payload import Payload
 from fedguild.privacy.secret import SECRET_BYTES, run_secret
 from fedguild.seeding import numpy_rng, torch_rng
-from fedguild.setup import fit_method, load_model
+from fedguild.setup import budgets_of, fitted, load_model
 from fedguild.wire.codec import encode
 from tests.engines.equality import case_config
 from tests.engines.flower.loopback_federation import trainers_of
@@ -52,8 +52,8 @@ def noisy(config: Config, eta: float | None = ETA) -> Config:
 def train_request(config: Config, client: int = 1, factor: float = 1.0) -> Message:
     """Returns the server's request of the first round; the model may be another multiple of the start."""
     backbone = load_model(config)
-    method, tiers = fit_method(build_method("fedamole", config.method.options), config, backbone.info)
-    (budget, *_) = budgets = list(tiers.values())
+    method = fitted(build_method("fedamole", config.method.options), config, backbone.info)
+    (budget, *_) = budgets = list(budgets_of(config, backbone.info).values())
     state = method.start(backbone.info, budgets, torch_rng(config.seed, "start", "fedamole"))
     clients = [ClientInfo(index, budget, 10) for index in range(config.federation.clients)]
     state = method.enroll(state, backbone.info, clients)

@@ -17,7 +17,7 @@ from fedguild.federation.trainer_service import TrainerService, model_digest, ru
 from fedguild.methods import build_method
 from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
-from fedguild.setup import fit_method, load_model
+from fedguild.setup import budgets_of, fitted, load_model
 from fedguild.wire.codec import encode
 from tests.engines.flower.loopback_federation import QUICK, small_config, trainers_of
 from tests.experiment.runs import save_model
@@ -38,8 +38,8 @@ def trainer(config: Config, tmp_path: Path) -> TrainerService:
 def train_request(config: Config, round: int = 1, client: int = 1, factor: float = 1.0) -> Message:
     """Returns the server's request of a round's training; the model may be another multiple of the start."""
     backbone = load_model(config)
-    method, tiers = fit_method(build_method(config.method.name, config.method.options), config, backbone.info)
-    budgets = list(tiers.values())
+    method = fitted(build_method(config.method.name, config.method.options), config, backbone.info)
+    budgets = list(budgets_of(config, backbone.info).values())
     state = method.start(backbone.info, budgets, torch_rng(config.seed, "start", config.method.name))
     download = method.download(state, backbone.info, ClientInfo(client, budgets[client % 2], 10))
     body = encode(Payload({name: factor * value for name, value in download.tensors.items()}, download.scalars))

@@ -16,7 +16,7 @@ from fedguild.model.plan import adapter_shapes
 from fedguild.model.targets import fitting_targets
 from fedguild.server.method import Method
 from fedguild.server.settings import AveragingSettings
-from fedguild.setup import fit_method, method_of, method_record
+from fedguild.setup import check_fit, fitted, method_of, method_record
 from tests.backbones import tiny_backbone
 from tests.methods.test_matrix import CASES
 
@@ -169,5 +169,6 @@ def test_no_shipped_preset_needs_fitting() -> None:
         if path not in models:
             models[path] = describe_config(path)
         given = method_of(config)
-        method, _ = fit_method(given, config, models[path])
+        method = fitted(given, config, models[path])
+        check_fit(method, config, models[path])
         assert method_record(given, method)["fitted"] == {}, preset.name

@@ -178,7 +178,7 @@ def run(rank: int, size: int, port: int, folder: Path) -> None:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
-        patch.setattr("fedguild.setup.load_model", lambda config: pytest.fail("rank 0 loaded a whole backbone"))
+        patch.setattr("fedguild.setup.preparation.load_model", lambda _: pytest.fail("rank 0 loaded a whole backbone"))
         experiment.run(federation(folder), folder / "together")
 
 

@@ -9,4 +9,4 @@ from tests.experiment.runs import load_models_once
 
 @pytest.fixture(autouse=True)
 def _loaded_once(monkeypatch: pytest.MonkeyPatch, no_report: None) -> None:
-    load_models_once(monkeypatch, "setup", "federation.serving")
+    load_models_once(monkeypatch, "setup.preparation", "federation.serving")

@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _models(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_models_once(monkeypatch, "setup")
+    load_models_once(monkeypatch, "setup.preparation")
 
 
 @pytest.fixture

@@ -49,8 +49,8 @@ def model(tmp_path_factory):
 
 def sites(config, folder: Path, changes=None):
     """Writes every site's key, gives each the public ones of all, and returns their trainers."""
-    from fedguild import setup
     from fedguild.federation.trainer_service import TrainerService
+    from fedguild.setup import preparation
 
     names = [f"client-{index:03d}" for index in range(config.federation.clients)]
     public = {name: write_key(folder / name / "node.key").read_text() for name in names}
@@ -62,7 +62,7 @@ def sites(config, folder: Path, changes=None):
         TrainerService(
             site_of(config, index, **(changes or {}).get(index, {})),
             folder / name,
-            load=lambda config: setup.load_model(config),
+            load=lambda config: preparation.load_model(config),
         )
         for index, name in enumerate(names)
     ]

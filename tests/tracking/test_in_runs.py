@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, Memory)
-    load_models_once(monkeypatch, "setup")
+    load_models_once(monkeypatch, "setup.preparation")
     monkeypatch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
 
 
@@ -63,8 +63,9 @@ def test_a_missing_package_is_said_before_anything_is_read(
         raise AssertionError("the data or the model was read")
 
     monkeypatch.setattr(Memory, "PACKAGE", "no_such_package")
-    monkeypatch.setattr("fedguild.setup.load_model", unread)
-    monkeypatch.setattr("fedguild.setup.prepare_data", unread)
+    monkeypatch.setattr("fedguild.setup.preparation.load_model", unread)
+    for reads in ("fedguild.setup.preparation.prepare_data", "fedguild.setup.prepare_data"):
+        monkeypatch.setattr(reads, unread)
     settings = small_settings(model, *SMALL)
     with pytest.raises(ConfigError, match="memory needs the package no_such_package"):
         fedguild.run("flame/tiny-tasks", *settings, output=tmp_path / "run")

@@ -30,7 +30,7 @@ def config_of(model: str, base: str, *overrides: str) -> Config:
 @pytest.fixture(autouse=True)
 def _loaded_once(monkeypatch: pytest.MonkeyPatch, no_report: None) -> None:
     """Loads every model once for all runs, servers and trainers in this process."""
-    load_models_once(monkeypatch, "setup", "testing", "federation.serving")
+    load_models_once(monkeypatch, "setup.preparation", "testing", "federation.serving")
 
 
 @pytest.fixture(scope="session")

@@ -118,7 +118,7 @@ def test_attacks_on_the_scores(config: Config, tmp_path: Path) -> None:
 def test_values_that_no_decomposition_bears(method: str, config: Config, tmp_path: Path) -> None:
     """Even where the bound on values would let them pass, the round goes on without the upload that did it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedguild.setup.LARGEST_VALUE", 3.3e38)
+        patch.setattr("fedguild.setup.protection.LARGEST_VALUE", 3.3e38)
         hostile = attacking("train", lambda request: filled(3e38))
         other = config_of(config.model.path, f"{method}/tiny-tasks")
         driven = drive(other, tmp_path, [hostile], reads_data=True)

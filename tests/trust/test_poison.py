@@ -15,7 +15,7 @@ from fedguild.errors import CheckpointError, ConfigError, QuorumError
 from fedguild.experiment import CHECKPOINTS
 from fedguild.server import checkpoint
 from fedguild.server.guard import not_finite
-from fedguild.setup import fit_method, method_of, model_of
+from fedguild.setup import check_fit, fitted, method_of, model_of
 from fedguild.testing import HostileClient, Message, drive
 from tests.engines.flower.loopback_federation import Lines
 from tests.experiment.runs import assert_same, ended, says
@@ -73,8 +73,9 @@ def test_a_robust_mean_of_a_simulation_and_of_a_federation_are_the_same_bits(con
 def test_a_robust_mean_is_refused_where_there_is_none(method: str, reason: str, config: Config) -> None:
     base = {"fedit": "fedit/tiny-tasks-ranks"}.get(method, f"{method}/tiny-tasks")
     other = config_of(config.model.path, base, "federation.robust=trimmed_mean")
+    model = model_of(other)
     with pytest.raises(ConfigError) as caught:
-        fit_method(method_of(other), other, model_of(other))
+        check_fit(fitted(method_of(other), other, model), other, model)
     says(str(caught.value), "federation.robust is trimmed_mean", reason, "federation.norm_factor")
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from fedguild import setup
 from fedguild.client.budget import ClientInfo
 from fedguild.config import Config
 from fedguild.engines.flower.engine import read_payload
@@ -18,6 +17,7 @@ from fedguild.payload import ADAPTER
 from fedguild.seeding import torch_rng
 from fedguild.server.guard import not_finite
 from fedguild.server.method import Method
+from fedguild.setup import budgets_of, fitted, method_of, preparation
 from fedguild.testing import HostileClient, Message, drive
 from tests.experiment.runs import says
 from tests.trust.attacks import Attack, uploading
@@ -73,8 +73,8 @@ def filling(part: str, value: float) -> Attack:
 
 def first_parts(config: Config) -> tuple[set[str], set[str]]:
     """Returns the parts of a method's first upload, and those of them whose values are shares with a largest sum."""
-    backbone = setup.load_model(config)
-    method, tiers = setup.fit_method(setup.method_of(config), config, backbone.info)
+    backbone = preparation.load_model(config)
+    method, tiers = fitted(method_of(config), config, backbone.info), budgets_of(config, backbone.info)
     dealt = config.federation.budget_per_client()
     clients = [ClientInfo(index, tiers[tier.name], 10) for index, tier in enumerate(dealt)]
     state = method.start(backbone.info, list(tiers.values()), torch_rng(0, "start"))

@@ -21,7 +21,7 @@ from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import DTYPES, describe_config
 from fedguild.server.sampling import wanted_count
 from fedguild.server.secure_round import whole_form
-from fedguild.setup import fit_method, prepare_data, tell_fitted
+from fedguild.setup import budgets_of, check_fit, fitted, prepare_data, tell_fitted
 
 EXAMPLES = 1000
 """Training examples of a client where the config does not say how many it has."""
@@ -59,7 +59,9 @@ def profile_config(
     )
     options = {**config.method.options, **METHODS.load(config.method.name).costs.bound}
     given = build_method(config.method.name, options)
-    method, budgets = fit_method(given, config, model)
+    method = fitted(given, config, model)
+    check_fit(method, config, model)
+    budgets = budgets_of(config, model)
     if tell is not None:
         tell_fitted(given, method, tell)
     context_tokens = context or config.data.max_tokens

@@ -27,11 +27,15 @@ class ShapesOnly(TorchDispatchMode):
 
     Args:
         limit: Maximum number of values of a real tensor; 0 leaves only single values real.
+
+    Attributes:
+        made_up: Whether some value was arbitrary so far, so that anything decided by it may be wrong.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.limit = max(limit, 1)
+        self.made_up = False
         self._results: dict[Any, Any] = {}
         self._rng = torch.Generator().manual_seed(0)
 
@@ -46,8 +50,10 @@ class ShapesOnly(TorchDispatchMode):
         if not any(tensor.is_meta for tensor in tensors):
             return _mapped(func(*args, **options), self._emptied)
         if func is _EQUAL:
+            self.made_up = True
             return args[0].shape == args[1].shape
         if _writes(func):
+            self.made_up |= not args[0].is_meta
             return args[0]
         return self._sketched(func, args, options)
 
@@ -71,6 +77,7 @@ class ShapesOnly(TorchDispatchMode):
 
     def _another(self, tensor: Tensor) -> Tensor:
         if tensor.numel() <= self.limit:
+            self.made_up = True
             if tensor.dtype.is_floating_point:
                 return 1 - torch.rand(tensor.shape, dtype=tensor.dtype, generator=self._rng)
             return torch.ones(tensor.shape, dtype=tensor.dtype)

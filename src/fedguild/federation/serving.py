@@ -50,7 +50,9 @@ from fedguild.setup import (
     OwnScope,
     PreparedData,
     Split,
-    fit_method,
+    budgets_of,
+    check_fit,
+    fitted,
     load_model,
     method_of,
     model_of,
@@ -306,7 +308,10 @@ def prepare_remote(
     transport = NotedTransport(transport, ActivityLog(output).append)
     given = method_of(config)
     load_metrics(config.evaluation.metrics)
-    method, tiers = fit_method(given, config, model_of(config))
+    model = model_of(config)
+    method = fitted(given, config, model)
+    check_fit(method, config, model)
+    tiers = budgets_of(config, model)
     tell_fitted(given, method, progress.message)
     data = prepare_data(config) if settings.reads_data else None
     progress.stage(f"Loading the model {config.model.path}")

@@ -56,7 +56,9 @@ from fedguild.setup import (
     MEMORY,
     Experiment,
     PreparedData,
-    fit_method,
+    budgets_of,
+    check_fit,
+    fitted,
     load_model,
     method_of,
     prepare_data,
@@ -355,7 +357,9 @@ class TrainerService:
         method = method_of(config)
         load_metrics(config.evaluation.metrics)
         backbone, client_data = self._load_once(config), self._client_data()
-        method, tiers = fit_method(method, config, backbone.info)
+        method = fitted(method, config, backbone.info)
+        check_fit(method, config, backbone.info)
+        tiers = budgets_of(config, backbone.info)
         _bind(self.work / "runs" / run, config)
         rules, examples = rules_of(config), len(client_data.train)
         if rules is None or rules.settings.is_central:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedguild import setup
 from fedguild.config import Config
 from fedguild.config.site import ServerSettings, SiteSettings
 from fedguild.engines.flower.adapter import GridTransport
@@ -15,6 +14,7 @@ from fedguild.federation.serving import serve
 from fedguild.federation.trainer_service import TrainerService
 from fedguild.files import write_text
 from fedguild.progress import Silent
+from fedguild.setup import preparation
 from tests.engines.flower.loopback import LoopbackGrid, LoopbackNode
 from tests.experiment.runs import small_config
 
@@ -51,7 +51,7 @@ def trainers_of(config: Config, folder: Path, changes: Sequence[dict[str, Any]] 
         site_of(config, index, **change) for index, change in enumerate(changes or [{}] * config.federation.clients)
     ]
     return [
-        TrainerService(site, folder / f"client-{site.client:03d}", load=lambda config: setup.load_model(config))
+        TrainerService(site, folder / f"client-{site.client:03d}", load=lambda config: preparation.load_model(config))
         for site in sites
     ]
 
