@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fedguild.config.base import Section
+from fedguild.score_names import SCORES
 
 
 class BudgetSettings(Section):
@@ -14,7 +15,8 @@ class BudgetSettings(Section):
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="The tier's name in tables and files: letters, digits, dot, dash and underscore.",
+        description="The tier's name in tables and files: letters, digits, dot, dash and underscore; not that of a "
+        f"mean ({', '.join(SCORES)}).",
     )
     active_experts: int = Field(
         default=0,
@@ -23,6 +25,13 @@ class BudgetSettings(Section):
     )
     rank: int = Field(default=8, ge=1, description="LoRA rank that the tier can train under rank-based methods.")
     share: float = Field(default=1.0, gt=0, description="Number of clients in this tier, relative to the other tiers.")
+
+    @field_validator("name")
+    @classmethod
+    def _is_no_mean(cls, name: str) -> str:
+        if name in SCORES:
+            raise ValueError(f"must not be the name of a mean ({', '.join(SCORES)}), got '{name}'")
+        return name
 
 
 class RaySettings(Section):
