@@ -72,7 +72,6 @@ from fedguild.server.optimizer import takes_steps
 from fedguild.server.private_mean import PrivateMean
 from fedguild.server.round import Outcome
 from fedguild.server.run_log import EvaluationRecord
-from fedguild.server.sampling import wanted_count
 from fedguild.server.secure_round import SecureAggregation, unnoted
 
 Split = Literal["test", "validation"]
@@ -475,7 +474,7 @@ def _require_secure(
             "Install the extra: pip install 'fedguild[secure]'.",
         ) from error
     del Crypto, cryptography
-    wanted = wanted_count(federation.clients, federation.participation)
+    wanted = federation.wanted_uploads
     beside = {
         "codec": federation.codec != "fp32" and "masked uploads are words of 32 bits, which cannot be rounded",
         "robust": federation.robust != "none" and "it needs single uploads",

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from fedguild.config.base import Section
+from fedguild.errors import ConfigError
 from fedguild.score_names import SCORES
+
+
+def wanted_count(clients: int, participation: float) -> int:
+    """Returns the number of uploads that a round wants: participation * clients, a half rounded up, at least 1.
+
+    Raises:
+        ConfigError: participation is out of range.
+    """
+    if not 0.0 < participation <= 1.0:
+        raise ConfigError(f"participation must be above 0 and at most 1, but is {participation}.")
+    return max(math.floor(participation * clients + 0.5), 1)
 
 
 class BudgetSettings(Section):
@@ -210,6 +223,11 @@ class FederationSettings(Section):
         if repeated:
             raise ValueError(f"budgets must have distinct names, got {', '.join(repeated)} more than once")
         return self
+
+    @property
+    def wanted_uploads(self) -> int:
+        """Number of uploads that a round with all clients wants; see `wanted_count`."""
+        return wanted_count(self.clients, self.participation)
 
     def budget_per_client(self) -> tuple[BudgetSettings, ...]:
         """Returns each client's tier, in client order.

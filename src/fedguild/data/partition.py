@@ -319,11 +319,6 @@ class PartitionTable:
         """Number of examples of each client."""
         return tuple(sum(row) for row in self.counts)
 
-    @property
-    def label_sizes(self) -> tuple[int, ...]:
-        """Number of examples of each label, over all clients."""
-        return tuple(sum(column) for column in zip(*self.counts, strict=True))
-
 
 def partition_table(examples: Sequence[Example], parts: Sequence[Sequence[int]]) -> PartitionTable:
     """Counts a partition of `examples` by client and label."""
