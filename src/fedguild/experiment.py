@@ -24,6 +24,7 @@ from fedguild.locking import run_lock
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.recording import believable_tokens, client_records, observation_records, routing_record
+from fedguild.report.index import REPORT_FILE
 from fedguild.results import CHECKPOINTS, DIVERGED, STOPPED, RunResult, has_begun, result_of, write_stopping_reason
 from fedguild.scoring import (
     diagnosed,
@@ -222,7 +223,7 @@ def evaluate(
     experiment, state, number = restore(output, round, metrics=metrics or {})
     require_examples(experiment.data, split)
     records = evaluate_state(experiment, state, number, split)
-    return result_of(experiment.folder, number, records, output)
+    return result_of(experiment.folder, number, records, output / REPORT_FILE)
 
 
 def restore(

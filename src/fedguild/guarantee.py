@@ -21,7 +21,6 @@ from fedguild.server.engine import Engine
 from fedguild.server.method import Method
 from fedguild.server.privacy_accounts import PrivacyAccounts
 from fedguild.server.private_mean import PrivateMean
-from fedguild.server.sampling import wanted_count
 
 
 def rules_of(config: Config) -> PrivacyRules | None:
@@ -29,7 +28,7 @@ def rules_of(config: Config) -> PrivacyRules | None:
     federation = config.federation
     if config.privacy.unit == "none":
         return None
-    wanted = wanted_count(federation.clients, federation.participation)
+    wanted = federation.wanted_uploads
     return PrivacyRules(config.privacy, config.training, federation.rounds, federation.clients, wanted)
 
 

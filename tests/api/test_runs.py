@@ -221,8 +221,11 @@ def test_what_cannot_be_given(settings: list[str], own_data: list[str], tmp_path
         run(callbacks=[3])
     with pytest.raises(ConfigError, match=r"metrics takes a mapping of names to functions of two texts, not \['a'\]"):
         run(metrics=["a"])
-    with pytest.raises(ConfigError, match="The partition has an entry that is no whole number"):
-        run(partition=["a"] * len(ROWS))
+    for entry in ("a", 0.5, 1.0):
+        with pytest.raises(DataError, match=f"The partition given has an entry that is no whole number: {entry!r}"):
+            run(partition=[entry] * len(ROWS))
+        with pytest.raises(DataError, match=f"The partition .* has an entry that is no whole number: {entry!r}"):
+            run(dataset=ROWS, partition=lambda examples, clients, rng, entry=entry: [entry] * len(examples))
     with pytest.raises(DataError, match=r"The partition .* is None."):
         run(dataset=ROWS, partition=lambda examples, clients, rng: None)
     with pytest.raises(DataError, match="A row has text that is not Unicode"):

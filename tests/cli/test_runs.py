@@ -131,6 +131,15 @@ def test_compare_keeps_finished_cells_and_resumes_half_finished_ones(
     assert "flame-tiny-tasks seed 0: already finished" in second.stderr
 
 
+def test_compare_takes_a_file_with_an_equals_sign_in_its_name(invoke: Invoke, experiment: FakeExperiment) -> None:
+    for alpha in ("0.5", "5"):
+        Path(f"alpha={alpha}.yaml").write_text(f"extends: flame/tiny-tasks\nname: skew-{alpha}\n")
+    result = invoke("compare", "alpha=0.5.yaml", "alpha=5.yaml", "training.steps=2", "--seeds", "0", "--output", "out")
+    assert result.exit_code == 0, result.output
+    assert experiment.calls == [("run", Path(f"out/skew-{alpha}/seed-0")) for alpha in ("0.5", "5")]
+    assert load_config("out/skew-5/seed-0/config.yaml").training.steps == 2
+
+
 def test_compare_does_not_mix_runs_of_other_settings(invoke: Invoke, experiment: FakeExperiment) -> None:
     invoke("compare", "flame/tiny-tasks", "--seeds", "0", "--output", "grid")
     result = invoke("compare", "flame/tiny-tasks", "training.steps=3", "--seeds", "0", "--output", "grid")

@@ -13,6 +13,8 @@ from fedguild.config.reference import as_markdown, settings_of
 from fedguild.config.schema import MethodSettings
 from fedguild.config.training import TrainingSettings
 from fedguild.errors import ConfigError
+from fedguild.report.recorded import SUMMARIES
+from fedguild.score_names import SCORES
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/settings.md"
 
@@ -57,6 +59,17 @@ def lines_for(*overrides: str) -> list[str]:
 )
 def test_one_plain_line_per_setting(override: str, told: str) -> None:
     assert lines_for(override) == [f"override '{override}': {told}"]
+
+
+@pytest.mark.parametrize("name", sorted({*SCORES, *SUMMARIES}))
+def test_a_budget_does_not_have_the_name_of_a_mean(name: str) -> None:
+    """A table's columns are budgets and means: one of them would hide the other's score."""
+    (line,) = lines_for(f"federation.budgets=[{{name: a}}, {{name: {name}}}]")
+    assert line.endswith(
+        "federation.budgets[1].name: must not be the name of a mean (mean, mtal, trained, received, pooled), "
+        f"got '{name}'"
+    )
+    assert load_config("flame/tiny-tasks", [f"federation.budgets=[{{name: {name}-1}}]"]).federation.budgets
 
 
 def test_a_pattern_is_explained_in_words() -> None:

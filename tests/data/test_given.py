@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from datasets import Dataset, DatasetDict
 
 from fedguild.data.given import as_file, rows_of
@@ -59,6 +60,9 @@ def test_an_assignment_in_both_forms() -> None:
     assert as_parts([1, 0, 1], 3, 2) == [[1], [0, 2]]
     assert as_parts(np.array([1, 0, 1]), 3, 2) == [[1], [0, 2]]
     assert as_parts([[2, 0], [1]], 4, 2) == [[0, 2], [1]]
+    assert as_parts([np.array([2, 0], dtype=np.int32), (np.uint8(1),)], 4, 2) == [[0, 2], [1]]
+    assert as_parts(torch.tensor([1, 0, 1]), 3, 2) == [[1], [0, 2]]
+    assert all(type(index) is int for part in as_parts([np.array([2, 0]), {np.int64(1)}], 4, 2) for index in part)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +75,14 @@ def test_an_assignment_in_both_forms() -> None:
         ([[0, 1], [1]], "uses example 1 twice"),
         ([[0], [3]], "names example 3, but they count from 0 to 2"),
         ([[0, 1, 2], []], "leaves client 1 without an example"),
+        ([0, 1.7, 1], r"has an entry that is no whole number: 1\.7\.\nGive a client .* as integers \(3, not 3\.0\)\."),
+        (np.array([0.0, 1.0, 1.0]), r"has an entry that is no whole number: .*0\.0"),
+        (["0", "1", "1"], "has an entry that is no whole number: '0'"),
+        ([[0, 1.5], [2]], r"has an entry that is no whole number: 1\.5"),
+        (["01", "2"], "has an entry that is no whole number: '01'"),
+        ([[0, 2], 1], "has 1 beside lists of indices"),
+        (np.array(1), "is array"),
+        (1, "is 1"),
     ],
 )
 def test_what_is_no_assignment(assignment: Any, message: str) -> None:

@@ -169,4 +169,3 @@ def test_table_counts_clients_by_labels():
     assert table.labels == ("b", "a", "c")
     assert table.counts == ((3, 1, 0), (0, 1, 1), (0, 0, 0))
     assert table.client_sizes == (4, 2, 0)
-    assert table.label_sizes == (3, 2, 1)

@@ -13,7 +13,7 @@ from fedguild import experiment
 from fedguild.cli.results import show_run
 from fedguild.config import Config, load_config
 from fedguild.errors import ConfigError
-from fedguild.export import Subject, export_adapter
+from fedguild.export import Subject, export
 from fedguild.privacy.accounting import Release, epsilon
 from fedguild.privacy.ledger import FILE, Ledger
 from fedguild.progress import Silent
@@ -91,7 +91,7 @@ def test_a_run_per_example_records_its_guarantee_and_goes_on_after_a_kill(
     grid = privacy_grid(run)
     assert grid is not None
     assert [row[1].text for row in grid.rows] == [f"{value:.3f}" for value in last.epsilon]
-    export_adapter(tmp_path / "whole", Subject("large"), tmp_path / "model")
+    export(tmp_path / "whole", Subject("large"), tmp_path / "model")
     card = (tmp_path / "model" / "README.md").read_text()
     assert f"| differential privacy | per example, ε up to {max(last.epsilon):.3f} at δ = 1e-05. " in card
     assert len(run.guarantee) >= 6

@@ -187,6 +187,7 @@ def test_scoring_again_gives_the_recorded_scores(personal: Path, scored: list[Re
     again = experiment.evaluate(personal, split="validation")
     last = of_kind(scored, EvaluationRecord, scope="budget", round=2)
     assert again.scores == {record.name: record.score for record in last}
+    assert (again.folder, again.report) == (personal, personal / "report.html")
     assert experiment.evaluate(personal, round=1, split="validation").rounds == 1
     with pytest.raises(CheckpointError, match="holds no checkpoint of round 7"):
         experiment.evaluate(personal, round=7)

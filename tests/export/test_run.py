@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedguild import experiment
 from fedguild.errors import CheckpointError, ConfigError, FedGuildError, ModelError
-from fedguild.export import Subject, export_adapter, export_merged, run
+from fedguild.export import Form, Subject, export, run
 from fedguild.server.method import Deployment
 from tests.export.conftest import assert_same_logits, plain_logits, slot_logits
 
@@ -33,7 +33,7 @@ def code_of(card: str) -> str:
 
 
 def test_flame_merged(runs: dict[str, Path], tmp_path: Path) -> None:
-    exported = export_merged(runs["flame"], Subject("small"), tmp_path / "model")
+    exported = export(runs["flame"], Subject("small"), tmp_path / "model", "merged")
     assert (exported.folder, exported.form, exported.reason) == (tmp_path / "model", "merged", "")
     model = AutoModelForCausalLM.from_pretrained(exported.folder)
     assert model.config.num_experts_per_tok == 1
@@ -43,7 +43,7 @@ def test_flame_merged(runs: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_flame_as_an_adapter_says_that_it_is_merged(runs: dict[str, Path], tmp_path: Path) -> None:
-    exported = export_adapter(runs["flame"], Subject("large"), tmp_path / "out")
+    exported = export(runs["flame"], Subject("large"), tmp_path / "out")
     assert exported.form == "merged"
     assert "an adapter alone cannot carry the model: it scales the output of the experts" in exported.reason
     model = AutoModelForCausalLM.from_pretrained(exported.folder)
@@ -52,7 +52,7 @@ def test_flame_as_an_adapter_says_that_it_is_merged(runs: dict[str, Path], tmp_p
 
 def test_an_earlier_round(runs: dict[str, Path], tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
-        export_merged(runs["flame"], Subject("small"), tmp_path / "one", round=1).folder
+        export(runs["flame"], Subject("small"), tmp_path / "one", "merged", round=1).folder
     )
     assert_same_logits(plain_logits(model), ours(runs["flame"], "small", active=1, round=1))
     last = ours(runs["flame"], "small", active=1)
@@ -61,7 +61,7 @@ def test_an_earlier_round(runs: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_an_adapter_by_the_words_of_its_card(runs: dict[str, Path], tmp_path: Path) -> None:
-    exported = export_adapter(runs["ranks"], Subject("large"), tmp_path / "adapter")
+    exported = export(runs["ranks"], Subject("large"), tmp_path / "adapter")
     assert (exported.form, exported.reason) == ("peft", "")
     names = {path.name for path in exported.folder.iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
@@ -81,7 +81,7 @@ def test_an_adapter_by_the_words_of_its_card(runs: dict[str, Path], tmp_path: Pa
 
 
 def test_a_budget_with_fewer_active_experts_is_merged_as_it_was_scored(runs: dict[str, Path], tmp_path: Path) -> None:
-    exported = export_adapter(runs["ranks"], Subject("small"), tmp_path / "out")
+    exported = export(runs["ranks"], Subject("small"), tmp_path / "out")
     assert exported.form == "merged"
     assert "it runs 1 of the model's 4 active experts" in exported.reason
     loaded = {"folder": str(exported.folder)}
@@ -99,7 +99,7 @@ def test_the_embedded_base_goes_along(runs: dict[str, Path], tmp_path: Path, mon
     restored.config = restored.config.model_copy(update={"model": embedded})
     monkeypatch.setattr(run, "restore", lambda *_: (restored, state, number))
     monkeypatch.setitem(run.PACKAGED, "embedded", base)
-    export_adapter(folder, Subject("large"), tmp_path / "there")
+    export(folder, Subject("large"), tmp_path / "there")
     written = json.loads((tmp_path / "there" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(tmp_path / "there" / "base")
 
@@ -123,7 +123,7 @@ def own(folder: Path, name: str, active: int) -> torch.Tensor:
 
 def test_a_clients_own_adapter(runs: dict[str, Path], tmp_path: Path) -> None:
     """FedIT-FT: the adapter that the client trained, which is not the global one."""
-    exported = export_adapter(runs["personal"], Subject(client="client-000"), tmp_path / "mine")
+    exported = export(runs["personal"], Subject(client="client-000"), tmp_path / "mine")
     assert exported.form == "peft"
     card = (exported.folder / "README.md").read_text()
     assert "# personal, client-000" in card
@@ -138,20 +138,20 @@ def test_a_clients_own_adapter(runs: dict[str, Path], tmp_path: Path) -> None:
 
 def test_a_clients_own_model_merged(runs: dict[str, Path], tmp_path: Path) -> None:
     """FLAME's client 1 runs one active expert with the output scale that it keeps in its memory."""
-    exported = export_merged(runs["flame"], Subject(client="client-001"), tmp_path / "mine")
+    exported = export(runs["flame"], Subject(client="client-001"), tmp_path / "mine", "merged")
     model = AutoModelForCausalLM.from_pretrained(exported.folder)
     assert model.config.num_experts_per_tok == 1
     assert_same_logits(plain_logits(model), own(runs["flame"], "client-001", active=1))
     assert "| budget | small |" in (exported.folder / "README.md").read_text()
 
 
-@pytest.mark.parametrize("export", [export_adapter, export_merged])
+@pytest.mark.parametrize("form", ["peft", "merged"])
 def test_a_part_beside_the_weights_without_code_has_no_form(
-    export, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: Form, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "beyond_weights", lambda plan: ["MixtureOfLora"])
     with pytest.raises(ModelError, match=r"The model of flame .*MixtureOfLora\): no exported form can hold it"):
-        export(runs["flame"], Subject(client="client-000"), tmp_path / "mine")
+        export(runs["flame"], Subject(client="client-000"), tmp_path / "mine", form)
     assert not list(tmp_path.iterdir())
 
 
@@ -162,7 +162,7 @@ def test_without_a_global_model_a_client_is_pointed_to(
     monkeypatch.setattr(restored[0].method, "deploy", lambda *_: None)
     monkeypatch.setattr(run, "restore", lambda *_: restored)
     with pytest.raises(ConfigError, match=r"every client has its own model(.|\n)*--client client-000"):
-        export_adapter(runs["flame"], Subject("small"), tmp_path / "out")
+        export(runs["flame"], Subject("small"), tmp_path / "out")
 
 
 @pytest.mark.parametrize("named", [{}, {"budget": "small", "client": "client-000"}])
@@ -171,22 +171,22 @@ def test_a_subject_is_one_model(named: dict[str, str]) -> None:
         Subject(**named)
 
 
-@pytest.mark.parametrize("export", [export_adapter, export_merged])
-def test_bad_input_is_named_and_nothing_is_written(export, runs: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["peft", "merged"])
+def test_bad_input_is_named_and_nothing_is_written(form: Form, runs: dict[str, Path], tmp_path: Path) -> None:
     output = tmp_path / "out"
     with pytest.raises(ConfigError, match=r"no budget 'smal'\.\nDid you mean 'small'\? Known: large, small\."):
-        export(runs["flame"], Subject("smal"), output)
+        export(runs["flame"], Subject("smal"), output, form)
     with pytest.raises(ConfigError, match=r"no client 'client-7'\.\nKnown: client-000 to client-001\."):
-        export(runs["flame"], Subject(client="client-7"), output)
+        export(runs["flame"], Subject(client="client-7"), output, form)
     with pytest.raises(CheckpointError, match="not the folder of a run"):
-        export(tmp_path / "nowhere", Subject("small"), output)
+        export(tmp_path / "nowhere", Subject("small"), output, form)
     with pytest.raises(CheckpointError, match="no checkpoint of round 9"):
-        export(runs["flame"], Subject("small"), output, round=9)
+        export(runs["flame"], Subject("small"), output, form, round=9)
     assert not output.exists()
     output.mkdir()
     (output / "mine.txt").write_text("precious")
     with pytest.raises(FedGuildError, match=r"out already exists\.\nChoose a folder that is new or empty"):
-        export(runs["flame"], Subject("small"), output)
+        export(runs["flame"], Subject("small"), output, form)
     assert [path.name for path in output.iterdir()] == ["mine.txt"]
 
 
@@ -195,7 +195,7 @@ def test_a_budget_is_checked_before_the_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(run, "restore", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(ConfigError, match="no budget 'tiny'"):
-        export_merged(runs["flame"], Subject("tiny"), tmp_path / "out")
+        export(runs["flame"], Subject("tiny"), tmp_path / "out", "merged")
 
 
 def test_four_bit_weights_leave_no_folder(
@@ -205,5 +205,5 @@ def test_four_bit_weights_leave_no_folder(
     restored[0].backbone.model.hf_quantizer = object()
     monkeypatch.setattr(run, "restore", lambda *_: restored)
     with pytest.raises(ModelError, match="cannot be merged into 4-bit weights"):
-        export_adapter(runs["flame"], Subject("small"), tmp_path / "out")
+        export(runs["flame"], Subject("small"), tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -70,6 +70,19 @@ def test_a_run_that_scores_clients_only_has_no_budgets(run: Run) -> None:
     assert ["Mean", "over", "clients", "0.535", "0.655", "±", "0.024"] in lines
 
 
+def test_clients_that_know_nothing_before_training_score_0(personal_run: Run) -> None:
+    """Their own models score 0 then, which is not a missing score: those received next do not stand for them."""
+    before = [
+        one.model_copy(update={"score": 0.0}) if (one.round, one.scope) == (0, "client") else one
+        for one in personal_run.evaluations
+        if one.round or one.scope != "summary"
+    ]
+    table = run_table(dataclasses.replace(personal_run, evaluations=before))
+    assert table.clients_before == 0
+    assert {row.before for row in table.clients} == {0}
+    assert [cell.text for cell in table.grid().rows[-1]][3] == "0.000"
+
+
 def test_own_models_and_those_received_next_stand_side_by_side(personal_run: Run) -> None:
     """The model received next scores 0.1 less than the client's own, as the fixture has it."""
     table = run_table(personal_run)

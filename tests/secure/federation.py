@@ -12,8 +12,8 @@ from fedguild.federation.site_policy import SumLog
 from fedguild.secure.client import ClientSession
 from fedguild.secure.form import Contribution, Form, LinearMean
 from fedguild.secure.keys import new_identity
-from fedguild.secure.server import ServerSession, aggregate_in_process
-from fedguild.secure.session import Session
+from fedguild.secure.server import ServerSession
+from fedguild.secure.session import STEPS, Session
 
 FORM = Form(
     {
@@ -99,4 +99,11 @@ class Federation:
         return answered
 
     def run(self):
-        return aggregate_in_process(self.server, self.answer)
+        """Runs all steps and returns the means; raises QuorumError as `ServerSession.receive`."""
+        for step in STEPS:
+            requests = self.server.requests(step)
+            answered = {client: self.answer(client, step, request) for client, request in requests.items()}
+            failures = {client: answer for client, answer in answered.items() if isinstance(answer, str)}
+            answers = {client: answer for client, answer in answered.items() if client not in failures}
+            self.server.receive(step, answers, failures)
+        return self.server.means()

@@ -3,8 +3,9 @@ from collections import Counter
 import pytest
 
 from fedguild.client.budget import Budget, ClientInfo
+from fedguild.config.federation import FederationSettings
 from fedguild.errors import ConfigError, QuorumError
-from fedguild.server.sampling import fastest, quorum_count, require_quorum, sample, wanted_count
+from fedguild.server.sampling import fastest, quorum_count, require_quorum, sample
 
 
 def clients(count: int) -> list[ClientInfo]:
@@ -20,19 +21,11 @@ def test_everybody_takes_part_at_one():
 
 
 @pytest.mark.parametrize(
-    ("total", "participation", "minimum", "expected"),
-    [
-        (4, 0.25, 1, 1),
-        (40, 0.25, 1, 10),
-        (5, 0.5, 1, 3),
-        (5, 0.49, 1, 2),
-        (10, 0.01, 1, 1),
-        (10, 0.01, 4, 4),
-        (3, 0.1, 0, 1),
-    ],
+    ("total", "participation", "expected"),
+    [(4, 0.25, 1), (40, 0.25, 10), (5, 0.5, 3), (5, 0.49, 2), (10, 0.01, 1), (3, 0.1, 1)],
 )
-def test_the_number_is_rounded_half_up_and_never_below_the_minimum(total, participation, minimum, expected):
-    drawn = indices(sample(1, clients(total), participation, seed=3, minimum=minimum))
+def test_the_number_is_rounded_half_up_and_never_below_one(total, participation, expected):
+    drawn = indices(sample(1, clients(total), participation, seed=3))
     assert len(drawn) == len(set(drawn)) == expected
     assert drawn == sorted(drawn)
 
@@ -56,10 +49,9 @@ def test_a_participation_out_of_range_is_refused(participation):
         sample(1, clients(4), participation, seed=0)
 
 
-@pytest.mark.parametrize(("count", "minimum"), [(0, 1), (3, 4)])
-def test_too_small_a_federation_is_refused(count, minimum):
-    with pytest.raises(ConfigError, match=rf"at least {minimum} client\(s\), but the federation has {count}"):
-        sample(1, clients(count), 1.0, seed=0, minimum=minimum)
+def test_a_federation_without_clients_is_refused():
+    with pytest.raises(ConfigError, match="at least one client, but the federation has none"):
+        sample(1, [], 1.0, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +93,8 @@ def test_no_valid_upload_is_never_enough():
 )
 def test_over_selection_asks_more_rounded_up_and_at_most_all(participation, over_selection, asked):
     assert len(sample(1, clients(10), participation, 0, over_selection=over_selection)) == asked
-    assert wanted_count(10, participation) == len(sample(1, clients(10), participation, 0))
+    wanted = FederationSettings(clients=10, participation=participation).wanted_uploads
+    assert wanted == len(sample(1, clients(10), participation, 0))
 
 
 def test_a_negative_over_selection_is_refused():

@@ -17,6 +17,7 @@ from fedguild.wire.codec import (
     shrink,
     shrunk_shapes,
     through,
+    through_all,
 )
 
 
@@ -52,6 +53,14 @@ def test_fp32_is_the_payload_itself() -> None:
     sent = payload()
     assert shrink(sent, "fp32") is sent
     assert through(sent, "fp32") is sent
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
+def test_payloads_that_are_gone_before_the_next_keep_their_values(codec: Codec) -> None:
+    """A tensor that takes the place of another in memory, and so has its id, is not taken for it."""
+    values = [float(number) for number in range(1, 9)]
+    got = through_all((Payload({"a/x": torch.full((64, 64), value)}) for value in values), codec)
+    assert [float(one.tensors["a/x"][0, 0]) for one in got] == values
 
 
 def test_bf16_rounds_to_the_nearest() -> None:

@@ -116,18 +116,18 @@ def compare(
         groups = [Column("", folder, tuple(planned))]
         chosen = _reference_name(reference, planned)
         name = ""
-    every = [cell for group in groups for cell in group.cells]
-    if engine == "ray":
-        from fedguild.api.ray_cells import complete_on_ray
-
-        require_no_functions(given, callbacks, "on Ray")
-        write_plan(groups, folder)
-        complete_on_ray(every, address, cores, tell)
-    else:
-        if jobs > 1:
-            require_no_functions(given, callbacks, "with more than one job")
-        write_plan(groups, folder)
-        complete(every, jobs, tell=tell, progress=progress, callbacks=callbacks)
+    complete_all(
+        groups,
+        folder,
+        given,
+        callbacks,
+        jobs=jobs,
+        engine=engine,
+        address=address,
+        cores=cores,
+        progress=progress,
+        tell=tell,
+    )
     return _compared(groups, chosen, name, content, folder)
 
 
@@ -193,7 +193,54 @@ def _table(name: str) -> ShippedTable:
     return known[name]
 
 
-def require_no_functions(given: Inputs, callbacks: Iterable[Callback], where: str) -> None:
+def complete_all(
+    columns: Sequence[Column],
+    folder: Path,
+    given: Inputs,
+    callbacks: Sequence[Callback],
+    *,
+    jobs: int,
+    engine: str,
+    address: str | None,
+    cores: int,
+    progress: ProgressOf,
+    tell: Tell,
+    may_diverge: bool = False,
+) -> None:
+    """Completes the runs of a comparison or a sweep on this machine or on a Ray cluster, after writing which they are.
+
+    Args:
+        columns: The runs.
+        folder: The folder of all of them.
+        given: What was given in Python.
+        callbacks: As in `compare`, like all that follow but the last.
+        jobs: Runs at the same time.
+        engine: `local` or `ray`.
+        address: The Ray cluster.
+        cores: With `ray`, CPU cores of each run.
+        progress: Returns the receiver of a run's progress reports.
+        tell: Receives a line for each run that is finished.
+        may_diverge: Whether a run that diverges is told and left.
+
+    Raises:
+        ConfigError: functions were given, which other processes lack.
+        FedGuildError: a run failed.
+    """
+    cells = [cell for column in columns for cell in column.cells]
+    if engine == "ray":
+        from fedguild.api.ray_cells import complete_on_ray
+
+        _require_no_functions(given, callbacks, "on Ray")
+        write_plan(columns, folder)
+        complete_on_ray(cells, address, cores, tell, may_diverge=may_diverge)
+    else:
+        if jobs > 1:
+            _require_no_functions(given, callbacks, "with more than one job")
+        write_plan(columns, folder)
+        complete(cells, jobs, tell=tell, progress=progress, callbacks=callbacks, may_diverge=may_diverge)
+
+
+def _require_no_functions(given: Inputs, callbacks: Iterable[Callback], where: str) -> None:
     """Raises ConfigError if functions were given where other processes, which lack them, run the cells."""
     if given.metrics or tuple(callbacks):
         raise ConfigError(

@@ -15,7 +15,7 @@ from fedguild.config.data import GIVEN
 from fedguild.config.explaining import Layer
 from fedguild.config.loading import Given
 from fedguild.data.given import GivenData, as_file, rows_of
-from fedguild.data.partition import Assignment, PartitionScheme
+from fedguild.data.partition import Assignment, PartitionScheme, in_integers
 from fedguild.errors import ConfigError
 from fedguild.evaluation.metrics import METRICS, TAKEN, Metric
 
@@ -75,7 +75,8 @@ def gather(
     """Returns what was given in Python.
 
     Raises:
-        DataError: the dataset is of no accepted kind, or has no rows to train on.
+        DataError: the dataset is of no accepted kind, or has no rows to train on, or the partition has an entry that is
+            no integer.
         ConfigError: the partition is neither a function nor an assignment, or a metric's name is taken.
     """
     data: dict[str, Any] = {}
@@ -119,12 +120,6 @@ def _scheme(partition: Partition) -> tuple[PartitionScheme, str]:
             "Accepted: a function of (examples, clients, generator), a client for each example, or for each client the "
             "indices of its examples. One of those that ship is a setting: 'data.partition.scheme=iid'.",
         )
-    try:
-        listed = [list(map(int, row)) if hasattr(row, "__len__") else int(row) for row in assignment]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"The partition has an entry that is no whole number: {error}.",
-            "It has a client for each example, or for each client the indices of its examples.",
-        ) from error
+    listed = in_integers(assignment)
     name, _ = as_file([{"assignment": listed}])
-    return (lambda examples, clients, rng: listed), name.removesuffix(".jsonl")  # type: ignore[return-value]
+    return (lambda examples, clients, rng: listed), name.removesuffix(".jsonl")

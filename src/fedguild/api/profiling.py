@@ -19,7 +19,6 @@ from fedguild.data.corpora import corpus_spec
 from fedguild.errors import FedGuildError
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import DTYPES, describe_config
-from fedguild.server.sampling import wanted_count
 from fedguild.server.secure_round import whole_form
 from fedguild.setup import budgets_of, check_fit, fitted, prepare_data, tell_fitted
 
@@ -80,7 +79,7 @@ def profile_config(
         ClientInfo(index, budgets[tier.name], work.examples)
         for index, tier in enumerate(config.federation.budget_per_client())
     ]
-    participants = min(wanted_count(len(clients), config.federation.participation), len(clients))
+    participants = config.federation.wanted_uploads
     counted = profile(method, model, clients, work, participants=participants, budgets=list(budgets.values()))
     if not config.federation.secure:
         return counted

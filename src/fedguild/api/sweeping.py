@@ -14,14 +14,12 @@ from fedguild.api.cells import (
     Column,
     ProgressOf,
     Tell,
-    complete,
     refuse_own_settings,
     require_fit,
     say_nothing,
     silent,
-    write_plan,
 )
-from fedguild.api.comparing import SEEDS, check_engine, checked_seeds, require_no_functions
+from fedguild.api.comparing import SEEDS, check_engine, checked_seeds, complete_all
 from fedguild.api.inputs import Inputs, gather
 from fedguild.config.explaining import Layer
 from fedguild.errors import ConfigError, DivergedError
@@ -98,18 +96,20 @@ def sweep(
     fixed, swept = divide(settings)
     planned = _plan(config, fixed, swept, checked_seeds(seeds), output, given)
     folder, cells = planned
-    every = [cell for members in cells.values() for _, cell in members]
-    if engine == "ray":
-        from fedguild.api.ray_cells import complete_on_ray
-
-        require_no_functions(given, callbacks, "on Ray")
-        write_plan([Column("", folder, tuple(every))], folder)
-        complete_on_ray(every, address, cores, tell, may_diverge=True)
-    else:
-        if jobs > 1:
-            require_no_functions(given, callbacks, "with more than one job")
-        write_plan([Column("", folder, tuple(every))], folder)
-        complete(every, jobs, tell=tell, progress=progress, callbacks=callbacks, may_diverge=True)
+    every = tuple(cell for members in cells.values() for _, cell in members)
+    complete_all(
+        [Column("", folder, every)],
+        folder,
+        given,
+        callbacks,
+        jobs=jobs,
+        engine=engine,
+        address=address,
+        cores=cores,
+        progress=progress,
+        tell=tell,
+        may_diverge=True,
+    )
     return _tabulated(folder, swept, cells)
 
 

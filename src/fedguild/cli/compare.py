@@ -15,6 +15,7 @@ from fedguild.cli.options import (
     CoresOption,
     JobsOption,
     JsonOption,
+    is_setting,
     parsed_seeds,
 )
 from fedguild.cli.output import note, show, show_json
@@ -78,8 +79,8 @@ def command(
     `fedguild presets METHOD` lists a method's tables, `fedguild presets --all` every table that ships.
     """
     context.obj.resume_with = "the same command again"
-    overrides = [text for text in configs if "=" in text]
-    names = [text for text in configs if "=" not in text]
+    overrides = [text for text in configs if is_setting(text)]
+    names = [text for text in configs if not is_setting(text)]
     from fedguild.api.comparing import default_folder, is_table
 
     table = next((name for name in names if is_table(name)), None)

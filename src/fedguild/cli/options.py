@@ -62,7 +62,7 @@ def config_and_settings(config: str | None, settings: Sequence[str] | None) -> t
         ConfigError: no config is named, and the default one is not in the current folder.
     """
     given = list(settings or ())
-    if config is not None and "=" in config and not Path(config).exists():
+    if config is not None and is_setting(config):
         given.insert(0, config)
         config = None
     if config is not None:
@@ -73,6 +73,11 @@ def config_and_settings(config: str | None, settings: Sequence[str] | None) -> t
             "`fedguild init` writes one, `fedguild presets --all` lists those that ship, for example flame/tiny-tasks.",
         )
     return CONFIG, given
+
+
+def is_setting(text: str) -> bool:
+    """Whether an argument is a setting, `key.sub=value`, and not the name of a file with an equals sign in it."""
+    return "=" in text and not Path(text).exists()
 
 
 def parsed_seeds(text: str | None) -> tuple[int, ...] | None:

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fedguild.config.base import Section
+from fedguild.errors import ConfigError
+from fedguild.score_names import SCORES
+
+
+def wanted_count(clients: int, participation: float) -> int:
+    """Returns the number of uploads that a round wants: participation * clients, a half rounded up, at least 1.
+
+    Raises:
+        ConfigError: participation is out of range.
+    """
+    if not 0.0 < participation <= 1.0:
+        raise ConfigError(f"participation must be above 0 and at most 1, but is {participation}.")
+    return max(math.floor(participation * clients + 0.5), 1)
 
 
 class BudgetSettings(Section):
@@ -14,7 +28,8 @@ class BudgetSettings(Section):
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="The tier's name in tables and files: letters, digits, dot, dash and underscore.",
+        description="The tier's name in tables and files: letters, digits, dot, dash and underscore; not that of a "
+        f"mean ({', '.join(SCORES)}).",
     )
     active_experts: int = Field(
         default=0,
@@ -23,6 +38,13 @@ class BudgetSettings(Section):
     )
     rank: int = Field(default=8, ge=1, description="LoRA rank that the tier can train under rank-based methods.")
     share: float = Field(default=1.0, gt=0, description="Number of clients in this tier, relative to the other tiers.")
+
+    @field_validator("name")
+    @classmethod
+    def _is_no_mean(cls, name: str) -> str:
+        if name in SCORES:
+            raise ValueError(f"must not be the name of a mean ({', '.join(SCORES)}), got '{name}'")
+        return name
 
 
 class RaySettings(Section):
@@ -201,6 +223,11 @@ class FederationSettings(Section):
         if repeated:
             raise ValueError(f"budgets must have distinct names, got {', '.join(repeated)} more than once")
         return self
+
+    @property
+    def wanted_uploads(self) -> int:
+        """Number of uploads that a round with all clients wants; see `wanted_count`."""
+        return wanted_count(self.clients, self.participation)
 
     def budget_per_client(self) -> tuple[BudgetSettings, ...]:
         """Returns each client's tier, in client order.

@@ -116,7 +116,7 @@ def given_parts(
     if scheme is None and path is not None and path.is_file():
         try:
             return as_parts(json.loads(path.read_text("utf-8")), len(examples), clients, what=f"in {path}")
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise DataError(f"{path} is damaged.", "Give the partition to fedguild.run again.") from error
     if scheme is None:
         raise DataError(

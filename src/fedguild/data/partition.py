@@ -6,10 +6,10 @@ group `fedguild.partitions`; it may leave examples out.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ Assignment = Sequence[int] | Sequence[Sequence[int]]
 """A client for each example, or for each client the indices of its examples."""
 PartitionScheme = Callable[[Sequence[Example], int, np.random.Generator], Assignment]
 """Called with the training examples, the number of clients and the source of all random choices."""
+_ACCEPTED = "Give a client for each example, or for each client the indices of its examples, as integers (3, not 3.0)."
 
 SCHEMES: dict[str, str] = {
     "iid": "every client draws from the whole, in equal sizes",
@@ -108,28 +109,23 @@ def as_parts(assignment: Assignment, examples: int, clients: int, what: str = "g
 
     Raises:
         DataError: it names an example or a client that does not exist, uses an example twice, leaves a client without
-            examples, or has the wrong length.
+            examples, has the wrong length, or an entry that is no integer.
     """
-    if not isinstance(assignment, Iterable):
-        raise DataError(
-            f"The partition {what} is {assignment!r}.",
-            "It has a client for each example, or for each client the indices of its examples.",
-        )
-    rows: list[Any] = list(assignment)
-    if all(isinstance(entry, Integral) for entry in rows):
+    rows: list[Any] = list(in_integers(assignment, what))
+    if all(isinstance(entry, int) for entry in rows):
         if len(rows) != examples:
             raise DataError(
                 f"The partition {what} has a client for {len(rows)} examples, but there are {examples}.",
                 "Examples without a response, and those above data.limit, are left out before the partition.",
             )
-        wrong = next((entry for entry in rows if not 0 <= int(entry) < clients), None)
+        wrong = next((entry for entry in rows if not 0 <= entry < clients), None)
         if wrong is not None:
             raise DataError(f"The partition {what} names client {wrong}, but clients count from 0 to {clients - 1}.")
         parts: Parts = [[] for _ in range(clients)]
         for index, client in enumerate(rows):
-            parts[int(client)].append(index)
+            parts[client].append(index)
     else:
-        parts = [sorted(int(index) for index in row) for row in rows]
+        parts = [sorted(row) for row in rows]
         if len(parts) != clients:
             raise DataError(
                 f"The partition {what} has {len(parts)} parts, but there are {clients} clients.",
@@ -146,6 +142,39 @@ def as_parts(assignment: Assignment, examples: int, clients: int, what: str = "g
     if empty is not None:
         raise DataError(f"The partition {what} leaves client {empty} without an example.")
     return parts
+
+
+def in_integers(assignment: Assignment, what: str = "given") -> Assignment:
+    """Returns an assignment as a list of Python's integers, or a list of lists of them.
+
+    Args:
+        assignment: A client for each example, or for each client the indices of its examples.
+        what: The partition's name in messages.
+
+    Raises:
+        DataError: it is neither of these, or an entry is no integer of Python, NumPy or another library; 3.0 is none.
+    """
+    if not _is_list(assignment):
+        raise DataError(f"The partition {what} is {assignment!r}.", _ACCEPTED)
+    entries: list[Any] = list(assignment)
+    lists = [entry for entry in entries if _is_list(entry)]
+    if lists and len(lists) < len(entries):
+        other = next(entry for entry in entries if not _is_list(entry))
+        raise DataError(f"The partition {what} has {other!r} beside lists of indices.", _ACCEPTED)
+    if lists:
+        return [[_integer(index, what) for index in entry] for entry in lists]
+    return [_integer(entry, what) for entry in entries]
+
+
+def _is_list(entry: Any) -> bool:
+    return isinstance(entry, Iterable) and not isinstance(entry, str) and getattr(entry, "ndim", 1) > 0
+
+
+def _integer(entry: Any, what: str) -> int:
+    try:
+        return int(operator.index(entry))
+    except TypeError:
+        raise DataError(f"The partition {what} has an entry that is no whole number: {entry!r}.", _ACCEPTED) from None
 
 
 def _check(count: int, clients: int, alpha: float, minimum: int) -> None:
@@ -289,11 +318,6 @@ class PartitionTable:
     def client_sizes(self) -> tuple[int, ...]:
         """Number of examples of each client."""
         return tuple(sum(row) for row in self.counts)
-
-    @property
-    def label_sizes(self) -> tuple[int, ...]:
-        """Number of examples of each label, over all clients."""
-        return tuple(sum(column) for column in zip(*self.counts, strict=True))
 
 
 def partition_table(examples: Sequence[Example], parts: Sequence[Sequence[int]]) -> PartitionTable:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fedguild.model.info import ModelInfo
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms
 from fedguild.server.method import Method
-from fedguild.wire.codec import Codec, through
+from fedguild.wire.codec import Codec, through, through_all
 
 
 class CodedEngine:
@@ -26,8 +26,12 @@ class CodedEngine:
     def train(
         self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
-        """Yields the engine's deliveries, trained from the rounded downloads, with rounded uploads."""
-        rounded = [replace(task, download=through(task.download, self.codec)) for task in tasks]
+        """Yields the engine's deliveries, trained from the rounded downloads, with rounded uploads.
+
+        What several clients are sent stays one tensor, by which the engine knows it.
+        """
+        downloads = through_all((task.download for task in tasks), self.codec)
+        rounded = [replace(task, download=download) for task, download in zip(tasks, downloads, strict=True)]
         for delivery in self.engine.train(method, model, rounded, terms):
             upload = None if delivery.upload is None else through(delivery.upload, self.codec)
             yield replace(delivery, upload=upload)

@@ -6,6 +6,6 @@ modelling code; all go into a folder that appears complete or not at all (`folde
 `live` attaches it to the backbone in this process. `run` takes the deployment from a run.
 """
 
-from fedguild.export.run import Exported, Form, Subject, export, export_adapter, export_merged
+from fedguild.export.run import Exported, Form, Subject, export
 
-__all__ = ["Exported", "Form", "Subject", "export", "export_adapter", "export_merged"]
+__all__ = ["Exported", "Form", "Subject", "export"]

@@ -119,17 +119,9 @@ def export(
             backbone is in 4 bit.
         FedGuildError: the output folder is not empty, or cannot be written.
     """
-    return _write(*_restored(run_folder, subject, output, round), output, form)
-
-
-def export_adapter(run_folder: Path, subject: Subject, output: Path, round: int | None = None) -> Exported:
-    """Writes a model of a run as a PEFT adapter folder, if an adapter can carry it; as `export`."""
-    return export(run_folder, subject, output, "peft", round=round)
-
-
-def export_merged(run_folder: Path, subject: Subject, output: Path, round: int | None = None) -> Exported:
-    """Writes a model of a run as a whole Hugging Face checkpoint, its adapter merged in; as `export`."""
-    return export(run_folder, subject, output, "merged", round=round)
+    require_new(output)
+    experiment, state, number, subject = _restored(run_folder, subject, round)
+    return _write(experiment, *_chosen(experiment, state, number, subject), output, form)
 
 
 def load_attached(run_folder: Path, subject: Subject | None = None, round: int | None = None) -> tuple[Any, Experiment]:
@@ -145,18 +137,13 @@ def load_attached(run_folder: Path, subject: Subject | None = None, round: int |
         ConfigError: the budget or the client is unknown, or there is no global model.
         ModelError: the model cannot run outside of FedGuild.
     """
-    if subject is not None and (run_folder / "config.yaml").is_file():
-        subject.require_in(load_config(str(run_folder / "config.yaml")))
-    experiment, state, number = restore(run_folder, round)
-    subject = subject or _largest(experiment)
-    if subject.client:
-        state = experiment.method.excerpt(state, experiment.backbone.info, _client(experiment, subject))
+    experiment, state, number, subject = _restored(run_folder, subject, round)
     _, deployment = _deployed(experiment, state, number, subject)
     return attached(experiment.backbone, deployment), experiment
 
 
 def export_own(experiment: Experiment, excerpt: Payload, number: int, output: Path) -> Exported:
-    """Writes the own model of an experiment's only client, as `export_adapter` does.
+    """Writes the own model of an experiment's only client, as `export` does.
 
     Args:
         experiment: One client's part of a run.
@@ -237,19 +224,18 @@ def _largest(experiment: Experiment) -> Subject:
     return Subject(budget=max(experiment.budgets, key=lambda one: (one.active_experts, one.rank or 0)).name)
 
 
-def _restored(
-    run_folder: Path, subject: Subject | None, output: Path, round: int | None
-) -> tuple[Experiment, Deployment, Origin]:
-    """Returns a run with one of its models; cheap checks come before anything is loaded."""
-    require_new(output)
+def _restored(run_folder: Path, subject: Subject | None, round: int | None) -> tuple[Experiment, Payload, int, Subject]:
+    """Returns a run, the state of a round as its method knows it, the round, and the subject.
+
+    For a client's own model the state is its excerpt. Cheap checks come before anything is loaded.
+    """
     if subject is not None and (run_folder / "config.yaml").is_file():
         subject.require_in(load_config(str(run_folder / "config.yaml")))
     experiment, state, number = restore(run_folder, round)
-    subject = subject or _largest(experiment)
+    subject, state = subject or _largest(experiment), without_momentum(state)
     if subject.client:
-        client = _client(experiment, subject)
-        state = experiment.method.excerpt(without_momentum(state), experiment.backbone.info, client)
-    return experiment, *_chosen(experiment, state, number, subject)
+        state = experiment.method.excerpt(state, experiment.backbone.info, _client(experiment, subject))
+    return experiment, state, number, subject
 
 
 def _client(experiment: Experiment, subject: Subject) -> ClientInfo:

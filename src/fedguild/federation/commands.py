@@ -147,11 +147,6 @@ def list_nodes() -> list[str]:
     return [_program("flwr"), "supernode", "list", CONNECTION, "--format", "json"]
 
 
-def list_runs() -> list[str]:
-    """Returns the command that lists the runs that Flower knows, as JSON."""
-    return [_program("flwr"), "list", CONNECTION, "--format", "json"]
-
-
 def write_connection(folder: Path, settings: ServerSettings) -> None:
     """Writes Flower's own config on the server's machine, so that `flwr` finds the server."""
     authority = (folder / settings.authority).resolve()

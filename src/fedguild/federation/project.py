@@ -17,7 +17,7 @@ from fedguild.federation import templates
 from fedguild.federation.commands import write_app
 from fedguild.federation.keys import write_key
 from fedguild.files import make_folder, write_text
-from fedguild.server.sampling import quorum_count, wanted_count
+from fedguild.server.sampling import quorum_count
 from fedguild.setup import check_config
 from fedguild.tracking import check_trackers
 
@@ -109,7 +109,6 @@ def _write_client(folder: Path, config: Config, index: int, address: str, own_da
     model = config.model.model_dump(mode="json")
     if Path(model["path"]).exists():
         model["path"] = str(Path(model["path"]).resolve())
-    wanted = wanted_count(config.federation.clients, config.federation.participation)
     write_text(
         site / SITE_FILE,
         templates.SITE.format(
@@ -122,7 +121,7 @@ def _write_client(folder: Path, config: Config, index: int, address: str, own_da
             min_steps=config.training.steps or 1,
             min_batch=config.training.batch_size * config.training.accumulation,
             min_scored=min(5, config.evaluation.max_examples or 5) if own_data else 1,
-            min_clients=min(2, quorum_count(wanted, config.federation.quorum)),
+            min_clients=min(2, quorum_count(config.federation.wanted_uploads, config.federation.quorum)),
             secure=_accepted(config),
         ),
     )

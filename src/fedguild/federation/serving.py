@@ -43,7 +43,7 @@ from fedguild.server.method import Method
 from fedguild.server.optimizer import without_momentum
 from fedguild.server.round import Outcome
 from fedguild.server.run_log import EvaluationRecord
-from fedguild.server.sampling import quorum_count, wanted_count
+from fedguild.server.sampling import quorum_count
 from fedguild.setup import (
     MEMORY,
     Experiment,
@@ -379,8 +379,9 @@ def _require_no_scores(config: Config, settings: ServerSettings) -> None:
 def _patience(config: Config, settings: ServerSettings) -> Patience | None:
     if settings.patience is None:
         return None
-    wanted = wanted_count(config.federation.clients, config.federation.participation)
-    return Patience(quorum_count(wanted, config.federation.quorum), settings.patience, settings.patience_seconds)
+    federation = config.federation
+    needed = quorum_count(federation.wanted_uploads, federation.quorum)
+    return Patience(needed, settings.patience, settings.patience_seconds)
 
 
 def _wait_for_clients(
@@ -396,9 +397,8 @@ def _wait_for_clients(
         needs_all: Whether the method needs all clients at the start, since its first state depends on each of them.
     """
     federation = config.federation
-    wanted = wanted_count(federation.clients, federation.participation)
     begun = len(members.described) == federation.clients
-    enough = None if needs_all and not begun else quorum_count(wanted, federation.quorum)
+    enough = None if needs_all and not begun else quorum_count(federation.wanted_uploads, federation.quorum)
     started, needed = time.monotonic(), federation.clients if enough is None else enough
     while len(registry.clients) < needed:
         left_seconds = max(0.0, settings.wait_seconds - (time.monotonic() - started))

@@ -51,7 +51,7 @@ from fedguild.scoring import score_clients
 from fedguild.secure.session import Session as SecureParameters
 from fedguild.server.engine import Engine, Task
 from fedguild.server.privacy_accounts import SLACK
-from fedguild.server.sampling import quorum_count, wanted_count
+from fedguild.server.sampling import quorum_count
 from fedguild.setup import (
     MEMORY,
     Experiment,
@@ -327,11 +327,10 @@ class TrainerService:
 
     def _run_refusal(self, config: Config) -> str:
         """Returns why this site's policy refuses a run; empty if it does not."""
-        wanted = wanted_count(config.federation.clients, config.federation.participation)
         examples, training = len(self._client_data().train), config.training
         steps, batch = steps_in_round(examples, training), training.batch_size * training.accumulation
-        aggregated = quorum_count(wanted, config.federation.quorum)
         rules, privacy = config.federation, rules_of(config)
+        aggregated = quorum_count(rules.wanted_uploads, rules.quorum)
         withheld = []
         if privacy is not None and not privacy.sizes_are_public:
             withheld = ["examples"] if privacy.said_steps(examples) is not None else ["examples", "steps"]
@@ -397,7 +396,7 @@ class TrainerService:
         identity = {index: load_private(self.folder / self.site.key)}
         peers = load_peers(self.folder / self.site.peers)
         rules = config.federation
-        aggregated = quorum_count(wanted_count(rules.clients, rules.participation), rules.quorum)
+        aggregated = quorum_count(rules.wanted_uploads, rules.quorum)
         least = max(aggregated, self.site.accept.min_clients)
         reported = config.privacy.unit == "none"
         once = None if self.site.accept.repeat_sessions else SumLog(folder / SUMS).require_same

@@ -93,8 +93,7 @@ class FedExLoRA(Method):
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
-        plans, unchanged = [self.plan(model, budget) for budget in budgets], no_merges()
-        adapter = initial_adapter(model, plans[0], rng)
+        unchanged, adapter = no_merges(), initial_adapter(model, self.plan(model, budgets[0]), rng)
         return Payload({**unchanged.tensors, **with_part(ADAPTER, adapter)}, unchanged.scalars)
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:

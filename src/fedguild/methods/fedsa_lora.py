@@ -70,8 +70,7 @@ class FedSALoRA(Method):
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
-        plans = [self.plan(model, budget) for budget in budgets]
-        return Payload.of({ADAPTER: factors(initial_adapter(model, plans[0], rng), DOWN)})
+        return Payload.of({ADAPTER: factors(initial_adapter(model, self.plan(model, budgets[0]), rng), DOWN)})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 to 5."""

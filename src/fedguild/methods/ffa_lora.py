@@ -68,8 +68,8 @@ class FFALoRA(Method):
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
-        plans = [self.plan(model, budget) for budget in budgets]
-        zeros = {name: torch.zeros(shape) for name, shape in trainable_shapes(model, plans[0]).items()}
+        shapes = trainable_shapes(model, self.plan(model, budgets[0]))
+        zeros = {name: torch.zeros(shape) for name, shape in shapes.items()}
         return Payload.of({ADAPTER: zeros}, {SEED: new_seed(rng)})
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:

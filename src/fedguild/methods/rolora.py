@@ -83,8 +83,7 @@ class RoLoRA(Method):
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""
-        plans = [self.plan(model, budget) for budget in budgets]
-        return Payload.of({ADAPTER: initial_adapter(model, plans[0], rng)}, {ROUND: 1})
+        return Payload.of({ADAPTER: initial_adapter(model, self.plan(model, budgets[0]), rng)}, {ROUND: 1})
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Lines 3 and 6: the global A and B, and t."""

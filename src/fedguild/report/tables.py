@@ -13,6 +13,9 @@ from fedguild.report.grid import Cell, Grid
 from fedguild.report.run_folder import MEANS, BudgetFacts, ClientScope, Run
 from fedguild.server.run_log import EvaluationRecord, RoutingRecord
 
+_OWN_DATA: tuple[ClientScope, ...] = ("client", "received", "trained")
+"""The scores of clients' models on their own data; before training, the first that a run has stands for all."""
+
 
 @dataclass(frozen=True)
 class BudgetRow:
@@ -201,7 +204,7 @@ def run_table(run: Run) -> RunTable:
         mean=fmean(row.score for row in rows) if rows else None,
         mean_before=fmean(before) if before and len(before) == len(rows) else None,
         mtal=run.client_mean("client", run.last_round),
-        clients_before=run.client_mean("client", 0) or run.client_mean("received", 0) or run.client_mean("trained", 0),
+        clients_before=next((mean for scope in _OWN_DATA if (mean := run.client_mean(scope, 0)) is not None), None),
         trained=run.client_mean("trained", run.last_round),
         received=run.client_mean("received", run.last_round),
         pooled=run.client_mean("pooled", run.last_round),
@@ -296,9 +299,8 @@ def _deviations(run: Run) -> dict[str, float]:
 def _client_rows(run: Run) -> tuple[ClientRow, ...]:
     """Returns the clients with a score of their own, by name; one without examples has none."""
     budgets = {f"client-{record.client:03d}": record.budget for record in run.clients}
-    scopes: tuple[ClientScope, ...] = ("client", "received", "trained")
-    first = next((scored for scope in scopes if (scored := run.scored(scope, 0))), {})
-    own, received, trained = (run.scored(scope, run.last_round) for scope in scopes)
+    first = next((scored for scope in _OWN_DATA if (scored := run.scored(scope, 0))), {})
+    own, received, trained = (run.scored(scope, run.last_round) for scope in _OWN_DATA)
     known = {**trained, **received, **own}
     return tuple(
         ClientRow(

@@ -478,26 +478,3 @@ def disputed(complaints: Mapping[int, Collection[int]], left: Collection[int], t
             sender, reader = (client, peer) if client in complaints.get(peer, ()) else (peer, client)
             told[client] = f"client {reader} says that it cannot open what client {sender} shared: one of the two lies"
     return told
-
-
-def aggregate_in_process(server: ServerSession, answer: Callable[[int, Step, Arrays], Arrays | str]) -> Means:
-    """Runs all steps of a session with clients in this process; returns the means.
-
-    Args:
-        server: The server's part.
-        answer: Returns a client's answer to a step's request, or why there is none.
-
-    Raises:
-        QuorumError: as `ServerSession.receive`.
-    """
-    for step in STEPS:
-        answers: dict[int, Arrays] = {}
-        failures: dict[int, str] = {}
-        for client, request in server.requests(step).items():
-            answered = answer(client, step, request)
-            if isinstance(answered, str):
-                failures[client] = answered
-            else:
-                answers[client] = answered
-        server.receive(step, answers, failures)
-    return server.means()

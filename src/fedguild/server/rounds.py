@@ -6,13 +6,14 @@ from collections.abc import Collection, Sequence
 from contextlib import closing
 
 from fedguild.client.budget import ClientInfo
+from fedguild.config.federation import wanted_count
 from fedguild.payload import Payload
 from fedguild.server.divergence import require_finite
 from fedguild.server.engine import Task
 from fedguild.server.intake import Intake
 from fedguild.server.optimizer import server_step, without_momentum
 from fedguild.server.round import Outcome, RoundSetup
-from fedguild.server.sampling import sample, wanted_count
+from fedguild.server.sampling import sample
 
 
 def run_round(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from fedguild.client.budget import ClientInfo
+from fedguild.config.federation import wanted_count
 from fedguild.errors import ConfigError, QuorumError
 from fedguild.seeding import numpy_rng
 
@@ -13,23 +14,11 @@ ROUNDING_SLACK = 1e-9
 """The excess over a whole number up to which a share times a count is not rounded up."""
 
 
-def wanted_count(clients: int, participation: float, minimum: int = 1) -> int:
-    """Returns the number of uploads that a round wants: participation * clients, a half rounded up, at least `minimum`.
-
-    Raises:
-        ConfigError: participation is out of range.
-    """
-    if not 0.0 < participation <= 1.0:
-        raise ConfigError(f"participation must be above 0 and at most 1, but is {participation}.")
-    return max(math.floor(participation * clients + 0.5), minimum, 1)
-
-
 def sample(
     round: int,
     clients: Sequence[ClientInfo],
     participation: float,
     seed: int,
-    minimum: int = 1,
     *,
     over_selection: float = 0.0,
 ) -> list[ClientInfo]:
@@ -43,21 +32,16 @@ def sample(
         clients: All clients that could take part.
         participation: Share of the clients that takes part, above 0 and at most 1.
         seed: The run's seed.
-        minimum: The smallest number of clients that a round wants.
         over_selection: Additional clients to ask, as a share of the wanted number, at least 0.
 
     Raises:
-        ConfigError: a share is out of range, or there are fewer clients than `minimum`.
+        ConfigError: a share is out of range, or there is no client.
     """
-    wanted = wanted_count(len(clients), participation, minimum)
+    wanted = wanted_count(len(clients), participation)
     if over_selection < 0.0:
         raise ConfigError(f"over_selection must be at least 0, but is {over_selection}.")
-    fewest = max(minimum, 1)
-    if len(clients) < fewest:
-        raise ConfigError(
-            f"A round needs at least {fewest} client(s), but the federation has {len(clients)}.",
-            "Add clients or lower the minimum per round.",
-        )
+    if not clients:
+        raise ConfigError("A round needs at least one client, but the federation has none.")
     ordered = sorted(clients, key=lambda client: client.index)
     count = min(math.ceil(wanted * (1.0 + over_selection) - ROUNDING_SLACK), len(ordered))
     drawn = numpy_rng(seed, "sample", round).choice(len(ordered), size=count, replace=False)

@@ -21,7 +21,6 @@ from fedguild.secure.form import require_disclosure
 from fedguild.secure.graph import FEWEST_CLIENTS
 from fedguild.server.method import Method, starting_rng
 from fedguild.server.optimizer import takes_steps
-from fedguild.server.sampling import wanted_count
 from fedguild.setup.checks import require_room, require_split
 from fedguild.setup.fitting import budgets_of, fitted, method_of
 
@@ -142,7 +141,7 @@ def _require_secure(
 ) -> None:
     """Raises ConfigError if a run cannot be aggregated securely."""
     _require_secure_packages()
-    wanted = wanted_count(federation.clients, federation.participation)
+    wanted = federation.wanted_uploads
     beside = {
         "codec": federation.codec != "fp32" and "masked uploads are words of 32 bits, which cannot be rounded",
         "robust": federation.robust != "none" and "it needs single uploads",

@@ -7,7 +7,7 @@ on where the clients ran.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -102,6 +102,25 @@ def expand(payload: Payload) -> Payload:
 def through(payload: Payload, codec: Codec) -> Payload:
     """Returns the payload as its receiver decodes it."""
     return payload if codec == "fp32" else expand(shrink(payload, codec))
+
+
+def through_all(payloads: Iterable[Payload], codec: Codec) -> list[Payload]:
+    """Returns payloads as their receivers decode them; a tensor that several of them hold is rounded once."""
+    if codec == "fp32":
+        return list(payloads)
+    known: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor itself, whose id would be another's once it is gone
+
+    def rounded(name: str, tensor: Tensor) -> Tensor:
+        if not _is_shrunk(name, tensor):
+            return tensor
+        if id(tensor) not in known:
+            known[id(tensor)] = tensor, through(Payload({name: tensor}), codec).tensors[name]
+        return known[id(tensor)][1]
+
+    return [
+        Payload({name: rounded(name, tensor) for name, tensor in payload.tensors.items()}, payload.scalars)
+        for payload in payloads
+    ]
 
 
 def shrunk_shapes(payload: Payload, codec: Codec) -> Payload:

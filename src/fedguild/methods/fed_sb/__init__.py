@@ -141,11 +141,10 @@ class FedSB(Method):
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Returns a state without A and B, or with random ones if they are not derived from a gradient."""
-        plans = [self.plan(model, budget) for budget in budgets]
         seed = new_seed(rng)
         if self.start_on(model) != "random":
             return Payload(Holders().tensors(), {STAGE: "gradient", SEED: seed})
-        weights = targeted_shapes(model, plans[0].lora.targets)
+        weights = targeted_shapes(model, self.settings.targets)
         nothing = ((module, torch.zeros(shape)) for module, shape in weights.items())
         return self.with_factors(Holders(), nothing, seed)
 
