@@ -139,42 +139,6 @@ def test_the_command_samples_by_its_seed_and_uses_the_template(routed_runs: dict
     assert "### Instruction:\nHi\n\n### Response:" in generator.model.tokenizer.decode(seen[0])
 
 
-@pytest.mark.parametrize("temperature", [0, 1, 1.5])
-def test_generating_neither_sets_nor_reads_the_global_generator(
-    routed_runs: dict[str, Path], temperature: float
-) -> None:
-    from fedguild.api.generating import open_generator
-
-    generator = open_generator(routed_runs["fedamole"], client="client-000")
-    answer = "".join(generator.stream("Hi", 8, temperature=temperature, seed=1))
-    drawn, between = [], torch.Generator().manual_seed(7)
-    torch.manual_seed(7)
-    pieces = []
-    for piece in generator.stream("Hi", 8, temperature=temperature, seed=1):
-        pieces.append(piece)
-        drawn.append(float(torch.rand(())))
-    drawn.append(float(torch.rand(())))
-    assert "".join(pieces) == answer
-    assert drawn == [float(torch.rand((), generator=between)) for _ in drawn]
-
-
-def test_samples_are_those_of_transformers(routed_runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the top_k, top_p and min_p of the model's generation config, or 50 tokens where it says nothing."""
-    from fedguild.api.generating import sampling
-
-    model = fedguild.load_model(routed_runs["fedamole"], client="client-000")
-    ids = torch.tensor([[5, 6, 7]])
-    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "pad_token_id": 0}
-    for settings in ({}, {"top_k": 0}, {"top_k": 5}, {"top_k": 0, "top_p": 0.7}, {"top_k": 0, "min_p": 0.01}):
-        for name in ("top_k", "top_p", "min_p"):
-            monkeypatch.setattr(model.generation_config, name, settings.get(name))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            theirs = model.generate(**whole, do_sample=True, temperature=1.5)
-        ours = sampling(model, 1.5, 3)
-        assert model.generate(**whole, do_sample=False, logits_processor=ours).tolist() == theirs.tolist()
-
-
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [

@@ -21,8 +21,6 @@ from fedguild.export.run import load_attached
 
 LEAST_TEMPERATURE = 1e-3
 """The least temperature of sampling; below it logits overflow."""
-TOP_K = 50
-"""The likeliest tokens that are sampled from where a model's generation config does not say, as in transformers."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,9 @@ class Generator:
             ids = encode_prompt(prompt if raw else render(self.template, prompt, ""), tokenizer)
             causal = self.seq2seq is None
             inputs = torch.tensor([ids if self.seq2seq is None else self.seq2seq.closed(ids)], device=self.model.device)
+            sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
             start = {} if self.seq2seq is None else {"decoder_start_token_id": self.seq2seq.start}
+            torch.manual_seed(seed)
             self.model.generate(
                 input_ids=inputs,
                 attention_mask=torch.ones_like(inputs),
@@ -102,57 +102,13 @@ class Generator:
                 pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=tokenizer.eos_token_id,
                 streamer=Streamer(tokenizer, skip_prompt=causal, skip_special_tokens=True),
-                do_sample=False,
-                logits_processor=sampling(self.model, temperature, seed) if temperature > 0 else None,
+                **sampling,
                 **start,
             )
         except BaseException as error:
             pieces.put(error)
         finally:
             pieces.put(None)
-
-
-def sampling(model: Any, temperature: float, seed: int) -> Any:
-    """Returns logits processors that leave one token, drawn by a generator of their own.
-
-    The sampling of `generate` draws from torch's global generator, which belongs to the caller, who may draw from it
-    between two pieces of an answer. The distribution is the same: of the logits over the temperature what top_k, top_p
-    and min_p of the model's generation config leave.
-
-    Args:
-        model: The model.
-        temperature: That of the sampling, above 0.
-        seed: Seed of the draws.
-    """
-    from transformers import (
-        LogitsProcessor,
-        LogitsProcessorList,
-        MinPLogitsWarper,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-    )
-
-    rng = torch.Generator(device=model.device).manual_seed(seed)
-
-    class Draw(LogitsProcessor):
-        """Leaves one token of each row."""
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            drawn = torch.multinomial(scores.softmax(-1), 1, generator=rng)
-            return torch.full_like(scores, -math.inf).scatter(-1, drawn, 0.0)
-
-    settings = model.generation_config
-    top_k = TOP_K if settings.top_k is None else settings.top_k
-    return LogitsProcessorList(
-        [
-            TemperatureLogitsWarper(float(temperature)),
-            *([TopKLogitsWarper(top_k)] if top_k else []),
-            *([TopPLogitsWarper(settings.top_p)] if settings.top_p is not None and settings.top_p < 1 else []),
-            *([MinPLogitsWarper(settings.min_p)] if settings.min_p is not None else []),
-            Draw(),
-        ]
-    )
 
 
 def open_generator(
