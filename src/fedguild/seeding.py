@@ -1,7 +1,8 @@
 """Randomness as an argument: every generator derives from (seed, *purpose).
 
 A result therefore does not depend on the engine, on the order of the clients, or on what else
-drew random numbers before. No global generator is read or set anywhere in the package.
+drew random numbers before. No global generator is read or set anywhere in the package, except to sample text
+(`fedguild.api.generating`), since transformers' `generate` takes no generator.
 """
 
 from __future__ import annotations

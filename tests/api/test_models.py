@@ -139,6 +139,15 @@ def test_the_command_samples_by_its_seed_and_uses_the_template(routed_runs: dict
     assert "### Instruction:\nHi\n\n### Response:" in generator.model.tokenizer.decode(seen[0])
 
 
+def test_the_likeliest_answer_leaves_the_global_generator_alone(routed_runs: dict[str, Path]) -> None:
+    from fedguild.api.generating import open_generator
+
+    generator = open_generator(routed_runs["fedamole"], client="client-000")
+    before = torch.get_rng_state()
+    list(generator.stream("Hi", 8, temperature=0, seed=1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [

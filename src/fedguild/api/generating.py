@@ -94,7 +94,8 @@ class Generator:
             inputs = torch.tensor([ids if self.seq2seq is None else self.seq2seq.closed(ids)], device=self.model.device)
             sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
             start = {} if self.seq2seq is None else {"decoder_start_token_id": self.seq2seq.start}
-            torch.manual_seed(seed)
+            if sampling["do_sample"]:
+                torch.manual_seed(seed)  # transformers draws from the global generator alone
             self.model.generate(
                 input_ids=inputs,
                 attention_mask=torch.ones_like(inputs),
