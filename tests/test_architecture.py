@@ -18,7 +18,20 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 STAGES = ("config", "data", "model", "client", "wire", "server", "evaluation", "costs", "report")
 BELOW = (
-    *("errors", "plugins", "seeding", "heap", "files", "payload", "packing", "sealed", "chained", "locking", "secure"),
+    *(
+        "errors",
+        "plugins",
+        "seeding",
+        "heap",
+        "files",
+        "layout",
+        "payload",
+        "packing",
+        "sealed",
+        "chained",
+        "locking",
+        "secure",
+    ),
     *("progress", "environment", "privacy", "hub", "activity", "tail", "confidence", "score_names"),
 )
 """What every stage may use, and what uses no stage."""

@@ -20,12 +20,13 @@ from fedguild.errors import CheckpointError, ConfigError, DivergedError, FedGuil
 from fedguild.evaluation.metrics import Metric
 from fedguild.files import write_json, write_text
 from fedguild.guarantee import Privacy
+from fedguild.layout import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, METHOD, PARTITION, STOPPED
 from fedguild.locking import run_lock
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.recording import believable_tokens, client_records, observation_records, routing_record
 from fedguild.report.index import REPORT_FILE
-from fedguild.results import CHECKPOINTS, DIVERGED, STOPPED, RunResult, has_begun, result_of, write_stopping_reason
+from fedguild.results import RunResult, has_begun, result_of, write_stopping_reason
 from fedguild.scoring import (
     diagnosed,
     evaluate_state,
@@ -73,14 +74,10 @@ from fedguild.setup import (
 )
 from fedguild.tracking.sending import Tracking
 
-__all__ = ["CHECKPOINTS", "PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
+__all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
 
 Preparation = Callable[[Config, Path, Progress | None], Experiment]
 
-CONFIG = "config.yaml"
-"""The file that marks a folder as a run's; it is written last of the facts known before the first round."""
-METHOD = "method.json"
-"""The file in a run's folder with every option of its method, as it runs."""
 PRIVACY = "privacy.json"
 """The file in a run's folder with what its differential privacy protects, and under which assumptions."""
 ACCEPTED = "accepted"
@@ -599,7 +596,7 @@ def _save(experiment: Experiment, number: int, state: Payload, accepted: Collect
 def _write_facts(experiment: Experiment) -> None:
     """Writes the facts known before the first round, the config last because it marks the folder as a run's."""
     folder, table, backbone = experiment.folder, experiment.data.partition_table, experiment.backbone
-    write_json(folder / "environment.json", describe_environment(backbone.device, backbone.dtype))
+    write_json(folder / ENVIRONMENT, describe_environment(backbone.device, backbone.dtype))
     partition_record = PartitionRecord(
         labels=list(table.labels),
         counts=[list(row) for row in table.counts],
@@ -607,7 +604,7 @@ def _write_facts(experiment: Experiment) -> None:
         dropped={} if experiment.remote else dropped_of(experiment.data, experiment.config),
         cut=_told_cut(experiment),
     )
-    write_json(folder / "partition.json", partition_record.model_dump(mode="json"))
+    write_json(folder / PARTITION, partition_record.model_dump(mode="json"))
     write_json(folder / METHOD, method_record(method_of(experiment.config), experiment.method))
     if experiment.privacy is not None:
         guarantee = experiment.privacy.guarantee()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fedguild.errors import CheckpointError, ConfigError, nearest
 from fedguild.files import write_json, write_text
+from fedguild.layout import CHECKPOINTS, CONFIG, DIVERGED, STOPPED
 from fedguild.report import run_folder
 from fedguild.score_names import HEADLINES, SCOPES
 from fedguild.server.run_log import EvaluationRecord, Record
@@ -25,11 +26,6 @@ if TYPE_CHECKING:
     from fedguild.report.sweep import SweepTable
     from fedguild.setup import PreparedData
 
-CHECKPOINTS = "checkpoints"
-DIVERGED = "diverged.json"
-"""The file in a run's folder that says in which words its training diverged."""
-STOPPED = "stopped.json"
-"""The file in a run's folder that says after which round a callback stopped it, and why."""
 FrameOf = Literal["scores", "tasks", "clients", "rounds", "observations"]
 FRAMES: tuple[FrameOf, ...] = ("scores", "tasks", "clients", "rounds", "observations")
 
@@ -466,7 +462,7 @@ def has_begun(folder: Path) -> bool:
     from fedguild.server import checkpoint
     from fedguild.server.run_log import RunLog
 
-    if not (folder / "config.yaml").is_file():
+    if not (folder / CONFIG).is_file():
         return False
     if checkpoint.latest(folder / CHECKPOINTS) is not None:
         return True

@@ -33,11 +33,11 @@ from fedguild.config.site import ServerSettings, SiteSettings
 from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import Node, NoReply, too_large
 from fedguild.errors import FedGuildError
-from fedguild.experiment import CHECKPOINTS
 from fedguild.federation.keys import write_key
-from fedguild.federation.serving import RUN, serve
+from fedguild.federation.serving import serve
 from fedguild.federation.trainer_service import TrainerService
 from fedguild.files import write_text
+from fedguild.layout import CHECKPOINTS, RUN, client_name
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
 from fedguild.progress import Silent
@@ -206,8 +206,8 @@ def drive(
         _write_keys(folder, config.federation.clients)
     by_index = {each.client: each for each in hostile}
     for index in range(config.federation.clients):
-        trainer = TrainerService(_site(config, index), folder / f"client-{index:03d}", load=load)
-        name, each = f"client-{index:03d}", by_index.get(index)
+        trainer = TrainerService(_site(config, index), folder / client_name(index), load=load)
+        name, each = client_name(index), by_index.get(index)
         for _ in range(1 if each is None else each.nodes):
             transport.add(name, trainer.handle if each is None else _answering(each, trainer))
     write_text(folder / "run.yaml", config.resolved_yaml())
@@ -224,7 +224,7 @@ def drive(
 
 def _write_keys(folder: Path, clients: int) -> None:
     """Writes every client's key, and the public ones to the server and to each other client."""
-    names = [f"client-{index:03d}" for index in range(clients)]
+    names = [client_name(index) for index in range(clients)]
     new = [name for name in names if not (folder / name / "node.key").exists()]
     public = {name: write_key(folder / name / "node.key").read_text() for name in new}
     for name, text in public.items():

@@ -14,10 +14,11 @@ import pytest
 
 from fedguild import experiment
 from fedguild.config import Config
+from fedguild.layout import MEMORY
 from fedguild.methods import METHODS
 from fedguild.server.engine import Engine
 from fedguild.server.run_log import ClientRecord, RunLog
-from fedguild.setup import MEMORY, Experiment
+from fedguild.setup import Experiment
 from fedguild.setup.experiment import Scorer
 from tests.experiment.runs import Ended, assert_same, ended, save_model, small_config
 from tests.methods.test_matrix import CASES

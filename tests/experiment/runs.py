@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from fedguild.config import Config, load_config
-from fedguild.experiment import CHECKPOINTS
+from fedguild.layout import CHECKPOINTS, MEMORY
 from fedguild.model.backbone import Backbone
 from fedguild.model.tiny.tokenizer import train_tokenizer
 from fedguild.payload import Payload
 from fedguild.server import checkpoint
 from fedguild.server.run_log import RunLog, comparable
-from fedguild.setup import MEMORY, preparation
+from fedguild.setup import preparation
 from tests.backbones import tiny_model
 
 SETTINGS = (

@@ -16,7 +16,7 @@ from fedguild import experiment
 from fedguild.api.cells import Cell
 from fedguild.config import load_config
 from fedguild.errors import ConfigError, FedGuildError, QuorumError
-from fedguild.experiment import CHECKPOINTS
+from fedguild.layout import CHECKPOINTS
 from fedguild.methods import METHODS
 from fedguild.methods.flame import Flame
 from fedguild.payload import Payload

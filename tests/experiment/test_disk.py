@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedguild import experiment
-from fedguild.experiment import CHECKPOINTS
+from fedguild.layout import CHECKPOINTS
 from fedguild.server import checkpoint
 from fedguild.server.run_log import RunLog, comparable
 from tests.experiment.conftest import Command

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedguild import EarlyStopping, experiment
+from fedguild import EarlyStopping, experiment, layout
 from fedguild.callbacks import Event, Saved
 from fedguild.config import Config
 from fedguild.errors import CheckpointError
@@ -130,6 +130,6 @@ def test_a_run_killed_after_the_scores_of_its_early_end_resumes(config: Config, 
         kill_at(patch, "fedguild.server.checkpoint.save", 3)
         with pytest.raises(Killed):
             experiment.run(config, tmp_path, callbacks=[enough])
-    assert (checkpoint.latest(tmp_path / experiment.CHECKPOINTS), scored_rounds(tmp_path)) == (1, [1])
+    assert (checkpoint.latest(tmp_path / layout.CHECKPOINTS), scored_rounds(tmp_path)) == (1, [1])
     result = experiment.resume(tmp_path, callbacks=[enough])
     assert (result.rounds, result.stopped, scored_rounds(tmp_path)) == (1, "enough", [1])

@@ -12,7 +12,7 @@ from fedguild import experiment
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport
 from fedguild.errors import ConfigError, DivergedError
-from fedguild.experiment import CHECKPOINTS
+from fedguild.layout import CHECKPOINTS
 from fedguild.model.plan import AdapterPlan
 from fedguild.payload import Payload
 from fedguild.results import divergence, load_run

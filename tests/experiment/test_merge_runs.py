@@ -14,7 +14,7 @@ import pytest
 
 from fedguild import experiment
 from fedguild.client.merge_ledger import FOLDER
-from fedguild.experiment import CHECKPOINTS
+from fedguild.layout import CHECKPOINTS
 from fedguild.model.backbone import Backbone
 from fedguild.server import checkpoint, merge_history
 from tests.experiment.runs import Killed, assert_same, ended, kill_at, save_model, small_config

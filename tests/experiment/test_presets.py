@@ -18,7 +18,7 @@ from fedguild import experiment
 from fedguild.client.budget import ClientInfo
 from fedguild.config import Config, load_config, presets
 from fedguild.config.loading import PRESETS_FOLDER
-from fedguild.experiment import CHECKPOINTS
+from fedguild.layout import CHECKPOINTS
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
 from fedguild.model.packaged import PACKAGED

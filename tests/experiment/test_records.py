@@ -20,6 +20,7 @@ from fedguild.costs.flops import cost
 from fedguild.environment import describe_environment
 from fedguild.errors import CheckpointError
 from fedguild.experiment import RunResult, restore
+from fedguild.layout import MEMORY
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
@@ -35,7 +36,7 @@ from fedguild.server.run_log import (
     RunLog,
     comparable,
 )
-from fedguild.setup import MEMORY, preparation
+from fedguild.setup import preparation
 from tests.experiment.runs import small_config
 
 FEDIT = "method={name: fedit, rank: 3, targets: [q_proj, experts]}"

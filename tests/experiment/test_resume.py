@@ -18,10 +18,9 @@ from fedguild import experiment
 from fedguild.activity import ActivityLog
 from fedguild.config import Config, load_config
 from fedguild.errors import CheckpointError
-from fedguild.experiment import CHECKPOINTS
+from fedguild.layout import CHECKPOINTS, MEMORY
 from fedguild.server import checkpoint
 from fedguild.server.run_log import RunLog
-from fedguild.setup import MEMORY
 from tests.experiment.runs import Ended, Killed, assert_same, ended, kill_at, small_config, small_settings
 
 ALL, HALF = "all clients", "half of the clients"

@@ -11,7 +11,7 @@ from fedguild import experiment
 from fedguild.config import Config
 from fedguild.engines.flower.engine import read_payload
 from fedguild.engines.flower.message import Message
-from fedguild.experiment import CHECKPOINTS
+from fedguild.layout import CHECKPOINTS
 from fedguild.methods.fedamole.pool import Pool, held_experts
 from fedguild.server import checkpoint
 from tests.engines.equality import case_config

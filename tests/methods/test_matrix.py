@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedguild import experiment
+from fedguild import experiment, layout
 from fedguild.config.training import TrainingSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import UploadError
@@ -529,6 +529,6 @@ def test_a_run_stopped_after_a_round_ends_like_one_that_was_not(
         kill_at(patch, "fedguild.server.checkpoint.save", 3)
         with pytest.raises(Killed):
             experiment.run(config, tmp_path / "cut")
-    assert checkpoint.latest(tmp_path / "cut" / experiment.CHECKPOINTS) == 1
+    assert checkpoint.latest(tmp_path / "cut" / layout.CHECKPOINTS) == 1
     experiment.resume(tmp_path / "cut")
     assert_same(ended(tmp_path / "cut"), ended(tmp_path / "whole"))

@@ -16,12 +16,12 @@ from fedguild.config.site import ServerSettings, load_site
 from fedguild.engines import secure
 from fedguild.engines.flower.message import Message
 from fedguild.errors import ConfigError, QuorumError
-from fedguild.experiment import CHECKPOINTS
 from fedguild.federation.audit import AuditLog
 from fedguild.federation.keys import write_key
 from fedguild.federation.project import write_project
 from fedguild.federation.trainer_service import run_metadata
 from fedguild.files import make_folder
+from fedguild.layout import CHECKPOINTS
 from fedguild.payload import Payload
 from fedguild.secure.keys import load_peers
 from fedguild.server import checkpoint

@@ -12,7 +12,7 @@ import torch
 from fedguild import experiment
 from fedguild.config import Config
 from fedguild.errors import CheckpointError, ConfigError, QuorumError
-from fedguild.experiment import CHECKPOINTS
+from fedguild.layout import CHECKPOINTS
 from fedguild.server import checkpoint
 from fedguild.server.guard import not_finite
 from fedguild.setup import check_fit, fitted, method_of, model_of

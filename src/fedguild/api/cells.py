@@ -20,6 +20,7 @@ from fedguild.config.table import ONLY_COLUMN
 from fedguild.errors import ConfigError, DivergedError, FedGuildError
 from fedguild.files import write_json, write_text
 from fedguild.heap import give_back_freed_pages
+from fedguild.layout import CONFIG
 from fedguild.progress import Progress, Silent
 from fedguild.results import divergence
 
@@ -77,13 +78,14 @@ class Cell:
         Raises:
             ConfigError: the folder holds a run with other settings.
         """
+        from fedguild.layout import CHECKPOINTS, STOPPED
         from fedguild.report.index import REPORT_FILE
-        from fedguild.results import CHECKPOINTS, STOPPED, has_begun
+        from fedguild.results import has_begun
         from fedguild.server import checkpoint
 
         if not has_begun(self.folder):
             return "absent"
-        written = self.folder / "config.yaml"
+        written = self.folder / CONFIG
         if load_config(str(written)).fingerprint() != self.config.fingerprint():
             raise ConfigError(
                 f"{self.folder} holds a run with settings other than {self.config.name}, seed {self.config.seed}.",

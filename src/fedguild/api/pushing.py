@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fedguild.api.models import folder_of, subject_of
 from fedguild.errors import ConfigError, FedGuildError
+from fedguild.layout import CONFIG
 from fedguild.results import RunResult
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _pushable(folder: Path, form: Form) -> Form:
     """Returns the form, or `merged` for an adapter whose base model is on this machine only."""
     from fedguild.config import load_config
 
-    written = folder / "config.yaml"
+    written = folder / CONFIG
     on_disk = written.is_file() and not _on_hub(load_config(str(written)).model.path)
     return "merged" if form in ("peft", "per-expert") and on_disk else form
 

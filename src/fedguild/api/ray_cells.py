@@ -8,6 +8,7 @@ from typing import Any
 
 from fedguild.api.cells import Cell, Tell, hand_over, say_nothing, still_open
 from fedguild.errors import ConfigError, FedGuildError
+from fedguild.layout import CONFIG
 from fedguild.results import divergence
 
 TRIES = 3
@@ -94,7 +95,7 @@ def _complete(folder: str, resolved_yaml: str, threads: int) -> tuple[str, str]:
 
     torch.set_num_threads(threads)
     try:
-        if (Path(folder) / "config.yaml").is_file():
+        if (Path(folder) / CONFIG).is_file():
             experiment.resume(Path(folder))
         else:
             experiment.run(Config.model_validate(yaml.safe_load(resolved_yaml)), Path(folder))

@@ -14,6 +14,7 @@ from fedguild.cli.options import JsonOption, OverridesArgument
 from fedguild.cli.output import note, show, show_json
 from fedguild.cli.watch import WatchOption, watching
 from fedguild.errors import ConfigError
+from fedguild.layout import client_name
 
 app = typer.Typer(
     name="federation",
@@ -184,7 +185,7 @@ def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
     for index, description in sorted(state.clients.items(), key=lambda pair: int(pair[0])):
         node = next((node for node in state.nodes if node.get("node-id") == description.get("node")), {})
         table.add_row(
-            f"client-{int(index):03d}",
+            client_name(int(index)),
             str(node.get("status", "unknown")),
             str(node.get("online-at", "")),
             str(description["sizes"]["train"]),

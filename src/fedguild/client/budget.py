@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedguild.layout import client_name
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -38,4 +40,4 @@ class ClientInfo:
     @property
     def name(self) -> str:
         """The client's name in files and tables, `client-000`."""
-        return f"client-{self.index:03d}"
+        return client_name(self.index)

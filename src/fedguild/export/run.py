@@ -20,6 +20,7 @@ from fedguild.export.merged import require_mergeable, write_merged
 from fedguild.export.per_expert import write_per_expert
 from fedguild.export.weights import beyond_weights, in_one_adapter
 from fedguild.files import write_text
+from fedguild.layout import CONFIG, client_name
 from fedguild.model.packaged import PACKAGED, packaged
 from fedguild.payload import Payload
 from fedguild.report.run_folder import load_run
@@ -86,7 +87,7 @@ class Subject:
     def require_in(self, config: Config) -> None:
         """Raises ConfigError unless the run of this config has the budget or the client."""
         budgets = [tier.name for tier in config.federation.budgets]
-        clients = [f"client-{index:03d}" for index in range(config.federation.clients)]
+        clients = [client_name(index) for index in range(config.federation.clients)]
         if self.budget and self.budget not in budgets:
             raise ConfigError(f"The run has no budget '{self.budget}'.", nearest(self.budget, budgets))
         if self.client and self.client not in clients:
@@ -229,8 +230,8 @@ def _restored(run_folder: Path, subject: Subject | None, round: int | None) -> t
 
     For a client's own model the state is its excerpt. Cheap checks come before anything is loaded.
     """
-    if subject is not None and (run_folder / "config.yaml").is_file():
-        subject.require_in(load_config(str(run_folder / "config.yaml")))
+    if subject is not None and (run_folder / CONFIG).is_file():
+        subject.require_in(load_config(str(run_folder / CONFIG)))
     experiment, state, number = restore(run_folder, round)
     subject, state = subject or _largest(experiment), without_momentum(state)
     if subject.client:

@@ -19,8 +19,7 @@ from filelock import FileLock
 from fedguild import chained
 from fedguild.errors import CheckpointError
 from fedguild.files import PRIVATE_FILE, make_folder
-
-AUDIT = "audit.jsonl"
+from fedguild.layout import AUDIT
 
 
 class AuditLog:

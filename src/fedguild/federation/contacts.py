@@ -5,6 +5,7 @@ from __future__ import annotations
 from fedguild.activity import Note
 from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import Node, NoReply, Transport
+from fedguild.layout import client_name
 from fedguild.wire.schema import printable
 
 
@@ -37,7 +38,7 @@ class NotedTransport:
     def send(self, node: int, message: Message, *, ttl_seconds: float) -> str:
         """Sends a message; returns the id to poll for its reply with."""
         identifier = self._transport.send(node, message, ttl_seconds=ttl_seconds)
-        asked = f"client-{message.client:03d}" if message.client >= 0 else ""
+        asked = client_name(message.client) if message.client >= 0 else ""
         name = self._names.get(node, asked)
         self._sent[identifier] = name, message.kind
         self._note("sent", client=name, kind=message.kind, round=message.round)

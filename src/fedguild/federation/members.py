@@ -17,6 +17,7 @@ from typing import Any
 from fedguild.config.site import ServerSettings
 from fedguild.engines.flower.client_registry import RegisteredClient
 from fedguild.files import write_json
+from fedguild.layout import client_name
 
 FEWEST_COMPARED = 3
 """With fewer clients a median of their sizes says nothing about one of them."""
@@ -77,7 +78,7 @@ class Members:
                 self._admit(client, weights[index])
             elif sizes[index] != known[index]:
                 self.echo(
-                    f"client-{index:03d} now says that it has {sizes[index]} training examples, and said "
+                    f"{client_name(index)} now says that it has {sizes[index]} training examples, and said "
                     f"{known[index]} before; its weight stays {self.described[index][EXAMPLES]}."
                 )
                 self.audit("size", client=index, said=known[index], says=sizes[index])
@@ -103,7 +104,9 @@ class Members:
             if weight != before:
                 self.described[index][EXAMPLES] = weight
                 self.audit("weight", client=index, before=before, examples=weight)
-                self.echo(f"client-{index:03d} weighs as much as {weight} examples, and {before} before others joined.")
+                self.echo(
+                    f"{client_name(index)} weighs as much as {weight} examples, and {before} before others joined."
+                )
 
     def _admit(self, client: RegisteredClient, weight: int) -> None:
         claimed = client.description["sizes"]["train"]
@@ -116,7 +119,7 @@ class Members:
         self.audit("joined", client=client.client, node=str(client.node), claimed=claimed, examples=weight)
         if weight != claimed:
             self.echo(
-                f"client-{client.client:03d} says that it has {claimed} training examples; it weighs as much as "
+                f"{client_name(client.client)} says that it has {claimed} training examples; it weighs as much as "
                 f"{weight} (sizes, max_examples and examples_factor in server.yaml)."
             )
 

@@ -23,10 +23,9 @@ from fedguild.federation.revocation import Revocations
 from fedguild.federation.stopping import request_stop, stop_is_requested, withdraw_request
 from fedguild.federation.watchdog import Watchdog, dying_with_parent
 from fedguild.files import make_folder, write_json
+from fedguild.layout import CHECKPOINTS, CONFIG, MEMBERS, OUTCOMES, REGISTERED, RUN
 from fedguild.locking import holder
 
-REGISTERED = "registered.json"
-OUTCOMES, RUN, CHECKPOINTS, MEMBERS = "outcomes", "run", "checkpoints", "members.json"
 START_SECONDS = 300.0
 """Time limit for a program that runs to answer: on a busy machine its imports alone can take more than a minute."""
 STOP_SECONDS = 120.0
@@ -238,7 +237,7 @@ def run_federation(
             f"The run in {state / RUN} is already in progress: {busy}.",
             f"`fedguild federation status {folder}` shows how far it is, `fedguild federation stop {folder}` stops it.",
         )
-    begun = (state / RUN / "config.yaml").exists()
+    begun = (state / RUN / CONFIG).exists()
     if begun and fresh:
         raise FedGuildError(f"{state / RUN} already holds a run.", "Omit --fresh to resume it, or move it away.")
     if begun:

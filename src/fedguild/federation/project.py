@@ -17,6 +17,7 @@ from fedguild.federation import templates
 from fedguild.federation.commands import write_app
 from fedguild.federation.keys import write_key
 from fedguild.files import make_folder, write_text
+from fedguild.layout import client_name
 from fedguild.server.sampling import quorum_count
 from fedguild.setup import check_config
 from fedguild.tracking import check_trackers
@@ -85,14 +86,14 @@ def write_project(
 def _write_peers(folder: Path, clients: int) -> None:
     """Gives every client the others' public keys, by which it knows them in a secure aggregation."""
     for index in range(clients):
-        peers = folder / f"client-{index:03d}" / PEERS
+        peers = folder / client_name(index) / PEERS
         make_folder(peers)
         for public in (folder / "server" / "nodes").glob("client-*.pub"):
             shutil.copyfile(public, peers / public.name)
 
 
 def _write_client(folder: Path, config: Config, index: int, address: str, own_data: bool) -> None:
-    name = f"client-{index:03d}"
+    name = client_name(index)
     site = folder / name
     make_folder(site)
     public = write_key(site / "node.key")

@@ -15,11 +15,11 @@ from fedguild.engines.flower.adapter import make_server_app
 from fedguild.errors import FedGuildError, StoppedError
 from fedguild.federation import SERVER_FOLDER
 from fedguild.files import write_json
+from fedguild.layout import OUTCOMES
 
 if TYPE_CHECKING:
     from fedguild.engines.flower.adapter import GridTransport
 
-OUTCOMES = "outcomes"
 FLOWERS_SERVER = ("fedguild.federation.server_executor",)
 """The program that started the round loop, and ends with the server."""
 

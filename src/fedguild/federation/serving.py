@@ -32,6 +32,7 @@ from fedguild.federation.members import Members
 from fedguild.federation.revocation import Revocations
 from fedguild.federation.stopping import stop_if_requested, withdraw_request
 from fedguild.federation.trainer_service import SCORES, model_digest, run_metadata
+from fedguild.layout import CONFIG, MEMBERS, MEMORY, RUN, UPLOADS, client_name
 from fedguild.locking import run_lock
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
@@ -45,7 +46,6 @@ from fedguild.server.round import Outcome
 from fedguild.server.run_log import EvaluationRecord
 from fedguild.server.sampling import quorum_count
 from fedguild.setup import (
-    MEMORY,
     Experiment,
     OwnScope,
     PreparedData,
@@ -61,8 +61,6 @@ from fedguild.setup import (
     tell_fitted,
 )
 from fedguild.wire.schema import DeliverAnswer, ScoreAnswer, read_metadata
-
-RUN, UPLOADS, MEMBERS = "run", "uploads", "members.json"
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ class RemoteClients:
             try:
                 if not failure:
                     answer = read_metadata(ScoreAnswer, reply.metadata, "its scores cannot be read")
-                    score = answer.of(f"client-{client:03d}", number, scope, split)
+                    score = answer.of(client_name(client), number, scope, split)
                     records.append(EvaluationRecord.model_validate(score.model_dump()))
             except (UploadError, ValidationError) as error:
                 failure = error.message if isinstance(error, UploadError) else "its scores cannot be read"
@@ -260,7 +258,7 @@ def serve(
         return prepared[0]
 
     try:
-        if (output / "config.yaml").exists():
+        if (output / CONFIG).exists():
             _require_same(config, output)
             result = runs.resume(output, progress=progress, preparation=prepare, round=round)
         elif round is not None:
@@ -433,7 +431,7 @@ def _remote_data(data: PreparedData | None, described: Mapping[int, Mapping[str,
 
 
 def _require_same(config: Config, output: Path) -> None:
-    original = load_config(str(output / "config.yaml"))
+    original = load_config(str(output / CONFIG))
     if original.fingerprint() != config.fingerprint():
         raise ConfigError(
             f"run.yaml is not the config that the run in {output} started with.",

@@ -38,6 +38,7 @@ from fedguild.federation.secret import private_seed
 from fedguild.federation.site_policy import RequestLog, SitePolicy, SumLog, Terms
 from fedguild.files import make_folder, write_bytes
 from fedguild.guarantee import rules_of
+from fedguild.layout import MEMORY
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
@@ -53,7 +54,6 @@ from fedguild.server.engine import Engine, Task
 from fedguild.server.privacy_accounts import SLACK
 from fedguild.server.sampling import quorum_count
 from fedguild.setup import (
-    MEMORY,
     Experiment,
     PreparedData,
     budgets_of,

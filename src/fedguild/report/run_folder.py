@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from fedguild.errors import CheckpointError
+from fedguild.layout import CONFIG, ENVIRONMENT, PARTITION
 from fedguild.score_names import MTAL, POOLED, RECEIVED, TRAINED, Scope
 from fedguild.server.run_log import (
     ClientRecord,
@@ -215,7 +216,7 @@ def load_run(folder: Path, *, needs_scores: bool = True) -> Run:
     Raises:
         CheckpointError: the folder is not that of a run, a file of it is damaged, or it has no score yet.
     """
-    config_file = folder / "config.yaml"
+    config_file = folder / CONFIG
     if not config_file.is_file():
         raise CheckpointError(
             f"{folder} is not the folder of a run: it has no config.yaml.",
@@ -231,8 +232,8 @@ def load_run(folder: Path, *, needs_scores: bool = True) -> Run:
     return Run(
         folder=folder,
         config=_read_mapping(config_file),
-        environment=_read_mapping(folder / "environment.json"),
-        partition=_read_partition(folder / "partition.json"),
+        environment=_read_mapping(folder / ENVIRONMENT),
+        partition=_read_partition(folder / PARTITION),
         rounds=[record for record in records if isinstance(record, RoundRecord)],
         clients=[record for record in records if isinstance(record, ClientRecord)],
         evaluations=evaluations,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import psutil
 import yaml
 
+from fedguild.layout import CONFIG, STOPPED
 from fedguild.locking import HOLDER, Holder
 
 Word = Literal["waiting", "running", "finished", "stopped", "interrupted", "failed", "gone"]
@@ -25,8 +26,6 @@ STATUS: dict[Word, str] = {
     "gone": "not running",
 }
 """How a run stands, as it is shown."""
-STOPPED = "stopped.json"
-CONFIG = "config.yaml"
 _CLOCK_SECONDS = 5.0
 """By how much the start of a process and the time in its lock's file may differ."""
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from fedguild.layout import client_name
 from fedguild.report import units
 from fedguild.report.costs import ClientTotals, Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
@@ -298,7 +299,7 @@ def _deviations(run: Run) -> dict[str, float]:
 
 def _client_rows(run: Run) -> tuple[ClientRow, ...]:
     """Returns the clients with a score of their own, by name; one without examples has none."""
-    budgets = {f"client-{record.client:03d}": record.budget for record in run.clients}
+    budgets = {client_name(record.client): record.budget for record in run.clients}
     first = next((scored for scope in _OWN_DATA if (scored := run.scored(scope, 0))), {})
     own, received, trained = (run.scored(scope, run.last_round) for scope in _OWN_DATA)
     known = {**trained, **received, **own}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedguild.errors import NotFiniteError, UploadError
+from fedguild.layout import client_name
 from fedguild.payload import Payload, Scalar
 from fedguild.wire.schema import printable
 
@@ -81,7 +82,7 @@ def check_envelope(
         UploadError: it is of another run, from a client that was never asked, of a round in which
             that client was not asked, or too large. The message names the client.
     """
-    who = f"client-{envelope.client:03d}"
+    who = client_name(envelope.client)
     if envelope.run != run:
         raise UploadError(f"{who}: the upload is of the run '{envelope.run}', but this is the run '{run}'.")
     rounds = sorted(round for round, client in asked if client == envelope.client)

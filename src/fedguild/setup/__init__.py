@@ -15,14 +15,13 @@ from fedguild.setup.data import (
     prepare_data,
 )
 from fedguild.setup.engines import make_engine
-from fedguild.setup.experiment import MEMORY, Experiment, OwnScope, run_identity
+from fedguild.setup.experiment import Experiment, OwnScope, run_identity
 from fedguild.setup.fitting import budgets_of, fitted, method_of, method_record, tell_fitted
 from fedguild.setup.method_checks import check_config, check_fit
 from fedguild.setup.preparation import load_model, model_of, prepare
 from fedguild.setup.protection import protection_of
 
 __all__ = [
-    "MEMORY",
     "Experiment",
     "OwnScope",
     "PreparedData",

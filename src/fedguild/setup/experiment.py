@@ -34,8 +34,6 @@ from fedguild.setup.data import PreparedData, Split, encoded_texts
 
 OwnScope = Literal["client", "trained", "received"]
 """Whose scores a client takes on its own examples: its own model, the same as trained, and as received."""
-MEMORY = "clients"
-"""The folder in a run's folder with what its clients keep between rounds."""
 IDENTITY = "run-id"
 
 

@@ -13,13 +13,14 @@ from fedguild.config import Config
 from fedguild.data.given import GivenData
 from fedguild.evaluation.metrics import Metric, load_metrics
 from fedguild.guarantee import rules_of
+from fedguild.layout import MEMORY
 from fedguild.model.backbone import Backbone, inspect_model, later_backbone, load_backbone, pick_device
 from fedguild.model.info import ModelInfo
 from fedguild.progress import Progress, Silent
 from fedguild.setup.checks import require_examples, require_room, require_start
 from fedguild.setup.data import PreparedData, dropped_of, dropped_sentences, prepare_data
 from fedguild.setup.engines import holds_backbone
-from fedguild.setup.experiment import MEMORY, Experiment
+from fedguild.setup.experiment import Experiment
 from fedguild.setup.fitting import budgets_of, fitted, method_of, tell_fitted
 from fedguild.setup.method_checks import check_fit
 

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from statistics import fmean
 from typing import NamedTuple
 
+from fedguild.layout import client_name
 from fedguild.server.run_log import (
     ClientRecord,
     EvaluationRecord,
@@ -75,7 +76,7 @@ def _plain(name: str) -> str:
 
 
 def _client(index: int) -> str:
-    return f"client-{index:03d}"
+    return client_name(index)
 
 
 def _values(record: Record, clients: bool) -> Iterator[tuple[str, float]]:

@@ -9,12 +9,13 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from fedguild.layout import AUDIT, REGISTERED, RUN, client_index, client_name
 from fedguild.report.standing import read_json
 from fedguild.tail import Tail
 from fedguild.watch.board import Board
-from fedguild.watch.run_view import RunView, client_index
+from fedguild.watch.run_view import RunView
 
-AUDIT, REGISTERED, REVOKED, RUN = "audit.jsonl", "registered.json", "revoked.json", "run"
+REVOKED = "revoked.json"
 _TOLD = {
     "joined": "{client} has joined: {examples} examples.",
     "refused": "{name} was turned away: {reason}.",
@@ -89,5 +90,5 @@ class FederationView(RunView):
         if client is not None and event in ("joined", "delivered"):
             self._seen[client] = at
         if event in _TOLD:
-            name = f"client-{client:03d}" if client is not None else str(named)
+            name = client_name(client) if client is not None else str(named)
             self._say(at, _TOLD[event].format_map({**entry, "client": name}), "message")

@@ -14,7 +14,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from fedguild.activity import ActivityLog
-from fedguild.report.standing import CONFIG, Standing, read_yaml, standing
+from fedguild.layout import CONFIG, client_index
+from fedguild.report.standing import Standing, read_yaml, standing
 from fedguild.server.run_log import RunLog
 from fedguild.tail import Tail
 from fedguild.watch.board import Board
@@ -526,12 +527,6 @@ class RunView:
             "late": sum(each["late"] for each in rounds),
             "privacy": self._privacy,
         }
-
-
-def client_index(name: str) -> int | None:
-    """Returns the index in a client's name, 2 of `client-002`; None if it is no such name."""
-    number = name.removeprefix("client-")
-    return int(number) if number != name and number.isdigit() else None
 
 
 def _dealt(config: Mapping[str, Any]) -> list[str]:

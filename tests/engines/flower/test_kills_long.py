@@ -18,7 +18,7 @@ import yaml
 
 from fedguild import experiment
 from fedguild.federation.audit import AuditLog
-from fedguild.federation.operations import CHECKPOINTS
+from fedguild.layout import CHECKPOINTS
 from fedguild.locking import holder
 from fedguild.server.run_log import RoundRecord, RunLog
 from tests.engines.flower.federation_processes import START_SECONDS, Command, FederationProcesses

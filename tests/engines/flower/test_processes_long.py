@@ -15,7 +15,7 @@ from fedguild import experiment
 from fedguild.config import Config
 from fedguild.engines.flower.message import Message
 from fedguild.federation.keys import write_key
-from fedguild.federation.serving import UPLOADS
+from fedguild.layout import UPLOADS
 from fedguild.secure.session import STEPS
 from fedguild.server.run_log import RoundRecord, RunLog
 from tests.engines.equality import newest_memory, site_memory

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedguild import experiment
+from fedguild import experiment, layout
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.methods.ub_smoe import UbSmoe, UbSmoeSettings
 from fedguild.methods.ub_smoe.names import PHI, PSEUDO_GRADIENT
@@ -139,7 +139,7 @@ def test_with_a_codec_that_rounds_the_buffer_is_sent_to_all(
         experiment.run(small_config(model, *settings, base="ub-smoe/tiny-tasks"), tmp_path / mode)
         records = RunLog(tmp_path / mode).read()
         traffic.append([each.download_bytes for each in records if isinstance(each, ClientRecord)])
-        last = checkpoint.latest(tmp_path / mode / experiment.CHECKPOINTS)
+        last = checkpoint.latest(tmp_path / mode / layout.CHECKPOINTS)
         assert last == 3
     assert traffic[0] == traffic[1]
     states = [experiment.restore(tmp_path / mode)[1] for mode in ("when_needed", "always")]

@@ -11,6 +11,7 @@ from fedguild.engines.flower.ipc import will_pass
 from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import NoReply, Transport
 from fedguild.errors import FedGuildError, QuorumError, UploadError
+from fedguild.layout import client_name
 from fedguild.wire.schema import HelloAnswer, printable, read_metadata
 
 HELLO_SECONDS = 600.0
@@ -115,7 +116,7 @@ class ClientRegistry:
     def turn_away(self, client: int, reason: str) -> None:
         """Turns a client away that has registered, and its node with it."""
         registered = self.clients.pop(client)
-        self._refuse(registered.node, f"client-{client:03d}", reason)
+        self._refuse(registered.node, client_name(client), reason)
 
     def _refuse(self, node: int, name: str, reason: str) -> None:
         """Turns a node away for now, or for good; what is said again of the same node is not told again."""
@@ -166,7 +167,7 @@ class ClientRegistry:
 
     def is_revoked(self, client: int) -> bool:
         """Whether a client's key was revoked."""
-        return f"client-{client:03d}" in self.revoked()
+        return client_name(client) in self.revoked()
 
     def node_of(self, client: int) -> int | None:
         """Returns the node of a client, asking new nodes if the known one is gone; None if it is not connected."""
@@ -182,7 +183,7 @@ class ClientRegistry:
         return registered.node if registered is not None and registered.node in online else None
 
     def _register(self, node: int, key_name: str, reply: Message) -> None:
-        name = key_name or f"client-{reply.client:03d}"
+        name = key_name or client_name(reply.client)
         answer, reason = None, reply.failure
         try:
             if not reason:
@@ -197,11 +198,11 @@ class ClientRegistry:
             return
         self.refused.pop(node, None)
         self.clients[reply.client] = RegisteredClient(node, reply.client, answer.model_dump())
-        self.echo(f"client-{reply.client:03d} has joined: {answer.summary}.")
+        self.echo(f"{client_name(reply.client)} has joined: {answer.summary}.")
 
     def _refusal(self, node: int, key_name: str, reply: Message, answer: HelloAnswer) -> str:
         """Returns why a node is turned away; empty if it is not."""
-        name = f"client-{reply.client:03d}"
+        name = client_name(reply.client)
         if reply.kind != "hello" or reply.run != self.run:
             return "its reply is not to the request to identify itself"
         if not 0 <= reply.client < self.client_count:
@@ -227,5 +228,5 @@ class ClientRegistry:
 
 
 def _names(indices: list[int]) -> str:
-    shown = ", ".join(f"client-{index:03d}" for index in indices[:5])
+    shown = ", ".join(client_name(index) for index in indices[:5])
     return shown if len(indices) <= 5 else f"{shown} and {len(indices) - 5} more"

@@ -22,6 +22,7 @@ from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import NoReply, Transport
 from fedguild.engines.flower.upload_store import UploadStore
 from fedguild.errors import FedGuildError, UploadError
+from fedguild.layout import client_name
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.secure.session import Session, Step
@@ -241,8 +242,8 @@ class FlowerEngine:
         for client, reply in replies.items():
             try:
                 if not reply.failure:
-                    check_size(len(reply.body), self.limit_bytes, client=f"client-{client:03d}")
-                answers[client] = reply.failure or decode(reply.body, f"client-{client:03d}")
+                    check_size(len(reply.body), self.limit_bytes, client=client_name(client))
+                answers[client] = reply.failure or decode(reply.body, client_name(client))
             except UploadError as error:
                 answers[client] = error.message
             except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fedguild.layout import client_name
 from fedguild.methods.fedmoe.sub_moes import FROZEN, SubMoes
 from fedguild.model.info import ModelInfo
 from fedguild.server.method import Observation
@@ -12,7 +13,7 @@ from fedguild.server.method import Observation
 def observations(sub_moes: SubMoes, model: ModelInfo) -> list[Observation]:
     """Returns each client's number of experts, their size, its validation, and the number of settled clients."""
     counts = sub_moes.counts()
-    clients = [f"client-{index:03d}" for index in range(len(counts))]
+    clients = [client_name(index) for index in range(len(counts))]
     sizes = torch.tensor([float(layer.expert_parameters) for layer in model.moe])
     layers = [f"layer {index}" for index in range(len(model.moe))]
     return [
