@@ -32,7 +32,7 @@ from fedguild.federation.members import Members
 from fedguild.federation.revocation import Revocations
 from fedguild.federation.stopping import stop_if_requested, withdraw_request
 from fedguild.federation.trainer_service import SCORES, model_digest, run_metadata
-from fedguild.layout import CONFIG, MEMBERS, MEMORY, RUN, UPLOADS, client_name
+from fedguild.layout import CHECKPOINTS, CONFIG, MEMBERS, MEMORY, RUN, UPLOADS, client_name
 from fedguild.locking import run_lock
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
@@ -268,7 +268,7 @@ def serve(
         remote = prepared[0].remote
         if settings.deliver and isinstance(remote, RemoteClients):
             with run_lock(output):
-                saved = checkpoint.load(output / runs.CHECKPOINTS, result.rounds, fingerprint=config.fingerprint())
+                saved = checkpoint.load(output / CHECKPOINTS, result.rounds, fingerprint=config.fingerprint())
                 remote.deliver(saved.state, result.rounds)
     except Exception as error:
         if holds_lock:
