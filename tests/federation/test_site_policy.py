@@ -16,10 +16,6 @@ RUN = "ab" * 16
 TERMS = Terms(method="fedit", steps=10, batch=8, examples=60, aggregated=3)
 
 
-def test_the_limits_are_those_of_the_settings() -> None:
-    assert SitePolicy(**dict(AcceptSettings())) == SitePolicy()
-
-
 def test_without_limits_an_aggregate_of_one_and_a_round_on_one_example_are_refused() -> None:
     any_terms = Terms("anything", steps=10**9, batch=1, examples=2, aggregated=2)
     assert SitePolicy().run_refusal(any_terms) == ""

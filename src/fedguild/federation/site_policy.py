@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Literal
 
 from fedguild.client.privacy_rules import PrivacyRules
+from fedguild.config.site import AcceptSettings
 from fedguild.engines.flower.message import Message
 from fedguild.errors import FedGuildError, UploadError
 from fedguild.files import write_json
 from fedguild.privacy.accounting import Release, epsilon
-from fedguild.wire.schema import MessageKind
 
-REQUESTS: tuple[MessageKind, ...] = ("train", "score", "deliver")
-"""Kinds of requests that use a site's examples or its disk."""
 _DIGEST_CHARACTERS = 32
 
 
@@ -52,55 +50,8 @@ class Terms:
         return WITHHELD_NUMBER if name in self.withheld else str(getattr(self, name))
 
 
-@dataclass(frozen=True)
-class SitePolicy:
-    """A site's limits: the settings of `accept:` in its `site.yaml`.
-
-    Attributes:
-        requests: Kinds of requests that are answered.
-        methods: Names of the methods that may run; None for any.
-        min_steps: Minimum number of optimizer steps in a round.
-        max_steps: Maximum number of optimizer steps in a round; None for no limit.
-        min_batch: Minimum number of examples of an optimizer step.
-        min_examples: Minimum number of this site's examples that a round trains on.
-        min_scored: Minimum number of this site's examples that a score is a mean over.
-        requests_per_round: Maximum number of different requests of one kind in a round; None for no limit.
-        requests_per_run: Maximum number of different requests of one kind in all rounds of a run; None for no limit.
-        deliveries_per_run: The same of requests to take a model home.
-        leave: Patterns of the names of tensors that may leave the site.
-        min_clients: Minimum number of clients whose uploads the run aggregates.
-        max_upload_bytes: Largest encoded upload; None for no limit.
-        secure: Whether only runs with secure aggregation are accepted.
-        disclose: What such a run may ask for in the clear.
-        max_epsilon: Largest epsilon that all runs together may spend of the site's privacy; None for no limit.
-        delta: The delta of that epsilon.
-        public: What a run may declare public where there is such a limit.
-        secure_clients: Smallest `federation.secure_clients` of such a run.
-        secure_share: Smallest `federation.secure_share` of such a run.
-        repeat_sessions: Whether one training may go into sums over different clients.
-    """
-
-    requests: Collection[str] = REQUESTS
-    methods: Collection[str] | None = None
-    min_steps: int = 1
-    max_steps: int | None = None
-    min_batch: int = 1
-    min_examples: int = 2
-    min_scored: int = 5
-    requests_per_round: int | None = 3
-    requests_per_run: int | None = 3000
-    deliveries_per_run: int | None = 5
-    leave: tuple[str, ...] = ("*",)
-    min_clients: int = 2
-    max_upload_bytes: int | None = None
-    secure: bool = False
-    disclose: Collection[str] = ()
-    max_epsilon: float | None = None
-    delta: float = 1e-5
-    public: Collection[str] = ()
-    secure_clients: int = 3
-    secure_share: float = 0.5
-    repeat_sessions: bool = False
+class SitePolicy(AcceptSettings):
+    """A site's limits, the settings of `accept:` in its `site.yaml`, with what they refuse."""
 
     def kind_refusal(self, kind: str) -> str:
         """Returns why a kind of request is refused; empty if it is not."""
