@@ -265,7 +265,7 @@ def test_a_claim_over_several_rows_has_what_the_least_certain_difference_could_s
     claim = {"says": "it leads", "higher": "ours", "lower": ["theirs", "unrun"], "score": "b4"}
     table = Table.model_validate({**TABLE.model_dump(), "claims": [claim]})
     (line,) = claims_markdown(table, [*records(), *shifted]).splitlines()[2:]
-    assert line.endswith("| − theirs: 0.000 ± 0.248; − unrun: 0.000 ± 0.124 | 0.248 |")
+    assert line.endswith("| − theirs: 0.000 ± 0.248<br>− unrun: 0.000 ± 0.124 | 0.248 |")
     (line,) = claims_markdown(table, [*records(), *shifted[:1]]).splitlines()[2:]
     assert line.endswith("| – |")
 

@@ -52,7 +52,7 @@ def claims_markdown(table: Table, records: Sequence[CellRecord]) -> str:
             score = claim.score or table.score
             found = {row: difference(cells, claim.higher, row, score, claim.over) for row in claim.lower}
             of = f", {TITLES.get(claim.over, claim.over)}" if claim.over else ""
-            shown = "; ".join(f"− {row}{of}: {interval(gap)}" for row, gap in found.items())
+            shown = "<br>".join(f"− {row}{of}: {interval(gap)}" for row, gap in found.items())
             where = "" if column == ONLY_COLUMN else column
             word = f"**{verdict(found.values())}**{_reservation(found.values())}"
             seeds, least = _seeds(found.values()), _could_show(found.values())
