@@ -120,7 +120,10 @@ def _figures() -> dict[Path, tuple[str, Callable[[], str]]]:
         drawn = recorded_figures.drawings(table, [record for record in records if record.table == shipped.name])
         for end, drawing in drawn.items():
             path = _figure_path(shipped, end)
-            found[path] = (recorded_figures.description(drawing), partial(recorded_figures.svg, path.stem, drawing))
+            found[path] = (
+                recorded_figures.description(drawing),
+                partial(recorded_figures.svg_file, path.stem, drawing),
+            )
     return found
 
 

@@ -29,6 +29,7 @@ OUTSIDE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
 """Files beside `docs/` -> their pages."""
 FENCE = re.compile(r"^(?P<fence>```+|~~~+).*?^(?P=fence)[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
+PICTURES = (".png", ".svg")
 LEXERS = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".sh": "sh", ".json": "json"}
 
 
@@ -62,7 +63,7 @@ def lay_out(folder: Path = PAGES) -> dict[str, str]:
     for path, text in written.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, "utf-8")
-    for picture in DOCS.rglob("*.png"):
+    for picture in (file for file in DOCS.rglob("*") if file.suffix in PICTURES):
         target = folder / picture.relative_to(DOCS)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(picture, target)
@@ -103,7 +104,7 @@ def page_of(file: Path, sources: dict[str, Path]) -> str:
     inside = file.relative_to(ROOT).as_posix()
     if inside in OUTSIDE:
         return OUTSIDE[inside]
-    if file.is_relative_to(DOCS) and file.suffix in (".md", ".png", ".ipynb"):
+    if file.is_relative_to(DOCS) and file.suffix in (".md", ".ipynb", *PICTURES):
         path = file.relative_to(DOCS)
         return (path.with_suffix(".md") if file.suffix == ".ipynb" else path).as_posix()
     if file.is_dir():

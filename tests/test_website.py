@@ -49,6 +49,19 @@ def test_links_lead_to_pages(laid_out: tuple[Path, dict[str, str]], website: Mod
     assert (ROOT / "src/fedguild/methods/flame.py").read_text().rstrip() in pages[source]
 
 
+def test_images_are_pictures(laid_out: tuple[Path, dict[str, str]], website: ModuleType) -> None:
+    """And not pages with a picture's source."""
+    folder, pages = laid_out
+    shown = 0
+    for path, text in pages.items():
+        for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", website.FENCE.sub("", text)):
+            if not re.match(r"[a-z]+:", target):
+                assert target.endswith(website.PICTURES), f"{path}: {target}"
+                assert ((folder / path).parent / target).is_file(), f"{path}: {target}"
+                shown += 1
+    assert shown > 20
+
+
 def test_every_page_is_in_the_navigation_once(laid_out: tuple[Path, dict[str, str]], website: ModuleType) -> None:
     pages = laid_out[1]
     shown = list(website._leaves(website.config(pages)["nav"]))

@@ -242,6 +242,9 @@ def test_the_file_says_every_number_to_who_cannot_see_it() -> None:
     assert f'aria-label="{told}"' in file
     assert 'xmlns="http://www.w3.org/2000/svg"' in file
     assert file == recorded_figures.svg("one-two", drawn)
+    sized = recorded_figures.svg_file("one-two", drawn)
+    assert sized.startswith(f'<svg width="{NARROW_WIDTH * 96:.0f}" height="'), "an image of it would fill the page"
+    assert sized.partition(' class="')[2] == file.partition(' class="')[2]
 
 
 ROUNDS = {"figure": "drift", "panels": {"Even": {"t = 0": "t-0 @ even", "t = 2": "t-2 @ even"}}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,6 @@ from fedguild.score_names import TITLES
 Panels = Mapping[str, Mapping[str, Sequence[Spread]]]
 """Panel -> line -> what is drawn over the seeds at every value of the figure's axis."""
 _BARS = "bars are the means' 95 % intervals over the seeds"
-_NOT_PAIRED = "; differences are taken seed by seed, and may be shown where bars overlap"
 _APART = 0.035
 """Shift between lines at one value, of the distance between two values, so that their intervals can be told apart."""
 _FITS_A_PANEL = 24
@@ -39,7 +39,6 @@ class Drawing:
         digits: Format of a value in words.
         bounds: The limits of what a value can be.
         are_differences: Whether a value is a difference, taken seed by seed, so that a line at zero tells its sign.
-        note: What else the caption says of the bars.
     """
 
     y: str
@@ -49,7 +48,6 @@ class Drawing:
     digits: str = ".3f"
     bounds: tuple[float, float] = (0.0, 1.0)
     are_differences: bool = False
-    note: str = ""
 
     @property
     def says(self) -> str:
@@ -60,9 +58,7 @@ class Drawing:
     def caption(self) -> str:
         """What is drawn, and what the bars are, if there are any."""
         several = any(one.count > 1 for lines in self.panels.values() for line in lines.values() for one in line)
-        if not several:
-            return f"{self.says}; one seed, so that there is no interval."
-        return f"{self.says}; {_BARS}{self.note}."
+        return f"{self.says}; {_BARS if several else 'one seed, so that there is no interval'}."
 
 
 def drawings(table: Table, records: Sequence[CellRecord]) -> dict[str, Drawing]:
@@ -94,7 +90,7 @@ def of_scores(table: Table, figure: TableFigure, records: Sequence[CellRecord]) 
     y = "score" if figure.scores else f"{TITLES[table.score]} score"
     if figure.minus:
         return Drawing(f"gain in {y}", figure.x, figure.values, panels, "+.3f", (-1.0, 1.0), are_differences=True)
-    return Drawing(y, figure.x, figure.values, panels, note=_NOT_PAIRED)
+    return Drawing(y, figure.x, figure.values, panels)
 
 
 def _paired(found: Mapping[int, float] | None, less: Mapping[int, float] | None) -> dict[int, float] | None:
@@ -157,8 +153,22 @@ def _at_width(key: str, drawing: Drawing, width: float) -> str:
     return svg(key_at(key, width), drawing, width)
 
 
+def svg_file(name: str, drawing: Drawing) -> str:
+    """Returns the figure as the text of an SVG file, as wide as a phone's page, with the size that an image of it has.
+
+    Args:
+        name: Its name, different from every other figure's.
+        drawing: What is drawn.
+    """
+    text = svg(name, drawing)
+    sides = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
+    assert sides is not None
+    width, height = (float(side) * 96 / 72 for side in sides.groups())
+    return text.replace("<svg", f'<svg width="{width:.0f}" height="{height:.0f}"', 1)
+
+
 def svg(name: str, drawing: Drawing, width: float = NARROW_WIDTH) -> str:
-    """Returns the figure as the text of an SVG file, by default as wide as a phone's page.
+    """Returns the figure as an `<svg>` element, by default as wide as a phone's page.
 
     Args:
         name: Its name, different from every other figure's.

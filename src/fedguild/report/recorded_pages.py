@@ -90,7 +90,8 @@ def _drawn(figures: Mapping[str, Drawing]) -> list[str]:
     shown = []
     for path, drawing in figures.items():
         shown.append(f"![{drawing.says}, from the records]({path})\n")
-        shown.append(f"{drawing.caption} Verdicts rest on paired differences.\n")
+        paired = "" if drawing.are_differences else " Verdicts rest on paired differences."
+        shown.append(f"{drawing.caption}{paired}\n")
     return shown
 
 
