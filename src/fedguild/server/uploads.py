@@ -12,7 +12,7 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.payload import ADAPTER, Payload
 from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one
+from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one, values_of
 from fedguild.server.method import Upload
 
 
@@ -48,16 +48,17 @@ def mean_terms(
 
     Args:
         client: The client.
-        download: What it received.
+        download: What it received; where that has no adapter, the upload's counts as a whole.
         upload: What it has trained.
         weights: As in `mean_adapter`.
     """
-    changes = changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER))
-    return Contribution(changes, {EXAMPLES: one(weight_of(Upload(0, client, upload), weights))})
+    trained, received = upload.part(ADAPTER), download.part(ADAPTER)
+    values = changes_of(ADAPTER, trained, received) if received else values_of(ADAPTER, trained)
+    return Contribution(values, {EXAMPLES: one(weight_of(Upload(0, client, upload), weights))})
 
 
 def moved_adapter(state: Payload, means: SecureMeans) -> dict[str, Tensor]:
-    """Returns `mean_adapter` from the means of `mean_form`: the state's adapter, moved by the clients' mean change."""
+    """Returns the state's adapter, moved by the clients' mean change: `mean_adapter`, from secure means."""
     return means.moved(ADAPTER, state.part(ADAPTER))
 
 
