@@ -69,7 +69,7 @@ DECLARED = {
 AMPLIFIED = {"fdlora": 1.5}
 """What multiplies the error of a mean: the server's Nesterov step, by 1 + m at a learning rate of 1."""
 CLOSED = ("fedmoe", "hfedmoe")
-"""Methods of which fewer than three clients hold, or have a weight for, some of the experts."""
+"""Methods of whose experts some have fewer than three clients that hold them (FedMoE, after stage 1) or weigh them."""
 NOT_COMPARED = {"guild-parts": ("rescaler", "usage")}
 """Parts of a download that are not compared: no client trains from them, they make its answers changes."""
 
@@ -153,7 +153,7 @@ def test_every_round_ends_within_the_stated_bound_of_the_plain_one(label, backbo
             opened.append(bool(known.all()))
         assert compared + frozen >= len(plain.state.part("adapter"))
         assert bool(frozen) == label.startswith("rolora"), "one of its factors takes part in a round"
-    assert all(opened) == (label not in CLOSED), "after stage 1 fewer than three clients hold some of FedMoE's experts"
+    assert all(opened) == (label not in CLOSED), "too few clients hold, or have a weight for, some of the experts"
 
 
 def test_the_products_of_secure_sketches_are_those_of_plain_ones(backbone, tmp_path):
