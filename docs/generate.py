@@ -37,6 +37,7 @@ from fedguild.report.recorded import CellRecord, read_choices, read_records
 from fedguild.report.recorded_claims import folded_claims
 from fedguild.report.recorded_pages import summary_page, table_page
 from fedguild.report.recorded_remarks import render_overview, render_remark
+from fedguild.server.method import Method
 
 ROOT = Path(__file__).parents[1]
 METHOD_PAGES = ROOT / "docs" / "methods"
@@ -283,6 +284,17 @@ def _private(page: Path) -> str:
     return "\n".join([*head, *rows, ""])
 
 
+def _secure(page: Path) -> str:
+    """Returns which methods declare the sums that secure aggregation takes, and why the others do not."""
+    rows = []
+    for name in METHODS:
+        kind = METHODS.load(name)
+        mark = "no" if kind.linear_form is Method.linear_form else "yes"
+        rows.append(f"| [`{name}`](../methods/{name}.md) | {mark} | {kind.not_linear} |")
+    head = ["| method | aggregates securely | why its server needs single uploads |", "| --- | --- | --- |"]
+    return "\n".join([*head, *rows, ""])
+
+
 def _decisions(page: Path) -> str:
     """Returns every decision with the date of its page, the newest first."""
     rows = []
@@ -382,6 +394,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "titles": _titles,
     "index": _index,
     "private-methods": _private,
+    "secure-methods": _secure,
     "decisions": _decisions,
     "several-gpus": _several_gpus,
     "attacks": _attacks,

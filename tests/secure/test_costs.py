@@ -62,3 +62,20 @@ def test_a_secure_configs_profile_counts_its_session():
     console = Console(record=True, width=200)
     console.print(*tables(secure))
     assert "up in place of it, secure aggregation" in console.export_text()
+
+
+def test_a_session_sums_the_factor_that_trains():
+    """RoLoRA: every other round has A, so that a session is as large as the mean of the two uploads."""
+    plain, secure = (
+        fedguild.profile("rolora/tiny-tasks", f"federation.secure={on}").profile for on in ("false", "true")
+    )
+    method, model = build_method("rolora", {"rank": 2}), describe_config("allenai/OLMoE-1B-7B-0924")
+    odd, even, both = (
+        *(method.round_form(model, [LARGE], number) for number in (1, 2)),
+        method.linear_form(model, [LARGE]),
+    )
+    assert {name.rpartition(".")[2] for name in odd.means} == {"lora_B"}
+    assert {name.rpartition(".")[2] for name in even.means} == {"lora_A"}
+    assert odd.means.keys() | even.means.keys() == both.means.keys()
+    assert odd.value_count + even.value_count == both.value_count
+    assert secure.session[1] == pytest.approx(plain.tiers[0].upload.bytes, rel=0.2)

@@ -61,7 +61,9 @@ def assert_masked_after_the_noise(seen: dict[str, list[Payload]]) -> None:
 
 
 @pytest.mark.parametrize("privacy", [LOCAL, EXAMPLE])
-@pytest.mark.parametrize(("base", "method"), [("fedit/tiny-tasks", METHOD), ("guild/tiny-tasks", GUILD)])
+@pytest.mark.parametrize(
+    ("base", "method"), [("fedit/tiny-tasks", METHOD), ("guild/tiny-tasks", GUILD), ("rolora/tiny-tasks", GUILD)]
+)
 def test_a_simulation_masks_what_is_noised_and_ends_as_without_masks(
     base: str,
     method: tuple[str, ...],

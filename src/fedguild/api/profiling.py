@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from fedguild.client.budget import ClientInfo
+from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config
 from fedguild.config.data import GIVEN
 from fedguild.costs.profile import Profile, profile
@@ -19,6 +19,8 @@ from fedguild.data.corpora import corpus_spec
 from fedguild.errors import FedGuildError
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import DTYPES, describe_config
+from fedguild.model.info import ModelInfo
+from fedguild.server.method import Method
 from fedguild.server.secure_round import whole_form
 from fedguild.setup import budgets_of, check_fit, fitted, prepare_data, tell_fitted
 
@@ -83,9 +85,18 @@ def profile_config(
     counted = profile(method, model, clients, work, participants=participants, budgets=list(budgets.values()))
     if not config.federation.secure:
         return counted
-    form = method.linear_form(model, list(budgets.values()))
-    form = whole_form(form, model) if config.privacy.unit == "none" else form
-    return replace(counted, session=session_bytes(form, participants, config.federation.secure_share))
+    return replace(counted, session=_session(method, model, list(budgets.values()), config))
+
+
+def _session(method: Method, model: ModelInfo, budgets: Sequence[Budget], config: Config) -> tuple[int, int]:
+    """Returns the bytes that a client receives and sends in a round's session, the mean over rounds that alternate."""
+    sessions = []
+    for round_index in range(method.costs.rounds, method.costs.rounds + method.costs.period):
+        form = method.round_form(model, budgets, round_index)
+        form = whole_form(form, model) if config.privacy.unit == "none" else form
+        sessions.append(session_bytes(form, config.federation.wanted_uploads, config.federation.secure_share))
+    down, up = (round(sum(each) / len(sessions)) for each in zip(*sessions, strict=True))
+    return down, up
 
 
 def known_examples(config: Config) -> int | None:

@@ -119,7 +119,7 @@ class SecureClients:
             )
         except UploadError as error:
             raise UploadError(UNFIT) from error
-        form = method.linear_form(model, self.budgets)
+        form = method.round_form(model, self.budgets, task.round)
         terms = method.linear_terms(model, client, task.download, upload)
         if self.reported:
             form, terms = whole_form(form, model), whole_terms(terms, report, frequency)

@@ -33,12 +33,15 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import activation_frequency, load_received, train
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, ROUTING, Payload, with_part
+from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import WeightedMean, activation_weights, weights_by_name
 from fedguild.server.limits import require_within_top_k
+from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_by_expert, one
 from fedguild.server.method import RUNNING_MEAN, Method, Upload, in_part
 from fedguild.server.settings import Alpha, LoraSettings
+from fedguild.server.uploads import moved_adapter
 from fedguild.server.validation import Bound
 
 
@@ -84,6 +87,23 @@ class A3Smoe(Method):
             activations = activation_weights(upload.payload.part(ROUTING), examples, temperature=1.0)
             mean.add(trained, weights_by_name(trained, activations, examples))
         return Payload.of({ADAPTER: mean.result(state.part(ADAPTER))})
+
+    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
+        """Lines 6 and 7."""
+        layers = {layer.experts: layer.num_experts for layer in model.moe}
+        shapes = trainable_shapes(model, self.plan(model, budgets[0]))
+        return Form(means_by_expert(ADAPTER, shapes, layers), {EXAMPLES: 1, **layers})
+
+    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
+        """Returns theta_c and its weights; f_c stays with the client."""
+        activations = activation_weights(upload.part(ROUTING), float(client.examples), temperature=1.0)
+        weights = {experts: weight.numpy() for experts, weight in activations.items()}
+        changes = changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER))
+        return Contribution(changes, {EXAMPLES: one(client.examples), **weights})
+
+    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+        """Lines 6 and 7; an expert that too few clients activated keeps its global value."""
+        return Payload.of({ADAPTER: moved_adapter(state, means)})
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of theta_c and f_c."""

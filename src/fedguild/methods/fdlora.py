@@ -48,12 +48,14 @@ from fedguild.client.training import load_received, train
 from fedguild.data.batches import Encoded
 from fedguild.errors import ConfigError
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, with_part
+from fedguild.secure.form import Contribution, Form
 from fedguild.seeding import derive
+from fedguild.server.linear import SecureMeans
 from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload
 from fedguild.server.settings import Dropout, DropoutLoraSettings, Rank, Targets
-from fedguild.server.uploads import mean_adapter
+from fedguild.server.uploads import mean_adapter, mean_form, mean_terms, moved_adapter
 
 VELOCITY = "velocity"
 PERSONAL = "personal"
@@ -136,8 +138,23 @@ class FDLoRA(Method):
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 2 after stage 1, then lines 6 and 7."""
+        return self._next(state, mean_adapter(state, uploads, "uniform"))
+
+    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
+        """Line 2 or line 6."""
+        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])))
+
+    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
+        """Returns theta_p^i or theta_s^i; every client weighs the same."""
+        return mean_terms(client, download, upload, "uniform")
+
+    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+        """Line 2 after stage 1, then lines 6 and 7."""
+        return self._next(state, moved_adapter(state, means))
+
+    def _next(self, state: Payload, mean: dict[str, Tensor]) -> Payload:
+        """Returns the state after a round with this mean: itself after stage 1, then line 7."""
         shared, velocity = state.part(ADAPTER), state.part(VELOCITY)
-        mean = mean_adapter(state, uploads, "uniform")
         rounds = int(state.scalars["rounds"])
         if rounds > 0:
             momentum, rate = self.settings.outer_momentum, self.settings.outer_learning_rate

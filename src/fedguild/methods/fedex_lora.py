@@ -70,6 +70,7 @@ class FedExLoRA(Method):
     """
 
     Settings = FedExLoRASettings
+    not_linear = "it merges the products of every client's own A and B"
     settings: FedExLoRASettings
     costs = ServerCosts(
         f"O(C n): the residual needs all uploads, as factors of rank (C - 1) r; {HISTORY_COST}",

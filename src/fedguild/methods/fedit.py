@@ -48,12 +48,11 @@ from fedguild.server.linear import (
     changes_of,
     held_ranks,
     means_by_rank,
-    means_of,
     one,
 )
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
 from fedguild.server.settings import Rank, Scale, UnequalRanksSettings, Weights
-from fedguild.server.uploads import weight_of
+from fedguild.server.uploads import mean_form, mean_terms, moved_adapter, weight_of
 
 
 class FedITSettings(UnequalRanksSettings):
@@ -119,18 +118,17 @@ class FedIT(Method):
         rank = self.settings.rank
         shapes = trainable_shapes(model, self.plan(model, budgets[0]).with_lora(rank=rank))
         if not self.settings.rank_by_budget:
-            return Form(means_of(ADAPTER, shapes), {EXAMPLES: 1})
+            return mean_form(shapes)
         return Form(means_by_rank(ADAPTER, shapes), {EXAMPLES: 1, RANK: rank})
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
         """Returns the client's A and B, padded to the full rank, and its weight on each rank that it holds."""
+        if not self.settings.rank_by_budget:
+            return mean_terms(client, download, upload, self.settings.weights)
         rank, own = self.settings.rank, self.plan(model, client.budget).lora.rank
         padded, _ = pad_rank(upload.part(ADAPTER), rank)
         received, _ = pad_rank(download.part(ADAPTER), rank)
         weight = weight_of(Upload(0, client, upload), self.settings.weights)
-        values = changes_of(ADAPTER, padded, received)
-        if not self.settings.rank_by_budget:
-            return Contribution(values, {EXAMPLES: one(weight)})
         held = held_ranks(own, rank)
         return Contribution(
             changes_of(ADAPTER, padded, received),
@@ -140,7 +138,7 @@ class FedIT(Method):
 
     def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
         """Line 5; a rank that too few clients trained keeps its global value."""
-        return Payload.of({ADAPTER: means.moved(ADAPTER, state.part(ADAPTER))})
+        return Payload.of({ADAPTER: moved_adapter(state, means)})
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global A, B, at the budget's rank if ranks differ."""

@@ -30,17 +30,19 @@ from collections.abc import Iterable, Sequence
 import torch
 from pydantic import Field
 
-from fedguild.client.budget import Budget
+from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
 from fedguild.model.adapters.soft_prompt import SoftPrompt
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan
+from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import ADAPTER, Payload
+from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import WeightedMean
+from fedguild.server.linear import SecureMeans
 from fedguild.server.method import RUNNING_MEAN, Method, NotPrivate, Upload
 from fedguild.server.settings import MethodSettings
-from fedguild.server.uploads import weight_of
+from fedguild.server.uploads import mean_form, mean_terms, weight_of
 
 TEXT = (
     "Generate a clear and direct response that accurately fulfills the task based on the provided instruction "
@@ -92,3 +94,15 @@ class FedPrompt(Method):
             before = before or prompt
             mean.add(prompt, weight_of(upload, "uniform"))
         return Payload.of({ADAPTER: mean.result(before)})
+
+    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
+        """Line 5."""
+        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])))
+
+    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
+        """Returns P_i, in the first round whole, as the server has none; every client weighs the same."""
+        return mean_terms(client, download, upload, "uniform")
+
+    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+        """Line 5; without a mean in the first round, the state stays empty."""
+        return Payload.of({ADAPTER: means.moved(ADAPTER, state.part(ADAPTER) or means.zeros(ADAPTER))})

@@ -37,10 +37,12 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes, zero_adapter
 from fedguild.model.targets import leaf
 from fedguild.payload import ADAPTER, Payload
+from fedguild.secure.form import Contribution, Form
 from fedguild.server.limits import active_experts_of
+from fedguild.server.linear import SecureMeans
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload, in_part
 from fedguild.server.settings import DropoutLoraSettings, Rank, Weights
-from fedguild.server.uploads import mean_adapter
+from fedguild.server.uploads import mean_adapter, mean_form, mean_terms, moved_adapter
 
 
 class FedSALoRASettings(DropoutLoraSettings):
@@ -83,11 +85,23 @@ class FedSALoRA(Method):
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of A alone."""
-        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget).with_lora(frozen=(UP,))))
+        return in_part(ADAPTER, self._sent(model, client.budget))
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 6."""
         return Payload.of({ADAPTER: mean_adapter(state, uploads, self.settings.weights)})
+
+    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
+        """Line 6, of A alone."""
+        return mean_form(self._sent(model, budgets[0]))
+
+    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
+        """Returns A_c and w_c."""
+        return mean_terms(client, download, upload, self.settings.weights)
+
+    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+        """Line 6, of A alone."""
+        return Payload.of({ADAPTER: moved_adapter(state, means)})
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> None:
         """Returns None: every client has its own model."""
@@ -96,6 +110,10 @@ class FedSALoRA(Method):
         """Line 7; B = 0 for a client that never took part."""
         plan = self.plan(model, client.budget)
         return Deployment(plan, own_adapter(model, plan, excerpt, memory))
+
+    def _sent(self, model: ModelInfo, budget: Budget) -> dict[str, tuple[int, ...]]:
+        """Returns the names and shapes of A."""
+        return trainable_shapes(model, self.plan(model, budget).with_lora(frozen=(UP,)))
 
 
 def own_adapter(model: ModelInfo, plan: AdapterPlan, shared: Payload, memory: Payload) -> dict[str, Tensor]:

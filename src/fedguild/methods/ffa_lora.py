@@ -38,10 +38,10 @@ from fedguild.payload import ADAPTER, Payload
 from fedguild.secure.form import Contribution, Form
 from fedguild.seeding import new_seed, torch_rng
 from fedguild.server.limits import active_experts_of
-from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one
+from fedguild.server.linear import SecureMeans
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
 from fedguild.server.settings import DropoutLoraSettings, Weights
-from fedguild.server.uploads import mean_adapter, weight_of
+from fedguild.server.uploads import mean_adapter, mean_form, mean_terms, moved_adapter
 
 SEED = "seed"
 """The seed of A, a scalar in the state and in every download."""
@@ -91,16 +91,15 @@ class FFALoRA(Method):
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
         """Line 5."""
-        return Form(means_of(ADAPTER, trainable_shapes(model, self.plan(model, budgets[0]))), {EXAMPLES: 1})
+        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])))
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
         """Returns the client's B and its weight."""
-        weight = weight_of(Upload(0, client, upload), self.settings.weights)
-        return Contribution(changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER)), {EXAMPLES: one(weight)})
+        return mean_terms(client, download, upload, self.settings.weights)
 
     def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
         """Line 5."""
-        return Payload.of({ADAPTER: means.moved(ADAPTER, state.part(ADAPTER))}, state.scalars)
+        return Payload.of({ADAPTER: moved_adapter(state, means)}, state.scalars)
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the shared A and the global B."""

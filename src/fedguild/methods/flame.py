@@ -46,10 +46,10 @@ from fedguild.client.training import activation_frequency, load_received, train
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, ROUTING, Payload
-from fedguild.secure.form import Contribution, Form, LinearMean
+from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import WeightedMean, activation_weights, weights_by_name
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one, values_of
+from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_by_expert, means_of, one, values_of
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Observation, Upload, in_part
 from fedguild.server.rescaler import RESCALER, Rescaler, scale_observations, scale_parts, split_scales
 from fedguild.server.settings import LoraSettings, Targets
@@ -134,10 +134,7 @@ class Flame(Method):
         """Lines 6 to 8: LoRA by |D_i|, that of experts by gamma_i^j; the budgets' mean s by their clients alone."""
         lora, scales = split_scales(trainable_shapes(model, self.plan(model, budgets[0])))
         layers = {layer.experts: layer.num_experts for layer in model.moe}
-        means: dict[str, LinearMean] = {}
-        for name, shape in lora.items():
-            experts = name.rsplit(".", 2)[0]
-            means |= means_of(ADAPTER, {name: shape}, *((experts, 0) if experts in layers else (EXAMPLES, None)))
+        means = means_by_expert(ADAPTER, lora, layers)
         owned = {f"{RESCALER}/{budget.name}": budget for budget in budgets if scales}
         for key in owned:
             means |= means_of(key, scales, key, pooled=RESCALER)  # a budget may have one client

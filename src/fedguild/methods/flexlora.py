@@ -59,6 +59,7 @@ class FlexLoRA(Method):
     """
 
     Settings = FlexLoRASettings
+    not_linear = "it decomposes the mean of the clients' products B A, a sum as large as the layers"
     settings: FlexLoRASettings
     costs = ServerCosts(
         "O(C n): all factors are stacked",

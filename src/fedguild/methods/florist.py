@@ -76,6 +76,7 @@ class Florist(Method):
     """
 
     Settings = FloristSettings
+    not_linear = "it stacks every client's own A and B side by side"
     settings: FloristSettings
     costs = ServerCosts(
         f"O(C n): all uploads, and one module's stack of rank R = sum of the clients' ranks; {HISTORY_COST}",

@@ -38,11 +38,11 @@ from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.payload import ADAPTER, Payload
 from fedguild.secure.form import Contribution, Form
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one
+from fedguild.server.linear import SecureMeans
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
 from fedguild.server.settings import InBasisSettings
 from fedguild.server.singular_basis import change_basis, out_of_basis, started
-from fedguild.server.uploads import mean_adapter
+from fedguild.server.uploads import mean_adapter, mean_form, mean_terms, moved_adapter
 
 
 class Guild(Method):
@@ -84,16 +84,15 @@ class Guild(Method):
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
         """Line 6."""
-        return Form(means_of(ADAPTER, trainable_shapes(model, self.plan(model, budgets[0]))), {EXAMPLES: 1})
+        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])))
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
         """Returns theta_i and n_i."""
-        changes = changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER))
-        return Contribution(changes, {EXAMPLES: one(client.examples)})
+        return mean_terms(client, download, upload)
 
     def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
         """Line 6."""
-        return Payload.of({ADAPTER: means.moved(ADAPTER, state.part(ADAPTER))})
+        return Payload.of({ADAPTER: moved_adapter(state, means)})
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Line 7; the global model for a client that never took part."""

@@ -44,11 +44,13 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.model.targets import leaf
 from fedguild.payload import ADAPTER, Payload
+from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
+from fedguild.server.linear import SecureMeans
 from fedguild.server.method import RUNNING_MEAN, Method, Upload, in_part
 from fedguild.server.settings import DropoutLoraSettings, Weights
-from fedguild.server.uploads import weight_of
+from fedguild.server.uploads import mean_form, mean_terms, moved_adapter, weight_of
 
 ROUND = "round"
 """The scalar t of a state and of every download: the number of the next round, from 1."""
@@ -108,6 +110,22 @@ class RoLoRA(Method):
             tensors = {name: value for name, value in upload.payload.part(ADAPTER).items() if leaf(name) == trained}
             mean.add(tensors, weight_of(upload, self.settings.weights))
         return Payload.of({ADAPTER: mean.result(state.part(ADAPTER))}, {ROUND: int(state.scalars[ROUND]) + 1})
+
+    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
+        """Lines 4 and 7."""
+        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])))
+
+    def round_form(self, model: ModelInfo, budgets: Sequence[Budget], round_index: int) -> Form:
+        """Line 4 or line 7: the factor that trains in the round."""
+        return mean_form(trainable_shapes(model, self.further_plan(model, budgets[0], round_index)))
+
+    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
+        """Returns the client's factor and w_c."""
+        return mean_terms(client, download, upload, self.settings.weights)
+
+    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+        """Line 4 or line 7; the other factor stays."""
+        return Payload.of({ADAPTER: moved_adapter(state, means)}, {ROUND: int(state.scalars[ROUND]) + 1})
 
 
 def trained_factor(payload: Payload) -> str:

@@ -73,6 +73,11 @@ class SecureMeans:
         changes = {name: self._filled(f"{part}/{name}", zero.double()) for name, zero in zeros.items()}
         return {name: (kept.double() + changes[name]).to(torch.float32) for name, kept in before.items()}
 
+    def zeros(self, part: str) -> dict[str, Tensor]:
+        """Returns zeros in the shapes of a part's tensors, of those in which there is a mean anywhere."""
+        shapes = {name.removeprefix(f"{part}/"): value.shape for name, value in self.found.values.items()}
+        return {name: torch.zeros(shape) for name, shape in shapes.items() if self.has(f"{part}/{name}")}
+
     def has(self, name: str) -> bool:
         """Whether there is a mean anywhere in a tensor."""
         return name in self.found.known and bool(self.found.known[name].any())
@@ -110,6 +115,24 @@ def means_of(
         f"{part}/{name}": LinearMean(tuple(shape), weight, axis, range=f"{pooled}/{name}" if pooled else "")
         for name, shape in shapes.items()
     }
+
+
+def means_by_expert(
+    part: str, shapes: Mapping[str, tuple[int, ...]], experts: Mapping[str, int], otherwise: str = EXAMPLES
+) -> dict[str, LinearMean]:
+    """Returns the means of trainables of which a layer's experts have weights of their own (`weights_by_name`).
+
+    Args:
+        part: The part of the names.
+        shapes: Name -> shape.
+        experts: Path of a layer's experts, the name of their weights -> M.
+        otherwise: The name of the weight of all other trainables.
+    """
+    means: dict[str, LinearMean] = {}
+    for name, shape in shapes.items():
+        path = name.rsplit(".", 2)[0]
+        means |= means_of(part, {name: shape}, *((path, 0) if path in experts else (otherwise, None)))
+    return means
 
 
 def means_by_rank(part: str, shapes: Mapping[str, tuple[int, ...]], weight: str = RANK) -> dict[str, LinearMean]:

@@ -279,6 +279,10 @@ class Method(ABC):
             "Set federation.secure=false, or use a method that aggregates securely (docs/guides/security.md).",
         )
 
+    def round_form(self, model: ModelInfo, budgets: Sequence[Budget], round_index: int) -> Form:
+        """Returns the form of one round, where it is a part of `linear_form`; by default all of it."""
+        return self.linear_form(model, budgets)
+
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
         """Returns a client's terms in those means, in the form's shapes; runs where the client's data is."""
         raise NotImplementedError(f"{self.name} declares a form but no terms")

@@ -123,7 +123,7 @@ class SecureAggregation:
         """
         from fedguild.secure.server import ServerSession
 
-        form = method.linear_form(model, self.budgets)
+        form = method.round_form(model, self.budgets, round)
         form = whole_form(form, model) if self.reported else form
         clients = {upload.client.index: upload.client for upload in uploads}
         session = Session(self.run, round, secrets.token_hex(16), form.digest(), self.share, self.fewest, self.unheld)

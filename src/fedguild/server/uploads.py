@@ -1,16 +1,18 @@
-"""Combination of a round's uploads: averages of their adapters, and lists for sums that need all of them at once."""
+"""Combination of a round's uploads: means of adapters, in the clear or as linear sums, and lists of all uploads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
 
-from fedguild.client.budget import Budget
+from fedguild.client.budget import Budget, ClientInfo
 from fedguild.payload import ADAPTER, Payload
+from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import WeightedMean
+from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one, values_of
 from fedguild.server.method import Upload
 
 
@@ -28,6 +30,36 @@ def mean_adapter(
     for upload in uploads:
         mean.add(upload.payload.part(ADAPTER), weight_of(upload, weights))
     return mean.result(state.part(ADAPTER))
+
+
+def mean_form(shapes: Mapping[str, tuple[int, ...]]) -> Form:
+    """Returns the form of `mean_adapter` for secure aggregation: one weight for each client.
+
+    Args:
+        shapes: Name -> shape of the tensors of the adapter that are averaged.
+    """
+    return Form(means_of(ADAPTER, shapes), {EXAMPLES: 1})
+
+
+def mean_terms(
+    client: ClientInfo, download: Payload, upload: Payload, weights: Literal["size", "uniform"] = "size"
+) -> Contribution:
+    """Returns a client's terms in the form of `mean_form`: the change of its adapter, and w_c.
+
+    Args:
+        client: The client.
+        download: What it received; where that has no adapter, the upload's counts as a whole.
+        upload: What it has trained.
+        weights: As in `mean_adapter`.
+    """
+    trained, received = upload.part(ADAPTER), download.part(ADAPTER)
+    values = changes_of(ADAPTER, trained, received) if received else values_of(ADAPTER, trained)
+    return Contribution(values, {EXAMPLES: one(weight_of(Upload(0, client, upload), weights))})
+
+
+def moved_adapter(state: Payload, means: SecureMeans) -> dict[str, Tensor]:
+    """Returns the state's adapter, moved by the clients' mean change: `mean_adapter`, from secure means."""
+    return means.moved(ADAPTER, state.part(ADAPTER))
 
 
 def weight_of(upload: Upload, weights: Literal["size", "uniform"]) -> float:

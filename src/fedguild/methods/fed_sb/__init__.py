@@ -108,6 +108,7 @@ class FedSB(Method):
     """A federated r×r matrix between frozen factors; see the module's docstring."""
 
     Settings = FedSBSettings
+    not_linear = "it records of every client whether it still holds A and B"
     settings: FedSBSettings
     costs = ServerCosts(
         "O(n); in the first round one module's gradient [out, in]",

@@ -44,11 +44,13 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, with_part
+from fedguild.secure.form import Contribution, Form
 from fedguild.seeding import numpy_rng, torch_rng
 from fedguild.server.limits import active_experts_of
+from fedguild.server.linear import SecureMeans
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, NotPrivate, Upload, in_part
 from fedguild.server.settings import LoraSettings, Rank, Targets, Weights
-from fedguild.server.uploads import mean_adapter
+from fedguild.server.uploads import mean_adapter, mean_form, mean_terms, moved_adapter
 
 GRAFT = "graft"
 """The part of a client's memory with its grafted experts and gates."""
@@ -145,6 +147,18 @@ class Flex(Method):
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 7."""
         return Payload.of({ADAPTER: mean_adapter(state, uploads, self.settings.weights)})
+
+    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
+        """Line 7."""
+        return mean_form(trainable_shapes(model, self._shared(model, budgets[0])))
+
+    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
+        """Returns the client's shared LoRA and its weight."""
+        return mean_terms(client, download, upload, self.settings.weights)
+
+    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+        """Line 7."""
+        return Payload.of({ADAPTER: moved_adapter(state, means)})
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the model without a graft."""

@@ -32,11 +32,12 @@ Readings and deviations (docs/methods/pfl-moe.md):
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
@@ -46,11 +47,13 @@ from fedguild.methods.pfl_moe.gate import GateSettings, train_gates
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture
 from fedguild.methods.pfl_moe.second_training import add_cost, second_training
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload
+from fedguild.secure.form import Contribution, Form
+from fedguild.server.linear import SecureMeans
 from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload
 from fedguild.server.settings import DropoutLoraSettings, Rank, Targets
-from fedguild.server.uploads import mean_adapter
+from fedguild.server.uploads import mean_adapter, mean_form, mean_terms, moved_adapter
 
 RECEIVED, PERSONAL, GATE = "received", "personal", "gate"
 """The parts of a client's memory: theta, theta_p, and w and b."""
@@ -141,7 +144,22 @@ class PflMoe(Method):
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 4."""
-        mean = mean_adapter(state, uploads, "uniform")
+        return self._next(state, mean_adapter(state, uploads, "uniform"))
+
+    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
+        """Line 4."""
+        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])))
+
+    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
+        """Returns theta_i; every client weighs the same."""
+        return mean_terms(client, download, upload, "uniform")
+
+    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+        """Line 4."""
+        return self._next(state, moved_adapter(state, means))
+
+    def _next(self, state: Payload, mean: Mapping[str, Tensor]) -> Payload:
+        """Returns the state after a round with this mean."""
         return Payload.of({ADAPTER: mean}, {"rounds": int(state.scalars["rounds"]) + 1})
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:

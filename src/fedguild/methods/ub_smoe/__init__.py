@@ -346,15 +346,10 @@ class UbSmoe(Method):
         rates = means.result(UTILISATION, state.part(UTILISATION))
         used = {name: rate for name, rate in rates.items() if means.has(f"{UTILISATION}/{name}")}
         eta_gamma = float(means.result(TRAINING, {STEP_SIZE: torch.zeros(())})[STEP_SIZE])
-        zeros = {
-            name.removeprefix(f"{FIGURES}/"): torch.zeros(value.shape)
-            for name, value in means.found.values.items()
-            if name.startswith(f"{FIGURES}/") and means.has(name)
-        }
         holders = torch.tensor(sorted(each.client.index for each in means.contributors), dtype=torch.int64)
         seen = {
             COSINE: CosineMean(state.part(COSINE)).result(),
-            FIGURES: means.result(FIGURES, zeros),
+            FIGURES: means.result(FIGURES, means.zeros(FIGURES)),
             SERVER: {HOLDERS: holders, LOST: means.weight(WITHOUT).float()[0]},
         }
         return self._moved(state, means.moved(ADAPTER, state.part(ADAPTER)), eta_gamma, used, seen)
