@@ -291,7 +291,7 @@ def _secure(page: Path) -> str:
         kind = METHODS.load(name)
         mark = "no" if kind.linear_form is Method.linear_form else "yes"
         rows.append(f"| [`{name}`](../methods/{name}.md) | {mark} | {kind.not_linear} |")
-    head = ["| method | aggregates securely | why its server needs single uploads |", "| --- | --- | --- |"]
+    head = ["| method | aggregates securely | why not |", "| --- | --- | --- |"]
     return "\n".join([*head, *rows, ""])
 
 

@@ -89,7 +89,7 @@ class RunResult:
         rounds: Number of the last round.
         scores: Budget -> score of the global model after that round, from 0 to 1.
         mean: Mean over the budgets, or over the clients if every client has its own model.
-        report: The report's page.
+        report: The report's page; `evaluate` leaves it as it is, so that one of a run that was cut off may be missing.
         own: Client -> score of its own model on its own data; empty if not evaluated.
         trained: Client -> score of the model that its training left; empty if not evaluated.
         received: Client -> score of the model with which it would begin its next round; empty if not evaluated.

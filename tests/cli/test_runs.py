@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedguild.api.cells import plan_cells
+from fedguild.cli.options import is_setting
 from fedguild.cli.progress import TerminalProgress
 from fedguild.config import load_config
 from fedguild.errors import ConfigError
@@ -129,6 +130,11 @@ def test_compare_keeps_finished_cells_and_resumes_half_finished_ones(
     ]
     assert json.loads(second.stdout) == json.loads(first)
     assert "flame-tiny-tasks seed 0: already finished" in second.stderr
+
+
+def test_a_setting_may_be_longer_than_a_files_name() -> None:
+    assert is_setting("federation.budgets=[" + ", ".join(["{name: b, active_experts: 8}"] * 40) + "]")
+    assert not is_setting("flame/tiny-tasks")
 
 
 def test_compare_takes_a_file_with_an_equals_sign_in_its_name(invoke: Invoke, experiment: FakeExperiment) -> None:

@@ -132,3 +132,13 @@ def test_what_a_server_needs_of_single_clients_has_to_be_allowed():
     require_disclosure(form, ["validation", "activation"], "a method")
     with pytest.raises(Exception, match="needs validation of every single client"):
         require_disclosure(form, ["activation"], "a method")
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"), [("weights", ({}, {"other": np.ones(1)})), ("values", ({"other": np.ones(2)}, {}))]
+)
+def test_terms_that_the_form_does_not_have_are_refused(kind, own):
+    """They would count for nothing, beside a weight that counts."""
+    form = Form({"mean": LinearMean((2,), "examples")}, {"examples": 1})
+    with pytest.raises(ValueError, match=f"No {kind} named other are in the form"):
+        weight_words(form, Contribution(*own))

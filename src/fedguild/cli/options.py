@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -77,7 +78,7 @@ def config_and_settings(config: str | None, settings: Sequence[str] | None) -> t
 
 def is_setting(text: str) -> bool:
     """Whether an argument is a setting, `key.sub=value`, and not the name of a file with an equals sign in it."""
-    return "=" in text and not Path(text).exists()
+    return "=" in text and not os.path.exists(text)  # False for a text too long for a name
 
 
 def parsed_seeds(text: str | None) -> tuple[int, ...] | None:

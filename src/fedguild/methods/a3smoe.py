@@ -38,7 +38,7 @@ from fedguild.payload import ADAPTER, ROUTING, Payload, with_part
 from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import WeightedMean, activation_weights, weights_by_name
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_by_expert, one
+from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_by_expert, one, weights_by_expert
 from fedguild.server.method import RUNNING_MEAN, Method, Upload, in_part
 from fedguild.server.settings import Alpha, LoraSettings
 from fedguild.server.uploads import moved_adapter
@@ -90,15 +90,16 @@ class A3Smoe(Method):
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
         """Lines 6 and 7."""
-        layers = {layer.experts: layer.num_experts for layer in model.moe}
         shapes = trainable_shapes(model, self.plan(model, budgets[0]))
-        return Form(means_by_expert(ADAPTER, shapes, layers), {EXAMPLES: 1, **layers})
+        means = means_by_expert(ADAPTER, shapes, {layer.experts: layer.num_experts for layer in model.moe})
+        return Form(means, {EXAMPLES: 1, **weights_by_expert(means)})
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
         """Returns theta_c and its weights; f_c stays with the client."""
-        activations = activation_weights(upload.part(ROUTING), float(client.examples), temperature=1.0)
-        weights = {experts: weight.numpy() for experts, weight in activations.items()}
         changes = changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER))
+        activations = activation_weights(upload.part(ROUTING), float(client.examples), temperature=1.0)
+        used = {name.removeprefix(f"{ADAPTER}/").rsplit(".", 2)[0] for name in changes}
+        weights = {experts: weight.numpy() for experts, weight in activations.items() if experts in used}
         return Contribution(changes, {EXAMPLES: one(client.examples), **weights})
 
     def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:

@@ -142,7 +142,7 @@ class FDLoRA(Method):
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
         """Line 2 or line 6."""
-        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])))
+        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])), "uniform")
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
         """Returns theta_p^i or theta_s^i; every client weighs the same."""

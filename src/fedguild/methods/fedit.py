@@ -42,7 +42,6 @@ from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import WeightedMean, pad_rank, truncate_rank
 from fedguild.server.limits import require_within_rank, require_within_top_k
 from fedguild.server.linear import (
-    EXAMPLES,
     RANK,
     SecureMeans,
     changes_of,
@@ -52,7 +51,7 @@ from fedguild.server.linear import (
 )
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
 from fedguild.server.settings import Rank, Scale, UnequalRanksSettings, Weights
-from fedguild.server.uploads import mean_form, mean_terms, moved_adapter, weight_of
+from fedguild.server.uploads import WEIGHT_NAMES, mean_form, mean_terms, moved_adapter, weight_of
 
 
 class FedITSettings(UnequalRanksSettings):
@@ -118,8 +117,9 @@ class FedIT(Method):
         rank = self.settings.rank
         shapes = trainable_shapes(model, self.plan(model, budgets[0]).with_lora(rank=rank))
         if not self.settings.rank_by_budget:
-            return mean_form(shapes)
-        return Form(means_by_rank(ADAPTER, shapes), {EXAMPLES: 1, RANK: rank})
+            return mean_form(shapes, self.settings.weights)
+        weight = WEIGHT_NAMES[self.settings.weights]
+        return Form(means_by_rank(ADAPTER, shapes, otherwise=weight), {weight: 1, RANK: rank})
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
         """Returns the client's A and B, padded to the full rank, and its weight on each rank that it holds."""
@@ -132,7 +132,7 @@ class FedIT(Method):
         held = held_ranks(own, rank)
         return Contribution(
             changes_of(ADAPTER, padded, received),
-            {EXAMPLES: one(weight), RANK: weight * held.astype(float)},
+            {WEIGHT_NAMES[self.settings.weights]: one(weight), RANK: weight * held.astype(float)},
             {RANK: held},
         )
 

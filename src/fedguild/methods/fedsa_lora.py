@@ -93,7 +93,7 @@ class FedSALoRA(Method):
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
         """Line 6, of A alone."""
-        return mean_form(self._sent(model, budgets[0]))
+        return mean_form(self._sent(model, budgets[0]), self.settings.weights)
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
         """Returns A_c and w_c."""

@@ -91,7 +91,7 @@ class FFALoRA(Method):
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
         """Line 5."""
-        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])))
+        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])), self.settings.weights)
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
         """Returns the client's B and its weight."""

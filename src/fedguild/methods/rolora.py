@@ -113,11 +113,13 @@ class RoLoRA(Method):
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
         """Lines 4 and 7."""
-        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])))
+        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])), self.settings.weights)
 
     def round_form(self, model: ModelInfo, budgets: Sequence[Budget], round_index: int) -> Form:
         """Line 4 or line 7: the factor that trains in the round."""
-        return mean_form(trainable_shapes(model, self.further_plan(model, budgets[0], round_index)))
+        return mean_form(
+            trainable_shapes(model, self.further_plan(model, budgets[0], round_index)), self.settings.weights
+        )
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
         """Returns the client's factor and w_c."""

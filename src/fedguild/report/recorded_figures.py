@@ -52,7 +52,7 @@ class Drawing:
     @property
     def says(self) -> str:
         """What is drawn, as the beginning of a sentence."""
-        return f"The {self.y} by {self.x}"
+        return f"The {self.y} by {self.x}{', paired by seed' if self.are_differences else ''}"
 
     @property
     def caption(self) -> str:

@@ -208,12 +208,12 @@ def error_bound(ranges: float, clients: int, left: int, share: float = 1.0) -> f
 
 
 def _weights(form: Form, numbers: Contribution) -> Floats:
-    unknown = sorted(numbers.weights.keys() - form.weights.keys())
-    if unknown:
-        raise ValueError(f"No weights named {', '.join(unknown)} are in the form.")
+    for kind, own, known in (("weights", numbers.weights, form.weights), ("values", numbers.values, form.means)):
+        if unknown := sorted(own.keys() - known.keys()):
+            raise ValueError(f"No {kind} named {', '.join(unknown)} are in the form.")
     weights = np.zeros(form.weight_count)
-    for key, own in numbers.weights.items():
-        weights[form.places[key]] = own
+    for key, weight in numbers.weights.items():
+        weights[form.places[key]] = weight
     return weights
 
 

@@ -17,6 +17,9 @@ from fedguild.secure.form import Bits, Floats, LinearMean
 from fedguild.server.aggregation import rank_axis
 
 EXAMPLES = "examples"
+"""The weight n_i of a client, its number of examples."""
+CLIENTS = "clients"
+"""The weight of a client where all that have an example weigh the same."""
 """The name of weights by size or uniform: one weight for each client."""
 RANK = "rank"
 """The name of weights by rank, and of the groups of clients that hold a rank."""
@@ -135,7 +138,14 @@ def means_by_expert(
     return means
 
 
-def means_by_rank(part: str, shapes: Mapping[str, tuple[int, ...]], weight: str = RANK) -> dict[str, LinearMean]:
+def weights_by_expert(means: Mapping[str, LinearMean]) -> dict[str, int]:
+    """Returns name -> number of the weights along an axis that means have; sums that no mean needs stay closed."""
+    return {mean.weight: mean.shape[mean.weight_axis] for mean in means.values() if mean.weight_axis is not None}
+
+
+def means_by_rank(
+    part: str, shapes: Mapping[str, tuple[int, ...]], weight: str = RANK, otherwise: str = EXAMPLES
+) -> dict[str, LinearMean]:
     """Returns the means of LoRA of unequal ranks: each client holds the first ones (`held_ranks`).
 
     Args:
@@ -143,12 +153,13 @@ def means_by_rank(part: str, shapes: Mapping[str, tuple[int, ...]], weight: str 
         shapes: Name -> shape at the full rank.
         weight: `RANK` averages a rank over its holders; the name of one weight for each client averages over all
             clients, of which those without the rank have zeros.
+        otherwise: With `RANK`, the name of the weight of what has no rank.
     """
     means: dict[str, LinearMean] = {}
     for name, shape in shapes.items():
         axis = rank_axis(name)
         if axis is None:
-            means |= means_of(part, {name: shape}, EXAMPLES if weight == RANK else weight)
+            means |= means_of(part, {name: shape}, otherwise if weight == RANK else weight)
             continue
         place = axis % len(shape)
         means[f"{part}/{name}"] = LinearMean(tuple(shape), weight, place if weight == RANK else None, RANK, place)

@@ -140,7 +140,7 @@ class Method(ABC):
         not_adapters: What its uploads have in the place of adapters, a clause without a subject; empty where they are
             some. Such an upload means something by its round's mean alone: it is neither diagnosed nor used a round
             later, and the server takes no step towards it.
-        not_linear: Why the server needs single uploads, a clause without a subject's name; empty where it does not, or
+        not_linear: Why the server does not take sums alone, a clause without a subject's name; empty where it does, or
             where nobody has said which sums it takes.
         not_private: Why it cannot run with differential privacy, a clause without a subject; empty where it can. See
             `privacy_refusal`.
@@ -275,7 +275,7 @@ class Method(ABC):
         """
         reason = self.not_linear or "it does not declare the sums that it takes of them"
         raise ConfigError(
-            f"federation.secure: the server of {self.name} needs single uploads: {reason}.",
+            f"federation.secure: the server of {self.name} does not aggregate securely: {reason}.",
             "Set federation.secure=false, or use a method that aggregates securely (docs/guides/security.md).",
         )
 

@@ -25,7 +25,7 @@ from fedguild.payload import Payload
 from fedguild.secure.fixed_point import LARGEST_VALUE, Means
 from fedguild.secure.form import Contribution, Form, LinearMean
 from fedguild.secure.session import STEPS, Arrays, Session, Step, Unheld
-from fedguild.server.linear import EXAMPLES, Contributor, SecureMeans, one
+from fedguild.server.linear import CLIENTS, EXAMPLES, Contributor, SecureMeans, one
 from fedguild.server.method import Method, Upload
 from fedguild.server.validation import unusable
 from fedguild.wire.accounting import Traffic, size_bytes
@@ -252,22 +252,23 @@ def _unfit(
 
 
 def _require_known_sizes(weights: Mapping[str, NDArray[np.float64]], clients: Sequence[ClientInfo]) -> None:
-    """Raises unless the sum of the clients' sizes is that of those that the server knows.
+    """Raises unless the clients' weights by size, or equal ones, add up to what the server knows.
 
     Raises:
         QuorumError: it is not.
     """
-    known = sum(client.examples for client in clients)
-    uniform = sum(client.examples > 0 for client in clients)
-    if EXAMPLES in weights and not any(
-        np.isclose(weights[EXAMPLES][0], expected, rtol=1e-9) for expected in (known, uniform)
-    ):
-        raise QuorumError(
-            f"Secure aggregation: the clients' weights add up to {weights[EXAMPLES][0]:g}, but those that the server "
-            f"knows to {known}. One of them weighs itself otherwise than it says; which one cannot be told. Only sums "
-            "of weights were opened.",
-            "docs/guides/security.md, What stays open: how the run goes on without a client.",
-        )
+    known = {
+        EXAMPLES: sum(client.examples for client in clients),
+        CLIENTS: sum(client.examples > 0 for client in clients),
+    }
+    for name, expected in known.items():
+        if name in weights and not np.isclose(weights[name][0], expected, rtol=1e-9):
+            raise QuorumError(
+                f"Secure aggregation: the clients' weights add up to {weights[name][0]:g}, but those that the server "
+                f"knows to {expected}. One of them weighs itself otherwise than it says; which one cannot be told. "
+                "Only sums of weights were opened.",
+                "docs/guides/security.md, What stays open: how the run goes on without a client.",
+            )
 
 
 def _require_plausible(means: Means, form: Form) -> None:

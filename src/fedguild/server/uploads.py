@@ -12,8 +12,11 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.payload import ADAPTER, Payload
 from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one, values_of
+from fedguild.server.linear import CLIENTS, EXAMPLES, SecureMeans, changes_of, means_of, one, values_of
 from fedguild.server.method import Upload
+
+WEIGHT_NAMES: Mapping[Literal["size", "uniform"], str] = {"size": EXAMPLES, "uniform": CLIENTS}
+"""How clients are weighed -> the name of their weight in a form, whose sum the server knows."""
 
 
 def mean_adapter(
@@ -32,13 +35,15 @@ def mean_adapter(
     return mean.result(state.part(ADAPTER))
 
 
-def mean_form(shapes: Mapping[str, tuple[int, ...]]) -> Form:
+def mean_form(shapes: Mapping[str, tuple[int, ...]], weights: Literal["size", "uniform"] = "size") -> Form:
     """Returns the form of `mean_adapter` for secure aggregation: one weight for each client.
 
     Args:
         shapes: Name -> shape of the tensors of the adapter that are averaged.
+        weights: As in `mean_adapter`.
     """
-    return Form(means_of(ADAPTER, shapes), {EXAMPLES: 1})
+    weight = WEIGHT_NAMES[weights]
+    return Form(means_of(ADAPTER, shapes, weight), {weight: 1})
 
 
 def mean_terms(
@@ -54,7 +59,7 @@ def mean_terms(
     """
     trained, received = upload.part(ADAPTER), download.part(ADAPTER)
     values = changes_of(ADAPTER, trained, received) if received else values_of(ADAPTER, trained)
-    return Contribution(values, {EXAMPLES: one(weight_of(Upload(0, client, upload), weights))})
+    return Contribution(values, {WEIGHT_NAMES[weights]: one(weight_of(Upload(0, client, upload), weights))})
 
 
 def moved_adapter(state: Payload, means: SecureMeans) -> dict[str, Tensor]:

@@ -236,5 +236,5 @@ def _first_state(method: Method, model: ModelInfo, budgets: Sequence[Budget], se
             return None
         raise ConfigError(
             f"{method.name} cannot begin: its `start` raises {type(error).__name__}: {error}",
-            "The fault is in the method: `fedguild --debug` shows its traceback.",
+            "`fedguild --debug` shows the traceback.",
         ) from error

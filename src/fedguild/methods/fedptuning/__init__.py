@@ -88,7 +88,7 @@ class FedPTuning(Method):
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
         """Line 5."""
-        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])))
+        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])), "uniform")
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
         """Returns E_i and MLP_i; every client weighs the same."""

@@ -150,7 +150,7 @@ class Flex(Method):
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
         """Line 7."""
-        return mean_form(trainable_shapes(model, self._shared(model, budgets[0])))
+        return mean_form(trainable_shapes(model, self._shared(model, budgets[0])), self.settings.weights)
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
         """Returns the client's shared LoRA and its weight."""

@@ -48,23 +48,18 @@ from fedguild.client.training import load_received
 from fedguild.errors import ConfigError
 from fedguild.methods.hfedmoe.importance import Importance
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
-from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import Weight, WeightedMean
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_by_expert, means_of, one
 from fedguild.server.method import Method, ServerCosts, Upload, in_part
 from fedguild.server.settings import LoraSettings, Rank, Targets
-from fedguild.server.uploads import moved_adapter
 from fedguild.server.validation import Bound
 
 USAGE = "usage"
 """The part of an upload with u_c: path of each layer's experts -> [M]."""
 PREFERENCE = "preference"
 """The part of an upload with p_c, 0 outside S_c: path of each layer's router -> [M]."""
-ALPHA = "alpha"
-"""The name of the routers' weights alpha_c in the form of the linear sums."""
 
 
 class HFedMoeSettings(LoraSettings):
@@ -96,6 +91,7 @@ class HFedMoe(Method):
 
     Settings = HFedMoeSettings
     settings: HFedMoeSettings
+    not_linear = "the sum of the sizes of an expert's users would tell who they are"
     needs_float64 = "measures the experts' importance"
     needs_experts = True
     costs = ServerCosts(
@@ -154,31 +150,11 @@ class HFedMoe(Method):
         mean = WeightedMean()
         for upload in uploads:
             size, trained = float(upload.client.examples), upload.payload.part(ADAPTER)
-            of_experts, alpha = self._weights(upload.client, upload.payload)
-            preference = upload.payload.part(PREFERENCE)
+            usage, preference = upload.payload.part(USAGE), upload.payload.part(PREFERENCE)
+            of_experts = {path: size * self.counts(used).double() for path, used in usage.items()}  # Eq. 17
+            alpha = float(sum(p.double().clamp(0, 1).sum() for p in preference.values())) if size else 0.0  # Eq. 20
             mean.add(trained, {name: self._weight(name, of_experts, preference, alpha, size) for name in trained})
         return Payload.of({ADAPTER: mean.result(state.part(ADAPTER))})
-
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Lines 9 to 11."""
-        layers = {layer.experts: layer.num_experts for layer in model.moe}
-        routers = {layer.router for layer in model.moe}
-        shapes = trainable_shapes(model, self.plan(model, budgets[0]))
-        routing = {name: shape for name, shape in shapes.items() if name.rsplit(".", 1)[0] in routers}
-        rest = {name: shape for name, shape in shapes.items() if name not in routing}
-        means = means_by_expert(ADAPTER, rest, layers) | means_of(ADAPTER, routing, ALPHA)
-        return Form(means, {EXAMPLES: 1, ALPHA: 1, **layers})
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns the client's LoRA and its weights; u_c and p_c stay with it."""
-        of_experts, alpha = self._weights(client, upload)
-        weights = {path: weight.numpy() for path, weight in of_experts.items()}
-        changes = changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER))
-        return Contribution(changes, {EXAMPLES: one(client.examples), ALPHA: one(alpha), **weights})
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Lines 9 to 11; an expert that counts for too few clients keeps its global value."""
-        return Payload.of({ADAPTER: moved_adapter(state, means)})
 
     def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of the LoRA, u_c and p_c."""
@@ -198,13 +174,6 @@ class HFedMoe(Method):
     def counts(self, usage: Tensor) -> Tensor:
         """Returns [M] bool of a layer's u_c [M]: whether the expert is in S_c."""
         return usage * len(usage) >= self.settings.threshold
-
-    def _weights(self, client: ClientInfo, upload: Payload) -> tuple[dict[str, Tensor], float]:
-        """Returns path of a layer's experts -> [M] |D_c| where an expert is in S_c, else 0; and alpha_c."""
-        size, preference = float(client.examples), upload.part(PREFERENCE).values()
-        of_experts = {path: size * self.counts(used).double() for path, used in upload.part(USAGE).items()}  # Eq. 17
-        alpha = float(sum(p.double().clamp(0, 1).sum() for p in preference)) if size else 0.0  # Eq. 20
-        return of_experts, alpha
 
     def _weight(
         self, name: str, experts: Mapping[str, Tensor], routers: Mapping[str, Tensor], alpha: float, size: float

@@ -148,7 +148,7 @@ class PflMoe(Method):
 
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
         """Line 4."""
-        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])))
+        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])), "uniform")
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
         """Returns theta_i; every client weighs the same."""
