@@ -512,11 +512,12 @@ class TestRefusals:
             build_method(name, {**LINEAR[name], **options}).linear_form(backbone.info, BUDGETS)
 
 
-def test_the_experts_weights_stay_closed_where_no_expert_trains(backbone):
+@pytest.mark.parametrize("name", ["a3smoe", "flame"])
+def test_the_experts_weights_stay_closed_where_no_expert_trains(name, backbone, tmp_path):
     """A sum that no mean needs would tell how the clients' tokens are routed, for nothing."""
-    method = build_method("a3smoe", {"rank": 2, "targets": ["attention"]})
-    assert method.linear_form(backbone.info, BUDGETS).weights == {"examples": 1}
     experts = {layer.experts for layer in backbone.info.moe}
-    assert (
-        build_method("a3smoe", {"rank": 2}).linear_form(backbone.info, BUDGETS).weights.keys() == {"examples"} | experts
-    )
+    options = {"rank": 2, "targets": ["attention"]}
+    run = Run(backbone, f"{name} on the attention", tmp_path, secure=True, options=options)
+    assert run.federation.method.linear_form(backbone.info, BUDGETS).weights.keys().isdisjoint(experts)
+    assert run.round(1).accepted == list(range(6))
+    assert build_method(name, {"rank": 2}).linear_form(backbone.info, BUDGETS).weights.keys() > experts

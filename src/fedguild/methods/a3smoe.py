@@ -38,7 +38,15 @@ from fedguild.payload import ADAPTER, ROUTING, Payload, with_part
 from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import WeightedMean, activation_weights, weights_by_name
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_by_expert, one, weights_by_expert
+from fedguild.server.linear import (
+    EXAMPLES,
+    SecureMeans,
+    changes_of,
+    means_by_expert,
+    one,
+    used_by_expert,
+    weights_by_expert,
+)
 from fedguild.server.method import RUNNING_MEAN, Method, Upload, in_part
 from fedguild.server.settings import Alpha, LoraSettings
 from fedguild.server.uploads import moved_adapter
@@ -98,9 +106,7 @@ class A3Smoe(Method):
         """Returns theta_c and its weights; f_c stays with the client."""
         changes = changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER))
         activations = activation_weights(upload.part(ROUTING), float(client.examples), temperature=1.0)
-        used = {name.removeprefix(f"{ADAPTER}/").rsplit(".", 2)[0] for name in changes}
-        weights = {experts: weight.numpy() for experts, weight in activations.items() if experts in used}
-        return Contribution(changes, {EXAMPLES: one(client.examples), **weights})
+        return Contribution(changes, {EXAMPLES: one(client.examples), **used_by_expert(changes, activations)})
 
     def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
         """Lines 6 and 7; an expert that too few clients activated keeps its global value."""

@@ -49,7 +49,17 @@ from fedguild.payload import ADAPTER, ROUTING, Payload
 from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import WeightedMean, activation_weights, weights_by_name
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_by_expert, means_of, one, values_of
+from fedguild.server.linear import (
+    EXAMPLES,
+    SecureMeans,
+    changes_of,
+    means_by_expert,
+    means_of,
+    one,
+    used_by_expert,
+    values_of,
+    weights_by_expert,
+)
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Observation, Upload, in_part
 from fedguild.server.rescaler import RESCALER, Rescaler, scale_observations, scale_parts, split_scales
 from fedguild.server.settings import LoraSettings, Targets
@@ -133,20 +143,21 @@ class Flame(Method):
     def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
         """Lines 6 to 8: LoRA by |D_i|, that of experts by gamma_i^j; the budgets' mean s by their clients alone."""
         lora, scales = split_scales(trainable_shapes(model, self.plan(model, budgets[0])))
-        layers = {layer.experts: layer.num_experts for layer in model.moe}
-        means = means_by_expert(ADAPTER, lora, layers)
+        means = means_by_expert(ADAPTER, lora, {layer.experts: layer.num_experts for layer in model.moe})
+        weights = weights_by_expert(means)
         owned = {f"{RESCALER}/{budget.name}": budget for budget in budgets if scales}
         for key in owned:
             means |= means_of(key, scales, key, pooled=RESCALER)  # a budget may have one client
-        return Form(means, {EXAMPLES: 1, **layers, **dict.fromkeys(owned, 1)})
+        return Form(means, {EXAMPLES: 1, **weights, **dict.fromkeys(owned, 1)})
 
     def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
         """Returns the terms of Eq. 6 and 7; gamma stays with the client."""
         key, scales = f"{RESCALER}/{client.budget.name}", upload.part(RESCALER)
         own = {key: one(weight_of(Upload(0, client, upload), "uniform"))} if scales else {}
-        gamma = {experts: weight.numpy() for experts, weight in self.gamma(Upload(0, client, upload)).items()}
+        changes = changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER))
+        gamma = used_by_expert(changes, self.gamma(Upload(0, client, upload)))
         return Contribution(
-            {**changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER)), **values_of(key, scales)},
+            {**changes, **values_of(key, scales)},
             {EXAMPLES: one(client.examples), **gamma, **own},
         )
 

@@ -143,6 +143,12 @@ def weights_by_expert(means: Mapping[str, LinearMean]) -> dict[str, int]:
     return {mean.weight: mean.shape[mean.weight_axis] for mean in means.values() if mean.weight_axis is not None}
 
 
+def used_by_expert(values: Mapping[str, NDArray[np.floating]], weights: Mapping[str, Tensor]) -> dict[str, Floats]:
+    """Returns the weights of those layers' experts that a client's values have, as `weights_by_expert` of the form."""
+    used = {name.partition("/")[2].rsplit(".", 2)[0] for name in values}
+    return {experts: weight.double().numpy() for experts, weight in weights.items() if experts in used}
+
+
 def means_by_rank(
     part: str, shapes: Mapping[str, tuple[int, ...]], weight: str = RANK, otherwise: str = EXAMPLES
 ) -> dict[str, LinearMean]:
