@@ -22,6 +22,8 @@ from fedguild.errors import ConfigError
 
 GRID = 1e-3
 """The PLD accountant's grid of privacy losses; it rounds up, so that any grid gives a bound."""
+COARSER_BELOW = 0.1
+"""Noise multiplier below which the grid grows as the losses do, with 1 / noise², so that it has no more points."""
 SOLVED_TO = 1e-3
 """How far a solved noise multiplier may lie above the smallest that reaches the target."""
 SMALLEST_NOISE, LARGEST_NOISE = 0.05, 1e4
@@ -145,7 +147,7 @@ def _bracket(target: float, delta: float, released: Callable[[float], Release]) 
 
 @lru_cache(maxsize=4096)
 def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
-    accountant = _accountant(_kind(releases))
+    accountant = _accountant(_kind(releases), min(release.noise_multiplier for release in releases))
     for release in releases:
         accountant.compose(event_of(release))
     return float(accountant.get_epsilon(delta))
@@ -156,7 +158,8 @@ def _kind(releases: Iterable[Release]) -> str:
     return "rdp" if any(release.drawn is not None for release in releases) else "pld"
 
 
-def _accountant(kind: str) -> Any:
+def _accountant(kind: str, noise: float = math.inf) -> Any:
+    """Returns an accountant of a kind, for noise multipliers from the given one on."""
     library = require_library()
     if kind == "rdp":
         from dp_accounting import rdp
@@ -164,4 +167,4 @@ def _accountant(kind: str) -> Any:
         return rdp.RdpAccountant(neighboring_relation=library.NeighboringRelation.REPLACE_ONE)
     from dp_accounting import pld
 
-    return pld.PLDAccountant(value_discretization_interval=GRID)
+    return pld.PLDAccountant(value_discretization_interval=GRID * max(1.0, (COARSER_BELOW / noise) ** 2))
