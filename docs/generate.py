@@ -200,20 +200,21 @@ def _recorded(page: Path) -> str:
         return f"{none} been recorded yet: `make tables`.\n"
     own = "" if page.stem == "results" else f"{page.stem}/"
     recorded = {record.table for record in records}
-    if unrun := [name for name in _plan() if name.startswith(own) and name not in recorded]:
+    if unrun := [name for name in _plan(RECORDS) if name.startswith(own) and name not in recorded]:
         parts.append(f"Planned, and not run yet: {', '.join(f'`{name}`' for name in unrun)}.\n")
     return "\n".join([*([] if page.stem == "results" else [LEGEND]), *parts])
 
 
 def _in_the_plans_order(shipped: Iterable[ShippedTable]) -> list[ShippedTable]:
     """Returns tables as plan.yaml has them, which begins with the main ones; others by name behind them."""
-    place = {name: number for number, name in enumerate(_plan())}
+    place = {name: number for number, name in enumerate(_plan(RECORDS))}
     return sorted(shipped, key=lambda one: (place.get(one.name, len(place)), one.name))
 
 
-def _plan() -> list[str]:
+@cache
+def _plan(records: Path) -> list[str]:
     """Returns the names of the tables of plan.yaml, in its order."""
-    path = RECORDS / "plan.yaml"
+    path = records / "plan.yaml"
     return [*yaml.safe_load(path.read_text("utf-8"))] if path.is_file() else []
 
 
