@@ -8,7 +8,7 @@
 Without --data, `../shared/data` is the folder of the data sets where it exists.
 
 Where the plan says `choose`, a setting of each row is chosen first, by runs of a seed of their own that are scored on
-the validation examples. A run that another table has recorded with the very same settings is not run again, and where
+the validation examples; with `together`, all rows get the value that is best in the mean over them. A run that another table has recorded with the very same settings is not run again, and where
 the plan says `longer`, a column of fewer rounds is read from the runs of one of more. The pages are written by
 `docs/generate.py`, which reads the records and nothing else.
 """
@@ -38,6 +38,7 @@ from fedguild.report.recorded import (
     SUMMARIES,
     CellRecord,
     ChoiceRecord,
+    best_together,
     choice_path,
     read_records,
     record_of,
@@ -228,8 +229,16 @@ class Plan:
         """Returns the settings of a row's cells; None where one is still to be chosen."""
         if "choose" not in self.settings:
             return self.overrides
-        choice = self.choice(row)
-        return None if choice is None else (*self.overrides, f"{choice.setting}={choice.chosen}")
+        choices = [self.choice(one) for one in (self.table.rows if self.chooses_together else [row])]
+        found = [choice for choice in choices if choice is not None]
+        if len(found) < len(choices):
+            return None
+        return (*self.overrides, f"{found[0].setting}={best_together(found)}")
+
+    @property
+    def chooses_together(self) -> bool:
+        """Whether one value is chosen for all rows, the best in the mean over them."""
+        return bool(self.settings.get("choose", {}).get("together", False))
 
     def candidate_overrides(self, value: str) -> tuple[str, ...]:
         """Returns the settings of a run that tries a value."""
@@ -296,6 +305,7 @@ class Plan:
                 value: {name: found for name, found in scores.items() if name in SUMMARIES and name != score}
                 for value, scores in ran.items()
             },
+            together=self.chooses_together,
         ).write(RECORDS)
 
     def cells(self) -> list[Planned]:
@@ -406,7 +416,8 @@ def run(plan: Plan, jobs: int, rows: Sequence[str] = (), *, discard: bool = Fals
     if unknown := sorted(set(rows) - plan.table.rows.keys()):
         raise SystemExit(f"{plan.name} has no row {unknown[0]}, but {', '.join(plan.table.rows)}.")
     wanted = rows or tuple(plan.table.rows)
-    for row in wanted if "choose" in plan.settings else ():
+    to_choose = tuple(plan.table.rows) if plan.chooses_together else wanted
+    for row in to_choose if "choose" in plan.settings else ():
         if not plan.is_chosen(row):
             untried = plan.untried(row)
             finish(untried, jobs)

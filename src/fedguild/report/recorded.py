@@ -108,6 +108,7 @@ class ChoiceRecord(BaseModel):
         tried: Value, as on the command line -> score on the validation examples.
         fingerprints: Value -> fingerprint of the run's config.
         others: Value -> the run's other summaries, for a table that decides by another of them.
+        together: Whether all rows of the table get one value, the best in the mean over them (`best_together`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -121,6 +122,7 @@ class ChoiceRecord(BaseModel):
     tried: dict[str, float] = Field(min_length=1)
     fingerprints: dict[str, str]
     others: dict[str, dict[str, float]] = Field(default_factory=dict)
+    together: bool = False
 
     def by_score(self, score: str) -> dict[str, float]:
         """Returns value -> a score of its run, of the values whose runs have it."""
@@ -142,6 +144,18 @@ class ChoiceRecord(BaseModel):
         path = choice_path(folder, self.table, self.row)
         write_text(path, self.model_dump_json(indent=1, exclude_defaults=True) + "\n")
         return path
+
+
+def mean_over_rows(choices: Sequence[ChoiceRecord]) -> dict[str, float]:
+    """Returns value -> its mean score over the rows for which it was tried, of the values that all of them tried."""
+    everywhere = [value for value in choices[0].tried if all(value in choice.tried for choice in choices)]
+    return {value: fmean(choice.tried[value] for choice in choices) for value in everywhere}
+
+
+def best_together(choices: Sequence[ChoiceRecord]) -> str:
+    """Returns the value with the highest mean score over the rows; of equal ones the first that was tried."""
+    means = mean_over_rows(choices)
+    return max(means, key=lambda value: means[value])
 
 
 def nats_per_token(record: CellRecord) -> dict[str, float]:

@@ -10,7 +10,15 @@ from fedguild.config.table import ONLY_COLUMN, Table
 from fedguild.evaluation.statistics import spread
 from fedguild.report import units
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.recorded import SUMMARIES, CellRecord, ChoiceRecord, nats_per_token, perplexities
+from fedguild.report.recorded import (
+    SUMMARIES,
+    CellRecord,
+    ChoiceRecord,
+    best_together,
+    mean_over_rows,
+    nats_per_token,
+    perplexities,
+)
 from fedguild.report.recorded_claims import (
     ROUNDING,
     Values,
@@ -226,6 +234,14 @@ def _chosen(choices: Sequence[ChoiceRecord]) -> str:
     sentences = []
     for (setting, values, score, column, seed), members in ways.items():
         where = "" if column == ONLY_COLUMN else f", {column}"
+        if members[0].together:
+            means = mean_over_rows(members)
+            tried = ", ".join(f"{value} ({mean:.3f})" for value, mean in means.items())
+            sentences.append(
+                f"`{setting}` was chosen for all rows together before, among {tried}, by the {TITLES.get(score, score)} "
+                f"score on the validation examples in the mean over the rows (seed {seed}{where}): {best_together(members)}."
+            )
+            continue
         found = "; ".join(f"{choice.row} {choice.chosen}" for choice in members)
         sentences.append(
             f"`{setting}` was chosen for each row before, among {values}, by the {TITLES.get(score, score)} score on "
