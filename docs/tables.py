@@ -8,9 +8,10 @@
 Without --data, `../shared/data` is the folder of the data sets where it exists.
 
 Where the plan says `choose`, a setting of each row is chosen first, by runs of a seed of their own that are scored on
-the validation examples; with `together`, all rows get the value that is best in the mean over them. A run that another table has recorded with the very same settings is not run again, and where
-the plan says `longer`, a column of fewer rounds is read from the runs of one of more. The pages are written by
-`docs/generate.py`, which reads the records and nothing else.
+the validation examples; with `together`, all rows get the value that is best in the mean over them. A run that another
+table has recorded with the very same settings is not run again, and where the plan says `longer`, a column of fewer
+rounds is read from the runs of one of more. The pages are written by `docs/generate.py`, which reads the records and
+nothing else.
 """
 
 from __future__ import annotations

@@ -775,6 +775,38 @@ def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_plan
     assert recording.Plan("flame/table-2-tiny", changed, None).choice("flame") is None, "it was chosen among others"
 
 
+def test_one_value_may_be_chosen_for_all_rows_together(
+    recording: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best in the mean over the rows, which need not be the best of any; before that no cell is planned."""
+    monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
+    choose = {"setting": "training.learning_rate", "values": ["1e-3", "2e-3", "4e-3"], "seed": 100, "together": True}
+    settings = {"seeds": [0], "choose": {**choose, "column": "dirichlet-0.5"}}
+    plan = recording.Plan("flame/table-2-tiny", settings)
+    scores = {row: {"1e-3": 0.2, "2e-3": 0.5, "4e-3": 0.6} for row in plan.table.rows}
+    scores["flame"] = {"1e-3": 0.9, "2e-3": 0.8, "4e-3": 0.2}
+    for row, tried in scores.items():
+        assert plan.cells() == []
+        for value, candidate in plan.candidates(row).items():
+            final = dict.fromkeys(FLAME_FINAL, tried[value])
+            write_run(candidate.cell.folder, name="flame", seed=100, final=final)
+        plan.chosen(row)
+        assert plan.choice(row).together
+    assert {plan.choice(row).chosen for row in scores} == {"1e-3", "4e-3"}
+    cells = plan.cells()
+    assert {one.cell.config.name for one in cells} == scores.keys()
+    assert {one.cell.config.training.learning_rate for one in cells} == {2e-3}
+
+
+def test_what_is_chosen_together_is_so_in_the_records(recording: ModuleType) -> None:
+    """The pages say from the records alone how a value was chosen."""
+    for plan in recording.plans():
+        for row in plan.table.rows if "choose" in plan.settings else ():
+            if (choice := plan.choice(row)) is not None:
+                assert choice.together == plan.chooses_together, (plan.name, row)
+
+
 def test_one_more_candidate_leaves_a_rows_cells_as_they_are_while_the_choice_stays(
     recording: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

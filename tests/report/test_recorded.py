@@ -488,6 +488,14 @@ def test_a_page_says_which_rows_chose_an_end_of_what_was_offered() -> None:
     assert "chose the" not in table_page("one/two", "Two.", TABLE, records(), choices[:1])
     one = choices[1].model_copy(update={"tried": {"1e-2": 0.5}})
     assert "chose the" not in table_page("one/two", "Two.", TABLE, records(), [one])
+    together = [choice.model_copy(update={"together": True}) for choice in choices]
+    page = table_page("one/two", "Two.", TABLE, records(), together)
+    told = (
+        "was chosen for all rows together before, among 1e-3 (0.333), 3e-3 (0.400), 1e-2 (0.433), by the mean score on"
+    )
+    assert told in page
+    assert "in the mean over the rows (seed 100): 1e-2.\nAll rows chose the largest value offered;" in page
+    assert "chose the" not in table_page("one/two", "Two.", TABLE, records(), together[:1])
     words = choices[1].model_copy(update={"setting": "method.scale", "tried": {"own": 0.5, "common": 0.4}})
     assert "chose the" not in table_page("one/two", "Two.", TABLE, records(), [words])
 

@@ -234,22 +234,25 @@ def _chosen(choices: Sequence[ChoiceRecord]) -> str:
     sentences = []
     for (setting, values, score, column, seed), members in ways.items():
         where = "" if column == ONLY_COLUMN else f", {column}"
+        validated = f"by the {TITLES.get(score, score)} score on the validation examples"
         if members[0].together:
-            means = mean_over_rows(members)
+            means, best = mean_over_rows(members), best_together(members)
             tried = ", ".join(f"{value} ({mean:.3f})" for value, mean in means.items())
             sentences.append(
-                f"`{setting}` was chosen for all rows together before, among {tried}, by the {TITLES.get(score, score)} "
-                f"score on the validation examples in the mean over the rows (seed {seed}{where}): {best_together(members)}."
+                f"`{setting}` was chosen for all rows together before, among {tried}, {validated} in the mean over the "
+                f"rows (seed {seed}{where}): {best}."
             )
-            continue
-        found = "; ".join(f"{choice.row} {choice.chosen}" for choice in members)
-        sentences.append(
-            f"`{setting}` was chosen for each row before, among {values}, by the {TITLES.get(score, score)} score on "
-            f"the validation examples (seed {seed}{where}): {found}."
-        )
+            chosen = {"All rows": best}
+        else:
+            found = "; ".join(f"{choice.row} {choice.chosen}" for choice in members)
+            sentences.append(
+                f"`{setting}` was chosen for each row before, among {values}, {validated} (seed {seed}{where}): "
+                f"{found}."
+            )
+            chosen = {choice.row: choice.chosen for choice in members if len(choice.tried) > 1}
         for end, name in ((max, "largest"), (min, "smallest")):
             edge = end((value for value in members[0].tried if _is_number(value)), key=float, default=None)
-            rows = [choice.row for choice in members if len(choice.tried) > 1 and choice.chosen == edge]
+            rows = [row for row, value in chosen.items() if value == edge]
             if rows:
                 sentences.append(f"{', '.join(rows)} chose the {name} value offered; nothing beyond it was tried.")
     return "\n".join(sentences)
