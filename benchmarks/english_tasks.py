@@ -107,7 +107,11 @@ def measure_baselines(session: Session, task: TaskSet) -> None:
         if path.exists():
             continue
         started = time.perf_counter()
-        settings: dict[str, Any] = {}
+        settings: dict[str, Any] = {
+            "train_examples": len(client.train),
+            "validation_examples": len(client.validation),
+            "test_examples": len(test),
+        }
         if task.generates:
             scores = _response_scores(session, task, name, client.train, test)
         elif name == "majority":

@@ -345,6 +345,15 @@ def test_the_main_tables_on_english_and_guilds_are_recorded_in_full(recording: M
             assert not missing, f"{len(missing)} cells of {plan.name} are not recorded, the first {missing[:3]}"
 
 
+def test_the_baselines_of_a_set_have_the_examples_of_its_models(recording: ModuleType) -> None:
+    sizes: dict[str, set[tuple[int, ...]]] = {}
+    for record in english.read_records(recording.RECORDS / "english"):
+        found = tuple(record.settings[f"{part}_examples"] for part in ("train", "validation", "test"))
+        sizes.setdefault(record.task, set()).add(found)
+    assert sizes
+    assert all(len(found) == 1 for found in sizes.values()), sizes
+
+
 def test_data_without_a_certain_gain_would_be_refused(recording: ModuleType) -> None:
     """SNLI, which docs/log.md dropped for that."""
     measured = english.read_records(recording.RECORDS / "english")

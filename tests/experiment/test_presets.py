@@ -144,7 +144,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         "tasks": [GENERATED],
         "instructions": [f"data.train={write_jsonl(folder / 'alpaca.jsonl', alpaca)}"],
         "fedllm_bench": [f"data.train={write_json(folder / 'users.json', users)}"],
-        "snli": [f"data.train={write_jsonl(folder / 'snli.jsonl', pairs)}"],
+        "snli": [
+            f"data.train={write_jsonl(folder / 'snli.jsonl', pairs)}",
+            f"data.test={write_jsonl(folder / 'snli.test.jsonl', pairs[:40])}",
+        ],
         "natural_instructions": [f"data.train={folder / 'tasks'}"],
         "dolly": [f"data.train={write_jsonl(folder / 'dolly.jsonl', dolly)}"],
         "alpaca": [f"data.train={write_jsonl(folder / 'alpaca.jsonl', alpaca)}"],
@@ -227,6 +230,21 @@ def test_every_method_has_a_preset_on_the_english_model_and_the_data_where_it_le
     """AG News is the one set that tables use; see `fedguild/model/english/checkpoint/README.md`."""
     assert {name.split("/")[0] for name in SHIPPED if name.endswith("/english-ag_news")} == set(METHODS)
     assert all(SHIPPED[f"{name}/english-ag_news"].data.corpus == "ag_news" for name in METHODS)
+
+
+@pytest.mark.parametrize("method", ["flame", "ub-smoe", "fedamole", "fedalign-moe"])
+@pytest.mark.parametrize("corpus", ["ag_news", "snli", "dolly", "natural_instructions", "hellaswag", "commonsense"])
+def test_the_papers_methods_have_a_preset_on_the_english_model_for_every_set(method: str, corpus: str) -> None:
+    config = SHIPPED[f"{method}/english-{corpus}"]
+    assert (config.method.name, config.data.corpus, config.model.path) == (method, corpus, "english")
+
+
+def test_pfl_moe_is_scored_as_itself() -> None:
+    """By its clients' models on all questions, too: that of the server is a plain mean of adapters."""
+    presets = {name: config for name, config in SHIPPED.items() if name.startswith("pfl-moe/")}
+    assert presets
+    assert all(config.evaluation.clients or config.evaluation.pooled for config in presets.values())
+    assert all(config.evaluation.pooled for name, config in presets.items() if "/english-" in name)
 
 
 @pytest.mark.parametrize("preset", DEALT)

@@ -248,12 +248,14 @@ def _tried(settings: Mapping[str, Any]) -> str:
 
 
 _SECTION = """\
-One client with all the training data, LoRA of rank 20 (alpha 16) on attention, routers and experts, Adam, 8 active
-experts; mean and standard deviation over the seeds. *Random* is the same training of the same architecture with random
-weights, drawn anew for every seed. Learning rate and epochs are chosen for each model on the same validation examples,
-with seed 0 alone. Without a language model: *bag of words* is a logistic regression on the words (in generated sets the
-response to the most similar training prompt, by TF-IDF), *hypothesis alone* the same without the premise, *majority*
-the most frequent answer (for ROUGE-L that of the task; for perplexity the token frequencies of the training responses).
+One client with the training examples of a set, as many as stand below, LoRA of rank 20 (alpha 16) on attention, routers
+and experts, Adam, 8 active experts; mean and standard deviation over the seeds. *Random* is the same training of the
+same architecture with random weights, drawn anew for every seed. Learning rate and epochs are chosen for each model on
+the same validation examples, with seed 0 alone. Without a language model, on the same training examples: *bag of
+words* is a logistic regression on the words (in generated sets the response to the most similar training prompt, by
+TF-IDF), *hypothesis alone* the same without the premise, *majority* the most frequent answer (for ROUGE-L that of the
+task; for perplexity the token frequencies of the training responses, which are the stronger comparison where random
+weights do worse than these).
 
 | set | measure | pre-trained | random | {columns} |
 | --- | --- | ---: | ---: | ---: | ---: | ---: |
