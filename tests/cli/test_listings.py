@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from typer.testing import Result
 
 from fedguild.cli import doctor
 from fedguild.config import Config, load_config, preset_subject, presets, tables
@@ -43,13 +44,26 @@ def test_presets_are_listed(invoke: Invoke) -> None:
     assert "reference: fedamole" in invoke("presets", "fedamole/table-1").stdout
 
 
-@pytest.mark.parametrize("listing", ["presets", "methods", "presets flame"])
+def rows_of_80_columns(result: Result) -> int:
+    """Returns how many rows a listing takes; in what goes to stdout no line is longer than 80."""
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    return sum(max(1, -(-len(line) // 80)) for line in [*result.stdout.splitlines(), *result.stderr.splitlines()])
+
+
+@pytest.mark.parametrize("listing", ["presets", "methods"])
 def test_a_listing_fits_a_screen_of_80_columns(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, listing: str) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    result = invoke(*listing.split())
-    lines = [*result.stdout.splitlines(), *result.stderr.splitlines()]
-    assert sum(max(1, -(-len(line) // 80)) for line in lines) < 40
-    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert rows_of_80_columns(invoke(listing)) < 40
+
+
+@pytest.mark.parametrize("method", ["flame", "guild", "ub-smoe"])
+def test_a_methods_presets_and_tables_take_a_row_each(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """And a heading for each kind, with an empty row between the two."""
+    monkeypatch.setenv("COLUMNS", "80")
+    entries = [one for one in (*presets(), *tables()) if one.name.startswith(f"{method}/")]
+    assert rows_of_80_columns(invoke("presets", method)) == len(entries) + 3
 
 
 @pytest.mark.parametrize("arguments", [["--all"], ["fedamole"], ["--model", "tiny"], ["--settings"]])

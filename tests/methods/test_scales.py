@@ -80,7 +80,10 @@ def test_a_budget_runs_its_model_at_its_own_scale(name: str) -> None:
         torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("table", [table for table in tables() if table.name.startswith(("flame/", "ub-smoe/", "guild/"))])
+OF_RANKS = ("flame/", "ub-smoe/", "guild/")
+
+
+@pytest.mark.parametrize("table", [table for table in tables() if table.name.startswith(OF_RANKS)])
 def test_the_rows_of_a_table_share_one_convention(table) -> None:
     """In every column of FLAME's, UB-SMoE's and Guild's tables."""
     found: dict[str, set[object]] = {}
