@@ -75,6 +75,18 @@ def test_little_noise_is_accounted_on_a_coarser_grid(probability: float) -> None
     assert epsilon([Release(noise, 3, probability)], DELTA) == pytest.approx(fine, rel=1e-4)
 
 
+def test_a_target_of_little_noise_is_solved_on_the_coarser_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No accountant of the search has the fine grid, and the epsilon that is then reported keeps the target."""
+    grids = []
+    library = pld.PLDAccountant
+    monkeypatch.setattr(pld, "PLDAccountant", lambda **given: grids.append(given) or library(**given))
+    noise = noise_for(1500, DELTA, lambda sigma: Release(sigma, 5))
+    searched = [given["value_discretization_interval"] for given in grids]
+    assert noise < COARSER_BELOW
+    assert searched[-1] > 2 * GRID
+    assert epsilon([Release(noise, 5)], DELTA) <= 1500
+
+
 def test_the_grid_has_no_more_points_for_less_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1e-3 it would have forty million points at a noise multiplier of 0.01, and take more than a minute."""
     grids = []

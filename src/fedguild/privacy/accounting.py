@@ -111,13 +111,14 @@ def noise_for(target: float, delta: float, released: Callable[[float], Release])
     library = require_library()
     kind = _kind((released(1.0),))
     try:
+        interval = _bracket(target, delta, released)
         return float(
             library.calibrate_dp_mechanism(
-                lambda: _accountant(kind),
+                lambda: _accountant(kind, interval.endpoint_1),
                 lambda noise: event_of(released(noise)),
                 target,
                 delta,
-                _bracket(target, delta, released),
+                interval,
                 tol=SOLVED_TO,
             )
         )
@@ -129,7 +130,7 @@ def noise_for(target: float, delta: float, released: Callable[[float], Release])
 
 
 def _bracket(target: float, delta: float, released: Callable[[float], Release]) -> Any:
-    """Returns an interval, a factor of 2 wide, whose ends lie on either side of the target.
+    """Returns an interval, a factor of 2 wide, whose ends lie on either side of the target, the lower one first.
 
     Raises:
         ValueError: there is none.
@@ -159,7 +160,7 @@ def _kind(releases: Iterable[Release]) -> str:
 
 
 def _accountant(kind: str, noise: float = math.inf) -> Any:
-    """Returns an accountant of a kind, for noise multipliers from the given one on."""
+    """Returns an accountant of a kind, whose grid is fine enough for noise multipliers from the given one on."""
     library = require_library()
     if kind == "rdp":
         from dp_accounting import rdp
