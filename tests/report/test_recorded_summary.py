@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fedguild.config.table import Table, table_cells, tables
@@ -123,6 +124,22 @@ def test_a_page_in_short_has_the_scores_the_claims_and_the_remark() -> None:
     assert text.index("| flame | 0.500 |") < text.index("It leads nowhere.") < text.index("| it leads | short |")
     assert "<summary>Claims by column: undecided at this scale 1, not recorded 1</summary>\n\n| claim" in text
     assert text.endswith("\n</details>\n")
+
+
+def test_a_page_in_short_says_what_the_seeds_of_each_column_could_have_shown() -> None:
+    gaps = {"short": (0.1, 0.3), "long": (0.1, 0.2)}
+    records = [record("fedit", seed, column) for column in gaps for seed in (0, 1)]
+    records += [
+        record("flame", seed, column, score=0.5 + gap) for column, pair in gaps.items() for seed, gap in enumerate(pair)
+    ]
+    said = "The smallest difference in the mean score that these seeds could have shown is"
+    t_value = 12.7062
+    half_widths = [t_value * np.std(pair, ddof=1) / np.sqrt(2) for pair in gaps.values()]
+    assert f"\n{said} {half_widths[0]:.3f} (short), {half_widths[1]:.3f} (long).\n" in summary_page(table(), records)
+    alone = table(columns={"all": {}})
+    whole = [one.model_copy(update={"column": "all"}) for one in records if one.column == "short"]
+    assert f"\n{said} {half_widths[0]:.3f}.\n" in summary_page(alone, whole)
+    assert said not in summary_page(table(), [one for one in records if one.seed == 0])
 
 
 def test_flops_that_are_not_all_counted_are_not_shown() -> None:

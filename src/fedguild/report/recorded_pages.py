@@ -81,7 +81,8 @@ def summary_page(
 ) -> str:
     """Returns a table in short as Markdown, for the page of its method.
 
-    One score by column, costs, what the methods report, figures, a remark, and the claims folded away.
+    One score by column, costs, what the methods report, what the seeds could show, figures, a remark, and the claims
+    folded away.
 
     Args:
         table: The table.
@@ -90,7 +91,7 @@ def summary_page(
         remark: What it means, in paragraphs of Markdown; may be empty.
     """
     grids = [grid for make in (summary_grid, shown_grid) if (grid := make(table, records)) is not None]
-    parts = [*(grid.to_markdown() for grid in grids), *_drawn(figures), *_said(remark)]
+    parts = [*(grid.to_markdown() for grid in grids), *_resolutions(table, records), *_drawn(figures), *_said(remark)]
     return "\n".join([*parts, folded_claims(table, records)] if table.claims else parts)
 
 
@@ -199,12 +200,34 @@ def _differences(cells: Mapping[str, Sequence[CellRecord]], table: Table, title:
 
 def _resolution(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> str:
     found = smallest_shown(cells, table.reference, table.score)
+    if len(cells) == 1:
+        return "With one row there is no difference to show."
     if found is None:
         return "One seed, or none in common, cannot show any difference."
     if found < ROUNDING:
         return "The differences are the same in every seed, which leaves open what these seeds could have shown."
+    return _smallest(table, [f"{found:.3f}"])
+
+
+def _resolutions(table: Table, records: Sequence[CellRecord]) -> list[str]:
+    """Returns what the seeds of each column could show, in a sentence; nothing where no column's could show anything."""
+    found = {}
+    for column in table.columns:
+        cells = by_row(table, [record for record in records if record.column == column])
+        found[column] = smallest_shown(cells, table.reference, table.score)
+    shown = [
+        f"{least:.3f}" if column == ONLY_COLUMN else f"{least:.3f} ({column})"
+        for column, least in found.items()
+        if least is not None and least >= ROUNDING
+    ]
+    return [f"{_smallest(table, shown)}\n"] if shown else []
+
+
+def _smallest(table: Table, figures: Sequence[str]) -> str:
+    """Returns the sentence with the smallest differences that the seeds could have shown."""
     return (
-        f"The smallest difference in the {TITLES[table.score]} score that these seeds could have shown is {found:.3f}."
+        f"The smallest difference in the {TITLES[table.score]} score that these seeds could have shown is "
+        f"{', '.join(figures)}."
     )
 
 
