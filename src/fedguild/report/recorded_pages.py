@@ -210,7 +210,7 @@ def _resolution(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> str:
 
 
 def _resolutions(table: Table, records: Sequence[CellRecord]) -> list[str]:
-    """Returns what the seeds of each column could show, in a sentence; nothing where no column's could show anything."""
+    """Returns what the seeds of each column could show, in a sentence; nothing where none could show anything."""
     found = {}
     for column in table.columns:
         cells = by_row(table, [record for record in records if record.column == column])
