@@ -279,6 +279,8 @@ def test_what_the_seeds_could_have_shown() -> None:
     assert "cannot show any difference" in table_page(
         "one/two", "Two.", TABLE, [m for ms in alone.values() for m in ms]
     )
+    one_row = [record for record in records() if record.row == "ours"]
+    assert "\nWith one row there is no difference to show.\n" in table_page("one/two", "Two.", TABLE, one_row)
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
