@@ -172,21 +172,20 @@ def _published(page: Path) -> str:
 
 def _recorded(page: Path) -> str:
     """Returns the recorded tables: all of them in results.md, on a method's page what concerns it."""
-    records = _records(RECORDS)
+    every = _recorded_tables(RECORDS)
     parts = []
     for shipped in _in_the_plans_order(tables()):
-        of_table = [record for record in records if record.table == shipped.name]
-        if not of_table:
+        if shipped.name not in every:
             continue
-        content = shipped.load()
+        content, of_table = every[shipped.name]
         drawn = recorded_figures.drawings(content, of_table)
         figures = {f"{FIGURES.name}/{_figure_path(shipped, end).name}": one for end, one in drawn.items()}
         if page.stem == "results":
-            choices, remark = read_choices(RECORDS, shipped.name), _remark(shipped.name, content, of_table)
+            choices, remark = read_choices(RECORDS, shipped.name), _remark(shipped.name)
             parts.append(table_page(shipped.name, shipped.description, content, of_table, choices, figures, remark))
         elif shipped.name.startswith(f"{page.stem}/"):
             parts += [f"### {shipped.name}\n", f"{shipped.description}\n"]
-            parts.append(summary_page(content, of_table, figures, _remark(shipped.name, content, of_table)))
+            parts.append(summary_page(content, of_table, figures, _remark(shipped.name)))
         elif rows := [row for row, method in _methods_of_rows(shipped).items() if method == page.stem]:
             claims = tuple(one for one in content.claims if {one.higher, *one.lower} & set(rows))
             shown = ", ".join(f"`{row}`" for row in rows)
@@ -199,8 +198,7 @@ def _recorded(page: Path) -> str:
         none = "No table has" if page.stem == "results" else "No table with this method has"
         return f"{none} been recorded yet: `make tables`.\n"
     own = "" if page.stem == "results" else f"{page.stem}/"
-    recorded = {record.table for record in records}
-    if unrun := [name for name in _plan(RECORDS) if name.startswith(own) and name not in recorded]:
+    if unrun := [name for name in _plan(RECORDS) if name.startswith(own) and name not in every]:
         parts.append(f"Planned, and not run yet: {', '.join(f'`{name}`' for name in unrun)}.\n")
     return "\n".join([*([] if page.stem == "results" else [LEGEND]), *parts])
 
@@ -218,14 +216,23 @@ def _plan(records: Path) -> list[str]:
     return [*yaml.safe_load(path.read_text("utf-8"))] if path.is_file() else []
 
 
-def _remark(name: str, table: Table, records: Sequence[CellRecord]) -> str:
-    """Returns the remark on a table, with its figures; empty without one.
+@cache
+def _recorded_tables(records: Path) -> dict[str, tuple[Table, Sequence[CellRecord]]]:
+    """Returns name -> every shipped table of which there are records, with these."""
+    found: dict[str, list[CellRecord]] = {}
+    for record in _records(records):
+        found.setdefault(record.table, []).append(record)
+    return {one.name: (one.load(), found[one.name]) for one in tables() if one.name in found}
+
+
+def _remark(name: str) -> str:
+    """Returns the remark on a recorded table, with its figures; empty without one.
 
     Raises:
         DataError: the remark names something that the records do not have.
     """
     written = RECORDS / name / REMARK
-    return render_remark(written.read_text("utf-8"), name, table, records) if written.is_file() else ""
+    return render_remark(written.read_text("utf-8"), name, _recorded_tables(RECORDS)) if written.is_file() else ""
 
 
 @cache
@@ -370,15 +377,11 @@ def _overview(page: Path) -> str:
     Raises:
         DataError: it names something that the records do not have.
     """
-    records, recorded = _records(RECORDS), dict[str, tuple[Table, list[CellRecord]]]()
-    for shipped in tables():
-        if of_table := [record for record in records if record.table == shipped.name]:
-            recorded[shipped.name] = (shipped.load(), of_table)
     written = RECORDS / page.stem / OVERVIEW
     if not written.is_file():
         raise ValueError(f"{page} marks 'overview', but {written.relative_to(ROOT)} is missing.")
     text = written.read_text("utf-8")
-    return f"{render_overview(text, page.stem, recorded)}\n"
+    return f"{render_overview(text, page.stem, _recorded_tables(RECORDS))}\n"
 
 
 def _cell(text: str) -> str:

@@ -133,6 +133,9 @@ NOT_PROSE = re.compile(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}|`[\w-]+/[\w-]+`|\]\([^)
 SYMBOL = re.compile(r"\b[a-z] = \d+(?:\.\d+)?|\b95 % interval")
 """A setting by its symbol, `t = 0`; and the level of the intervals."""
 
+CALLED = re.compile(r"\bof\('([\w/-]+)'\)")
+"""Another table that a remark or an overview calls."""
+
 
 def typed_by_hand(remark: str, settings: set[float]) -> list[str]:
     """The numbers in a remark's text that are none of some settings."""
@@ -165,9 +168,23 @@ def test_no_figure_in_a_remark_is_typed_by_hand(recording: ModuleType) -> None:
     found = sorted(recording.RECORDS.rglob("remark.txt"))
     assert len(found) > 5
     for path in found:
-        name = path.parent.relative_to(recording.RECORDS).as_posix()
-        typed = typed_by_hand(path.read_text("utf-8"), settings_of(shipped[name], plan[name]))
+        name, text = path.parent.relative_to(recording.RECORDS).as_posix(), path.read_text("utf-8")
+        called = {name, *CALLED.findall(text)}
+        typed = typed_by_hand(text, set[float]().union(*(settings_of(shipped[one], plan[one]) for one in called)))
         assert not typed, f"the remark of {name} has {', '.join(typed)}, none of its settings: call a function for it"
+
+
+def test_a_column_of_fedamoles_deciding_table_has_the_papers_drift(recording: ModuleType) -> None:
+    """The routers' common part changes by 0.1 to 0.2 in every round that is recorded, with relevance in each."""
+    drifts = [
+        drift
+        for record in read_records(recording.RECORDS)
+        if (record.table, record.column) == ("fedamole/decide-english", "rate-8e-3-rounds-10")
+        if record.row == "relevance"
+        for drift in record.observations["router drift"].values()
+    ]
+    assert len(drifts) == 5 * 6
+    assert all(0.1 < drift < 0.2 for drift in drifts)
 
 
 def test_the_calls_of_remarks_are_listed_with_examples_that_run(recording: ModuleType) -> None:
@@ -181,9 +198,8 @@ def test_the_calls_of_remarks_are_listed_with_examples_that_run(recording: Modul
             of_table = [record for record in records if record.table == shipped.name]
             if of_table:
                 with suppress(DataError):
-                    rendered.append(
-                        render_remark(f"{{{{ {name}{arguments} }}}}", shipped.name, shipped.load(), of_table)
-                    )
+                    recorded = {shipped.name: (shipped.load(), of_table)}
+                    rendered.append(render_remark(f"{{{{ {name}{arguments} }}}}", shipped.name, recorded))
         assert rendered, f"{name}{arguments}"
 
 
@@ -195,17 +211,16 @@ def test_no_figure_in_an_overview_is_typed_by_hand(recording: ModuleType) -> Non
     assert found
     for path in found:
         text = path.read_text("utf-8")
-        called = set(re.findall(r"\bof\('([\w/-]+)'\)", text))
+        called = set(CALLED.findall(text))
         assert len(called) > 1
         settings = set[float]().union(*(settings_of(shipped[name], plan[name]) for name in called))
         assert not typed_by_hand(text, settings), path
 
 
 def test_every_remark_is_on_its_pages_with_its_figures(generate: ModuleType) -> None:
-    records = generate._records(generate.RECORDS)
     results = (generate.METHOD_PAGES / "results.md").read_text("utf-8")
     for shipped in tables():
-        remark = generate._remark(shipped.name, shipped.load(), [one for one in records if one.table == shipped.name])
+        remark = generate._remark(shipped.name)
         assert bool(remark) == (generate.RECORDS / shipped.name / generate.REMARK).is_file()
         method = (generate.METHOD_PAGES / f"{shipped.name.partition('/')[0]}.md").read_text("utf-8")
         assert f"\n{remark}\n" in results
@@ -726,7 +741,8 @@ def test_a_cell_is_recorded_once_and_again_when_its_settings_change(
     assert not recording.Planned("flame/table-2-tiny", "dirichlet-5", (), other, cell).is_recorded()
     shutil.rmtree(tmp_path / "run")
     page = generate._recorded(Path("results.md"))
-    assert "`fedguild compare flame/table-2-tiny evaluation.every=4 --seeds 0`" in page
+    compare = "`fedguild compare flame/table-2-tiny evaluation.every=4 --seeds 0`"
+    assert f"`make tables TABLE=flame/table-2-tiny`, or {compare}" in page
     assert "| flame |" in page
     assert "**not recorded**" in generate._recorded(Path("flame.md"))
     assert generate._recorded(Path("ub-smoe.md")).startswith("No table with this method has been recorded yet")

@@ -172,6 +172,56 @@ def test_methods_of_half_a_lora_stand_beside_those_of_a_whole_one_at_its_rank(na
             assert (own["rank"], own["alpha"]) == (whole["rank"], whole["alpha"]), (half, column)
 
 
+HALVES = {
+    **dict.fromkeys(
+        [
+            *(f"fedalign-moe/table-{number}{size}" for number in (1, 2) for size in ("", "-tiny", "-english")),
+            "fedalign-moe/figure-10",
+            "fedamole/table-1",
+            "fedamole/table-1-tiny",
+            "fedamole/table-1-english",
+            "fedamole/table-5",
+            "fedamole/figure-7",
+            "guild/table-fedalign-english",
+            "guild/table-fedamole-english",
+        ],
+        {"fedsa-lora", "rolora"},
+    ),
+    **dict.fromkeys(["ub-smoe/table-4-homogeneous", "ub-smoe/table-4-homogeneous-tiny"], {"rolora"}),
+}
+"""Table -> the rows of methods that send one half of a LoRA, which no paper of the four has."""
+ROUTERS = {"smoe-llb-no-router", "a3smoe-router", "ub-smoe-router"}
+RANGES = {"half-clamped", "skewed-clamped", "half-scaled", "two-scaled", "skewed-scaled"}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        *HALVES.items(),
+        *((f"ub-smoe/table-4{size}", ROUTERS) for size in ("", "-tiny", "-english")),
+        *((f"ub-smoe/table-20{size}", RANGES) for size in ("", "-tiny")),
+    ],
+)
+def test_a_table_has_the_rows_that_its_paper_leaves_out(name: str, rows: set[str]) -> None:
+    """In every column: halves of a LoRA, routers trained and not, and phi's range clamped and scaled."""
+    cells = configs(name)
+    assert {(row, column) for row in rows for _, column in cells} <= cells.keys()
+
+
+def test_no_other_table_has_a_half_of_a_lora() -> None:
+    found = {}
+    for table in tables():
+        if halves := {"fedsa-lora", "rolora"} & table.load().rows.keys():
+            found[table.name] = halves
+    assert found == HALVES
+
+
+@pytest.mark.parametrize("name", ["table-1-tiny", "table-1-english", "table-3-tiny", "table-6-tiny", "figure-11-tiny"])
+def test_beside_fedamoles_scores_stands_whether_its_assignment_settles(name: str) -> None:
+    content = next(table for table in tables() if table.name == f"fedamole/{name}").load()
+    assert {"assignment kept", "router drift"} <= set(content.shows)
+
+
 def options_of(config: Config) -> dict[str, Any]:
     """The options of a config's method, defaults included."""
     return build_method(config.method.name, config.method.options).settings.model_dump()

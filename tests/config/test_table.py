@@ -158,7 +158,10 @@ def test_a_column_has_no_score(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("ub-smoe/")])
 def test_rows_of_ub_smoe_have_its_alpha_and_targets(name: str) -> None:
-    """LoRA's alpha of 20 on attention and experts (Appendix E.5); the losses of SMoE-LLB need the routers' too."""
+    """LoRA's alpha of 20 on attention and experts (Appendix E.5); the losses of SMoE-LLB need the routers' too.
+
+    A row named `attention` is there to leave the experts out.
+    """
     for cell in table_cells(name, shipped(name).load()):
         config = cell.config()
         settings = build_method(config.method.name, config.method.options).settings
@@ -166,7 +169,8 @@ def test_rows_of_ub_smoe_have_its_alpha_and_targets(name: str) -> None:
         has_router = cell.row.endswith("-router") and not cell.row.endswith("-no-router")
         routers = ("router",) if has_router or (default and cell.row == "smoe-llb") else ()
         dense_or_experts = "mlp" if config.model.path == "allenai/OLMo-1B-hf" else "experts"
-        assert set(settings.targets) == {"attention", dense_or_experts, *routers}, (cell.row, cell.column)
+        adapted = {"attention"} if cell.row == "attention" else {"attention", dense_or_experts, *routers}
+        assert set(settings.targets) == adapted, (cell.row, cell.column)
         assert getattr(settings, "alpha", 20) == 20, (cell.row, cell.column)
 
 
@@ -199,6 +203,8 @@ def test_flames_temperature_is_compared_without_clipping(name: str) -> None:
     [
         "fedalign-moe/table-1-english",
         "fedalign-moe/table-1-tiny",
+        "fedalign-moe/table-2-english",
+        "fedalign-moe/table-2-tiny",
         "guild/table-fedalign-english",
         "guild/table-fedamole-english",
     ],
@@ -428,3 +434,22 @@ def test_a_cell_that_ships_as_a_preset_too_is_that_preset(name: str, row: str, c
     assert settings[0] == settings[1]
     same = [config.model_copy(update={"method": configs[0].method}) for config in configs]
     assert same[0].fingerprint() == same[1].fingerprint()
+
+
+def test_the_causes_of_ub_smoe_are_tested_at_its_deciding_tables_settings() -> None:
+    """At k = 1, with other rounds; the row without LoRA on the experts is A3SMoE's, which averages the rest alike."""
+    decides = {cell.row: config for cell, config in configs_of("ub-smoe/decide-english") if cell.column == "k-1"}
+    found = set()
+    for cell, config in configs_of("ub-smoe/causes-english"):
+        alike = decides["native" if cell.row == "attention" else cell.row]
+        for section in ("model", "data", "training"):
+            assert getattr(config, section) == getattr(alike, section), (cell.row, section)
+        assert config.federation.budgets[0].active_experts == alike.federation.budgets[0].active_experts == 1
+        if cell.row == "attention":
+            assert config.method.name == "a3smoe"
+            options = {**alike.method.options, "targets": ["attention"]}
+            assert {name: options[name] for name in config.method.options} == config.method.options
+        else:
+            assert config.method == alike.method
+        found.add((cell.row, config.federation.rounds))
+    assert found == {(row, rounds) for row in ("native", "native-dmr", "attention") for rounds in (4, 8, 16)}

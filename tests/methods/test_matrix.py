@@ -22,6 +22,7 @@ from fedguild.config.training import TrainingSettings
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import UploadError
 from fedguild.methods import METHODS, build_method
+from fedguild.model.backbone import Backbone
 from fedguild.model.plan import adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.packing import pack, unpack
@@ -208,11 +209,16 @@ def method_of(label: str) -> Method:
     return build_method(label.partition(" ")[0], CASES[label].options)
 
 
-def fresh(label: str, folder: Path, dtype: torch.dtype = torch.float32) -> Federation:
-    """The case's federation, before its first round."""
+def backbone_of(label: str, dtype: torch.dtype = torch.float32) -> Backbone:
+    """The case's model, with a tokenizer that reads letters, for methods that start from a text."""
     backbone = tiny_backbone(CASES[label].family, dtype=dtype)
     backbone.tokenizer.encode = lambda text, **_: [1 + ord(letter) % 31 for letter in text]
-    return Federation(backbone, method_of(label), CLIENTS, folder)
+    return backbone
+
+
+def fresh(label: str, folder: Path, dtype: torch.dtype = torch.float32) -> Federation:
+    """The case's federation, before its first round."""
+    return Federation(backbone_of(label, dtype), method_of(label), CLIENTS, folder)
 
 
 def train(

@@ -10,9 +10,8 @@ import pytest
 
 from fedguild.methods import build_method
 from fedguild.payload import Payload
-from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
-from tests.methods.test_matrix import CASES, assert_same_tensors, train
+from tests.methods.test_matrix import CASES, assert_same_tensors, backbone_of, train
 
 UNIFORM: dict[str, dict[str, Any]] = {
     "fedit": {"weights": "uniform"},
@@ -26,6 +25,7 @@ UNIFORM: dict[str, dict[str, Any]] = {
     "fedex-lora": {},
     "flex": {"weights": "uniform"},
     "fedamole": {},
+    "fedprompt": {},
     "fedptuning": {},
     "pfl-moe": {},
     "flame": {},
@@ -45,7 +45,7 @@ def test_a_client_without_examples_changes_no_average(label: str, tmp_path: Path
     case = CASES[label]
     method = build_method(label.partition(" ")[0], {**case.options, **UNIFORM[label]})
     clients = [client(0, LARGE, 4), client(1, SMALL, 5), client(2, MIDDLE, 3), client(3, MIDDLE, 6)]
-    federation = Federation(tiny_backbone(case.family), method, clients, tmp_path)
+    federation = Federation(backbone_of(label), method, clients, tmp_path)
     state = federation.start()
     state = method.aggregate(state, iter(train(federation, state)))
     uploads = train(federation, state, 2)

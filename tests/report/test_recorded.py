@@ -138,7 +138,8 @@ def test_a_claim_about_a_row_that_was_not_run_has_no_verdict() -> None:
 def test_the_page_by_hand() -> None:
     page = table_page("one/two", "Two methods.", TABLE, records())
     lines = page.splitlines()
-    assert lines[:3] == ["### Two methods.", "", "`fedguild compare one/two evaluation.every=4 --seeds 0,1,2`"]
+    compare = "`fedguild compare one/two evaluation.every=4 --seeds 0,1,2`"
+    assert lines[:3] == ["### Two methods.", "", f"`make tables TABLE=one/two`, or {compare}"]
     ours = next(line for line in lines if line.startswith("| ours |"))
     assert cells_of(ours) == [
         "ours",
@@ -464,6 +465,15 @@ def test_a_page_says_how_long_its_runs_took() -> None:
     assert " took " not in table_page("one/two", "Two.", TABLE, records())
 
 
+def test_the_command_of_rows_with_rates_of_their_own_says_that_it_lacks_them() -> None:
+    first, *others = records()
+    faster = first.model_copy(update={"overrides": (*first.overrides, "training.learning_rate=1e-2")})
+    page = table_page("one/two", "Two.", TABLE, [faster, *others])
+    assert (
+        "or, but for what is set for single rows or columns, `fedguild compare one/two evaluation.every=4 --s" in page
+    )
+
+
 def test_a_page_says_which_rows_chose_an_end_of_what_was_offered() -> None:
     tried = {
         "theirs": {"1e-3": 0.2, "3e-3": 0.4, "1e-2": 0.3},
@@ -485,19 +495,22 @@ def test_a_page_says_which_rows_chose_an_end_of_what_was_offered() -> None:
     ]
     page = table_page("one/two", "Two.", TABLE, records(), choices)
     assert "theirs 3e-3; ours 1e-2; unrun 1e-3." in page
-    assert "\nours chose the largest value offered; nothing beyond it was tried.\n" in page
-    assert "\nunrun chose the smallest value offered; nothing beyond it was tried.\n" in page
+    assert "\nours chose the largest value offered in this table.\n" in page
+    assert "\nunrun chose the smallest value offered in this table.\n" in page
     assert "chose the" not in table_page("one/two", "Two.", TABLE, records(), choices[:1])
     one = choices[1].model_copy(update={"tried": {"1e-2": 0.5}})
     assert "chose the" not in table_page("one/two", "Two.", TABLE, records(), [one])
     together = [choice.model_copy(update={"together": True}) for choice in choices]
     page = table_page("one/two", "Two.", TABLE, records(), together)
-    told = (
-        "was chosen for all rows together before, among 1e-3 (0.333), 3e-3 (0.400), 1e-2 (0.433), by the mean score on"
-    )
+    told = "was chosen for all rows together, among 1e-3 (0.333), 3e-3 (0.400), 1e-2 (0.433), by the mean score on"
     assert told in page
-    assert "in the mean over the rows (seed 100): 1e-2.\nAll rows chose the largest value offered;" in page
-    assert "chose the" not in table_page("one/two", "Two.", TABLE, records(), together[:1])
+    assert "in the mean over the rows (seed 100): 1e-2.\nThat is the largest value offered in this table.\n" in page
+    page = table_page("one/two", "Two.", TABLE, records(), together[:1])
+    assert "value offered" not in page
+    assert "No setting was chosen" not in page
+    assert "\nNo setting was chosen for this table on validation examples.\n" in table_page(
+        "one/two", "Two.", TABLE, records()
+    )
     words = choices[1].model_copy(update={"setting": "method.scale", "tried": {"own": 0.5, "common": 0.4}})
     assert "chose the" not in table_page("one/two", "Two.", TABLE, records(), [words])
 

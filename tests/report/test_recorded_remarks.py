@@ -49,7 +49,7 @@ def records() -> list[CellRecord]:
 
 def rendered(text: str, given: list[CellRecord] | None = None, **changes: Any) -> str:
     table = Table.model_validate({**TABLE, **changes})
-    return render_remark(text, "one/two", table, records() if given is None else given)
+    return render_remark(text, "one/two", {"one/two": (table, records() if given is None else given)})
 
 
 @pytest.mark.parametrize(
@@ -265,6 +265,19 @@ def test_the_nearest_rival_is_the_best_row_that_costs_no_less() -> None:
         found("nearest_rival('ours', 'short', without=['variants'])")
     with pytest.raises(DataError, match="row 'unrun' has no records in short"):
         found("nearest_rival('unrun', 'short')")
+
+
+def test_a_remark_calls_other_tables_too() -> None:
+    recorded = {
+        "one/two": (Table.model_validate(TABLE), records()),
+        "one/three": (Table.model_validate(TABLE), [record("ours", 0)]),
+    }
+    text = "{{ score('ours', 'short') }}, there {{ of('one/three').score('ours', 'short') }}"
+    assert render_remark(text, "one/two", recorded) == "0.600, there 0.500"
+    assert render_remark(text, "one/three", recorded) == "0.500, there 0.500"
+    with pytest.raises(DataError, match="The remark of one/two: there are no records of 'one/thre'") as error:
+        render_remark("{{ of('one/thre').score('ours', 'short') }}", "one/two", recorded)
+    assert "one/three" in error.value.hint
 
 
 def test_an_overview_calls_several_tables_and_keeps_the_rows_of_a_table() -> None:

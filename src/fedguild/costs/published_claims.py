@@ -10,7 +10,7 @@ import torch
 from fedguild.costs.published import MB, MIB, Claim, Quantity, Setup
 
 UB_SMOE, FLAME, FEDAMOLE = "UB-SMoE", "FLAME", "FedAMoLE"
-OLMOE, OLMO, LLAMA = "olmoe-1b-7b", "olmo-1b", "llama-3.2-1b"
+OLMOE, OLMO, LLAMA, SWITCH = "olmoe-1b-7b", "olmo-1b", "llama-3.2-1b", "switch-base-16"
 WITHOUT_ROUTER, WITH_ROUTER = ("attention", "experts"), ("attention", "router", "experts")
 BY_RANK = ((8, 20), (8, 12), (8, 8), (8, 6)) * 2  # UB-SMoE's eight clients under a rank-based method
 BY_EXPERTS = ((8, 20), (4, 20), (2, 20), (1, 20)) * 2
@@ -195,7 +195,7 @@ def _flame() -> list[Claim]:
 
 
 def _fedamole() -> list[Claim]:
-    """FedAMoLE, Table 4: traffic of a client and round."""
+    """FedAMoLE, Tables 2 and 4: traffic of a client and round."""
     lora = (("rank", 8), ("targets", ("q_proj", "v_proj")))
     ten = ((0, 8),) * 10
     rows: list[tuple[str, float, float, Setup, str, str]] = [
@@ -220,6 +220,22 @@ def _fedamole() -> list[Claim]:
             Claim(FEDAMOLE, "Table 4", what, quantity, published, 0.01, setup, settings or "MiB in bf16", MIB, why)
             for quantity, published in directions
         ]
+    switch = Setup(SWITCH, "fedamole", (("experts", 30), ("targets", ("q", "v"))), ten, wire=torch.float32)
+    both: tuple[tuple[Quantity, float], ...] = (("upload", 25.66), ("download", 25.63))
+    claims += [
+        Claim(
+            FEDAMOLE,
+            "Table 2",
+            "FedAMoLE on Switch, 30 experts",
+            quantity,
+            published,
+            0.01,
+            switch,
+            "MiB in fp32, switch-base-16 and Table 1's settings",
+            MIB,
+        )
+        for quantity, published in both
+    ]
     return claims
 
 

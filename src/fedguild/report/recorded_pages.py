@@ -35,6 +35,8 @@ from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, TITLES, TRAINED
 
 OF_CLIENTS = (TRAINED, RECEIVED, POOLED, MTAL)
 """Scores of the models that clients train, receive or use."""
+ENDS = {"largest": max, "smallest": min}
+NOT_CHOSEN = "No setting was chosen for this table on validation examples."
 
 
 def table_page(
@@ -57,8 +59,8 @@ def table_page(
         figures: Path of a figure from the page -> what it draws.
         remark: What it means, in paragraphs of Markdown; may be empty.
     """
-    parts = [f"### {description}\n", f"`{_command(name, records)}`\n"]
-    parts += [f"{_chosen(choices)}\n"] if choices else []
+    parts = [f"### {description}\n", f"{_commands(name, records)}\n"]
+    parts.append(f"{_chosen(choices) if choices else NOT_CHOSEN}\n")
     parts += [f"{sentence}\n" for sentence in _duration(records)]
     for column in table.columns:
         cells = by_row(table, [record for record in records if record.column == column])
@@ -231,12 +233,14 @@ def _smallest(table: Table, figures: Sequence[str]) -> str:
     )
 
 
-def _command(name: str, records: Sequence[CellRecord]) -> str:
-    """Returns the command with the settings that all records share; `_chosen` has those of single rows."""
+def _commands(name: str, records: Sequence[CellRecord]) -> str:
+    """Returns the command that runs and records a table, and the one that runs it with what all records have set."""
     every = [record.overrides for record in records]
-    overrides = [override for override in (every[0] if every else ()) if all(override in each for each in every)]
+    shared = [override for override in (every[0] if every else ()) if all(override in each for each in every)]
     seeds = ",".join(str(seed) for seed in sorted({record.seed for record in records}))
-    return " ".join(["fedguild compare", name, *overrides, f"--seeds {seeds}"])
+    compare = " ".join(["fedguild compare", name, *shared, f"--seeds {seeds}"])
+    but = ", but for what is set for single rows or columns," if len(set(every)) > 1 else ""
+    return f"`make tables TABLE={name}`, or{but} `{compare}`"
 
 
 def _duration(records: Sequence[CellRecord]) -> list[str]:
@@ -262,23 +266,30 @@ def _chosen(choices: Sequence[ChoiceRecord]) -> str:
             means, best = mean_over_rows(members), best_together(members)
             tried = ", ".join(f"{value} ({mean:.3f})" for value, mean in means.items())
             sentences.append(
-                f"`{setting}` was chosen for all rows together before, among {tried}, {validated} in the mean over the "
+                f"`{setting}` was chosen for all rows together, among {tried}, {validated} in the mean over the "
                 f"rows (seed {seed}{where}): {best}."
             )
-            chosen = {"All rows": best}
+            chosen = {}
+            sentences += [f"That is the {end} value offered in this table." for end in _ends(members[0], best)]
         else:
             found = "; ".join(f"{choice.row} {choice.chosen}" for choice in members)
             sentences.append(
                 f"`{setting}` was chosen for each row before, among {values}, {validated} (seed {seed}{where}): "
                 f"{found}."
             )
-            chosen = {choice.row: choice.chosen for choice in members if len(choice.tried) > 1}
-        for end, name in ((max, "largest"), (min, "smallest")):
-            edge = end((value for value in members[0].tried if _is_number(value)), key=float, default=None)
-            rows = [row for row, value in chosen.items() if value == edge]
-            if rows:
-                sentences.append(f"{', '.join(rows)} chose the {name} value offered; nothing beyond it was tried.")
+            chosen = {choice.row: choice.chosen for choice in members}
+        for end in ENDS:
+            if rows := [row for row, value in chosen.items() if end in _ends(members[0], value)]:
+                sentences.append(f"{', '.join(rows)} chose the {end} value offered in this table.")
     return "\n".join(sentences)
+
+
+def _ends(choice: ChoiceRecord, value: str) -> list[str]:
+    """Returns of which end a value is among those tried, where they are several numbers."""
+    numbers = [one for one in choice.tried if _is_number(one)]
+    if len(numbers) < 2:
+        return []
+    return [name for name, end in ENDS.items() if value == end(numbers, key=float)]
 
 
 def _is_number(value: str) -> bool:

@@ -34,45 +34,54 @@ NEARLY = 0.02
 """The part of a cost by which another may be less and still count as equal, for `Vocabulary.nearest_rival`."""
 
 
-def render_remark(text: str, name: str, table: Table, records: Iterable[CellRecord]) -> str:
+Recorded = Mapping[str, tuple[Table, Sequence[CellRecord]]]
+"""A table's name -> the table and its records."""
+
+
+def render_remark(text: str, name: str, recorded: Recorded) -> str:
     """Returns a remark with its figures: paragraphs of one line each, with an empty line between two.
+
+    Beside the calls of its own table, `of(table)` has those of another: `of('guild/steps-english').gain(...)`.
 
     Args:
         text: The template; the lines of a paragraph are joined.
-        name: The table's name, for messages.
-        table: The table.
-        records: Its records.
+        name: The table's name.
+        recorded: The table, and all that it calls.
 
     Raises:
-        DataError: the template is not one, calls something unknown, or names a row, column, score, cost or observation
-            that the records do not have.
+        DataError: the template is not one, calls something unknown, or names a table, row, column, score, cost or
+            observation that the records do not have.
     """
     what = f"The remark of {name}"
-    vocabulary = Vocabulary(what, table, records)
-    return _rendered(text, what, {call: getattr(vocabulary, call) for call in CALLS})
+    vocabulary = Vocabulary(what, *recorded[name])
+    own = {call: getattr(vocabulary, call) for call in CALLS}
+    return _rendered(text, what, {**own, "of": _of(what, recorded)})
 
 
-def render_overview(text: str, name: str, recorded: Mapping[str, tuple[Table, Sequence[CellRecord]]]) -> str:
-    """Returns what a method's tables say together, with its figures, as `render_remark` does.
-
-    Its one call is `of(table)`, which has the calls of that table's remark: `of('guild/steps-english').gain(...)`.
+def render_overview(text: str, name: str, recorded: Recorded) -> str:
+    """Returns what a method's tables say together, with its figures; its one call is `of`, as in `render_remark`.
 
     Args:
         text: The template.
         name: The method's name, for messages.
-        recorded: A table's name -> the table and its records.
+        recorded: The tables that it calls.
 
     Raises:
-        DataError: as `render_remark` does, or there is no such table.
+        DataError: as `render_remark` does.
     """
     what = f"The overview of {name}"
+    return _rendered(text, what, {"of": _of(what, recorded)})
+
+
+def _of(what: str, recorded: Recorded) -> Callable[[str], Vocabulary]:
+    """Returns the call that gives another table's vocabulary."""
 
     def of(table: str) -> Vocabulary:
         if table not in recorded:
             raise DataError(f"{what}: there are no records of '{table}'.", nearest(table, recorded))
         return Vocabulary(f"{what}, of('{table}')", *recorded[table])
 
-    return _rendered(text, what, {"of": of})
+    return of
 
 
 def _rendered(text: str, what: str, calls: Mapping[str, Callable[..., object]]) -> str:

@@ -48,6 +48,19 @@ def test_a_clients_phi_stays_in_its_range_only_where_it_is_clamped(kind: str, tm
         assert largest > 0.1
 
 
+@pytest.mark.parametrize("kind", ["hinge", "scale"])
+def test_the_server_moves_phi_by_its_range_only_where_it_is_scaled(kind: str, tmp_path: Path) -> None:
+    """One round of clients whose utilisation the range does not change: phi is 0 in it, and does not train."""
+    moved = {}
+    for limit in (1.0, 0.1):
+        options = {"phi_range": kind, "phi_min": -limit, "phi_max": limit, "phi": "fixed"}
+        moved[limit] = after(federation(tmp_path / str(limit), **options), 1).part("phi")
+    for name, value in moved[1.0].items():
+        assert bool((value > 0).any())
+        assert bool((value < 0).any())
+        torch.testing.assert_close(moved[0.1][name], (0.1 if kind == "scale" else 1.0) * value)
+
+
 def test_the_figures_are_by_budget_and_of_the_last_round(tmp_path: Path) -> None:
     """The fewer experts are active, the more are idle; G~ is injected from the second round on."""
     found = federation(tmp_path)
