@@ -172,22 +172,21 @@ def test_methods_of_half_a_lora_stand_beside_those_of_a_whole_one_at_its_rank(na
             assert (own["rank"], own["alpha"]) == (whole["rank"], whole["alpha"]), (half, column)
 
 
+BOTH_HALVES = [
+    *(f"fedalign-moe/table-{number}{size}" for number in (1, 2) for size in ("", "-tiny", "-english")),
+    "fedalign-moe/figure-10",
+    "fedamole/table-1",
+    "fedamole/table-1-tiny",
+    "fedamole/table-1-english",
+    "fedamole/table-5",
+    "fedamole/figure-7",
+    "guild/table-fedalign-english",
+    "guild/table-fedamole-english",
+]
 HALVES = {
-    **dict.fromkeys(
-        [
-            *(f"fedalign-moe/table-{number}{size}" for number in (1, 2) for size in ("", "-tiny", "-english")),
-            "fedalign-moe/figure-10",
-            "fedamole/table-1",
-            "fedamole/table-1-tiny",
-            "fedamole/table-1-english",
-            "fedamole/table-5",
-            "fedamole/figure-7",
-            "guild/table-fedalign-english",
-            "guild/table-fedamole-english",
-        ],
-        {"fedsa-lora", "rolora"},
-    ),
-    **dict.fromkeys(["ub-smoe/table-4-homogeneous", "ub-smoe/table-4-homogeneous-tiny"], {"rolora"}),
+    **{name: {"fedsa-lora", "rolora"} for name in BOTH_HALVES},
+    "ub-smoe/table-4-homogeneous": {"rolora"},
+    "ub-smoe/table-4-homogeneous-tiny": {"rolora"},
 }
 """Table -> the rows of methods that send one half of a LoRA, which no paper of the four has."""
 ROUTERS = {"smoe-llb-no-router", "a3smoe-router", "ub-smoe-router"}
