@@ -231,7 +231,7 @@ def _fedamole() -> list[Claim]:
             published,
             0.01,
             switch,
-            "MiB in fp32, switch-base-16 and Table 1's settings",
+            "MiB in fp32, switch-base-16 and Table 1's settings (none of which is stated; half of it in bf16)",
             MIB,
         )
         for quantity, published in both
