@@ -213,30 +213,23 @@ def _fedamole() -> list[Claim]:
         ("FedPTuning", 0.16, 0.16, output, "MiB in fp32, a bare prompt of 20 tokens", ""),
         ("FedPTuning", 0.16, 0.16, encoder, "MiB in fp32, the prompt's encoder", quirk),
     ]
-    claims = []
-    for what, up, down, setup, settings, why in rows:
-        directions: tuple[tuple[Quantity, float], ...] = (("upload", up), ("download", down))
-        claims += [
-            Claim(FEDAMOLE, "Table 4", what, quantity, published, 0.01, setup, settings or "MiB in bf16", MIB, why)
-            for quantity, published in directions
-        ]
     switch = Setup(SWITCH, "fedamole", (("experts", 30), ("targets", ("q", "v"))), ten, wire=torch.float32)
-    both: tuple[tuple[Quantity, float], ...] = (("upload", 25.66), ("download", 25.63))
-    claims += [
-        Claim(
-            FEDAMOLE,
-            "Table 2",
-            "FedAMoLE on Switch, 30 experts",
-            quantity,
-            published,
-            0.01,
-            switch,
-            "MiB in fp32, switch-base-16 and Table 1's settings (none of which is stated; half of it in bf16)",
-            MIB,
-        )
-        for quantity, published in both
-    ]
+    reading = "MiB in fp32, switch-base-16 and Table 1's settings (not stated in the paper; bf16 gives half)"
+    claims = _both_ways("Table 2", "FedAMoLE on Switch, 30 experts", 25.66, 25.63, switch, reading)
+    for what, up, down, setup, settings, why in rows:
+        claims += _both_ways("Table 4", what, up, down, setup, settings or "MiB in bf16", why)
     return claims
+
+
+def _both_ways(
+    where: str, what: str, up: float, down: float, setup: Setup, settings: str, why: str = ""
+) -> list[Claim]:
+    """Returns FedAMoLE's traffic up and down, in MiB."""
+    directions: tuple[tuple[Quantity, float], ...] = (("upload", up), ("download", down))
+    return [
+        Claim(FEDAMOLE, where, what, quantity, published, 0.01, setup, settings, MIB, why)
+        for quantity, published in directions
+    ]
 
 
 CLAIMS: tuple[Claim, ...] = (*_table_13(), *_table_15(), *_flame(), *_fedamole())

@@ -30,12 +30,10 @@ Names = str | Sequence[str]
 """A name, or several."""
 End = Literal["first", "last"]
 """An end of an observation's rounds."""
-NEARLY = 0.02
-"""The part of a cost by which another may be less and still count as equal, for `Vocabulary.nearest_rival`."""
-
-
 Recorded = Mapping[str, tuple[Table, Sequence[CellRecord]]]
 """A table's name -> the table and its records."""
+NEARLY = 0.02
+"""The part of a cost by which another may be less and still count as equal, for `Vocabulary.nearest_rival`."""
 
 
 def render_remark(text: str, name: str, recorded: Recorded) -> str:
