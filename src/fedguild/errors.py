@@ -76,3 +76,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     meant = f"Did you mean '{close[0]}'? " if close else ""
     return f"{meant}Known: {', '.join(choices)}."
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an exception's message, or the name of its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Returns the type of an exception and the first line of its message."""
+    kind, line = type(error).__name__, first_line(error)
+    return line if line == kind else f"{kind}: {line}"

@@ -6,6 +6,8 @@ import logging
 import time
 from functools import lru_cache
 
+from fedguild.errors import first_line
+
 TIMEOUT_SECONDS = 10.0
 PAUSE_SECONDS = 1.0
 _log = logging.getLogger("fedguild")
@@ -27,8 +29,7 @@ def reach_hub() -> bool:
             get_session().head(constants.ENDPOINT, timeout=TIMEOUT_SECONDS)
         except Exception as error:  # every transport raises its own errors
             if attempt == 1:
-                reason = next(iter(str(error).splitlines()), type(error).__name__)
-                _log.warning("The Hugging Face hub does not answer (%s); trying once more.", reason)
+                _log.warning("The Hugging Face hub does not answer (%s); trying once more.", first_line(error))
                 time.sleep(PAUSE_SECONDS)
         else:
             return True

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedguild.api.models import folder_of, subject_of
-from fedguild.errors import ConfigError, FedGuildError
+from fedguild.errors import ConfigError, FedGuildError, first_line
 from fedguild.layout import CONFIG
 from fedguild.results import RunResult
 
@@ -110,9 +110,9 @@ def _asked(to: str, call: Any, *arguments: Any) -> Any:
     except FedGuildError:
         raise
     except Exception as error:  # the hub's client raises those of its transport, too
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise FedGuildError(
-            f"The hub did not take {to}: {reason}", "Check the network, `hf auth login`, and the right to write there."
+            f"The hub did not take {to}: {first_line(error)}",
+            "Check the network, `hf auth login`, and the right to write there.",
         ) from error
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from fedguild.errors import ConfigError, FedGuildError
+from fedguild.errors import ConfigError, FedGuildError, first_line
 from fedguild.model.rank_watch import RankWatch
 
 TIMEOUT_SECONDS = 1800.0
@@ -115,7 +115,7 @@ class Ranks:
         except (RuntimeError, ValueError) as error:
             raise FedGuildError(
                 f"Rank {rank} did not meet the {size - 1} others at {address}:{port} within {timeout_seconds:g} s: "
-                f"{_first_line(error)}",
+                f"{first_line(error)[:200]}",
                 "See the output of the other processes.",
             ) from error
         ranks = cls(rank, size, device, store, timeout_seconds)
@@ -224,7 +224,7 @@ class Ranks:
         names = ", ".join(map(str, missing)) or "unknown"
         return FedGuildError(
             f"Rank {names} of {self.size} did not come to pass {self._passes} of the backbone that they share; "
-            f"rank {self.rank} waited for {self.timeout_seconds:g} s ({_first_line(error)}).",
+            f"rank {self.rank} waited for {self.timeout_seconds:g} s ({first_line(error)[:200]}).",
             "Its process hangs, is out of memory or has ended: see its output.",
         )
 
@@ -235,9 +235,3 @@ def _is_communication(error: RuntimeError) -> bool:
         return True
     said = str(error).lower()
     return any(word in said for word in ("timed out", "gloo", "nccl", "connection reset", "connection closed"))
-
-
-def _first_line(error: Exception) -> str:
-    with suppress(StopIteration):
-        return next(iter(str(error).splitlines()))[:200]
-    return type(error).__name__

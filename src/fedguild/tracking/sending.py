@@ -18,6 +18,7 @@ from typing import Self
 
 from fedguild.callbacks import Event, Recorded, RoundStarted, Saved
 from fedguild.config import Config
+from fedguild.errors import in_one_line
 from fedguild.files import write_json
 from fedguild.server.run_log import Record, RunLog
 from fedguild.tracking import TRACKERS, TrackedRun, Tracker, check_trackers
@@ -180,8 +181,7 @@ class _Sender(threading.Thread):
         try:
             self._feed()
         except BaseException as error:  # also a SystemExit of a library, which would end the thread in silence
-            first = next(iter(str(error).splitlines()), "")
-            self.failure = f"{type(error).__name__}: {first}" if first else type(error).__name__
+            self.failure = in_one_line(error)
 
     def _feed(self) -> None:
         begun = self._tracker.begin(self._run_description)

@@ -22,7 +22,7 @@ from fedguild.data.corpora.source import (
     first_split,
     require_split_paths,
 )
-from fedguild.errors import DataError
+from fedguild.errors import DataError, first_line
 from fedguild.hub import reach_hub
 
 Row = dict[str, Any]
@@ -230,9 +230,8 @@ def hub_splits(hub: HubDataset) -> list[str]:
 
 
 def _unreachable(hub: HubDataset, error: Exception) -> DataError:
-    reason = str(error).strip().splitlines() or [type(error).__name__]
     return DataError(
-        f"The dataset {hub} cannot be read from the Hugging Face hub: {reason[0]}",
+        f"The dataset {hub} cannot be read from the Hugging Face hub: {first_line(error)}",
         "If there is no network, give local files instead: the train and test settings take a path. "
         f"If you meant a local path, {hub.name} does not exist here.",
     )

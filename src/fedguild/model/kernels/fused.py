@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedguild.errors import first_line, in_one_line
 from fedguild.model import kernels
 from fedguild.model.kernels.library import Library
 
@@ -131,7 +132,7 @@ def _fused(
         library = on_a_cpu() if device.type == "cpu" else liger()
     except Exception as error:
         package = "Numba" if device.type == "cpu" else "Liger-Kernel"
-        return {}, {"Every module": f"{package} cannot be imported ({_first_line(error)})"}
+        return {}, {"Every module": f"{package} cannot be imported ({first_line(error)[:200]})"}
     fusion = Fusion(library, device, dtype)
     return fusion.fuse(model, wanted), fusion.faults
 
@@ -291,7 +292,7 @@ class Fusion:
         try:
             expected, found = self._computed(own, probes), self._computed(replacement, probes)
         except Exception as error:  # a function may have another form, or fail to compile
-            return f"{type(error).__name__}: {_first_line(error)}"
+            return in_one_line(error)[:200]
         return "" if all(self._agree(*pair) for pair in zip(found, expected, strict=True)) else DIFFERS
 
     @torch.enable_grad()
@@ -364,7 +365,3 @@ def is_mlp(module: Any) -> bool:
 def is_silu(module: Any) -> bool:
     """Whether a module's `act_fn` is SiLU."""
     return type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
