@@ -26,6 +26,7 @@ _MODULES = {
     "load_model": "api.models",
     "load_run": "results",
     "partition": "api.looking",
+    "premise": "api.looking",
     "profile": "api.looking",
     "push": "api.pushing",
     "resume": "api.runs",

@@ -1,5 +1,6 @@
 from fedguild.api.comparing import compare as compare
 from fedguild.api.looking import partition as partition
+from fedguild.api.looking import premise as premise
 from fedguild.api.looking import profile as profile
 from fedguild.api.models import export_model as export_model
 from fedguild.api.models import load_model as load_model

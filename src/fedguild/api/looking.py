@@ -1,13 +1,17 @@
-"""Looking before training: the costs of a config, and the clients' shares of its data."""
+"""Looking before training: a config's costs, the clients' shares of its data, and a model's loss by active experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gzip
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fedguild.api.inputs import gather
-from fedguild.errors import ConfigError
+from fedguild.errors import ConfigError, DataError
 from fedguild.results import Costs, Partition
 
 if TYPE_CHECKING:
@@ -16,6 +20,8 @@ if TYPE_CHECKING:
     from fedguild.config import Config
     from fedguild.config.loading import Given
     from fedguild.data.batches import Cut
+    from fedguild.evaluation.premise import Premise
+    from fedguild.progress import Progress
     from fedguild.setup import PreparedData
 
 
@@ -117,6 +123,70 @@ def partition(
         data = prepare_data(settings, Path(folder), given.data)
     budgets = [tier.name for tier in settings.federation.budget_per_client()]
     return Partition(data, budgets, dropped_of(data, settings), _cut(settings, data))
+
+
+def premise(
+    model: str | Path,
+    text: Sequence[str | Path],
+    *,
+    context: int = 256,
+    tokens: int = 8192,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Premise:
+    """Returns what a mixture of experts loses with fewer active experts, before it is fine-tuned.
+
+    The model's loss on plain text at its own top-k, half of it, and so on to one active expert, with and without
+    scaling the active experts' weights to sum to one; and how evenly each layer's experts are used. Where one active
+    expert loses nothing, budgets by active experts have nothing to repair.
+
+    Args:
+        model: A hub id, a folder, `embedded` or `english`.
+        text: Text as it is (`str`), or files that hold it (`Path`), plain or as `.gz`.
+        context: Tokens of a row.
+        tokens: How many tokens to read at most.
+        dtype: `auto` (bf16 on a GPU, fp32 on a CPU), `float32`, `bfloat16` or `float16`.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Whether the hub's own model code may run.
+        progress: Receives the progress.
+
+    Raises:
+        FedGuildError: there is no such model, it is dense, a file cannot be read, or there is too little text.
+
+    Examples:
+        >>> import fedguild
+        >>> sums = [f"The sum of {a} and {b} is {a + b}." for a in range(20) for b in range(20)]
+        >>> found = fedguild.premise("embedded", sums, context=64, tokens=512)
+        >>> [level.active_experts for level in found.levels if level.renormalised == found.renormalises]
+        [8, 4, 2, 1]
+    """
+    from fedguild.evaluation.premise import measure, require_choice
+    from fedguild.model.backbone import inspect_model, load_backbone
+    from fedguild.progress import Silent
+
+    told = progress or Silent()
+    require_choice(inspect_model(str(model), revision=revision, trust_remote_code=trust_remote_code))
+    texts = [one if isinstance(one, str) else _read(one) for one in text]
+    if not any(texts):
+        raise DataError("There is no text to measure the model on.", "Give text, or files that hold it.")
+    told.stage(f"loading {model}")
+    backbone = load_backbone(
+        str(model), revision=revision, trust_remote_code=trust_remote_code, dtype=dtype, device=device
+    )
+    return measure(backbone, texts, context=context, tokens=tokens, step=partial(told.step, loss=math.nan))
+
+
+def _read(file: Path) -> str:
+    """Returns the text of a plain or gzipped file."""
+    try:
+        raw = file.read_bytes()
+        return (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise DataError(f"Cannot read the text of {file}: {error}", "Give a UTF-8 file, plain or as .gz.") from error
 
 
 def _cut(config: Config, data: PreparedData) -> Cut | None:
