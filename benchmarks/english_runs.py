@@ -22,9 +22,9 @@ from fedguild.evaluation.tasks import evaluate
 from fedguild.model.english.architecture import Sizes, new_model
 from fedguild.model.english.tasks import PRETRAINED
 from fedguild.model.slots import SlotModel
+from fedguild.runs.log import EvaluationRecord, RunLog
 from fedguild.scoring import CPU_BATCH_TOKENS, evaluated_plan
 from fedguild.seeding import numpy_rng
-from fedguild.server.run_log import EvaluationRecord, RunLog
 
 PRESET = "fedit/english-ag_news"
 """The LoRA and the optimizer are this preset's."""

@@ -27,7 +27,7 @@ from timing import machine
 from fedguild import experiment
 from fedguild.config import Config, load_config
 from fedguild.federation.project import write_project
-from fedguild.server.run_log import ClientRecord, RoundRecord, RunLog
+from fedguild.runs.log import ClientRecord, RoundRecord, RunLog
 
 MEGABYTE = 2**20
 START_SECONDS, RUN_SECONDS = 180.0, 3600.0

@@ -19,7 +19,7 @@ from timing import add_device, machine, wait
 from fedguild import experiment
 from fedguild.client.cohort import Step
 from fedguild.config import load_config
-from fedguild.server.run_log import RoundRecord, RunLog
+from fedguild.runs.log import RoundRecord, RunLog
 
 inside = 0.0
 

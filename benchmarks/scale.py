@@ -37,11 +37,11 @@ from fedguild.engines.local import LocalEngine
 from fedguild.methods import build_method
 from fedguild.payload import Payload
 from fedguild.recording import client_records, routing_record
+from fedguild.runs.log import RoundRecord, RunLog
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.rounds import run_round
-from fedguild.server.run_log import RoundRecord, RunLog
 
 ASKED = 20
 EXAMPLES = 8

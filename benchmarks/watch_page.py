@@ -25,8 +25,8 @@ import yaml
 from benchmarks.timing import machine
 from tests.watch.browser import Browser
 
-from fedguild.activity import ActivityLog
-from fedguild.server.run_log import ClientRecord, EvaluationRecord, RoundRecord, RoutingRecord, RunLog
+from fedguild.runs.activity import ActivityLog
+from fedguild.runs.log import ClientRecord, EvaluationRecord, RoundRecord, RoutingRecord, RunLog
 from fedguild.watch.server import WatchServer
 
 BUDGETS = ("b1", "b2", "b3", "b4")

@@ -45,7 +45,7 @@ from fedguild.report.recorded import (
     record_of,
     record_path,
 )
-from fedguild.report.run_folder import load_run
+from fedguild.runs.folder import load_run
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "methods" / "records"

@@ -32,7 +32,7 @@ BELOW = (
         "locking",
         "secure",
     ),
-    *("progress", "environment", "privacy", "hub", "activity", "tail", "confidence", "score_names"),
+    *("progress", "environment", "privacy", "hub", "runs", "tail", "confidence", "score_names"),
 )
 """What every stage may use, and what uses no stage."""
 LAST = (

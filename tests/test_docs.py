@@ -27,7 +27,7 @@ from fedguild.model.packaged import packaged
 from fedguild.payload import Payload
 from fedguild.report.recorded import CellRecord, read_records, record_of
 from fedguild.report.recorded_remarks import CALLS, render_remark
-from fedguild.report.run_folder import load_run
+from fedguild.runs.folder import load_run
 from fedguild.server import checkpoint
 from tests.costs.test_published import all_compared
 from tests.report.runs import FLAME_FINAL, write_run

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedguild.activity import ActivityLog, noted
 from fedguild.callbacks import Callback, Delivery, check_scores, listed, make_callback
 from fedguild.client.budget import ClientInfo
 from fedguild.client.merge_ledger import MergeLedger
@@ -25,8 +24,19 @@ from fedguild.locking import run_lock
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
 from fedguild.recording import believable_tokens, client_records, observation_records, routing_record
-from fedguild.report.index import REPORT_FILE
 from fedguild.results import RunResult, has_begun, result_of, write_stopping_reason
+from fedguild.runs.activity import ActivityLog, noted
+from fedguild.runs.index import REPORT_FILE
+from fedguild.runs.log import (
+    EvaluationRecord,
+    PartitionRecord,
+    PrivacyRecord,
+    Record,
+    Rejection,
+    RoundRecord,
+    RunLog,
+    StrayUpload,
+)
 from fedguild.scoring import (
     diagnosed,
     evaluate_state,
@@ -45,16 +55,6 @@ from fedguild.server.method import starting_rng
 from fedguild.server.optimizer import without_momentum
 from fedguild.server.round import Again, Outcome, RoundSetup
 from fedguild.server.rounds import run_round
-from fedguild.server.run_log import (
-    EvaluationRecord,
-    PartitionRecord,
-    PrivacyRecord,
-    Record,
-    Rejection,
-    RoundRecord,
-    RunLog,
-    StrayUpload,
-)
 from fedguild.server.sampling import sample
 from fedguild.setup import (
     Experiment,

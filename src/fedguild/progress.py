@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Progress(Protocol):
@@ -47,3 +47,15 @@ class Silent:
 
     def message(self, text: str) -> None:
         """Does nothing."""
+
+
+class Note(Protocol):
+    """Takes an event and what is known about it, as JSON values."""
+
+    def __call__(self, event: str, **values: Any) -> None:
+        """Takes one."""
+        ...
+
+
+def unnoted(event: str, **values: Any) -> None:
+    """A `Note` that ignores everything."""

@@ -19,11 +19,11 @@ from fedguild.evaluation.expert_usage import expert_utilisation
 from fedguild.evaluation.scores import Scores, Summary
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
+from fedguild.runs.log import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
 from fedguild.score_names import Scope, Score
 from fedguild.server.engine import Delivery
 from fedguild.server.method import Observation
 from fedguild.server.round import Outcome
-from fedguild.server.run_log import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
 
 LONGEST_TEXTS = 2.0
 """How much longer than the median client's the texts of a real client count, where tokens are weights."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from fedguild.errors import CheckpointError, ConfigError, nearest
 from fedguild.files import write_json, write_text
 from fedguild.layout import CHECKPOINTS, CONFIG, DIVERGED, STOPPED
-from fedguild.report import run_folder
+from fedguild.runs import folder as run_folder
+from fedguild.runs.log import EvaluationRecord, Record
 from fedguild.score_names import HEADLINES, SCOPES
-from fedguild.server.run_log import EvaluationRecord, Record
 
 if TYPE_CHECKING:
     import pandas
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from fedguild.costs.profile import Profile
     from fedguild.data.batches import Cut
     from fedguild.report.comparison import ComparisonTable
-    from fedguild.report.run_folder import Run
     from fedguild.report.sweep import SweepTable
+    from fedguild.runs.folder import Run
     from fedguild.setup import PreparedData
 
 FrameOf = Literal["scores", "tasks", "clients", "rounds", "observations"]
@@ -397,7 +397,7 @@ def load_run(folder: str | Path) -> RunResult:
         >>> result.rounds, sorted(result.scores)
         (1, ['b1', 'b2', 'b3', 'b4'])
     """
-    from fedguild.report.index import REPORT_FILE
+    from fedguild.runs.index import REPORT_FILE
 
     found = run_folder.load_run(Path(folder))
     last = [record for record in found.evaluations if (record.round, record.split) == (found.last_round, found.split)]
@@ -459,8 +459,8 @@ def has_begun(folder: Path) -> bool:
     A folder without one, and without a record of a round, is what is left of a start that failed or was killed: a new
     start may take it.
     """
+    from fedguild.runs.log import RunLog
     from fedguild.server import checkpoint
-    from fedguild.server.run_log import RunLog
 
     if not (folder / CONFIG).is_file():
         return False

@@ -30,9 +30,9 @@ from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload, digest_of
 from fedguild.recording import DEVIATION, Where, evaluation_record, observation_records, summary_record
+from fedguild.runs.log import EvaluationRecord, Record
 from fedguild.server.method import Deployment, Method
 from fedguild.server.optimizer import without_momentum
-from fedguild.server.run_log import EvaluationRecord, Record
 from fedguild.setup import Experiment, OwnScope, Split
 
 Model = tuple[str, Budget, Deployment]

@@ -41,8 +41,8 @@ from fedguild.layout import CHECKPOINTS, RUN, client_name
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
 from fedguild.progress import Silent
+from fedguild.runs.log import Record, RoundRecord, RunLog
 from fedguild.server import checkpoint
-from fedguild.server.run_log import Record, RoundRecord, RunLog
 from fedguild.setup import load_model
 
 __all__ = ["Driven", "HostileClient", "LoopbackTransport", "Message", "drive"]

@@ -12,7 +12,7 @@ import fedguild
 from fedguild.callbacks import Event, Finished, Recorded, RoundStarted, Saved
 from fedguild.config import load_config
 from fedguild.errors import CheckpointError, ConfigError, DataError
-from fedguild.server.run_log import EvaluationRecord, RoundRecord
+from fedguild.runs.log import EvaluationRecord, RoundRecord
 from tests.api.conftest import BASE, CLIENTS, ROWS, empty_report
 from tests.experiment.runs import Killed, assert_same, ended, kill_at
 

@@ -13,8 +13,8 @@ from fedguild.cli import app
 from fedguild.config import Config, load_config
 from fedguild.payload import Payload
 from fedguild.progress import Progress
+from fedguild.runs.log import RunLog
 from fedguild.server import checkpoint
-from fedguild.server.run_log import RunLog
 from tests.report.runs import FLAME_FINAL, RANKS_FINAL, write_run
 
 Invoke = Callable[..., Result]

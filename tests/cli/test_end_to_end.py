@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.server.run_log import RunLog, comparable
+from fedguild.runs.log import RunLog, comparable
 from tests.cli.conftest import Invoke
 
 SMALL = [

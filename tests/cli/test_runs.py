@@ -11,7 +11,7 @@ from fedguild.cli.progress import TerminalProgress
 from fedguild.config import load_config
 from fedguild.errors import ConfigError
 from fedguild.export import Exported, Subject
-from fedguild.report.index import read_plan
+from fedguild.runs.index import read_plan
 from tests.cli.conftest import FakeExperiment, Invoke
 from tests.report.runs import write_run
 

@@ -16,9 +16,9 @@ from fedguild.config import Config, load_config
 from fedguild.errors import ConfigError, DivergedError
 from fedguild.payload import Payload
 from fedguild.progress import Progress
-from fedguild.report.index import PLAN_FILE
-from fedguild.report.run_folder import load_run
 from fedguild.report.sweep import SweepTable, tabulate
+from fedguild.runs.folder import load_run
+from fedguild.runs.index import PLAN_FILE
 from fedguild.server import checkpoint
 from tests.cli.conftest import FakeExperiment, Invoke
 from tests.report.runs import write_run

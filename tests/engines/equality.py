@@ -16,8 +16,8 @@ from fedguild import experiment
 from fedguild.config import Config
 from fedguild.layout import MEMORY
 from fedguild.methods import METHODS
+from fedguild.runs.log import ClientRecord, RunLog
 from fedguild.server.engine import Engine
-from fedguild.server.run_log import ClientRecord, RunLog
 from fedguild.setup import Experiment
 from fedguild.setup.experiment import Scorer
 from tests.experiment.runs import Ended, assert_same, ended, save_model, small_config

@@ -13,7 +13,7 @@ from fedguild import experiment
 from fedguild.evaluation.likelihood import Candidates, candidate_losses
 from fedguild.evaluation.mismatch import ROUTER, SCALE, Mismatch
 from fedguild.model.slots import SlotModel
-from fedguild.server.run_log import ObservationRecord, RunLog
+from fedguild.runs.log import ObservationRecord, RunLog
 from tests.backbones import PAD, TOP_K, lora_plan, random_adapter, random_rows, tiny_backbone
 from tests.experiment.runs import save_model, small_config
 from tests.oracles import diagnosis as oracle

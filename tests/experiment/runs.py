@@ -16,8 +16,8 @@ from fedguild.layout import CHECKPOINTS, MEMORY
 from fedguild.model.backbone import Backbone
 from fedguild.model.tiny.tokenizer import train_tokenizer
 from fedguild.payload import Payload
+from fedguild.runs.log import RunLog, comparable
 from fedguild.server import checkpoint
-from fedguild.server.run_log import RunLog, comparable
 from fedguild.setup import preparation
 from tests.backbones import tiny_model
 

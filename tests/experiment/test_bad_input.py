@@ -20,8 +20,8 @@ from fedguild.layout import CHECKPOINTS
 from fedguild.methods import METHODS
 from fedguild.methods.flame import Flame
 from fedguild.payload import Payload
+from fedguild.runs.log import ClientRecord, Record, RoundRecord, RunLog
 from fedguild.server import checkpoint
-from fedguild.server.run_log import ClientRecord, Record, RoundRecord, RunLog
 from fedguild.setup import check_fit, fitted, method_of, model_of
 from tests.backbones import tiny_model
 from tests.data.writing import write_jsonl

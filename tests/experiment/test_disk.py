@@ -12,8 +12,8 @@ import pytest
 
 from fedguild import experiment
 from fedguild.layout import CHECKPOINTS
+from fedguild.runs.log import RunLog, comparable
 from fedguild.server import checkpoint
-from fedguild.server.run_log import RunLog, comparable
 from tests.experiment.conftest import Command
 from tests.experiment.runs import Ended, assert_same, ended, says, small_config, small_settings
 

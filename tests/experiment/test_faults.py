@@ -10,10 +10,10 @@ import pytest
 
 from fedguild import experiment
 from fedguild.engines.local import LocalEngine
+from fedguild.runs.log import RoundRecord, RunLog
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 from fedguild.server.method import Method
 from fedguild.server.round import RoundSetup
-from fedguild.server.run_log import RoundRecord, RunLog
 from fedguild.setup import Experiment, make_engine, run_identity
 from tests.experiment.runs import Killed, kill_at, small_config
 

@@ -12,10 +12,10 @@ from fedguild.callbacks import Event, Saved
 from fedguild.config import Config
 from fedguild.errors import CheckpointError
 from fedguild.report.html import write_comparison, write_report
-from fedguild.report.index import summarise
 from fedguild.results import load_run
+from fedguild.runs.index import summarise
+from fedguild.runs.log import EvaluationRecord, RunLog
 from fedguild.server import checkpoint
-from fedguild.server.run_log import EvaluationRecord, RunLog
 from fedguild.watch.board import Board
 from fedguild.watch.run_view import RunView
 from tests.experiment.runs import Ended, Killed, assert_same, ended, kill_at, small_config
@@ -25,7 +25,7 @@ QUICK = (*ROUNDS, "evaluation.every=9", "evaluation.initial=false")
 MOMENTS = {
     "before the first checkpoint": ("fedguild.server.checkpoint.save", 1, False),
     "after the first checkpoint": ("fedguild.server.checkpoint.save", 1, True),
-    "before the first record": ("fedguild.server.run_log.RunLog.append", 1, False),
+    "before the first record": ("fedguild.runs.log.RunLog.append", 1, False),
     "after the records of round 1": ("fedguild.server.checkpoint.save", 2, False),
     "while round 2 is scored": ("fedguild.experiment.evaluate_state", 1, False),
 }

@@ -16,12 +16,12 @@ from fedguild.layout import CHECKPOINTS
 from fedguild.model.plan import AdapterPlan
 from fedguild.payload import Payload
 from fedguild.results import divergence, load_run
+from fedguild.runs.log import EvaluationRecord, RunLog, TrafficRecord
 from fedguild.server import checkpoint
 from fedguild.server.byte_budget import ByteBudget
 from fedguild.server.divergence import require_learning
 from fedguild.server.engine import Delivery, Task
 from fedguild.server.round import Outcome
-from fedguild.server.run_log import EvaluationRecord, RunLog, TrafficRecord
 from tests.data.writing import write_jsonl
 from tests.experiment.conftest import Command
 from tests.experiment.runs import says, small_config, small_settings

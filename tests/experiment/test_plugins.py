@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, FlexOlmoConfig
 from fedguild import experiment
 from fedguild.config import load_config
 from fedguild.model.tiny.tokenizer import train_tokenizer
-from fedguild.server.run_log import EvaluationRecord, RunLog
+from fedguild.runs.log import EvaluationRecord, RunLog
 from tests.experiment.runs import small_settings
 from tests.plugins import install
 

@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 
 from fedguild import experiment
-from fedguild.server.run_log import EvaluationRecord, RunLog
+from fedguild.runs.log import EvaluationRecord, RunLog
 from tests.experiment.runs import save_model, small_config
 
 

@@ -22,9 +22,9 @@ from fedguild.layout import CHECKPOINTS
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
 from fedguild.model.packaged import PACKAGED
+from fedguild.runs.log import ClientRecord, EvaluationRecord, RoundRecord, RunLog
 from fedguild.seeding import torch_rng
 from fedguild.server import checkpoint
-from fedguild.server.run_log import ClientRecord, EvaluationRecord, RoundRecord, RunLog
 from fedguild.setup import budgets_of, check_config, fitted, prepare_data
 from tests.data.writing import write_csv, write_json, write_jsonl
 from tests.experiment.runs import save_model

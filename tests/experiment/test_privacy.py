@@ -18,11 +18,11 @@ from fedguild.privacy.accounting import Release, epsilon
 from fedguild.privacy.ledger import FILE, Ledger
 from fedguild.progress import Silent
 from fedguild.report.html import write_report
-from fedguild.report.run_folder import load_run
 from fedguild.report.tables import privacy_grid
+from fedguild.runs.folder import load_run
+from fedguild.runs.log import ClientRecord, PrivacyRecord, RoundRecord, RoutingRecord, RunLog
 from fedguild.server.privacy_accounts import PrivacyAccounts
 from fedguild.server.round import RoundSetup
-from fedguild.server.run_log import ClientRecord, PrivacyRecord, RoundRecord, RoutingRecord, RunLog
 from fedguild.setup import check_config
 from tests.experiment.runs import Killed, assert_same, ended, kill_at, load_models_once, small_config
 

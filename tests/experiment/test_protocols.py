@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedguild import experiment, scoring
-from fedguild.server.run_log import EvaluationRecord, RunLog
+from fedguild.runs.log import EvaluationRecord, RunLog
 from tests.experiment.runs import Killed, ended, kill_at, save_model, small_config
 
 BOTH = ("federation.rounds=2", "evaluation.trained=true", "evaluation.received=true", "training.learning_rate=0.05")

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from fedguild import experiment
-from fedguild.activity import ActivityLog
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config
 from fedguild.costs.flops import cost
@@ -25,9 +24,9 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.recording import summary_record
-from fedguild.report.run_folder import load_run
-from fedguild.scoring import evaluate_state
-from fedguild.server.run_log import (
+from fedguild.runs.activity import ActivityLog
+from fedguild.runs.folder import load_run
+from fedguild.runs.log import (
     ClientRecord,
     EvaluationRecord,
     Record,
@@ -36,6 +35,7 @@ from fedguild.server.run_log import (
     RunLog,
     comparable,
 )
+from fedguild.scoring import evaluate_state
 from fedguild.setup import preparation
 from tests.experiment.runs import small_config
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from fedguild import experiment
-from fedguild.activity import ActivityLog
 from fedguild.config import Config, load_config
 from fedguild.errors import CheckpointError
 from fedguild.layout import CHECKPOINTS, MEMORY
+from fedguild.runs.activity import ActivityLog
+from fedguild.runs.log import RunLog
 from fedguild.server import checkpoint
-from fedguild.server.run_log import RunLog
 from tests.experiment.runs import Ended, Killed, assert_same, ended, kill_at, small_config, small_settings
 
 ALL, HALF = "all clients", "half of the clients"
@@ -32,13 +32,13 @@ STEPS_A_ROUND = 4
 """Two cohorts, two steps each, in either case."""
 MOMENTS = {
     "while round 0 is scored": ("fedguild.experiment.evaluate_state", 1, False),
-    "before the first record": ("fedguild.server.run_log.RunLog.append", 1, False),
+    "before the first record": ("fedguild.runs.log.RunLog.append", 1, False),
     "before the first checkpoint": ("fedguild.server.checkpoint.save", 1, False),
     "in the middle of the training of round 1": ("fedguild.client.optimizer.SlotOptimizer.step", 2, False),
     "in the middle of the training of round 2": ("fedguild.client.optimizer.SlotOptimizer.step", 7, False),
     "after a memory of round 2": ("fedguild.client.memory.ClientMemory.save", {ALL: 5, HALF: 3}, True),
     "while round 2 is scored": ("fedguild.experiment.evaluate_state", 3, False),
-    "before the records of round 2": ("fedguild.server.run_log.RunLog.append", 3, False),
+    "before the records of round 2": ("fedguild.runs.log.RunLog.append", 3, False),
     "after the records of round 2": ("fedguild.server.checkpoint.save", 3, False),
     "after the checkpoint of round 2": ("fedguild.client.memory.ClientMemory.forget", 3, False),
     "before the report": ("fedguild.experiment.write_report", 1, False),

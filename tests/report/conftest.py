@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedguild.report.html import write_comparison, write_report
-from fedguild.report.run_folder import Run, load_run
+from fedguild.runs.folder import Run, load_run
 from tests.report.runs import RANKS_FINAL, write_run
 
 REFUSED = (2, 3, "adapter/x.lora_A holds 4 values that are <NaN>")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from fedguild.server.run_log import (
+from fedguild.runs.log import (
     ClientRecord,
     EvaluationRecord,
     ObservationRecord,

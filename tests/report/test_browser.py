@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fedguild.report.html import write_index, write_sweep
-from fedguild.report.run_folder import load_run
 from fedguild.report.sweep import tabulate
+from fedguild.runs.folder import load_run
 from tests.watch.browser import CUT, Browser
 
 pytestmark = pytest.mark.processes

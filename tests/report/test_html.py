@@ -16,10 +16,10 @@ from fedguild.errors import CheckpointError
 from fedguild.evaluation.statistics import half_width, spread
 from fedguild.report import html
 from fedguild.report.html import run_figures, write_comparison, write_report
-from fedguild.report.run_folder import load_run
 from fedguild.report.style import key_at
 from fedguild.report.tables import run_table
-from fedguild.server.run_log import EvaluationRecord, ObservationRecord, RunLog
+from fedguild.runs.folder import load_run
+from fedguild.runs.log import EvaluationRecord, ObservationRecord, RunLog
 from tests.report.runs import write_run
 
 VOID = {"meta", "br", "img", "link", "hr"}

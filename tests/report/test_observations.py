@@ -10,9 +10,9 @@ import pytest
 
 from fedguild.report.observation_figures import observation_figure, split_labels
 from fedguild.report.observations import Series, observation_grid, observed
-from fedguild.report.run_folder import Run
 from fedguild.report.style import FULL_WIDTH, NARROW_WIDTH, ON_DARK, ON_LIGHT
-from fedguild.server.run_log import ObservationRecord
+from fedguild.runs.folder import Run
+from fedguild.runs.log import ObservationRecord
 from tests.report.test_figures import SVG, texts
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from fedguild.report.comparison import ComparisonTable, compare
 from fedguild.report.overview import adds_to, overview, write_overview
-from fedguild.report.run_folder import Run
-from fedguild.server.run_log import EvaluationRecord
+from fedguild.runs.folder import Run
+from fedguild.runs.log import EvaluationRecord
 
 SCORES = {"flame": "pooled", "fedit-ranks": "mean"}
 POOLED = (0.2, 0.4, 0.9)

@@ -29,8 +29,8 @@ from fedguild.report.recorded import (
 from fedguild.report.recorded_claims import by_perplexity, claims_markdown, smallest_shown, verdict
 from fedguild.report.recorded_pages import table_page
 from fedguild.report.recorded_summary import by_row
-from fedguild.report.run_folder import load_run
-from fedguild.server.run_log import ObservationRecord
+from fedguild.runs.folder import load_run
+from fedguild.runs.log import ObservationRecord
 from tests.report.runs import write_run
 
 TABLE = Table.model_validate(

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from fedguild.errors import ConfigError
-from fedguild.report.run_folder import Run
 from fedguild.report.stability import entry_over_seeds, stability_grids
-from fedguild.server.run_log import ObservationRecord
+from fedguild.runs.folder import Run
+from fedguild.runs.log import ObservationRecord
 
 FIGURE = "experts held"
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from fedguild.report.costs import client_totals
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.run_folder import Run
 from fedguild.report.tables import routing_grid, run_table, task_grid, training_grid
+from fedguild.runs.folder import Run
 from tests.report.runs import START
 
 

@@ -14,7 +14,7 @@ from fedguild.engines.private import PrivateEngine
 from fedguild.engines.secure import SecureClients
 from fedguild.errors import ConfigError
 from fedguild.payload import Payload
-from fedguild.server.run_log import ClientRecord, PrivacyRecord, RoutingRecord, RunLog
+from fedguild.runs.log import ClientRecord, PrivacyRecord, RoutingRecord, RunLog
 from fedguild.setup import check_config
 from tests.engines.flower.loopback_federation import grid_of, serve_on
 from tests.experiment.runs import ended, load_models_once, save_model, small_config

@@ -23,9 +23,9 @@ from fedguild.federation.trainer_service import run_metadata
 from fedguild.files import make_folder
 from fedguild.layout import CHECKPOINTS
 from fedguild.payload import Payload
+from fedguild.runs.log import ClientRecord, RoundRecord, RoutingRecord, RunLog
 from fedguild.secure.keys import load_peers
 from fedguild.server import checkpoint
-from fedguild.server.run_log import ClientRecord, RoundRecord, RoutingRecord, RunLog
 from fedguild.wire.codec import decode, encode
 from tests.engines.equality import traffic
 from tests.engines.flower.loopback_federation import Lines, grid_of, serve_on, site_of

@@ -14,9 +14,9 @@ from fedguild.errors import ConfigError
 from fedguild.evaluation.mismatch import ROUTER, SCALE
 from fedguild.model.info import LinearInfo, ModelInfo, MoeInfo
 from fedguild.payload import ADAPTER, Payload
+from fedguild.runs.log import ObservationRecord, RunLog
 from fedguild.server.diagnosis import IDLE, INEXACTNESS, SHRINKAGE, Diagnosis
 from fedguild.server.method import Observation, Upload
-from fedguild.server.run_log import ObservationRecord, RunLog
 from fedguild.setup import prepare
 from tests.experiment.runs import assert_same, ended, save_model, small_config
 from tests.oracles import diagnosis as oracle

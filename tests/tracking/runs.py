@@ -11,7 +11,7 @@ import pytest
 from fedguild.callbacks import Delivery
 from fedguild.config import Config, load_config
 from fedguild.plugins import Found
-from fedguild.server.run_log import RunLog
+from fedguild.runs.log import RunLog
 from fedguild.tracking import TRACKERS, Begun, TrackedRun, Tracker
 from fedguild.tracking.sending import Tracking
 

@@ -9,7 +9,7 @@ import pytest
 import fedguild
 from fedguild.errors import ConfigError
 from fedguild.federation.trainer_service import run_metadata
-from fedguild.server.run_log import RunLog
+from fedguild.runs.log import RunLog
 from fedguild.tracking.points import points
 from tests.experiment.runs import Killed, kill_at, load_models_once, save_model, small_config, small_settings
 from tests.tracking.runs import Memory, Series, offer

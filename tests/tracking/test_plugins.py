@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedguild.errors import ConfigError
-from fedguild.server.run_log import RunLog
+from fedguild.runs.log import RunLog
 from fedguild.tracking import TRACKERS, check_trackers
 from fedguild.tracking.points import points
 from tests.plugins import install

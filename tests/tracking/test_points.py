@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.server.run_log import (
+from fedguild.runs.log import (
     ClientRecord,
     EvaluationRecord,
     ObservationRecord,

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from fedguild.errors import ConfigError
-from fedguild.server.run_log import RunLog
+from fedguild.runs.log import RunLog
 from fedguild.tracking import Begun, TrackedRun, check_trackers
 from fedguild.tracking.points import points
 from fedguild.tracking.sending import TRACKING, Tracking, for_comparison

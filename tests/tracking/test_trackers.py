@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from fedguild.server.run_log import RunLog
+from fedguild.runs.log import RunLog
 from fedguild.tracking import TRACKERS
 from fedguild.tracking.points import points
 from tests.report.runs import write_run

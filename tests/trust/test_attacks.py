@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fedguild.config import Config
+from fedguild.runs.log import EvaluationRecord, RoutingRecord
 from fedguild.server.guard import not_finite
-from fedguild.server.run_log import EvaluationRecord, RoutingRecord
 from fedguild.testing import Driven, HostileClient, Message, drive
 from tests.experiment.runs import says
 from tests.trust.attacks import HELLO, SCORE, TRAIN, Attack, filled, saying

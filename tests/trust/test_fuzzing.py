@@ -12,9 +12,9 @@ import torch
 
 from fedguild.config import Config
 from fedguild.payload import Payload
+from fedguild.runs.log import comparable
 from fedguild.secure.session import STEPS
 from fedguild.server.guard import not_finite
-from fedguild.server.run_log import comparable
 from fedguild.testing import Driven, HostileClient, Message, drive
 from fedguild.wire.codec import encode
 from tests.trust.conftest import config_of

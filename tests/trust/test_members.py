@@ -13,7 +13,7 @@ from fedguild.config import Config
 from fedguild.config.site import ServerSettings
 from fedguild.engines.flower.client_registry import RegisteredClient
 from fedguild.federation.members import Members, admitted_sizes
-from fedguild.server.run_log import ClientRecord
+from fedguild.runs.log import ClientRecord
 from fedguild.testing import HostileClient, Message, drive
 from tests.trust.test_attacks import changed
 

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedguild.activity import ActivityLog
-from fedguild.server.run_log import RoundRecord, RunLog
+from fedguild.runs.activity import ActivityLog
+from fedguild.runs.log import RoundRecord, RunLog
 from tests.report.runs import write_run
 
 PLAN = [("flame", 0), ("flame", 1), ("fedit", 0), ("fedit", 1)]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.activity import ActivityLog
 from fedguild.report.html import write_index
+from fedguild.runs.activity import ActivityLog
 from fedguild.watch.server import WatchServer
 from tests.watch.browser import CUT, Browser
 from tests.watch.folders import comparison, federation, live_run, one_more_round

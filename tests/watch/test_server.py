@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fedguild.activity import ActivityLog
 from fedguild.errors import FedGuildError
+from fedguild.runs.activity import ActivityLog
 from fedguild.watch import following, grid_view
 from fedguild.watch import server as serving
 from fedguild.watch.following import Follower

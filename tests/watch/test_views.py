@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fedguild.activity import ActivityLog
-from fedguild.report.index import is_run
-from fedguild.server.run_log import PrivacyRecord, RoundRecord, RunLog, StrayUpload
+from fedguild.runs.activity import ActivityLog
+from fedguild.runs.index import is_run
+from fedguild.runs.log import PrivacyRecord, RoundRecord, RunLog, StrayUpload
 from fedguild.watch.board import Board
 from fedguild.watch.federation_view import FederationView
 from fedguild.watch.following import Follower

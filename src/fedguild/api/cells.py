@@ -79,8 +79,8 @@ class Cell:
             ConfigError: the folder holds a run with other settings.
         """
         from fedguild.layout import CHECKPOINTS, STOPPED
-        from fedguild.report.index import REPORT_FILE
         from fedguild.results import has_begun
+        from fedguild.runs.index import REPORT_FILE
         from fedguild.server import checkpoint
 
         if not has_begun(self.folder):
@@ -207,7 +207,7 @@ def plan_table(
 
 def write_plan(columns: Sequence[Column], folder: Path) -> None:
     """Writes which runs a comparison consists of, so that a page can show those that have not begun."""
-    from fedguild.report.index import PLAN_FILE
+    from fedguild.runs.index import PLAN_FILE
 
     cells = [
         {

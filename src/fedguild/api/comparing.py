@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fedguild.callbacks import Callback
     from fedguild.config.loading import Given
     from fedguild.evaluation.metrics import Metric
-    from fedguild.report.run_folder import Run
+    from fedguild.runs.folder import Run
 
 SEEDS = (0, 1, 2)
 
@@ -146,7 +146,7 @@ def _compared(groups: Sequence[Column], reference: str, name: str, table: Table 
     from fedguild.report.comparison import compare as compared
     from fedguild.report.html import write_comparison
     from fedguild.report.overview import write_overview
-    from fedguild.report.run_folder import load_run
+    from fedguild.runs.folder import load_run
 
     by_column, pages = {}, {}
     runs = {cell.folder: load_run(cell.folder) for group in groups for cell in group.cells}

@@ -246,8 +246,8 @@ def _tabulated(
     folder: Path, swept: Mapping[str, Sequence[str]], cells: Mapping[str, Sequence[tuple[Mapping[str, str], Cell]]]
 ) -> Sweep:
     from fedguild.report.html import write_sweep
-    from fedguild.report.run_folder import load_run
     from fedguild.report.sweep import tabulate
+    from fedguild.runs.folder import load_run
 
     runs, diverged, values = {}, {}, {}
     for name, members in cells.items():

@@ -22,7 +22,7 @@ from typing import Any
 from fedguild.errors import ConfigError
 from fedguild.plugins import Plugins
 from fedguild.results import RunResult
-from fedguild.server.run_log import EvaluationRecord, Record
+from fedguild.runs.log import EvaluationRecord, Record
 
 
 @dataclass

@@ -8,8 +8,8 @@ from typing import Literal
 
 from fedguild.callbacks import Event, Saved
 from fedguild.errors import ConfigError, nearest
+from fedguild.runs.log import EvaluationRecord
 from fedguild.score_names import SCORES
-from fedguild.server.run_log import EvaluationRecord
 
 
 @dataclass(frozen=True)

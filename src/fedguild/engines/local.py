@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from fedguild.activity import Note, unnoted
 from fedguild.client.cohort import LocalWork
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merge_ledger import MergeLedger
@@ -29,6 +28,7 @@ from fedguild.engines.cohorts import (
 from fedguild.errors import CheckpointError
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
+from fedguild.progress import Note, unnoted
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 from fedguild.server.method import Method
 

@@ -26,7 +26,6 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from fedguild.activity import Note, unnoted
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merge_ledger import MergeLedger, by_version, without_merges
 from fedguild.config.training import TrainingSettings
@@ -50,6 +49,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.ranks import TIMEOUT_SECONDS
 from fedguild.payload import Payload, with_part
+from fedguild.progress import Note, unnoted
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
 from fedguild.server.method import Method
 from fedguild.wire.codec import encode

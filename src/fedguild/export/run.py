@@ -23,7 +23,7 @@ from fedguild.files import write_text
 from fedguild.layout import CONFIG, client_name
 from fedguild.model.packaged import PACKAGED, packaged
 from fedguild.payload import Payload
-from fedguild.report.run_folder import load_run
+from fedguild.runs.folder import load_run
 from fedguild.scoring import evaluated_plan
 from fedguild.server.method import Deployment
 from fedguild.server.optimizer import without_momentum

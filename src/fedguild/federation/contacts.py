@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fedguild.activity import Note
 from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import Node, NoReply, Transport
 from fedguild.layout import client_name
+from fedguild.progress import Note
 from fedguild.wire.schema import printable
 
 

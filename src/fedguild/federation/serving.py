@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 import fedguild
 from fedguild import experiment as runs
-from fedguild.activity import ActivityLog
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config, load_config
@@ -39,11 +38,12 @@ from fedguild.model.info import ModelInfo
 from fedguild.packing import pack
 from fedguild.payload import Payload
 from fedguild.progress import Progress, Silent
+from fedguild.runs.activity import ActivityLog
+from fedguild.runs.log import EvaluationRecord
 from fedguild.server import checkpoint
 from fedguild.server.method import Method
 from fedguild.server.optimizer import without_momentum
 from fedguild.server.round import Outcome
-from fedguild.server.run_log import EvaluationRecord
 from fedguild.server.sampling import quorum_count
 from fedguild.setup import (
     Experiment,

@@ -13,8 +13,8 @@ from fedguild.evaluation.statistics import Spread, paired_difference, spread
 from fedguild.report import units
 from fedguild.report.costs import Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.run_folder import BudgetFacts, Run
 from fedguild.report.tables import RunTable, run_table, size_of
+from fedguild.runs.folder import BudgetFacts, Run
 from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, SCORES, TRAINED
 
 _SAME_FLOPS = 0.01

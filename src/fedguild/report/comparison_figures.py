@@ -15,7 +15,6 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from fedguild.report import units
 from fedguild.report.comparison import ComparisonTable
 from fedguild.report.costs import client_totals, mean_cost
-from fedguild.report.run_folder import ClientScope, Run
 from fedguild.report.style import (
     FULL_WIDTH,
     INK,
@@ -29,6 +28,7 @@ from fedguild.report.style import (
     to_svg,
     trend_limits,
 )
+from fedguild.runs.folder import ClientScope, Run
 from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, TRAINED
 
 _MOST_METHODS_LABELLED = 4

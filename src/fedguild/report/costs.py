@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
 
-from fedguild.report.run_folder import Run
-from fedguild.server.run_log import ClientRecord
+from fedguild.runs.folder import Run
+from fedguild.runs.log import ClientRecord
 
 Number = TypeVar("Number", int, float)
 

@@ -21,7 +21,16 @@ from fedguild.report import comparison_figures, figures, units
 from fedguild.report.comparison import ComparisonTable, compare
 from fedguild.report.costs import Cost, budget_costs, client_totals, phase_seconds
 from fedguild.report.grid import Grid
-from fedguild.report.index import (
+from fedguild.report.observation_figures import MOST_NAMED, observation_figure
+from fedguild.report.observations import Series, observation_grid, observed
+from fedguild.report.stability import stability_grids
+from fedguild.report.style import FULL_WIDTH, following, wide_and_narrow
+from fedguild.report.summary import budget_title, comparison_summary, run_summary
+from fedguild.report.sweep import SweepTable
+from fedguild.report.tables import RunTable, privacy_grid, routing_grid, run_table, task_grid, training_grid
+from fedguild.report.values import counts_values, curves_values, series_values
+from fedguild.runs.folder import Run, load_run
+from fedguild.runs.index import (
     COMPARISON_FILE,
     REPORT_FILE,
     SWEEP_FILE,
@@ -30,16 +39,7 @@ from fedguild.report.index import (
     find_runs,
     summarise,
 )
-from fedguild.report.observation_figures import MOST_NAMED, observation_figure
-from fedguild.report.observations import Series, observation_grid, observed
-from fedguild.report.run_folder import Run, load_run
-from fedguild.report.stability import stability_grids
-from fedguild.report.standing import STATUS
-from fedguild.report.style import FULL_WIDTH, following, wide_and_narrow
-from fedguild.report.summary import budget_title, comparison_summary, run_summary
-from fedguild.report.sweep import SweepTable
-from fedguild.report.tables import RunTable, privacy_grid, routing_grid, run_table, task_grid, training_grid
-from fedguild.report.values import counts_values, curves_values, series_values
+from fedguild.runs.standing import STATUS
 
 INDEX_FILE = "index.html"
 _MOST_OBSERVATIONS_SHOWN = 4

@@ -27,7 +27,7 @@ from fedguild.report.style import (
     tilt_if_long,
     to_svg,
 )
-from fedguild.server.run_log import ObservationRecord
+from fedguild.runs.log import ObservationRecord
 
 MOST_NAMED = 8
 """Rows beyond which the lines are thin and unnamed, and their mean stands out."""

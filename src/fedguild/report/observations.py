@@ -9,8 +9,8 @@ from statistics import fmean
 
 from fedguild.evaluation.statistics import spread
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.run_folder import Run
-from fedguild.server.run_log import ObservationRecord
+from fedguild.runs.folder import Run
+from fedguild.runs.log import ObservationRecord
 
 
 @dataclass(frozen=True)

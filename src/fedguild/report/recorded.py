@@ -19,10 +19,10 @@ from fedguild.errors import DataError
 from fedguild.files import write_text
 from fedguild.report.costs import budget_costs, client_totals, mean_cost
 from fedguild.report.observations import observed
-from fedguild.report.run_folder import MEANS, Run
 from fedguild.report.tables import run_table
+from fedguild.runs.folder import MEANS, Run
+from fedguild.runs.log import ObservationRecord
 from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, TRAINED
-from fedguild.server.run_log import ObservationRecord
 
 Kept = TypeVar("Kept")
 SUMMARIES = (MEAN, TRAINED, RECEIVED, POOLED, MTAL)

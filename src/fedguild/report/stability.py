@@ -8,7 +8,7 @@ from dataclasses import replace
 from fedguild.errors import ConfigError, nearest
 from fedguild.report.grid import Cell, Grid
 from fedguild.report.observations import Series, observed
-from fedguild.report.run_folder import Run
+from fedguild.runs.folder import Run
 
 
 def entry_over_seeds(runs: Sequence[Run], figure: str, row: str, column: str = "", *, rounds: int = 5) -> Grid:

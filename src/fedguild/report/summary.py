@@ -5,8 +5,8 @@ from __future__ import annotations
 from fedguild.evaluation.statistics import Spread
 from fedguild.report import units
 from fedguild.report.comparison import ComparisonTable, MethodRow
-from fedguild.report.run_folder import BudgetFacts
 from fedguild.report.tables import RunTable
+from fedguild.runs.folder import BudgetFacts
 from fedguild.score_names import MEAN, MTAL, TRAINED
 
 

@@ -16,7 +16,6 @@ from fedguild.evaluation.statistics import Spread, half_width, paired_difference
 from fedguild.report import units
 from fedguild.report.comparison import MethodRow, compare
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.run_folder import Run
 from fedguild.report.style import (
     FULL_WIDTH,
     HEAT,
@@ -29,6 +28,7 @@ from fedguild.report.style import (
     tilt_if_long,
     to_svg,
 )
+from fedguild.runs.folder import Run
 from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, TRAINED
 
 _SCORES = {

@@ -11,8 +11,8 @@ from fedguild.layout import client_name
 from fedguild.report import units
 from fedguild.report.costs import ClientTotals, Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.run_folder import MEANS, BudgetFacts, ClientScope, Run
-from fedguild.server.run_log import EvaluationRecord, RoutingRecord
+from fedguild.runs.folder import MEANS, BudgetFacts, ClientScope, Run
+from fedguild.runs.log import EvaluationRecord, RoutingRecord
 
 _OWN_DATA: tuple[ClientScope, ...] = ("client", "received", "trained")
 """The scores of clients' models on their own data; before training, the first that a run has stands for all."""

@@ -10,8 +10,8 @@ import torch
 from fedguild.client.budget import ClientInfo
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
+from fedguild.runs.log import Record, TrafficRecord
 from fedguild.server.method import Method
-from fedguild.server.run_log import Record, TrafficRecord
 from fedguild.wire.accounting import count_traffic
 from fedguild.wire.codec import Codec
 

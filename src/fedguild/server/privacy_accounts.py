@@ -9,7 +9,7 @@ from fedguild.client.budget import ClientInfo
 from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.privacy.accounting import Release, epsilon
 from fedguild.privacy.ledger import Ledger
-from fedguild.server.run_log import PrivacyRecord
+from fedguild.runs.log import PrivacyRecord
 
 SLACK = 1e-9
 """What rounding may add to a budget."""

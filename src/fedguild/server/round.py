@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from fedguild.activity import Note, unnoted
 from fedguild.client.budget import ClientInfo
 from fedguild.config.federation import FederationSettings
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
+from fedguild.progress import Note, unnoted
 from fedguild.server.clock import Clock
 from fedguild.server.engine import Delivery, Engine
 from fedguild.server.guard import Guard

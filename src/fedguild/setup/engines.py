@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fedguild.activity import ActivityLog
 from fedguild.config import Config
 from fedguild.engines.coded import CodedEngine
 from fedguild.engines.cohorts import OnStep
 from fedguild.engines.local import LocalEngine
 from fedguild.engines.torchrun import TorchrunEngine, torchrun_ranks
 from fedguild.errors import ConfigError
+from fedguild.runs.activity import ActivityLog
 from fedguild.server.engine import Engine
 from fedguild.setup.checks import require_start
 from fedguild.setup.experiment import Experiment, Scorer

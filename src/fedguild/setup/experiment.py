@@ -26,10 +26,10 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.payload import Payload
 from fedguild.progress import Progress
+from fedguild.runs.log import EvaluationRecord
 from fedguild.server.engine import Engine
 from fedguild.server.method import Method
 from fedguild.server.round import Outcome
-from fedguild.server.run_log import EvaluationRecord
 from fedguild.setup.data import PreparedData, Split, encoded_texts
 
 OwnScope = Literal["client", "trained", "received"]

@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from fedguild.layout import client_name
-from fedguild.server.run_log import (
+from fedguild.runs.log import (
     ClientRecord,
     EvaluationRecord,
     ObservationRecord,

@@ -20,7 +20,7 @@ from fedguild.callbacks import Event, Recorded, RoundStarted, Saved
 from fedguild.config import Config
 from fedguild.errors import in_one_line
 from fedguild.files import write_json
-from fedguild.server.run_log import Record, RunLog
+from fedguild.runs.log import Record, RunLog
 from fedguild.tracking import TRACKERS, TrackedRun, Tracker, check_trackers
 from fedguild.tracking.points import points
 

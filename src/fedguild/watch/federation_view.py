@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from fedguild.layout import AUDIT, REGISTERED, RUN, client_index, client_name
-from fedguild.report.standing import read_json
+from fedguild.runs.standing import read_json
 from fedguild.tail import Tail
 from fedguild.watch.board import Board
 from fedguild.watch.run_view import RunView

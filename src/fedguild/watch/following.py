@@ -9,8 +9,8 @@ from typing import Protocol
 
 from fedguild.config.site import SERVER_FILE, load_server
 from fedguild.layout import AUDIT, RUN
-from fedguild.report.index import PLAN_FILE, find_runs, is_run
-from fedguild.report.standing import Standing
+from fedguild.runs.index import PLAN_FILE, find_runs, is_run
+from fedguild.runs.standing import Standing
 from fedguild.watch.board import Board
 from fedguild.watch.federation_view import FederationView
 from fedguild.watch.grid_view import GridView

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedguild.report.index import GroupPage, SummaryReader, find_pages, find_runs, read_plan
+from fedguild.runs.index import GroupPage, SummaryReader, find_pages, find_runs, read_plan
 from fedguild.watch.board import Board
 
 SCAN_SECONDS = 0.5

@@ -13,10 +13,10 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from fedguild.activity import ActivityLog
 from fedguild.layout import CONFIG, client_index
-from fedguild.report.standing import Standing, read_yaml, standing
-from fedguild.server.run_log import RunLog
+from fedguild.runs.activity import ActivityLog
+from fedguild.runs.log import RunLog
+from fedguild.runs.standing import Standing, read_yaml, standing
 from fedguild.tail import Tail
 from fedguild.watch.board import Board
 

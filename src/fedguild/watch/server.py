@@ -22,7 +22,7 @@ from typing import Any
 
 import fedguild
 from fedguild.errors import FedGuildError
-from fedguild.report.index import REPORT_FILE
+from fedguild.runs.index import REPORT_FILE
 from fedguild.watch.following import Follower
 from fedguild.watch.grid_view import GridView
 

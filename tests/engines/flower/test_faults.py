@@ -18,7 +18,7 @@ from fedguild.errors import ConfigError, QuorumError
 from fedguild.federation.audit import AuditLog
 from fedguild.federation.revocation import Revocations
 from fedguild.federation.trainer_service import TrainerService
-from fedguild.server.run_log import ClientRecord, RoundRecord, RunLog
+from fedguild.runs.log import ClientRecord, RoundRecord, RunLog
 from fedguild.wire.schema import HEADER_BYTES
 from tests.engines.flower.faulty_replies import FAULTS, LIMIT_BYTES, poison, with_upload
 from tests.engines.flower.loopback import LoopbackGrid, LoopbackNode
@@ -479,7 +479,7 @@ def test_a_run_below_its_quorum_stops_and_goes_on_when_the_clients_are_back(
     assert_same(replace(ended(tmp_path / "state" / "run"), memory={}), local)
 
 
-@pytest.mark.parametrize("moment", ["fedguild.server.checkpoint.save", "fedguild.server.run_log.RunLog.append"])
+@pytest.mark.parametrize("moment", ["fedguild.server.checkpoint.save", "fedguild.runs.log.RunLog.append"])
 def test_a_server_that_is_killed_goes_on_to_the_same_bits(
     moment: str, config: Config, local: Ended, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from fedguild import experiment
 from fedguild.federation.audit import AuditLog
 from fedguild.layout import CHECKPOINTS
 from fedguild.locking import holder
-from fedguild.server.run_log import RoundRecord, RunLog
+from fedguild.runs.log import RoundRecord, RunLog
 from tests.engines.flower.federation_processes import START_SECONDS, Command, FederationProcesses
 from tests.engines.flower.loopback_federation import QUICK, small_config
 from tests.engines.flower.test_processes_long import ONE_PARTITION, assert_same_results

@@ -19,7 +19,7 @@ from fedguild.federation import commands
 from fedguild.federation.audit import AuditLog
 from fedguild.federation.keys import write_key
 from fedguild.federation.operations import exit_reason
-from fedguild.server.run_log import RoundRecord, RunLog
+from fedguild.runs.log import RoundRecord, RunLog
 from tests.engines.equality import newest_memory, site_memory
 from tests.engines.flower.federation_processes import (
     Command,

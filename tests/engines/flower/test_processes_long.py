@@ -16,8 +16,8 @@ from fedguild.config import Config
 from fedguild.engines.flower.message import Message
 from fedguild.federation.keys import write_key
 from fedguild.layout import UPLOADS
+from fedguild.runs.log import RoundRecord, RunLog
 from fedguild.secure.session import STEPS
-from fedguild.server.run_log import RoundRecord, RunLog
 from tests.engines.equality import newest_memory, site_memory
 from tests.engines.flower.faulty_replies import DEADLINE_SECONDS, FAULT_OF_ROUND, FAULTS, LIMIT_BYTES
 from tests.engines.flower.federation_processes import FederationProcesses, running, wait_for

@@ -17,8 +17,8 @@ from fedguild.methods import build_method
 from fedguild.model.backbone import describe_config
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
+from fedguild.runs.log import EvaluationRecord, ObservationRecord, RunLog
 from fedguild.seeding import torch_rng
-from fedguild.server.run_log import EvaluationRecord, ObservationRecord, RunLog
 from fedguild.wire.accounting import count_traffic
 from tests.experiment.runs import Killed, assert_same, ended, kill_at, save_model, small_settings
 

@@ -18,8 +18,8 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import trainable_shapes
 from fedguild.packing import pack, unpack
 from fedguild.payload import ADAPTER, Payload, with_part
+from fedguild.runs.log import ClientRecord, RunLog
 from fedguild.server import checkpoint
-from fedguild.server.run_log import ClientRecord, RunLog
 from fedguild.wire.accounting import bytes_by_part, size_bytes
 from tests.experiment.runs import Killed, assert_same, ended, kill_at, save_model, small_config
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fedguild.activity import ActivityLog, NotedProgress, noted
 from fedguild.errors import DataError, StoppedError
 from fedguild.progress import Silent
+from fedguild.runs.activity import ActivityLog, NotedProgress, noted
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.activity import ActivityLog
 from fedguild.errors import CheckpointError
 from fedguild.report.html import write_index
-from fedguild.report.index import SummaryReader, find_runs, summarise
-from fedguild.report.run_folder import load_run
 from fedguild.report.tables import run_table
+from fedguild.runs.activity import ActivityLog
+from fedguild.runs.folder import load_run
+from fedguild.runs.index import SummaryReader, find_runs, summarise
 from tests.report.runs import write_run
 from tests.report.test_html import parsed
 

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from fedguild.errors import CheckpointError
 from fedguild.layout import CONFIG, ENVIRONMENT, PARTITION
-from fedguild.score_names import MTAL, POOLED, RECEIVED, TRAINED, Scope
-from fedguild.server.run_log import (
+from fedguild.runs.log import (
     ClientRecord,
     EvaluationRecord,
     ObservationRecord,
@@ -25,6 +24,7 @@ from fedguild.server.run_log import (
     RoutingRecord,
     RunLog,
 )
+from fedguild.score_names import MTAL, POOLED, RECEIVED, TRAINED, Scope
 
 ClientScope = Literal["client", "trained", "received", "pooled"]
 """A client's own model, the same as trained, as received, and as received on all clients' data."""

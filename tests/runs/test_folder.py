@@ -9,8 +9,8 @@ import yaml
 
 from fedguild.errors import CheckpointError
 from fedguild.report.costs import client_totals, mean_cost, phase_seconds
-from fedguild.report.run_folder import Run, load_run
-from fedguild.server.run_log import EvaluationRecord, RunLog
+from fedguild.runs.folder import Run, load_run
+from fedguild.runs.log import EvaluationRecord, RunLog
 from tests.report.conftest import REFUSED
 from tests.report.runs import START, write_run
 

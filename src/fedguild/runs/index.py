@@ -12,12 +12,12 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from fedguild.activity import ActivityLog
 from fedguild.layout import CONFIG
 from fedguild.locking import HOLDER
-from fedguild.report.standing import Word, read_yaml, standing
+from fedguild.runs.activity import ActivityLog
+from fedguild.runs.log import RunLog
+from fedguild.runs.standing import Word, read_yaml, standing
 from fedguild.score_names import HEADLINES
-from fedguild.server.run_log import RunLog
 from fedguild.tail import Tail
 
 REPORT_FILE = "report.html"

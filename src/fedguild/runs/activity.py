@@ -13,26 +13,14 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from fedguild.errors import FedGuildError, StoppedError
 from fedguild.files import PRIVATE_FILE
-from fedguild.progress import Progress, Silent
+from fedguild.progress import Note, Progress, Silent
 
 STEP_SECONDS = 0.25
 """Training steps are written no more often than this."""
-
-
-class Note(Protocol):
-    """Takes an event and what is known about it, as JSON values."""
-
-    def __call__(self, event: str, **values: Any) -> None:
-        """Takes one."""
-        ...
-
-
-def unnoted(event: str, **values: Any) -> None:
-    """A `Note` that ignores everything."""
 
 
 class ActivityLog:

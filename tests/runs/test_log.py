@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from fedguild.errors import CheckpointError, FedGuildError
-from fedguild.server.run_log import (
+from fedguild.runs.log import (
     ClientRecord,
     EvaluationRecord,
     PartitionRecord,
