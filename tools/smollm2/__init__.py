@@ -1,0 +1,1 @@
+"""SmolLM2-135M-Instruct from the package index, and a mixture of experts made from it."""
