@@ -42,7 +42,7 @@ def unsealed(line: bytes, before: str) -> tuple[bytes, str]:
     found = _SUFFIX.fullmatch(line[-_SUFFIX_BYTES:])
     if found is None:
         raise ValueError("it has no seal")
-    content, seal = line[:-_SUFFIX_BYTES] + b"}", found[1].decode()
+    content, seal = content_of(line), found[1].decode()
     if seal != _seal(content, before):
         raise ValueError("its seal does not follow from it and the lines before it: it was changed, moved or removed")
     return content, seal
@@ -51,6 +51,11 @@ def unsealed(line: bytes, before: str) -> tuple[bytes, str]:
 def is_sealed(line: bytes) -> bool:
     """Whether a line ends with a seal, true or not."""
     return _SUFFIX.fullmatch(line[-_SUFFIX_BYTES:]) is not None
+
+
+def content_of(line: bytes) -> bytes:
+    """Returns a line without its seal, which may be false or missing."""
+    return line[:-_SUFFIX_BYTES] + b"}" if is_sealed(line) else line
 
 
 def _seal(content: bytes, before: str) -> str:

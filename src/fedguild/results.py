@@ -7,12 +7,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from fedguild.errors import CheckpointError, ConfigError, nearest
 from fedguild.files import write_json, write_text
 from fedguild.layout import CHECKPOINTS, CONFIG, DIVERGED, STOPPED
 from fedguild.runs import folder as run_folder
+from fedguild.runs.folder import FrameOf
 from fedguild.runs.log import EvaluationRecord, Record
 from fedguild.score_names import HEADLINES, SCOPES
 
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from fedguild.report.sweep import SweepTable
     from fedguild.runs.folder import Run
     from fedguild.setup import PreparedData
-
-FrameOf = Literal["scores", "tasks", "clients", "rounds", "observations"]
-FRAMES: tuple[FrameOf, ...] = ("scores", "tasks", "clients", "rounds", "observations")
 
 
 @dataclass(frozen=True)
@@ -131,11 +129,7 @@ class RunResult:
             ConfigError: `of` is none of these.
             CheckpointError: the folder is no longer that of a run.
         """
-        import pandas
-
-        if of not in FRAMES:
-            raise ConfigError(f"There is no frame of '{of}'.", nearest(of, FRAMES))
-        return pandas.DataFrame(list(_rows(run_folder.load_run(self.folder), of)))
+        return run_folder.load_run(self.folder).frame(of)
 
     def figures(self) -> Figures:
         """Returns the figures of the run's report by name.
@@ -472,29 +466,3 @@ def has_begun(folder: Path) -> bool:
 def write_stopping_reason(folder: Path, number: int, reason: str) -> None:
     """Notes that a callback stopped a run after a round."""
     write_json(folder / STOPPED, {"round": number, "reason": reason})
-
-
-def _rows(run: Run, of: FrameOf) -> Iterator[dict[str, Any]]:
-    if of == "scores":
-        for score in run.evaluations:
-            known = score.model_dump(exclude={"kind", "metrics", "by_task"})
-            yield {**known, **score.metrics}
-    elif of == "tasks":
-        for score in run.evaluations:
-            for task, value in score.by_task.items():
-                place = score.model_dump(include={"round", "scope", "name", "split"})
-                yield {**place, "task": task, "score": value}
-    elif of == "clients":
-        for trained in run.clients:
-            parts = {f"upload_bytes_{part}": size for part, size in trained.upload_parts.items()}
-            yield {**trained.model_dump(exclude={"kind", "upload_parts"}), **parts}
-    elif of == "rounds":
-        for one in run.rounds:
-            phases = {f"seconds_{phase}": spent for phase, spent in one.phase_seconds.items()}
-            counts = {"participants": len(one.participants), "rejected": len(one.rejected), "strays": len(one.strays)}
-            yield {"round": one.round, "seconds": one.seconds, **counts, **phases}
-    else:
-        for seen in run.observations:
-            for row, values in zip(seen.rows, seen.values, strict=True):
-                for column, value in zip(seen.columns or [""], values, strict=True):
-                    yield {"round": seen.round, "name": seen.name, "row": row, "column": column, "value": value}

@@ -299,14 +299,10 @@ def _index_page(folder: Path, found: Sequence[RunSummary]) -> dict[str, Any]:
 def _facts(run: Run, *, method: bool = True) -> list[str]:
     """Returns the facts about the run, in a few words each."""
     facts = [f"method {run.method}"] if method else []
-    for path, word in ((("model", "path"), "model"), (("data", "corpus"), "data")):
-        value = run.setting(*path)
-        facts += [f"{word} {value}"] if value else []
-    scheme, alpha = run.setting("data", "partition", "scheme"), run.setting("data", "partition", "alpha")
-    if scheme:
-        facts.append(f"Dirichlet {alpha:g}" if scheme == "dirichlet" and alpha is not None else f"{scheme} partition")
-    clients = run.setting("federation", "clients")
-    facts += [units.count_of(clients, "client")] if clients else []
+    facts += [f"model {run.model}"] if run.model else []
+    facts += [f"data {run.data}"] if run.data else []
+    facts += [run.partition_scheme] if run.partition_scheme else []
+    facts += [units.count_of(run.number_of_clients, "client")] if run.number_of_clients else []
     return [*facts, units.count_of(run.last_round, "round"), f"seed {run.seed}"]
 
 

@@ -21,6 +21,8 @@ from fedguild.progress import Note, Progress, Silent
 
 STEP_SECONDS = 0.25
 """Training steps are written no more often than this."""
+ENDINGS = ("ended", "stopped", "interrupted", "failed")
+_LAST_BYTES = 1 << 16
 
 
 class ActivityLog:
@@ -47,6 +49,16 @@ class ActivityLog:
                 os.write(file, line.encode() + b"\n")
             finally:
                 os.close(file)
+
+    def last_ending(self) -> tuple[str, str] | None:
+        """Returns how the run last ended, with the reason; None if it has not, or does not say."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+                event = json.loads(file.read().rstrip(b"\n").rpartition(b"\n")[2])
+            return (event["event"], str(event.get("reason", ""))) if event["event"] in ENDINGS else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def end_line(self) -> None:
         """Ends a line that a killed process left incomplete, so that the next event is not part of it."""

@@ -1,18 +1,18 @@
-"""Reader of run folders: config, environment, partition and metrics, and queries on them."""
+"""Reader of run folders: config, environment, partition and metrics, with queries and pandas frames of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 from pydantic import ValidationError
 
-from fedguild.errors import CheckpointError
+from fedguild.errors import CheckpointError, ConfigError, nearest
 from fedguild.layout import CONFIG, ENVIRONMENT, PARTITION
 from fedguild.runs.log import (
     ClientRecord,
@@ -20,16 +20,24 @@ from fedguild.runs.log import (
     ObservationRecord,
     PartitionRecord,
     PrivacyRecord,
+    Record,
     RoundRecord,
     RoutingRecord,
     RunLog,
 )
 from fedguild.score_names import MTAL, POOLED, RECEIVED, TRAINED, Scope
 
+if TYPE_CHECKING:
+    import pandas
+
 ClientScope = Literal["client", "trained", "received", "pooled"]
 """A client's own model, the same as trained, as received, and as received on all clients' data."""
 MEANS: Mapping[ClientScope, str] = {"client": MTAL, "trained": TRAINED, "received": RECEIVED, "pooled": POOLED}
 """Scope -> name of its mean over clients."""
+
+
+FrameOf = Literal["scores", "tasks", "clients", "rounds", "observations"]
+FRAMES: tuple[FrameOf, ...] = get_args(FrameOf)
 
 
 @dataclass(frozen=True)
@@ -50,8 +58,72 @@ class BudgetFacts:
     inference_flops_per_token: float | None = None
 
 
+class Described:
+    """A run as its config describes it; what the config does not say is empty or 0."""
+
+    folder: Path
+    config: Mapping[str, Any]
+
+    def setting(self, *path: str, default: Any = None) -> Any:
+        """Returns the config's value under nested keys, or `default` where one is absent."""
+        value: Any = self.config
+        for key in path:
+            if not isinstance(value, Mapping) or key not in value:
+                return default
+            value = value[key]
+        return value
+
+    @property
+    def name(self) -> str:
+        """The run's name in the config, else the folder's."""
+        return str(self.setting("name") or self.folder.name)
+
+    @property
+    def method(self) -> str:
+        """The method's registered name."""
+        method = self.setting("method")
+        return str((method.get("name") if isinstance(method, Mapping) else method) or "")
+
+    @property
+    def model(self) -> str:
+        """The backbone."""
+        return str(self.setting("model", "path") or "")
+
+    @property
+    def data(self) -> str:
+        """The corpus."""
+        return str(self.setting("data", "corpus") or "")
+
+    @property
+    def partition_scheme(self) -> str:
+        """The partition of the data in words."""
+        scheme, alpha = self.setting("data", "partition", "scheme"), self.setting("data", "partition", "alpha")
+        if scheme == "dirichlet" and isinstance(alpha, (int, float)):
+            return f"Dirichlet {alpha:g}"
+        return f"{scheme} partition" if scheme else ""
+
+    @property
+    def number_of_clients(self) -> int:
+        """How many clients the federation has."""
+        return self._whole("federation", "clients")
+
+    @property
+    def planned_rounds(self) -> int:
+        """The rounds that the config asks for."""
+        return self._whole("federation", "rounds")
+
+    @property
+    def seed(self) -> int:
+        """The seed that everything random derives from."""
+        return self._whole("seed")
+
+    def _whole(self, *path: str) -> int:
+        value = self.setting(*path)
+        return value if isinstance(value, int) else 0
+
+
 @dataclass(frozen=True)
-class Run:
+class Run(Described):
     """The content of a run folder.
 
     Attributes:
@@ -80,31 +152,6 @@ class Run:
     privacy: Sequence[PrivacyRecord] = ()
     guarantee: Sequence[str] = ()
 
-    def setting(self, *path: str, default: Any = None) -> Any:
-        """Returns the config's value under nested keys, or `default` where one is absent."""
-        value: Any = self.config
-        for key in path:
-            if not isinstance(value, Mapping) or key not in value:
-                return default
-            value = value[key]
-        return value
-
-    @property
-    def name(self) -> str:
-        """The run's name in the config, else the folder's."""
-        return str(self.setting("name", default=self.folder.name))
-
-    @property
-    def method(self) -> str:
-        """The method's registered name."""
-        method = self.setting("method", default="unknown method")
-        return str(method.get("name", "unknown method") if isinstance(method, Mapping) else method)
-
-    @property
-    def seed(self) -> int:
-        """The seed that everything random derives from."""
-        return int(self.setting("seed", default=0))
-
     @property
     def split(self) -> str:
         """The split that the tables show: `test` where it was scored, else `validation`."""
@@ -121,15 +168,12 @@ class Run:
         Raises:
             CheckpointError: it was not evaluated after that round.
         """
-        earlier = replace(
-            self,
-            rounds=[record for record in self.rounds if record.round <= round],
-            clients=[record for record in self.clients if record.round <= round],
-            evaluations=[record for record in self.evaluations if record.round <= round],
-            routing=[record for record in self.routing if record.round <= round],
-            observations=[record for record in self.observations if record.round <= round],
-            privacy=[record for record in self.privacy if record.round <= round],
-        )
+        lists = ("rounds", "clients", "evaluations", "routing", "observations", "privacy")
+        lists = ("rounds", "clients", "evaluations", "routing", "observations", "privacy")
+        kept: dict[str, Any] = {
+            name: [record for record in getattr(self, name) if record.round <= round] for name in lists
+        }
+        earlier = replace(self, **kept)
         if not any(record.round == round for record in earlier.evaluations):
             raise CheckpointError(
                 f"{self.folder} was not evaluated after round {round}.",
@@ -205,6 +249,41 @@ class Run:
         """Returns (round, client, reason) of every upload that was not aggregated."""
         return [(record.round, entry.client, entry.reason) for record in self.rounds for entry in record.rejected]
 
+    def frame(self, of: FrameOf) -> pandas.DataFrame:
+        """Returns what the run has recorded in all its rounds, as `RunResult.frame` describes it.
+
+        Raises:
+            ConfigError: there is no such frame.
+        """
+        import pandas
+
+        if of not in FRAMES:
+            raise ConfigError(f"There is no frame of '{of}'.", nearest(of, FRAMES))
+        return pandas.DataFrame(list(self._rows(of)))
+
+    def _rows(self, of: FrameOf) -> Iterator[dict[str, Any]]:
+        if of == "scores":
+            for score in self.evaluations:
+                yield {**score.model_dump(exclude={"kind", "metrics", "by_task"}), **score.metrics}
+        elif of == "tasks":
+            for score in self.evaluations:
+                place = score.model_dump(include={"round", "scope", "name", "split"})
+                yield from ({**place, "task": task, "score": value} for task, value in score.by_task.items())
+        elif of == "clients":
+            for trained in self.clients:
+                parts = {f"upload_bytes_{part}": size for part, size in trained.upload_parts.items()}
+                yield {**trained.model_dump(exclude={"kind", "upload_parts"}), **parts}
+        elif of == "rounds":
+            for one in self.rounds:
+                phases = {f"seconds_{phase}": spent for phase, spent in one.phase_seconds.items()}
+                counts = {name: len(getattr(one, name)) for name in ("participants", "rejected", "strays")}
+                yield {"round": one.round, "seconds": one.seconds, **counts, **phases}
+        else:
+            for seen in self.observations:
+                for row, values in zip(seen.rows, seen.values, strict=True):
+                    for column, value in zip(seen.columns or [""], values, strict=True):
+                        yield {"round": seen.round, "name": seen.name, "row": row, "column": column, "value": value}
+
 
 def load_run(folder: Path, *, needs_scores: bool = True) -> Run:
     """Reads a run folder.
@@ -231,8 +310,8 @@ def load_run(folder: Path, *, needs_scores: bool = True) -> Run:
         )
     return Run(
         folder=folder,
-        config=_read_mapping(config_file),
-        environment=_read_mapping(folder / ENVIRONMENT),
+        config=read_mapping(config_file),
+        environment=read_mapping(folder / ENVIRONMENT),
         partition=_read_partition(folder / PARTITION),
         rounds=[record for record in records if isinstance(record, RoundRecord)],
         clients=[record for record in records if isinstance(record, ClientRecord)],
@@ -240,21 +319,63 @@ def load_run(folder: Path, *, needs_scores: bool = True) -> Run:
         routing=[record for record in records if isinstance(record, RoutingRecord)],
         observations=[record for record in records if isinstance(record, ObservationRecord)],
         privacy=[record for record in records if isinstance(record, PrivacyRecord)],
-        guarantee=_read_mapping(folder / "privacy.json").get("guarantee", ()),
+        guarantee=read_mapping(folder / "privacy.json").get("guarantee", ()),
     )
 
 
-def _read_mapping(path: Path) -> dict[str, Any]:
+class FollowedRun(Described):
+    """A run that may be going on: its config and its records of some kinds, each read once.
+
+    Args:
+        folder: The run's folder; it need not exist yet.
+        kinds: The records.
+    """
+
+    def __init__(self, folder: Path, *kinds: type[Record]) -> None:
+        self.folder = folder
+        self.config: Mapping[str, Any] = {}
+        self.records = RunLog(folder).follow(*kinds)
+        self._config_stamp: tuple[int, int] | None = None
+
+    def read_config(self) -> bool:
+        """Reads the config where it is new; returns whether it was."""
+        path = self.folder / CONFIG
+        try:
+            status = path.stat()
+        except OSError:
+            return False
+        stamp = status.st_mtime_ns, status.st_ino
+        if stamp == self._config_stamp:
+            return False
+        self.config = read_if_whole(path)
+        self._config_stamp = stamp if self.config else None
+        return True
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Returns the named values of a YAML or JSON file; none if there is no file.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
     if not path.exists():
         return {}
     try:
         text = path.read_text(encoding="utf-8")
         value = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold named values, but holds a {type(value).__name__}.")
     return value
+
+
+def read_if_whole(path: Path) -> dict[str, Any]:
+    """Returns the named values of a file that another process may be writing; none while it cannot be read."""
+    try:
+        return read_mapping(path)
+    except CheckpointError:
+        return {}
 
 
 def _read_partition(path: Path) -> PartitionRecord | None:

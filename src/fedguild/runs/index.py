@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pydantic_core import from_json
-
 from fedguild.layout import CONFIG
 from fedguild.locking import HOLDER
 from fedguild.runs.activity import ActivityLog
-from fedguild.runs.log import RunLog
-from fedguild.runs.standing import Word, read_yaml, standing
-from fedguild.score_names import HEADLINES
-from fedguild.tail import Tail
+from fedguild.runs.folder import FollowedRun
+from fedguild.runs.log import EvaluationRecord, Record, RoundRecord, RunLog
+from fedguild.runs.standing import Word, standing
+from fedguild.score_names import HEADLINES, Scope
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
@@ -27,9 +25,6 @@ PLAN_FILE = "cells.json"
 """The file in which a comparison says which runs it consists of, before it begins them."""
 DEPTH = 4
 """Levels of folders below the given one in which runs are looked for."""
-_KINDS = (b'{"kind":"round"', b'{"kind":"evaluation"')
-_LAST_BYTES = 1 << 16
-_ENDINGS = ("ended", "stopped", "interrupted", "failed")
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class RunSummary:
         return {key: value for key, value in asdict(self).items() if key != "folder"}
 
 
-class SummaryReader:
+class SummaryReader(FollowedRun):
     """The summary of a run that may be going on; reads only what is new.
 
     Args:
@@ -83,12 +78,11 @@ class SummaryReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder, RoundRecord, EvaluationRecord)
         self._stamp: tuple[Any, ...] | None = None
         self._known: RunSummary | None = None
-        self._records = Tail(folder / RunLog.FILE)
-        self._scores: dict[tuple[str, str, str], dict[int, float]] = {}
-        self._rounds: dict[int, float] = {}
+        self._seconds: dict[int, float] = {}
+        self._scores: dict[tuple[Scope, str, str], dict[int, float]] = {}
 
     def read(self) -> RunSummary:
         """Returns the summary; that of before where no file has changed."""
@@ -99,50 +93,43 @@ class SummaryReader:
         return self._known
 
     def _read(self, busy: bool) -> RunSummary:
+        self.read_config()
         while True:
-            lines, began = self._records.read()
+            records, began = self.records.read()
             if began:
-                self._scores, self._rounds = {}, {}
-            for line in lines:
-                self._take(line)
-            if not lines:
+                self._scores, self._seconds = {}, {}
+            for record in records:
+                self._take(record)
+            if not records:
                 break
         if not busy:
-            self._records.close()
-        config = read_yaml(self.folder / CONFIG)
-        rounds, last = _number(config, "federation", "rounds"), max(self._rounds, default=0)
-        how = standing(self.folder, last_ending(self.folder), last, rounds)
+            self.records.close()
+        last = max(self._seconds, default=0)
+        how = standing(self.folder, ActivityLog(self.folder).last_ending(), last, self.planned_rounds)
         score, before = self._headline()
         return RunSummary(
             folder=self.folder,
-            name=str(config.get("name") or self.folder.name),
-            method=_text(config, "method", "name"),
-            model=_text(config, "model", "path"),
-            data=_text(config, "data", "corpus"),
-            clients=_number(config, "federation", "clients"),
-            seed=config.get("seed"),
-            rounds=rounds,
+            name=self.name,
+            method=self.method,
+            model=self.model,
+            data=self.data,
+            clients=self.number_of_clients,
+            seed=self.seed if self.config else None,
+            rounds=self.planned_rounds,
             round=last,
             word=how.word,
             reason=how.reason,
             score=score,
             before=before,
-            seconds=sum(self._rounds.values()),
+            seconds=sum(self._seconds.values()),
             has_report=(self.folder / REPORT_FILE).is_file(),
         )
 
-    def _take(self, line: bytes) -> None:
-        if not line.startswith(_KINDS):
-            return
-        try:
-            record = from_json(line)
-            if record["kind"] == "round":
-                self._rounds[record["round"]] = float(record["seconds"])
-            elif record["scope"] in ("summary", "budget") and isinstance(record["score"], (int, float)):
-                key = record["scope"], record["name"], record["split"]
-                self._scores.setdefault(key, {})[record["round"]] = record["score"]
-        except (ValueError, KeyError, TypeError):
-            return  # a damaged line; `fedguild report` says which
+    def _take(self, record: Record) -> None:
+        if record.kind == "round":
+            self._seconds[record.round] = record.seconds
+        elif record.kind == "evaluation" and record.scope in ("summary", "budget") and math.isfinite(record.score):
+            self._scores.setdefault((record.scope, record.name, record.split), {})[record.round] = record.score
 
     def _headline(self) -> tuple[float | None, float | None]:
         """Returns the last score and that before training, of the first mean that was recorded."""
@@ -219,18 +206,6 @@ def read_plan(folder: Path) -> list[Mapping[str, Any]]:
         return []
 
 
-def last_ending(folder: Path) -> tuple[str, str] | None:
-    """Returns how a run last ended, with the reason; None if it has not, or does not say."""
-    try:
-        with open(folder / ActivityLog.FILE, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
-            last = file.read().rstrip(b"\n").rpartition(b"\n")[2]
-        event = from_json(last)
-        return (event["event"], str(event.get("reason", ""))) if event["event"] in _ENDINGS else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
     try:
         inside = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
@@ -255,13 +230,3 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino
-
-
-def _number(config: Mapping[str, Any], section: str, key: str) -> int:
-    value = (config.get(section) or {}).get(key, 0)
-    return value if isinstance(value, int) else 0
-
-
-def _text(config: Mapping[str, Any], section: str, key: str) -> str:
-    inside = config.get(section)
-    return str(inside.get(key) or "") if isinstance(inside, Mapping) else str(inside or "")

@@ -13,6 +13,7 @@ import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Annotated, Any, ClassVar, Literal, Self
 
@@ -22,6 +23,7 @@ from fedguild import chained
 from fedguild.errors import CheckpointError, FedGuildError
 from fedguild.files import PRIVATE_FILE, make_folder, write_bytes
 from fedguild.score_names import Scope
+from fedguild.tail import Tail
 
 MEASURED_FIELDS = frozenset({"seconds", "phase_seconds", "peak_memory_bytes"})
 """The fields that depend on the machine and on timing; all others are the same in every repetition."""
@@ -353,6 +355,10 @@ class RunLog:
         """
         return [record for record, _ in self._lines()]
 
+    def follow(self, *kinds: type[Record]) -> FollowedLog:
+        """Returns a reader of the records of some kinds that the log has now and that are still to be written."""
+        return FollowedLog(self.path, kinds)
+
     @property
     def seal(self) -> str:
         """The seal of the last line, which stands for the whole log."""
@@ -427,6 +433,37 @@ class RunLog:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise self._damaged(number, f"{f'{where}: ' if where else ''}{first['msg']}") from error
+
+
+class FollowedLog:
+    """The records of some kinds of a log that another process writes, each once.
+
+    Seals are not checked, and a damaged line is left out: `RunLog.read` names it.
+    """
+
+    def __init__(self, path: Path, kinds: Iterable[type[Record]]) -> None:
+        self._tail = Tail(path)
+        self._wanted = tuple(f'{{"kind":"{kind.model_fields["kind"].default}"'.encode() for kind in kinds)
+        """What else a log holds (expert activations above all) may be most of it, and is not parsed."""
+
+    def read(self) -> tuple[list[Record], bool]:
+        """Returns the next records, none if there is nothing new, and whether those that were read before are void."""
+        records: list[Record] = []
+        began = False
+        while not records:
+            lines, restarted = self._tail.read()
+            began = began or restarted
+            if not lines:
+                break
+            for line in lines:
+                if line.startswith(self._wanted):
+                    with suppress(ValidationError):
+                        records.append(_ANY_RECORD.validate_json(chained.content_of(line)))
+        return records, began
+
+    def close(self) -> None:
+        """Closes the file; the next `read` begins anew."""
+        self._tail.close()
 
 
 def _sealed_lines(records: Sequence[Record], before: str) -> tuple[bytes, str]:

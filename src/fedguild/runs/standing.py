@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
-import yaml
 
 from fedguild.layout import CONFIG, STOPPED
 from fedguild.locking import HOLDER, Holder
+from fedguild.runs.folder import read_if_whole
 
 Word = Literal["waiting", "running", "finished", "stopped", "interrupted", "failed", "gone"]
 STATUS: dict[Word, str] = {
@@ -57,7 +56,7 @@ def standing(folder: Path, ending: tuple[str, str] | None, last_round: int, roun
     holder = _read_holder(folder)
     if holder is not None and is_alive(holder):
         return Standing("running", holder=f"process {holder.pid} on {holder.host}")
-    stopped = read_json(folder / STOPPED).get("reason")
+    stopped = read_if_whole(folder / STOPPED).get("reason")
     if stopped:
         return Standing("stopped", f"after round {last_round}: {stopped}")
     if ending is not None:
@@ -81,26 +80,8 @@ def is_alive(holder: Holder) -> bool:
         return False
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns a file's JSON object; an empty one if there is none, or it cannot be read."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Returns a file's YAML mapping; an empty one if there is none, or it cannot be read."""
-    try:
-        value = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def _read_holder(folder: Path) -> Holder | None:
     try:
-        return Holder(**read_json(folder / HOLDER))
+        return Holder(**read_if_whole(folder / HOLDER))
     except TypeError:
         return None

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from fedguild.layout import AUDIT, REGISTERED, RUN, client_index, client_name
-from fedguild.runs.standing import read_json
+from fedguild.runs.folder import read_if_whole
 from fedguild.tail import Tail
 from fedguild.watch.board import Board
 from fedguild.watch.run_view import RunView
@@ -48,7 +48,7 @@ class FederationView(RunView):
         entries, _ = self._audit.read()
         for entry in entries:
             self._take_entry(entry)
-        for name in read_json(self.state / REGISTERED):
+        for name in read_if_whole(self.state / REGISTERED):
             if (client := client_index(name)) is not None:
                 self._keys.setdefault(client, ("registered", ""))
         for client, (key, reason) in self._keys.items():

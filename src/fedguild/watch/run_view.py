@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,18 +13,16 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from fedguild.layout import CONFIG, client_index
+from fedguild.layout import client_index
 from fedguild.runs.activity import ActivityLog
-from fedguild.runs.log import RunLog
-from fedguild.runs.standing import Standing, read_yaml, standing
+from fedguild.runs.folder import FollowedRun
+from fedguild.runs.log import ClientRecord, EvaluationRecord, PrivacyRecord, Record, RoundRecord
+from fedguild.runs.standing import Standing, standing
 from fedguild.tail import Tail
 from fedguild.watch.board import Board
 
-ENDINGS = ("ended", "stopped", "interrupted", "failed")
 SHOWN_LINES = 400
 SHOWN_REJECTIONS = 200
-_KINDS_READ = tuple(f'{{"kind":"{kind}"'.encode() for kind in ("round", "client", "evaluation", "privacy"))
-"""What else a log holds (expert activations, observations) is for the report, and may be most of the log."""
 NOT_CONNECTED = "it is not connected"
 _CLIENT_SCOPES = ("client", "trained", "received")
 _ROUNDS_AVERAGED = 10
@@ -92,12 +90,12 @@ class _RoundSums:
     training_flops: float | None = 0.0
     peak_memory_bytes: int | None = None
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: ClientRecord) -> None:
         self.clients += 1
-        self.upload_bytes += record["upload_bytes"]
-        self.download_bytes += record["download_bytes"]
-        self.training_flops = _plus(self.training_flops, record["training_flops"])
-        self.peak_memory_bytes = _larger(self.peak_memory_bytes, record.get("peak_memory_bytes"))
+        self.upload_bytes += record.upload_bytes
+        self.download_bytes += record.download_bytes
+        self.training_flops = _plus(self.training_flops, record.training_flops)
+        self.peak_memory_bytes = _larger(self.peak_memory_bytes, record.peak_memory_bytes)
 
 
 @dataclass
@@ -118,7 +116,7 @@ class _Now:
         return {**facts, "asked": self.asked, "delivered": self.delivered, "started": self.started}
 
 
-class RunView:
+class RunView(FollowedRun):
     """The parts `run`, `standing`, `now`, `totals`, `scores`, `rounds`, `clients`, `rejections` and `log` of a run.
 
     Args:
@@ -128,10 +126,9 @@ class RunView:
     """
 
     def __init__(self, folder: Path, board: Board, now: Callable[[], float] = time.time) -> None:
-        self.folder, self.board, self._clock = folder, board, now
-        self._records, self._events = Tail(folder / RunLog.FILE), Tail(folder / ActivityLog.FILE)
-        self._config_stamp: tuple[int, int] | None = None
-        self.config: dict[str, Any] = {}
+        super().__init__(folder, ClientRecord, RoundRecord, EvaluationRecord, PrivacyRecord)
+        self.board, self._clock = board, now
+        self._events = Tail(folder / ActivityLog.FILE)
         self._asked_standing, self._shown, self._had_events = 0.0, False, False
         self._budgets: list[str] = []
         self._forget_records()
@@ -144,13 +141,13 @@ class RunView:
 
     def refresh(self) -> bool:
         """Reads what is new; returns whether there is more to read already."""
-        changed = self._read_config()
-        lines, began = self._records.read()
+        changed = self.read_config()
+        records, began = self.records.read()
         if began and self._rounds:
             self._forget_records()
             self.board.clear()
-        for line in lines:
-            self._take_record(line)
+        for record in records:
+            self._take_record(record)
         events, restarted = self._events.read()
         if restarted and self._had_events:
             self._forget_events()
@@ -158,15 +155,15 @@ class RunView:
         for line in events:
             self._take_event(line)
         self._find_late()
-        if changed or lines or events or self._touched or not self._shown:
+        if changed or records or events or self._touched or not self._shown:
             self._shown = True
             self._show()
         self._show_standing()
-        return bool(lines or events)
+        return bool(records or events)
 
     def close(self) -> None:
         """Closes the files."""
-        self._records.close()
+        self.records.close()
         self._events.close()
 
     def row(self, client: int) -> ClientRow:
@@ -199,20 +196,10 @@ class RunView:
         self._busy: set[int] = set()
         self._remote = False
 
-    # --- the config
-
-    def _read_config(self) -> bool:
-        """Reads the config where it is new; returns whether it was."""
-        path = self.folder / CONFIG
-        try:
-            status = os.stat(path)
-        except OSError:
+    def read_config(self) -> bool:
+        """Reads the config where it is new, and each client's budget; returns whether it was."""
+        if not super().read_config():
             return False
-        stamp = (status.st_mtime_ns, status.st_ino)
-        if stamp == self._config_stamp:
-            return False
-        self.config = read_yaml(path)
-        self._config_stamp = stamp if self.config else None
         self._budgets = _dealt(self.config)
         for client in range(len(self._budgets)):
             self.row(client)
@@ -221,55 +208,48 @@ class RunView:
     def _budget_of(self, client: int) -> str:
         return self._budgets[client] if 0 <= client < len(self._budgets) else ""
 
-    def _setting(self, *path: str) -> Any:
-        value: Any = self.config
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
-
     # --- the records
 
-    def _take_record(self, line: bytes) -> None:
-        if not line.startswith(_KINDS_READ):
-            return
-        try:
-            record = from_json(line)
-            take = {"client": self._client, "round": self._round, "evaluation": self._score, "privacy": self._spent}
-            take[record["kind"]](record)
-        except (ValueError, KeyError, TypeError):
-            return  # a damaged line; `fedguild report` says which
+    def _take_record(self, record: Record) -> None:
+        match record:
+            case ClientRecord():
+                self._client(record)
+            case RoundRecord():
+                self._round(record)
+            case EvaluationRecord():
+                self._score(record)
+            case PrivacyRecord():
+                self._spent(record)
 
-    def _client(self, record: Mapping[str, Any]) -> None:
-        row = self.row(record["client"])
-        row.budget = record["budget"]
+    def _client(self, record: ClientRecord) -> None:
+        row = self.row(record.client)
+        row.budget = record.budget
         row.rounds += 1
-        row.last_round = record["round"]
-        row.loss, row.seconds = _finite(record["train_loss"]), record["seconds"]
-        row.upload_bytes += record["upload_bytes"]
-        row.download_bytes += record["download_bytes"]
-        row.training_flops = _plus(row.training_flops, record["training_flops"])
-        row.peak_memory_bytes = _larger(row.peak_memory_bytes, record.get("peak_memory_bytes"))
-        self._sums.setdefault(record["round"], _RoundSums()).add(record)
+        row.last_round = record.round
+        row.loss, row.seconds = _finite(record.train_loss), record.seconds
+        row.upload_bytes += record.upload_bytes
+        row.download_bytes += record.download_bytes
+        row.training_flops = _plus(row.training_flops, record.training_flops)
+        row.peak_memory_bytes = _larger(row.peak_memory_bytes, record.peak_memory_bytes)
+        self._sums.setdefault(record.round, _RoundSums()).add(record)
 
-    def _round(self, record: Mapping[str, Any]) -> None:
-        number, sums = record["round"], self._sums.pop(record["round"], _RoundSums())
-        rejected = record.get("rejected", [])
-        late = [stray for stray in record.get("strays", []) if stray["round"] < number]
+    def _round(self, record: RoundRecord) -> None:
+        number, sums = record.round, self._sums.pop(record.round, _RoundSums())
         self._rounds[number] = {
-            "seconds": record["seconds"],
-            "phases": record.get("phase_seconds", {}),
-            "asked": len(record["participants"]),
-            "rejected": len(rejected),
-            "unneeded": len(record.get("unneeded", [])),
-            "late": len(late),
+            "seconds": record.seconds,
+            "phases": record.phase_seconds,
+            "asked": len(record.participants),
+            "rejected": len(record.rejected),
+            "unneeded": len(record.unneeded),
+            "late": sum(stray.round < number for stray in record.strays),
             **vars(sums),
         }
         self._new_rounds.add(number)
-        for entry in rejected:
-            self._reject(number, entry["client"], entry["reason"])
-        for stray in record.get("strays", []):
-            fate = f"dropped: {stray['dropped']}" if stray["dropped"] else "aggregated although late"
-            self._reject(number, stray["client"], f"an upload of round {stray['round']} was {fate}", counts=False)
+        for entry in record.rejected:
+            self._reject(number, entry.client, entry.reason)
+        for stray in record.strays:
+            fate = f"dropped: {stray.dropped}" if stray.dropped else "aggregated although late"
+            self._reject(number, stray.client, f"an upload of round {stray.round} was {fate}", counts=False)
 
     def _reject(self, number: int, client: int, reason: str, *, counts: bool = True) -> None:
         if counts:
@@ -277,25 +257,25 @@ class RunView:
         self._rejected += 1
         self._rejections.append((self._rejected, {"round": number, "client": client, "reason": reason}))
 
-    def _score(self, record: Mapping[str, Any]) -> None:
-        scope, score = record["scope"], _finite(record["score"])
-        if scope in _CLIENT_SCOPES and record["name"].startswith("client-"):
-            if record.get("examples") != 0 and record["name"][7:].isdigit():
-                self.row(int(record["name"][7:])).score = score
-        elif scope in ("budget", "summary") and score is not None:
-            name = f"{scope}/{record['name']}/{record['split']}"
-            self._scores.setdefault(name, []).append([record["round"], score])
+    def _score(self, record: EvaluationRecord) -> None:
+        score = _finite(record.score)
+        if record.scope in _CLIENT_SCOPES:
+            if record.examples != 0 and (client := client_index(record.name)) is not None:
+                self.row(client).score = score
+        elif record.scope in ("budget", "summary") and score is not None:
+            name = f"{record.scope}/{record.name}/{record.split}"
+            self._scores.setdefault(name, []).append([record.round, score])
             self._new_scores.add(name)
 
-    def _spent(self, record: Mapping[str, Any]) -> None:
+    def _spent(self, record: PrivacyRecord) -> None:
         self._privacy = {
-            "epsilon": max(record["epsilon"], default=0.0),
-            "delta": record["delta"],
-            "unit": record["unit"],
+            "epsilon": max(record.epsilon, default=0.0),
+            "delta": record.delta,
+            "unit": record.unit,
         }
-        for client, epsilon in zip(record["clients"], record["epsilon"], strict=True):
+        for client, epsilon in zip(record.clients, record.epsilon, strict=True):
             self.row(client).epsilon = epsilon
-        for client in record["stopped"]:
+        for client in record.stopped:
             row = self.row(client)
             row.state, row.note = "gone", "its privacy budget is spent"
 
@@ -485,25 +465,23 @@ class RunView:
     def standing(self) -> Standing:
         """Returns how the run stands."""
         last = max(self._rounds, default=0)
-        return standing(self.folder, self._ending, last, int(self._setting("federation", "rounds") or 0))
+        return standing(self.folder, self._ending, last, self.planned_rounds)
 
     def _facts(self) -> dict[str, Any]:
-        scheme, alpha = self._setting("data", "partition", "scheme"), self._setting("data", "partition", "alpha")
-        dirichlet = f"Dirichlet {alpha:g}" if scheme == "dirichlet" and isinstance(alpha, (int, float)) else ""
-        budgets = self._setting("federation", "budgets") or []
         return {
             "kind": "run",
             "folder": str(self.folder),
-            "name": str(self._setting("name") or self.folder.name),
-            "method": str(self._setting("method", "name") or ""),
-            "model": str(self._setting("model", "path") or ""),
-            "data": str(self._setting("data", "corpus") or ""),
-            "partition": dirichlet or (f"{scheme} partition" if scheme else ""),
-            "clients": self._setting("federation", "clients") or 0,
-            "rounds": self._setting("federation", "rounds") or 0,
-            "seed": self._setting("seed") if self.config else None,
+            "name": self.name,
+            "method": self.method,
+            "model": self.model,
+            "data": self.data,
+            "partition": self.partition_scheme,
+            "clients": self.number_of_clients,
+            "rounds": self.planned_rounds,
+            "seed": self.seed if self.config else None,
             "budgets": [
-                {"name": str(each.get("name")), "active_experts": each.get("active_experts", 0)} for each in budgets
+                {"name": str(each.get("name")), "active_experts": each.get("active_experts", 0)}
+                for each in self.setting("federation", "budgets") or []
             ],
         }
 
@@ -546,12 +524,12 @@ def _by_round(points: Sequence[Sequence[Any]]) -> list[list[Any]]:
     return [[number, latest[number]] for number in sorted(latest)]
 
 
-def _finite(value: Any) -> float | None:
-    """Returns a number; None for what is none, as NaN and infinity are written as strings."""
-    return float(value) if isinstance(value, (int, float)) and abs(value) < float("inf") else None
+def _finite(value: float | None) -> float | None:
+    """Returns a number that is finite; None for others."""
+    return value if value is not None and math.isfinite(value) else None
 
 
-def _plus(total: float | None, value: Any) -> float | None:
+def _plus(total: float | None, value: float | None) -> float | None:
     """Returns a sum; None once a part is withheld."""
     number = _finite(value)
     return None if total is None or number is None else total + number
