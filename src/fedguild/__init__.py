@@ -11,7 +11,7 @@ used, so that `import fedguild` is fast; `__init__.pyi` has their types.
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.4.0"
 
 _MODULES = {
     "Comparison": "results",
