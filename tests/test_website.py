@@ -95,7 +95,7 @@ def test_every_method_is_in_the_decision_table() -> None:
     text = (ROOT / "docs/guides/choose-a-method.md").read_text()
     named = set(re.findall(r"\(\.\./methods/([\w-]+)\.md\)", text)) - {"index", "results"}
     methods = {page.stem for page in (ROOT / "docs/methods").glob("*.md")} - {"index", "results", "costs"}
-    assert methods - named == {"fedptuning", "guild-parts", "trivial"}, "as fedprompt; for an ablation; a yardstick"
+    assert methods - named == {"fedptuning", "trivial"}, "as fedprompt; a yardstick"
 
 
 def test_a_link_to_nothing_is_named(website: ModuleType) -> None:

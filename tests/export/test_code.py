@@ -17,7 +17,6 @@ from fedguild.errors import ModelError
 from fedguild.export.code import standalone_of, write_code
 from fedguild.export.live import attached
 from fedguild.methods.fedamole.mixture import MixtureOfLora
-from fedguild.methods.guild_parts.selection_bias import SelectionBias
 from fedguild.methods.pfl_moe.logit_mixture import LogitMixture
 from fedguild.methods.ub_smoe.modulated_routing import ModulatedRouting
 from fedguild.model.adapters.lora import Lora
@@ -42,7 +41,7 @@ PARTS: dict[str, tuple[AdapterPart, ...]] = {
     "modulated": (LORA, ModulatedRouting(candidates=3)),
     "modulated, the largest preserved": (LORA, ModulatedRouting("preserve", 1, "native")),
     "renormalised alone": (LORA, ModulatedRouting("none", 2)),
-    "selection bias": (LORA, OutputScale(), SelectionBias()),
+    "modulated beside an output scale": (LORA, OutputScale(), ModulatedRouting(candidates=3)),
     "mixture of lora": (MIXTURE,),
     "mixture of lora, vanilla": (replace(MIXTURE, router="vanilla", shared=False, renormalise=False),),
     "mixture of lora, by width": (replace(MIXTURE, score_scale="hidden"),),
@@ -99,11 +98,9 @@ def test_plain_transformers_computes_and_generates_what_fedguild_does(label: str
     assert (plain - expected[1]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("family", "label"), [("mixtral", "modulated"), ("qwen3_moe", "modulated"), ("mixtral", "selection bias")]
-)
-def test_other_families(family: str, label: str, tmp_path: Path) -> None:
-    backbone, deployment = made(PARTS[label], family)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_other_families(family: str, tmp_path: Path) -> None:
+    backbone, deployment = made(PARTS["modulated"], family)
     write_code(tmp_path / "model", backbone, deployment)
     found, expected = seen(loaded(tmp_path / "model")), seen(attached(backbone, deployment))
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-5 * float(expected[0].abs().max()))
@@ -130,11 +127,6 @@ def test_beams_are_refused_where_two_models_are_mixed(tmp_path: Path) -> None:
     write_code(tmp_path / "model", backbone, deployment)
     with pytest.raises(ValueError, match="num_beams=1"):
         loaded(tmp_path / "model").generate(**padded(), num_beams=2, max_new_tokens=2, pad_token_id=0)
-
-
-def test_a_router_that_is_no_plain_softmax_has_no_code() -> None:
-    backbone, deployment = made((SelectionBias(),), "deepseek_v3", active=None)
-    assert standalone_of(backbone, deployment) is None
 
 
 def test_a_part_without_code_has_none(tmp_path: Path) -> None:

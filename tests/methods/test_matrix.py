@@ -126,18 +126,6 @@ CASES = {
     "flexlora": Case({"rank": 3, "targets": _EVERYTHING}),
     "flexlora on a dense model": Case({"rank": 4, "targets": ["attention", "mlp"], "dropout": 0.2}, "llama"),
     "guild": Case({"rank": 2, "targets": _EVERYTHING}),
-    "guild-parts": Case(
-        {
-            "rank": 2,
-            "choose_mix": True,
-            "held_out": 0.4,
-            "smaller_probability": 0.5,
-            "rescaler": "per_layer",
-            "balance_step": 0.05,
-        }
-    ),
-    "guild-parts by experts": Case({"rank": 2, "rescaler": "static", "smaller_probability": 0.5, "mix_by": "expert"}),
-    "guild-parts that sketches": Case({"rank": 2, "targets": _EVERYTHING, "mix": 0, "mean": "sketch"}),
     "hfedmoe": Case({"rank": 2, "experts": {"small": 0.25}, "threshold": 0.6}),
     "hetlora": Case(
         {"rank": 3, "targets": _EVERYTHING, "penalty_weight": 0.1},
@@ -177,7 +165,7 @@ def test_every_registered_method_has_its_case() -> None:
 
 ALIKE = (
     *("a3smoe", "fedavg", "fedex-lora", "fedprompt", "fedprox", "fedptuning", "fedsa-lora", "ffa-lora", "flexlora"),
-    *("fedit", "flex", "flora", "florist", "guild-parts", "hetlora", "hfedmoe", "rolora", "smoe-llb", "trivial"),
+    *("fedit", "flex", "flora", "florist", "hetlora", "hfedmoe", "rolora", "smoe-llb", "trivial"),
 )
 """Methods whose runs keep and send nothing of a kind that another's do not.
 

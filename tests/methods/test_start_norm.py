@@ -24,7 +24,7 @@ def test_the_methods_without_it_draw_no_a_of_lora() -> None:
 def test_a_begins_with_orthogonal_rows_of_that_norm(name: str, olmoe_backbone: Backbone) -> None:
     """In the state, or where clients draw A by themselves."""
     options = {"start_norm": 3.0} | ({} if name in ("flora", "florist", "trivial") else {"rank": LARGE.rank})
-    options |= {"basis": "received"} if name in ("guild", "guild-parts") else {}
+    options |= {"basis": "received"} if name == "guild" else {}
     method, model = build_method(name, options), olmoe_backbone.info
     (lora,) = (part for part in method.plan(model, LARGE).parts if isinstance(part, Lora))
     assert lora.start_norm == 3.0

@@ -34,24 +34,3 @@ def refactored(
     new_down = [[norm * float(right[k][j]) for j in range(inputs)] for k in range(rank)]
     new_up = [[float(left[i][k] * values[k]) / norm for k in range(rank)] for i in range(outputs)]
     return new_down, new_up
-
-
-def orthogonalised(
-    down: Sequence[Sequence[float]], up: Sequence[Sequence[float]], norm: float
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Line 3 without turning the rows to the singular vectors (part f of guild-parts): Gram and Schmidt, row by row.
-
-    Of a row what lies along the rows before is taken away, and the rest scaled to the norm; B is then B A times the
-    transpose of the new A over the norm's square, since the new rows span what the old ones do.
-    """
-    rows: list[list[float]] = []
-    for row in down:
-        rest = list(row)
-        for before in rows:
-            along = sum(x * y for x, y in zip(row, before, strict=True)) / norm**2
-            rest = [x - along * y for x, y in zip(rest, before, strict=True)]
-        length = sum(x * x for x in rest) ** 0.5
-        rows.append([norm * x / length for x in rest])
-    product = [[sum(b * a[j] for b, a in zip(out, down, strict=True)) for j in range(len(down[0]))] for out in up]
-    new_up = [[sum(x * y for x, y in zip(out, row, strict=True)) / norm**2 for row in rows] for out in product]
-    return rows, new_up

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedguild.config.table import Table, table_cells, tables
+from fedguild.config.table import Table
 from fedguild.report.recorded import CellRecord
 from fedguild.report.recorded_claims import claims_markdown
 from fedguild.report.recorded_pages import summary_page
-from fedguild.report.recorded_summary import by_row, cost_ratios, shown_grid, summary_grid
+from fedguild.report.recorded_summary import cost_ratios, shown_grid, summary_grid
 from tests.report.records import cell_record
 
 
@@ -140,26 +140,6 @@ def test_a_page_in_short_says_what_the_seeds_of_each_column_could_have_shown() -
     whole = [one.model_copy(update={"column": "all"}) for one in records if one.column == "short"]
     assert f"\n{said} {half_widths[0]:.3f}.\n" in summary_page(alone, whole)
     assert said not in summary_page(table(), [one for one in records if one.seed == 0])
-
-
-def test_flops_that_are_not_all_counted_are_not_shown() -> None:
-    counted = table(rows={"flame": {"uncounted": True}, "fedit": {}})
-    cells = by_row(counted, [record("flame"), record("fedit")])
-    assert cost_ratios(cells, "flame", ["fedit"]) == cost_ratios(cells, "fedit", ["flame"]) == "up × 1.00, down × 1.00"
-    grid = summary_grid(counted, [record("flame"), record("fedit")])
-    assert grid is not None
-    assert [row[-4].text for row in grid.rows] == ["–", "2.00 G"]
-
-
-def test_the_rows_of_shipped_tables_that_do_more_than_they_count_say_so() -> None:
-    """Those whose method says so of its options: steps at a smaller k, and forward passes to choose a mixture."""
-    for shipped in tables():
-        content = shipped.load()
-        column = next(iter(content.columns))
-        for cell in table_cells(shipped.name, content, columns=[column]):
-            options = cell.config().method.model_dump()
-            uncounted = bool(options.get("choose_mix") or options.get("smaller_probability"))
-            assert content.rows[cell.row].uncounted == uncounted, f"{shipped.name}, {cell.row}"
 
 
 def test_a_claims_costs_run_from_the_smallest_to_the_largest_multiple() -> None:

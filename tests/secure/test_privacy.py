@@ -93,25 +93,6 @@ def test_a_simulation_masks_what_is_noised_and_ends_as_without_masks(
     assert spent[0][0].epsilon == spent[1][0].epsilon
 
 
-def test_shares_and_scales_of_guilds_parts_are_noised_and_masked_with_its_adapter(
-    model: Path, tmp_path: Path, seen: dict[str, list[Payload]]
-) -> None:
-    """A whole run, secure and plain: every part that leaves a client is what its noise made of it."""
-    parts = ["method.rescaler=per_layer", "method.balance_step=0.05", "method.smaller_probability=0.25"]
-    overrides = ["method.targets=[q_proj]", *parts, "federation.clients=3", *SECURE[1:], *LOCAL]
-    config = small_config(model, *overrides, base="guild-parts/tiny-tasks")
-    experiment.run(config, tmp_path / "secure")
-    assert_masked_after_the_noise(seen)
-    for upload in seen["kept"]:
-        assert {name.partition("/")[0] for name in upload.tensors} == {"adapter", "rescaler", "usage"}
-        assert all(float(shares.sum()) != pytest.approx(1.0) for shares in upload.part("usage").values())
-    plain = small_config(model, *overrides, "federation.secure=false", base="guild-parts/tiny-tasks")
-    experiment.run(plain, tmp_path / "plain")
-    expected = ended(tmp_path / "plain").state
-    for name, value in ended(tmp_path / "secure").state.tensors.items():
-        torch.testing.assert_close(value, expected.tensors[name], rtol=1e-6, atol=1e-6)
-
-
 def test_sites_mask_what_is_noised(model: Path, tmp_path: Path, seen: dict[str, list[Payload]]) -> None:
     config = small_config(model, *METHOD, *LOCAL, base="fedit/tiny-tasks")
     trainers = sites(config, tmp_path / "sites", {1: {"accept": {"secure": True}}})

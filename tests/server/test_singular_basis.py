@@ -54,14 +54,6 @@ def test_the_factors_are_those_of_the_singular_value_decomposition(norm: float) 
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_rows_that_are_not_turned_are_those_of_gram_and_schmidt() -> None:
-    pair = factors()
-    found = moved(pair, basis_of(pair, 2.5, turned=False))
-    expected = oracle.orthogonalised(pair.down.tolist(), pair.up.tolist(), 2.5)
-    for one, other in zip((found.down, found.up), expected, strict=True):
-        torch.testing.assert_close(one, torch.tensor(other), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("case", ["of rank 3", "of fewer outputs than ranks", "B = 0, as at the start"])
 def test_a_is_orthogonal_whatever_b_is_and_the_product_stays(case: str) -> None:
     pair = factors(4, outputs=2 if "fewer" in case else 5)
@@ -107,17 +99,12 @@ def test_there_and_back(olmoe_backbone: Backbone) -> None:
     assert bool((back["other"] == 1).all())
 
 
-@pytest.mark.parametrize("turned", [True, False])
 def test_a_client_trains_as_in_flame_from_other_factors_of_the_same_model(
-    turned: bool, olmoe_backbone: Backbone, tmp_path: Path
+    olmoe_backbone: Backbone, tmp_path: Path
 ) -> None:
-    """In the second round, where B is not 0: FLAME's training of theta in its basis, and what it trained taken back.
-
-    Also in the basis of guild-parts whose rows are not turned to the singular vectors (part f).
-    """
+    """In the second round, where B is not 0: FLAME's training of theta in its basis, and what it trained taken back."""
     clients = (client(0, LARGE, 4), client(1, SMALL, 5))
-    method = Guild(Guild.Settings(**ALONE)) if turned else build_method("guild-parts", {**ALONE, "turned": False})
-    ours = Federation(olmoe_backbone, method, clients, tmp_path / "a")
+    ours = Federation(olmoe_backbone, Guild(Guild.Settings(**ALONE)), clients, tmp_path / "a")
     flame = build_method("flame", {"rank": 2, "temperature": 0, "rescaler": "none"})
     theirs = Federation(olmoe_backbone, flame, clients, tmp_path / "b")
 
@@ -132,7 +119,7 @@ def test_a_client_trains_as_in_flame_from_other_factors_of_the_same_model(
     theta = {
         name: value + torch.randn(value.shape, generator=drawn) / 10 for name, value in start.part(ADAPTER).items()
     }
-    bases = bases_of(theta, 5, turned=turned)
+    bases = bases_of(theta, 5)
     uploads = trained(ours, Payload({**start.tensors, **with_part(ADAPTER, theta)}))
     expected = trained(theirs, Payload({**theirs.start().tensors, **with_part(ADAPTER, in_basis(theta, bases))}))
     plain = trained(theirs, Payload({**theirs.start().tensors, **with_part(ADAPTER, theta)}))

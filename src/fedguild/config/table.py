@@ -35,10 +35,6 @@ class TableRow(TableEntry):
     """A row, which may set its own score."""
 
     score: Score | None = Field(default=None, description="The score that the table shows for it; null: the table's.")
-    uncounted: bool = Field(
-        default=False,
-        description="Whether its clients compute more or less than the training FLOPs count, which are then not shown.",
-    )
 
 
 class Claim(Section):

@@ -63,17 +63,10 @@ def _explained(name: str, method: type[Method], error: ValidationError) -> Confi
     for problem in error.errors():
         key = str(problem["loc"][0]) if problem["loc"] else ""
         if problem["type"] == "extra_forbidden":
-            return ConfigError(f"method.{key}: {name} has no such option.", _has_it(name, key) + nearest(key, known))
+            return ConfigError(f"method.{key}: {name} has no such option.", nearest(key, known))
     problem = error.errors()[0]
     where = ".".join(str(part) for part in ("method", *problem["loc"]))
     help_text = known[str(problem["loc"][0])].description if problem["loc"] else ""
     told = str(problem["ctx"]["error"]) if problem["type"] == "value_error" else problem["msg"]
     got = f", got {problem['input']!r}" if problem["loc"] else ""  # of several options the message names the values
     return ConfigError(f"{where}: {told}{got}.", f"It is: {help_text}" if help_text else "")
-
-
-def _has_it(name: str, option: str) -> str:
-    """Returns a sentence that names the variant of a method, `NAME-…`, which has an option; empty if none has."""
-    variants = (other for other in METHODS if other.startswith(f"{name}-"))
-    having = [other for other in variants if option in METHODS.load(other).Settings.model_fields]
-    return f"The method {having[0]} has it. " if having else ""

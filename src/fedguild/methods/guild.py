@@ -20,8 +20,6 @@ that one clipping and one noise cover it. Readings (docs/methods/guild.md):
     - R is of the theta that the client received, and found on its own machine; all find the same unless they are late.
     - In line 7 theta is the new one, and theta_i what the client kept when it last took part.
     - With the basis as received and lambda = 0 it is FLAME at t = 0 without a rescaler, bit for bit from one start.
-
-Parts that its ablation took out are in the method `guild-parts`.
 """
 
 from __future__ import annotations

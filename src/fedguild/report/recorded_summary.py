@@ -35,15 +35,11 @@ EQUAL = 0.005
 
 
 def by_row(table: Table, records: Iterable[CellRecord]) -> dict[str, list[CellRecord]]:
-    """Returns row -> its records, in the table's order; rows without records are left out.
-
-    Those of a row whose FLOPs are not all counted have none.
-    """
+    """Returns row -> its records, in the table's order; rows without records are left out."""
     rows: dict[str, list[CellRecord]] = {row: [] for row in table.rows}
     for record in records:
         if record.row in rows:
-            uncounted = table.rows[record.row].uncounted
-            rows[record.row].append(record.model_copy(update={"training_flops": {}}) if uncounted else record)
+            rows[record.row].append(record)
     return {row: members for row, members in rows.items() if members}
 
 

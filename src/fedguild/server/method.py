@@ -137,9 +137,6 @@ class Method(ABC):
         is_mean: Whether `aggregate` depends on the uploads by a mean of their part `adapter` only, with one weight for
             each client; a robust estimate may then take the mean's place (`federation.robust`). An instance may say it
             of its options.
-        not_adapters: What its uploads have in the place of adapters, a clause without a subject; empty where they are
-            some. Such an upload means something by its round's mean alone: it is neither diagnosed nor used a round
-            later, and the server takes no step towards it.
         not_linear: Why the server does not take sums alone, a clause without a subject's name; empty where it does, or
             where nobody has said which sums it takes.
         not_private: Why it cannot run with differential privacy, a clause without a subject; empty where it can. See
@@ -155,8 +152,6 @@ class Method(ABC):
         keeps_for_training: Whether a client goes on, in its next round, with what it kept; `as_received` then has it.
         told_alike: Parts of the download that are the same for all clients where all hold all of every tensor; in a
             secure round these find out whether it is so.
-        starts_as: The name of the method whose draws begin a run; empty: its own. A variant begins with the same
-            adapter as the method that it is compared with.
         server_only: Whole names of the state's tensors that no client sees; `excerpt` leaves them out.
         settings: The options of this instance.
     """
@@ -167,7 +162,6 @@ class Method(ABC):
     needs_experts: ClassVar[bool] = False
     costs: ClassVar[ServerCosts] = ServerCosts()
     is_mean: bool = False
-    not_adapters: str = ""
     not_linear: ClassVar[str] = ""
     not_private: ClassVar[str | NotPrivate] = "does not say what its uploads tell about a client's data"
     data_free_scalars: ClassVar[frozenset[str]] = frozenset()
@@ -177,7 +171,6 @@ class Method(ABC):
     keeps_adapter: ClassVar[bool] = False
     keeps_for_training: ClassVar[bool] = False
     told_alike: ClassVar[tuple[str, ...]] = (ADAPTER,)
-    starts_as: ClassVar[str] = ""
     server_only: ClassVar[tuple[str, ...]] = ()
     settings: Any
 
@@ -430,5 +423,5 @@ def in_part(part: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple
 
 
 def starting_rng(method: Method, seed: int) -> torch.Generator:
-    """Returns where the draws of a run's first state come from; see `Method.starts_as`."""
-    return torch_rng(seed, "start", method.starts_as or method.name)
+    """Returns where the draws of a run's first state come from."""
+    return torch_rng(seed, "start", method.name)

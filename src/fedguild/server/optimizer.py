@@ -56,6 +56,5 @@ def without_momentum(state: Payload) -> Payload:
 
 
 def takes_steps(method: Method) -> bool:
-    """Returns whether the server may step towards an aggregate, as the method's `is_stepped` and `not_adapters` say."""
-    steps = method.is_mean if method.is_stepped is None else method.is_stepped
-    return steps and not method.not_adapters
+    """Returns whether the server may step towards an aggregate, as the method's `is_stepped` says."""
+    return method.is_mean if method.is_stepped is None else method.is_stepped

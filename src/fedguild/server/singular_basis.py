@@ -47,7 +47,7 @@ class Basis:
         return Basis(self.back, self.there)
 
 
-def basis_of(factors: Factors, norm: float, *, turned: bool = True) -> Basis:
+def basis_of(factors: Factors, norm: float) -> Basis:
     """Returns R with R A (R A)^T = norm^2 I, and with (B R^-1)^T B R^-1 diagonal and descending.
 
     With A A^T = L L^T (Cholesky) the rows of L^-1 A are orthonormal. V has the eigenvectors of (B L)^T B L in its
@@ -57,8 +57,6 @@ def basis_of(factors: Factors, norm: float, *, turned: bool = True) -> Basis:
     Args:
         factors: A [.., r, in] and B [.., out, r].
         norm: The norm of the rows of R A.
-        turned: Whether the rows are turned to the singular vectors. If not, V is the identity, and the rows of R A are
-            those of A, one after the other made orthogonal to the rows before; the columns of B R^-1 stay as they fall.
     """
     down, up = (part.detach().cpu().double() for part in (factors.down, factors.up))
     lower, failed = torch.linalg.cholesky_ex(down @ down.mT)
@@ -70,15 +68,15 @@ def basis_of(factors: Factors, norm: float, *, turned: bool = True) -> Basis:
     gram = scaled.mT @ scaled
     order = torch.arange(factors.rank, 0, -1, dtype=gram.dtype) / factors.rank
     gram = gram + torch.diag_embed(TIE * gram.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True) * order)
-    vectors = torch.linalg.eigh(gram).eigenvectors.flip(-1) if turned else torch.eye(factors.rank, dtype=gram.dtype)
+    vectors = torch.linalg.eigh(gram).eigenvectors.flip(-1)
     there = norm * torch.linalg.solve_triangular(lower.mT, vectors, upper=True).mT
     back = lower @ vectors / norm
     return Basis(*(torch.where(usable[..., None, None], part, one) for part in (there, back)))
 
 
-def bases_of(theta: Mapping[str, Tensor], norm: float, *, turned: bool = True) -> dict[str, Basis]:
+def bases_of(theta: Mapping[str, Tensor], norm: float) -> dict[str, Basis]:
     """Returns the basis of every module with LoRA."""
-    return {module: basis_of(pair, norm, turned=turned) for module, pair in by_module(theta).items()}
+    return {module: basis_of(pair, norm) for module, pair in by_module(theta).items()}
 
 
 def in_basis(tensors: Mapping[str, Tensor], bases: Mapping[str, Basis]) -> dict[str, Tensor]:
@@ -108,13 +106,12 @@ def started(model: ModelInfo, lora: Lora, norm: float | None, rng: torch.Generat
     return theta if norm is None else in_basis(theta, bases_of(theta, norm))
 
 
-def change_basis(cohort: Cohort, norm: float | None, *, turned: bool = True) -> list[dict[str, Basis]]:
+def change_basis(cohort: Cohort, norm: float | None) -> list[dict[str, Basis]]:
     """Sets every slot to other factors of the LoRA that its client received; returns the ways there.
 
     Args:
         cohort: The clients.
         norm: The norm of the rows of R A; None to change nothing.
-        turned: Whether the rows are turned to the singular vectors.
     """
     if norm is None:
         return [{} for _ in cohort.work]
@@ -123,6 +120,6 @@ def change_basis(cohort: Cohort, norm: float | None, *, turned: bool = True) -> 
     for slot, work in enumerate(cohort.work):
         received = work.download.part(ADAPTER)
         alike = slot and all(torch.equal(received[name], value) for name, value in first.items())
-        bases.append(bases[0] if alike else bases_of(received, norm, turned=turned))
+        bases.append(bases[0] if alike else bases_of(received, norm))
         cohort.load(slot, in_basis(received, bases[slot]))
     return bases

@@ -61,7 +61,6 @@ def check_fit(method: Method, config: Config, model: ModelInfo) -> None:
     require_split(config, config.evaluation.split)
     _require_mergeable(method, config)
     _require_steps(method, federation)
-    _require_adapters(method, config)
     _require_mean(method, federation.robust, equal_shapes=equal_shapes)
     if federation.secure:
         _require_secure(method, federation, model, budgets)
@@ -95,9 +94,7 @@ def _require_steps(method: Method, federation: FederationSettings) -> None:
     if takes_steps(method) or (federation.server_step, federation.server_momentum) == (1.0, 0.0):
         return
     reason = f"the aggregate of {method.name} is not a mean towards which the server could take a step"
-    if method.not_adapters:
-        reason = f"{method.name} {method.not_adapters}, and the server finds other factors after each round"
-    elif method.is_mean:
+    if method.is_mean:
         reason = f"{method.name} has a server's step of its own"
     raise ConfigError(
         f"federation.server_step is {federation.server_step:g} and federation.server_momentum is "
@@ -105,20 +102,6 @@ def _require_steps(method: Method, federation: FederationSettings) -> None:
         f"Leave federation.server_step at 1 and federation.server_momentum at 0; `fedguild methods {method.name}` "
         "lists the method's own options.",
     )
-
-
-def _require_adapters(method: Method, config: Config) -> None:
-    """Raises ConfigError if the config wants of single uploads what only adapters give."""
-    asked = {
-        "evaluation.diagnosis=true compares the clients' adapters": config.evaluation.diagnosis,
-        "federation.late=next_round uses an upload in another round": config.federation.late != "drop",
-    }
-    for use, wanted in asked.items():
-        if wanted and method.not_adapters:
-            raise ConfigError(
-                f"{use}, but {method.name} {method.not_adapters}.",
-                f"Leave {use.partition('=')[0]} at its default, or choose another method.",
-            )
 
 
 def _require_mean(method: Method, robust: str, *, equal_shapes: bool) -> None:

@@ -53,7 +53,6 @@ def route(
     top_k: int,
     active_experts: Tensor | None = None,
     selection_bias: Tensor | None = None,
-    logit_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the active experts of every token.
 
@@ -63,7 +62,6 @@ def route(
         top_k: The largest number of active experts of any token.
         active_experts: [N] active experts of each token, at most `top_k`; None means `top_k`.
         selection_bias: [M] added to the scores for the selection but not for the weights (DeepSeek-V3).
-        logit_bias: [N, M] added to the logits for the selection but not for the weights.
 
     Returns:
         Weights [N, top_k], in fp32, and expert indices [N, top_k]; beyond a token's active
@@ -71,8 +69,7 @@ def route(
     """
     experts = logits.shape[-1]
     scores = rule.scores(logits)
-    choice = scores if logit_bias is None else rule.scores(logits.detach().float() + logit_bias)
-    choice = choice if selection_bias is None else choice + selection_bias
+    choice = scores if selection_bias is None else scores + selection_bias
     if rule.groups > 1:
         choice = choice.masked_fill(~_allowed(choice, rule), float("-inf"))
     indices = choice.topk(top_k, dim=-1).indices
