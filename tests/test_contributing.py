@@ -24,8 +24,10 @@ SMALL = [
     "federation.rounds=2",
     "federation.clients=2",
     "federation.keep_checkpoints=3",
-    "training.steps=3",
+    "training.steps=1",
     "evaluation.every=2",
+    "evaluation.initial=false",
+    "evaluation.max_examples=1",
     "data.options={train_examples: 120, test_examples: 8}",
 ]
 

@@ -73,6 +73,7 @@ def test_no_case_begins_after_its_time(gpu, pages, tmp_path):
     assert pages == [tmp_path / "index.html"] * 2
 
 
+@pytest.mark.long
 def test_running_out_of_memory_is_a_result(gpu, pages, tmp_path, monkeypatch):
     """Measured again with activations recomputed; another library's failure is named."""
     own = gpu.typical
@@ -117,6 +118,7 @@ def test_the_cases_that_tell_most_come_first(gpu):
     assert found[-1].tokens != 1024
 
 
+@pytest.mark.long
 def test_a_script_is_rehearsed_in_the_time_that_is_kept_for_it(gpu, pages, tmp_path, monkeypatch):
     """Though cases are left; what it prints is kept, and nothing runs twice."""
     monkeypatch.setattr(gpu, "parity", lambda setting: None)

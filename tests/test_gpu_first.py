@@ -31,6 +31,7 @@ def unmeasured(first: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first, "speed", lambda *given: 1e12)
 
 
+@pytest.mark.long
 def test_every_part_in_its_order(first, capsys):
     first.main(CPU)
     said = capsys.readouterr().out

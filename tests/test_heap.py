@@ -14,11 +14,11 @@ PROGRAM = """
 import resource, torch
 from fedguild.heap import keep_freed_pages
 print(keep_freed_pages())
-for turn in range(60):
-    if turn == 40:
+for turn in range(16):
+    if turn == 8:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(16 << 20)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / 20 / (64 << 20))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / 8 / (64 << 20))
 """
 
 

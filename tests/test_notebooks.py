@@ -28,6 +28,7 @@ def test_there_is_one() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.long
 def test_it_runs(path: Path, execute: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDGUILD_SMALL", "1")
     done = execute.executed(path)  # type: ignore[attr-defined]

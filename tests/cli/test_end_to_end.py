@@ -1,6 +1,7 @@
 """The commands on the real experiment: the embedded model, two clients, one round of two steps."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_run_evaluate_partition_and_report_agree(invoke: Invoke, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_compare_trains_both_methods_here_and_in_processes_alike(invoke: Invoke) -> None:
+def test_compare_trains_here_and_in_a_process_alike(invoke: Invoke) -> None:
     arguments = ["flame/tiny-tasks", "fedit/tiny-tasks-ranks", *SMALL, "--seeds", "0", "--json"]
     here = invoke("compare", *arguments, "--output", "here")
     assert here.exit_code == 0, here.output
@@ -50,12 +51,13 @@ def test_compare_trains_both_methods_here_and_in_processes_alike(invoke: Invoke)
     assert flops["flame-tiny-tasks"] < 0.7 * flops["fedit-tiny-tasks-ranks"]
     assert table["equal_inference"]
     assert json.loads(invoke("compare", *arguments, "--output", "here").stdout) == table
+    name = "fedit-tiny-tasks-ranks"
+    shutil.copytree("here", "apart", ignore=lambda folder, files: [name] if folder == "here" else [])
     apart = invoke("compare", *arguments, "--output", "apart", "--jobs", "2")
     assert apart.exit_code == 0, apart.output
-    for name in ("flame-tiny-tasks", "fedit-tiny-tasks-ranks"):
-        scores = [comparable(RunLog(Path(folder) / name / "seed-0").read()) for folder in ("here", "apart")]
-        assert scores[0] == scores[1]
-        assert f"{name} seed 0: round 1/1" in apart.stderr
+    here_and_apart = [comparable(RunLog(Path(folder) / name / "seed-0").read()) for folder in ("here", "apart")]
+    assert here_and_apart[0] == here_and_apart[1]
+    assert f"{name} seed 0: round 1/1" in apart.stderr
     assert json.loads(apart.stdout)["reference"] == table["reference"]
 
 

@@ -38,6 +38,12 @@ def together(exact):
     return train(exact, make_clients(exact))
 
 
+@pytest.fixture(scope="module")
+def alone(exact):
+    """Each of them trained alone."""
+    return [train(exact, [client])[0] for client in make_clients(exact)]
+
+
 def test_gradients_in_a_cohort_of_eight_equal_those_alone(olmoe_backbone):
     """fp32, relative 1e-5 of a client's gradient; dropout, accumulation, padding, other clients' rows.
 
@@ -68,26 +74,24 @@ def test_gradients_are_equal_under_checkpointing():
         assert all(torch.equal(found[name], grad) for name, grad in expected.items())
 
 
-def test_state_after_ten_steps_equals_the_state_alone(exact, together):
+def test_state_after_ten_steps_equals_the_state_alone(exact, together, alone):
     """fp64, relative 1e-8, weights and moments, for clients of 2 to 10 steps."""
     assert tuple(trained.report.steps for trained in together) == STEPS
-    for client, found in zip(make_clients(exact), together, strict=True):
-        (alone,) = train(exact, [client])
-        for name, value in alone.weights.items():
+    for client, found, expected in zip(make_clients(exact), together, alone, strict=True):
+        for name, value in expected.weights.items():
             assert distance(found.weights[name], value) < 1e-8, (client.info.name, name)
             assert not torch.equal(value, client.start[name])
-        for name, value in alone.moments.items():
+        for name, value in expected.moments.items():
             assert distance(found.moments[name], value) < 1e-8, (client.info.name, name)
 
 
-def test_reports_and_routing_equal_those_alone(exact, together):
-    for client, found in zip(make_clients(exact), together, strict=True):
-        (alone,) = train(exact, [client])
+def test_reports_and_routing_equal_those_alone(exact, together, alone):
+    for client, found, expected in zip(make_clients(exact), together, alone, strict=True):
         for field in ("steps", "tokens", "examples"):
-            assert getattr(found.report, field) == getattr(alone.report, field)
-        assert found.report.loss == pytest.approx(alone.report.loss, rel=1e-8)
-        assert torch.equal(found.counts, alone.counts)
-        assert torch.equal(found.hits, alone.hits)
+            assert getattr(found.report, field) == getattr(expected.report, field)
+        assert found.report.loss == pytest.approx(expected.report.loss, rel=1e-8)
+        assert torch.equal(found.counts, expected.counts)
+        assert torch.equal(found.hits, expected.hits)
         assert found.report.examples == 2 * client.info.examples
         assert found.report.tokens == 2 * sum(len(row.input_ids) for row in client.examples)
         active = client.plan.active_experts or 4

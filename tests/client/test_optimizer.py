@@ -251,7 +251,7 @@ def test_a_slots_bits_are_those_alone(settings, piece, extra, masked, monkeypatc
 @pytest.mark.parametrize(
     ("settings", "language"),
     [
-        pytest.param(ADAM["adamw"], "triton", id="adamw"),
+        pytest.param(ADAM["adamw"], "triton", id="adamw", marks=pytest.mark.long),
         pytest.param(ADAM["adam with decay"], "triton", id="adam with decay", marks=pytest.mark.long),
         *(pytest.param(settings, "numba", id=f"{name}, on a CPU") for name, settings in ADAM.items()),
     ],

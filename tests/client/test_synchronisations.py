@@ -142,7 +142,11 @@ def test_experts_with_a_capacity_and_a_decoder_wait_for_nothing_within_a_layer(m
 
 @pytest.mark.parametrize(
     ("names", "lengths"),
-    [((), (9, 3, 5, 5)), ((), (6, 6, 6, 6)), pytest.param(OURS, (9, 3, 5, 5), marks=pytest.mark.long)],
+    [
+        ((), (9, 3, 5, 5)),
+        pytest.param((), (6, 6, 6, 6), marks=pytest.mark.long),
+        pytest.param(OURS, (9, 3, 5, 5), marks=pytest.mark.long),
+    ],
     ids=["packed", "without padding", "by kernels"],
 )
 def test_the_host_waits_for_the_losses_alone(names, lengths, monkeypatch):

@@ -158,7 +158,7 @@ def test_trainable_counts_are_the_models(label: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "label",
     [
-        pytest.param(label, marks=pytest.mark.long if " " in label else ())
+        pytest.param(label, marks=pytest.mark.long if " " in label or label in ALIKE else ())
         for label in cases()
         if METHODS.load(label.partition(" ")[0]).costs.varies == "no"
     ],

@@ -33,6 +33,12 @@ SETTINGS = (
     "evaluation.trained=true",
     "data.options={train_examples: 96, test_examples: 12, families: [sum, reverse]}",
 )
+QUICK = ("fedmoe", "flora", "pfl-moe")
+"""Methods that differ in what a client is sent and keeps besides LoRA: other experts, merged changes, memory."""
+METHODS_TO_COMPARE = [
+    pytest.param(label, marks=() if label in QUICK else pytest.mark.long) for label in sorted(METHODS)
+]
+"""Every method; those that are not quick in `make test-long`."""
 MakeEngine = Callable[[Experiment], tuple[Engine, Scorer | None]]
 
 

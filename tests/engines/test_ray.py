@@ -17,14 +17,13 @@ from fedguild.config import load_config
 from fedguild.config.federation import FederationSettings
 from fedguild.config.privacy import PrivacySettings
 from fedguild.errors import ConfigError, FedGuildError
-from fedguild.methods import METHODS
 from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.rounds import run_round
 from fedguild.setup import Experiment, make_engine, prepare
-from tests.engines.equality import assert_equal_to_local, case_config, save_models
+from tests.engines.equality import METHODS_TO_COMPARE, assert_equal_to_local, case_config, save_models
 from tests.experiment.runs import assert_same, ended
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
@@ -36,12 +35,6 @@ from fedguild.engines.ray_cluster import connect  # noqa: E402
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_report")]
 CORES = 5
-QUICK_METHODS = ("fedmoe", "flora", "pfl-moe")
-"""Methods that differ in what goes to an actor beside LoRA: other experts, changes of the backbone, memory.
-
-The others, and the second backbone, are compared in `make test-long`.
-"""
-LABELS = [pytest.param(label, marks=() if label in QUICK_METHODS else pytest.mark.long) for label in sorted(METHODS)]
 
 
 def engine_setting(actors: int) -> str:
@@ -116,7 +109,7 @@ def test_dp_sgd_on_actors_gives_the_bits_of_the_local_engine(models, shared, tmp
     assert_equal_to_local("fedit", models, tmp_path, shared.make, *privacy, *scores)
 
 
-@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("label", METHODS_TO_COMPARE)
 def test_two_actors_give_the_bytes_and_bits_of_the_local_engine(label, models, shared, tmp_path):
     assert_equal_to_local(label, models, tmp_path, shared.make)
     for engine in shared.engines.values():

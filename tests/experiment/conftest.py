@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from fedguild import experiment
 from fedguild.cli import app
-from tests.experiment.runs import save_model
+from tests.experiment.runs import save_model, small_config
 
 Command = Callable[..., Result]
 
@@ -24,6 +25,16 @@ def olmoe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a random dense Llama of two layers."""
     return save_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+@pytest.fixture(scope="session")
+def recorded(olmoe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of `small_config`, to compare others with and to damage copies of."""
+    folder = tmp_path_factory.mktemp("recorded") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
+        experiment.run(small_config(olmoe_folder), folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)

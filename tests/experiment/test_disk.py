@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,14 +22,10 @@ Complaint = Callable[..., str]
 TASKS = "flame/tiny-tasks"
 
 
-@pytest.fixture(scope="module")
-def whole(olmoe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+@pytest.fixture
+def whole(recorded: Path) -> Ended:
     """The run that the following ones shall end as."""
-    folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
-        experiment.run(small_config(olmoe_folder), folder)
-    return ended(folder)
+    return ended(recorded)
 
 
 def fill_up(patch: pytest.MonkeyPatch, folder: Path, name: str, after_round: int = -1) -> None:
@@ -88,9 +85,9 @@ def test_a_disk_that_is_full_from_the_start_takes_the_same_command_again(
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: b"\0" * len(content)])
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
-    command: Command, olmoe_folder: Path, whole: Ended, damage: Callable[[bytes], bytes]
+    command: Command, recorded: Path, whole: Ended, damage: Callable[[bytes], bytes]
 ) -> None:
-    assert command("run", TASKS, *small_settings(olmoe_folder), "--output", "out").exit_code == 0
+    shutil.copytree(recorded, "out")
     file = Path("out") / CHECKPOINTS / "round-00003.checkpoint"
     file.write_bytes(damage(file.read_bytes()))
     resumed = command("resume", "out", "--json")
@@ -100,8 +97,8 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
     assert_same(ended(Path("out")), whole)
 
 
-def test_a_damaged_memory_is_named(command: Command, complaint: Complaint, olmoe_folder: Path) -> None:
-    assert command("run", TASKS, *small_settings(olmoe_folder), "--output", "out").exit_code == 0
+def test_a_damaged_memory_is_named(complaint: Complaint, recorded: Path) -> None:
+    shutil.copytree(recorded, "out")
     (Path("out") / CHECKPOINTS / "round-00003.checkpoint").unlink()
     file = Path("out/clients/client-001/round-00002.memory")
     file.write_bytes(file.read_bytes()[:-1])

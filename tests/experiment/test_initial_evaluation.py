@@ -29,6 +29,8 @@ MOMENTS = {
     "after the records of round 1": ("fedguild.server.checkpoint.save", 2, False),
     "while round 2 is scored": ("fedguild.experiment.evaluate_state", 1, False),
 }
+SOON = ("before the first checkpoint", "while round 2 is scored")
+"""What runs in `make test`."""
 
 
 def scored_rounds(folder: Path) -> list[int]:
@@ -70,7 +72,9 @@ def test_nothing_but_the_scores_of_round_0_is_missing(olmoe_folder: Path, tmp_pa
     write_comparison({name: [tmp_path / name] for name in results}, tmp_path)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", [pytest.param(moment, marks=() if moment in SOON else pytest.mark.long) for moment in MOMENTS]
+)
 def test_a_killed_run_resumes_to_the_same_bits(
     config: Config, uninterrupted: Ended, moment: str, tmp_path: Path
 ) -> None:

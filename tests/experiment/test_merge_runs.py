@@ -153,6 +153,7 @@ def test_merges_never_leak_into_another_run_on_the_same_backbone(
     assert_same(ended(tmp_path / "again"), ended(tmp_path / "flora"))
 
 
+@pytest.mark.long
 def test_a_run_whose_ledger_was_removed_gets_it_back_from_the_state(model: Path, tmp_path: Path) -> None:
     config = config_of(model, "flora")
     experiment.run(config, tmp_path / "whole")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from fedguild import experiment
 from fedguild.config import Config, load_config
 from fedguild.errors import CheckpointError
+from fedguild.experiment import RunResult
 from fedguild.layout import CHECKPOINTS, MEMORY
 from fedguild.runs.activity import ActivityLog
 from fedguild.runs.log import RunLog
@@ -55,12 +57,17 @@ def config(request: pytest.FixtureRequest, olmoe_folder: Path) -> Config:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def finished(config: Config, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """A run that nothing interrupts."""
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
-        experiment.run(config, folder)
-    return ended(folder)
+        return experiment.run(config, folder)
+
+
+@pytest.fixture
+def uninterrupted(finished: RunResult) -> Ended:
+    return ended(finished.folder)
 
 
 @pytest.mark.parametrize(
@@ -120,15 +127,16 @@ def test_what_the_clients_kept_is_part_of_the_run(config: Config, uninterrupted:
     assert any(name.startswith("rescaler/") for name in differing)
 
 
-def test_resuming_a_finished_run_changes_nothing(config: Config, tmp_path: Path) -> None:
-    first = experiment.run(config, tmp_path)
-    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+def test_resuming_a_finished_run_changes_nothing(finished: RunResult, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished.folder, tmp_path / "run")
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.MonkeyPatch.context() as patch:
         kill_at(patch, "fedguild.client.cohort.Cohort.steps", 1)
-        second = experiment.resume(tmp_path)
-    assert second == first
-    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    events = tmp_path / ActivityLog.FILE  # no part of the run's state: it tells that somebody resumed
+        again = experiment.resume(folder)
+    assert again == replace(finished, folder=folder, report=folder / finished.report.name)
+    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert after.pop(folder / "report.html") == b""
+    events = folder / ActivityLog.FILE  # no part of the run's state: it tells that somebody resumed
     assert after.pop(events).startswith(files.pop(events))
     assert after == files
 
@@ -161,12 +169,12 @@ def test_the_config_survives_a_resume_that_fails_at_once(config: Config, uninter
     assert_same(ended(tmp_path), uninterrupted)
 
 
-def test_a_checkpoint_of_other_settings_is_refused(config: Config, tmp_path: Path) -> None:
-    experiment.run(config, tmp_path)
+def test_a_checkpoint_of_other_settings_is_refused(config: Config, finished: RunResult, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished.folder, tmp_path / "run")
     other = config.model_copy(update={"seed": config.seed + 1})
-    (tmp_path / "config.yaml").write_text(other.resolved_yaml())
+    (folder / "config.yaml").write_text(other.resolved_yaml())
     with pytest.raises(CheckpointError, match="is a checkpoint of another run") as caught:
-        experiment.resume(tmp_path)
+        experiment.resume(folder)
     assert config.fingerprint() in caught.value.message
     assert other.fingerprint() in caught.value.message
     assert "Resume with the config that the run began with" in caught.value.hint

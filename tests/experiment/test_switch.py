@@ -18,7 +18,9 @@ def folder(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("method", ["name: fedit", "name: flame", "name: fedalign-moe, experts: full"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("name: fedit", marks=pytest.mark.long), "name: flame", "name: fedalign-moe, experts: full"]
+)
 def test_a_run_trains_both_sides_and_evaluates(folder, tmp_path, method):
     options = ("federation.rounds=2", "training.steps=8", "training.learning_rate=0.02", ONE_EXPERT)
     experiment.run(small_config(folder, *options, f"method={{{method}}}", base="fedit/tiny-tasks"), tmp_path)

@@ -47,8 +47,11 @@ def scoring(config: Config) -> Config:
 
 def test_a_client_of_fedamole_is_sent_its_own_experts_and_no_others(models: dict[str, Path], tmp_path: Path) -> None:
     config, lines = scoring(case_config("fedamole", models)), Lines()
+    local = experiment.run(config, tmp_path / "local")
     grid, requests = recorded(config, tmp_path / "sites")
     result = serve_on(grid, config, tmp_path / "server", lines, reads_data=False, deliver=True)
+    assert local.own
+    assert result.own == local.own
     saved = checkpoint.load(
         tmp_path / "server/state/run" / CHECKPOINTS, result.rounds, fingerprint=config.fingerprint()
     )
@@ -70,7 +73,7 @@ def test_a_client_of_fedamole_is_sent_its_own_experts_and_no_others(models: dict
 
 
 @pytest.mark.parametrize(
-    "label", ["fedamole", "flame", *(pytest.param(label, marks=pytest.mark.long) for label in ("fedmoe", "hetlora"))]
+    "label", ["flame", *(pytest.param(label, marks=pytest.mark.long) for label in ("fedmoe", "hetlora"))]
 )
 def test_the_scores_are_those_of_a_simulation(label: str, models: dict[str, Path], tmp_path: Path) -> None:
     config = scoring(case_config(label, models))

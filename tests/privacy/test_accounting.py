@@ -65,7 +65,7 @@ def test_sampling_without_replacement_costs_what_the_library_says() -> None:
     assert everybody == pytest.approx(plain, rel=1e-9)
 
 
-@pytest.mark.parametrize("probability", [1.0, 0.1])
+@pytest.mark.parametrize("probability", [1.0, pytest.param(0.1, marks=pytest.mark.long)])
 def test_little_noise_is_accounted_on_a_coarser_grid(probability: float) -> None:
     """It is within a ten-thousandth of what the grid of larger noise gives."""
     noise = COARSER_BELOW / 2
@@ -75,6 +75,7 @@ def test_little_noise_is_accounted_on_a_coarser_grid(probability: float) -> None
     assert epsilon([Release(noise, 3, probability)], DELTA) == pytest.approx(fine, rel=1e-4)
 
 
+@pytest.mark.long
 def test_a_target_of_little_noise_is_solved_on_the_coarser_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """No accountant of the search has the fine grid, and the epsilon that is then reported keeps the target."""
     grids = []

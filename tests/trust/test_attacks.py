@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,36 @@ from tests.trust.attacks import HELLO, SCORE, TRAIN, Attack, filled, saying
 from tests.trust.conftest import config_of
 
 HOSTILE = 2
+SEVERAL = (2, 3, 4)
+"""Hostile clients of a run with two honest ones, who each try another attack in the same round."""
 
 
 def changed(config: Config, section: str, **changes: Any) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
 
 
-def attacking(kind: str, attack_of: Callable[[Message], Attack | None], **more: Any) -> HostileClient:
+def five(config: Config, rounds: int) -> Config:
+    """Returns the config of a run with two honest clients and `SEVERAL`."""
+    return changed(config, "federation", rounds=rounds, clients=2 + len(SEVERAL), quorum=0.4)
+
+
+def dealt(names: Iterable[str], first_round: int) -> dict[tuple[int, int], str]:
+    """Returns round and client -> the attack that the client tries in it, each once."""
+    return {
+        (first_round + place // len(SEVERAL), SEVERAL[place % len(SEVERAL)]): name for place, name in enumerate(names)
+    }
+
+
+def attacking(
+    kind: str, attack_of: Callable[[Message], Attack | None], client: int = HOSTILE, **more: Any
+) -> HostileClient:
     """Returns a client that is honest but for its answers to one kind of request."""
 
     def answer(request: Message, honest: Callable[[], Message]) -> Message | bytes | None:
         attack = attack_of(request) if request.kind == kind else None
         return honest() if attack is None else attack(honest())
 
-    return HostileClient(HOSTILE, answer, **more)
+    return HostileClient(client, answer, **more)
 
 
 def each_once(attacks: Mapping[str, Attack]) -> Callable[[Message], Attack | None]:
@@ -52,19 +68,21 @@ def assert_printable(driven: Driven) -> None:
 
 
 def test_attacks_on_a_round(config: Config, tmp_path: Path) -> None:
-    """One in each round, and none in the last."""
-    attacks = list(TRAIN.values())
-    config = changed(config, "federation", rounds=len(attacks) + 1)
-    hostile = attacking(
-        "train", lambda request: attacks[request.round - 1][0] if request.round <= len(attacks) else None
-    )
-    driven = drive(config, tmp_path, [hostile], reads_data=True)
+    """Three in each round, and none in the last."""
+    attacks = dealt(TRAIN, first_round=1)
+    last = max(number for number, _ in attacks) + 1
+
+    def attack(client: int) -> Callable[[Message], Attack | None]:
+        return lambda request: TRAIN[attacks[request.round, client]][0] if (request.round, client) in attacks else None
+
+    hostile = [attacking("train", attack(client), client) for client in SEVERAL]
+    driven = drive(five(config, rounds=last), tmp_path, hostile, reads_data=True)
     assert driven.error is None
-    assert len(driven.rounds) == len(attacks) + 1
-    for number, (name, (_, reason)) in enumerate(TRAIN.items(), start=1):
-        assert list(driven.rejected[number]) == [HOSTILE], name
-        says(driven.rejected[number][HOSTILE], reason)
-    assert driven.accepted[len(attacks) + 1] == [0, 1, 2]
+    assert len(driven.rounds) == last
+    assert {(number, client) for number, rejected in driven.rejected.items() for client in rejected} == attacks.keys()
+    for (number, client), name in attacks.items():
+        says(driven.rejected[number][client], TRAIN[name][1])
+    assert driven.accepted[last] == [0, 1, *SEVERAL]
     assert driven.state is not None
     assert not not_finite(driven.state)
     assert_printable(driven)
@@ -98,19 +116,23 @@ def test_attacks_on_the_question_who_a_client_is(config: Config, tmp_path: Path)
 
 
 def test_attacks_on_the_scores(config: Config, tmp_path: Path) -> None:
-    """One after each round; those after round 0 are honest."""
-    attacks = list(SCORE.values())
-    config = changed(changed(config, "federation", rounds=len(attacks)), "evaluation", every=1)
-    hostile = attacking("score", lambda request: attacks[request.round - 1] if request.round else None)
-    driven = drive(config, tmp_path, [hostile])
+    """Three after each round from the second on."""
+    attacks = dealt(SCORE, first_round=2)
+    last = max(number for number, _ in attacks)
+
+    def attack(client: int) -> Callable[[Message], Attack | None]:
+        return lambda request: SCORE[attacks[request.round, client]] if (request.round, client) in attacks else None
+
+    hostile = [attacking("score", attack(client), client) for client in SEVERAL]
+    driven = drive(changed(five(config, rounds=last), "evaluation", every=1), tmp_path, hostile)
     assert driven.error is None
     scores = [record for record in driven.records if isinstance(record, EvaluationRecord)]
-    assert sum(record.name == "client-002" for record in scores) == 1
-    for number, name in enumerate(SCORE, start=1):
-        recorded = [(record.scope, record.name) for record in scores if record.round == number]
-        assert recorded == [("client", "client-000"), ("client", "client-001"), ("summary", "mtal")], name
+    for number in range(last + 1):
+        recorded = [record.name for record in scores if (record.round, record.scope) == (number, "client")]
+        assert recorded == [f"client-00{client}" for client in range(5) if (number, client) not in attacks], number
+    assert {(record.scope, record.name) for record in scores if record.scope != "client"} == {("summary", "mtal")}
     assert all(0 <= record.score <= 1 for record in scores)
-    assert sum("client 2 has no scores" in line for line in driven.lines) == len(attacks)
+    assert sum("has no scores" in line for line in driven.lines) == len(attacks)
     assert_printable(driven)
 
 

@@ -159,9 +159,12 @@ def open_to_others(folder: Path) -> dict[str, str]:
     return {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}
 
 
-def test_everything_of_a_run_belongs_to_its_user_alone(config: Config, tmp_path: Path) -> None:
-    drive(config, tmp_path / "server", reads_data=True)
+def test_everything_of_a_run_belongs_to_its_user_alone_and_nothing_is_left_half_written(
+    config: Config, tmp_path: Path
+) -> None:
+    driven = drive(config, tmp_path / "server", reads_data=True)
     assert not open_to_others(tmp_path / "server")
+    assert not [path for path in driven.folder.rglob("*") if path.suffix in (".part", ".upload")]
 
 
 def test_the_report_and_what_clients_take_home_belong_to_their_users_alone(
@@ -178,8 +181,3 @@ def test_the_report_and_what_clients_take_home_belong_to_their_users_alone(
     names = {path.name for path in (tmp_path / "server").rglob("*")}
     assert {"report.html", "audit.jsonl", "requests.json", "adapter_config.json"} <= names
     assert not open_to_others(tmp_path / "server")
-
-
-def test_no_uploads_and_no_half_written_files_are_left(config: Config, tmp_path: Path) -> None:
-    driven = drive(config, tmp_path, reads_data=True)
-    assert not [path for path in driven.folder.rglob("*") if path.suffix in (".part", ".upload")]

@@ -86,7 +86,8 @@ class FederationProcesses:
         path.write_text(config.resolved_yaml())
         write_project(folder, config.federation.clients, str(path), address=f"127.0.0.1:{self.ports[0]}")
         for index in range(config.federation.clients):
-            self.change_site(index, port=self.ports[2 + index], accept={"max_steps": 10000, "min_scored": 1})
+            accept = {"max_steps": 10000, "min_scored": 1, "min_clients": 1}
+            self.change_site(index, port=self.ports[2 + index], accept=accept)
         path = folder / "server" / "server.yaml"
         settings = {**yaml.safe_load(path.read_text()), "deliver": False, "control_port": self.ports[1]}
         path.write_text(yaml.safe_dump(settings))

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from fedguild import experiment
-from tests.engines.equality import case_config, newest_memory, save_models, site_memory, traffic
+from tests.engines.equality import METHODS_TO_COMPARE, case_config, newest_memory, save_models, site_memory, traffic
 from tests.engines.flower.loopback_federation import QUICK, grid_of, serve_on, small_config, trainers_of
 from tests.experiment.runs import Ended, assert_same, ended, save_model
-from tests.methods.test_matrix import WHOLE_RUNS
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +19,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return save_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("label", WHOLE_RUNS)
+@pytest.mark.parametrize("label", METHODS_TO_COMPARE)
 def test_flower_gives_the_results_of_local(label: str, models: dict[str, Path], tmp_path: Path) -> None:
     config = case_config(label, models)
     experiment.run(config, tmp_path / "local")

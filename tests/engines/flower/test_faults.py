@@ -256,7 +256,9 @@ def test_a_client_that_was_restarted_while_it_worked_is_not_waited_for(
     assert not second.rejected
 
 
-@pytest.mark.parametrize("failure", [ipc.TRAINER_DIED, f"{ipc.TRAINER_ABSENT} (waited 600 s)"])
+@pytest.mark.parametrize(
+    "failure", [ipc.TRAINER_DIED, pytest.param(f"{ipc.TRAINER_ABSENT} (waited 600 s)", marks=pytest.mark.long)]
+)
 def test_a_client_whose_trainer_is_killed_while_it_says_who_it_is_is_asked_again(
     failure: str, config: Config, tmp_path: Path
 ) -> None:
@@ -479,7 +481,10 @@ def test_a_run_below_its_quorum_stops_and_goes_on_when_the_clients_are_back(
     assert_same(replace(ended(tmp_path / "state" / "run"), memory={}), local)
 
 
-@pytest.mark.parametrize("moment", ["fedguild.server.checkpoint.save", "fedguild.runs.log.RunLog.append"])
+@pytest.mark.parametrize(
+    "moment",
+    ["fedguild.server.checkpoint.save", pytest.param("fedguild.runs.log.RunLog.append", marks=pytest.mark.long)],
+)
 def test_a_server_that_is_killed_goes_on_to_the_same_bits(
     moment: str, config: Config, local: Ended, tmp_path: Path
 ) -> None:
@@ -563,7 +568,9 @@ def test_a_description_that_is_too_large_does_not_let_a_node_in(config: Config, 
     assert all(record.rejected for record in rounds_of(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["hello", "train", "score", "deliver"])
+@pytest.mark.parametrize(
+    "kind", ["train", "score", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("hello", "deliver"))]
+)
 def test_a_node_that_is_gone_when_a_message_is_sent_stops_nothing(
     kind: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
