@@ -158,11 +158,10 @@ def gradients(backbone, members: list[int], accumulation: int) -> list[dict[str,
         ]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_client_in_a_cohort_gets_the_gradients_that_it_gets_alone(accumulation: int) -> None:
+def test_a_client_in_a_cohort_gets_the_gradients_that_it_gets_alone() -> None:
     backbone = tiny_backbone("olmoe", dtype=torch.float64)
-    for index, found in enumerate(gradients(backbone, [0, 1, 2], accumulation)):
-        (alone,) = gradients(backbone, [index], accumulation)
+    for index, found in enumerate(gradients(backbone, [0, 1, 2], accumulation=2)):
+        (alone,) = gradients(backbone, [index], accumulation=2)
         assert found.keys() == alone.keys()
         assert any(bool(value.abs().max() > 1e-6) for name, value in alone.items() if ".gate." in name)
         for name, value in alone.items():

@@ -132,6 +132,7 @@ def test_without_the_losses_and_with_all_experts_it_is_fedavg(olmoe_backbone: Ba
     assert all(torch.equal(runs[0][name], value) for name, value in runs[1].items())
 
 
+@pytest.mark.long
 def test_the_losses_even_out_the_routing(tmp_path: Path) -> None:
     """The experts' shares of a client's tokens are less unequal after training with a strong balance loss."""
     backbone = tiny_backbone("olmoe")

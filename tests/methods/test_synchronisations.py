@@ -25,7 +25,7 @@ from fedguild.privacy.noise import Noise
 from fedguild.seeding import torch_rng
 from tests.backbones import END, PAD, random_rows, tiny_model
 from tests.client.device import Device, Found
-from tests.methods.test_matrix import CASES, CLIENTS, cases_variants_long, method_of
+from tests.methods.test_matrix import ALIKE, CASES, CLIENTS, cases, method_of
 from tests.methods.test_private_methods import able
 from tests.model.kernels import let_run
 
@@ -33,10 +33,15 @@ SETTINGS = TrainingSettings(optimizer="adamw", batch_size=2, accumulation=2, ste
 PRIVATE = TrainingSettings(optimizer="adamw", batch_size=2, steps=2, clip_norm=None)
 DP = DpSgd(clip=0.3, noise_multiplier=0.2, probability=0.6, steps=1, divisor=4.5, noise=Noise(b"key"))
 DAILY = ("fedit", "fed-sb from random factors", "fedprompt")
-OWN = pytest.mark.parametrize("names", [(), ("optimizer",)], ids=["torch", "kernel"])
 
 
-@pytest.mark.parametrize("label", cases_variants_long())
+@pytest.mark.parametrize(
+    "label",
+    [
+        pytest.param(label, marks=pytest.mark.long if " " in label or (label in ALIKE and label not in DAILY) else ())
+        for label in cases()
+    ],
+)
 def test_the_host_waits_at_most_twice_a_step(label, monkeypatch):
     """With clients of unequal budgets and accumulated passes; no copy to the device makes it wait."""
     steps = steps_of(label, monkeypatch, num_hidden_layers=1)
@@ -77,8 +82,15 @@ def test_a_step_of_dp_sgd_without_examples_waits_for_nothing(monkeypatch):
     assert not [place for step in steps for place in (*step.blocking, *step.waits)]
 
 
-@OWN
-@pytest.mark.parametrize("label", ["hfedmoe", "ub-smoe"])
+@pytest.mark.parametrize(
+    ("label", "names"),
+    [
+        ("hfedmoe", ()),
+        ("ub-smoe", ("optimizer",)),
+        pytest.param("hfedmoe", ("optimizer",), marks=pytest.mark.long),
+        pytest.param("ub-smoe", (), marks=pytest.mark.long),
+    ],
+)
 def test_leaving_experts_alone_takes_as_many_operations_for_any_number_of_them(label, names, monkeypatch):
     let_run(monkeypatch, names, "meta")
     operations = [steps_of(label, monkeypatch, num_experts=experts)[-1].operations for experts in (16, 64)]
@@ -91,7 +103,7 @@ def test_leaving_experts_alone_takes_as_many_operations_for_any_number_of_them(l
         ("fedit", ("q_proj", "gate", "experts.up_proj")),
         pytest.param("fed-sb from random factors", ("q_proj", "experts.up_proj"), marks=pytest.mark.long),
         pytest.param("fedalign-moe with full experts", ("gate", "experts.up_proj"), marks=pytest.mark.long),
-        ("fedamole", ("q_proj.experts", "q_proj.router")),
+        pytest.param("fedamole", ("q_proj.experts", "q_proj.router"), marks=pytest.mark.long),
         pytest.param("fedamole with vanilla routers", ("q_proj.experts", "q_proj.router"), marks=pytest.mark.long),
         ("flex", ("graft.gate", "graft.down_proj")),
     ],

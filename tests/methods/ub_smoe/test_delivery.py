@@ -164,6 +164,7 @@ def test_a_checkpoint_changes_no_bit(olmoe_backbone: Backbone, tmp_path: Path) -
     assert_same_bits(state, expected[-1])
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the clients a round; killed in round 3, after one of them kept its memory of that round."""
     monkeypatch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
