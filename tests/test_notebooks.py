@@ -26,7 +26,6 @@ def test_there_is_one() -> None:
     assert NOTEBOOKS
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 @pytest.mark.long
 def test_it_runs(path: Path, execute: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,6 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-@pytest.mark.processes
 @pytest.mark.long
 def test_the_package_is_found_and_runs(python: Path) -> None:
     folder = python.parents[2]

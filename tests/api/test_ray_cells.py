@@ -15,7 +15,6 @@ from fedguild.errors import FedGuildError
 from tests.experiment.runs import assert_same, ended, save_model, small_config
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from fedguild.engines import ray_cluster  # noqa: E402
 from fedguild.engines.ray import RayEngine  # noqa: E402
 from fedguild.engines.ray_cluster import connect  # noqa: E402
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_report")]
+pytestmark = pytest.mark.usefixtures("no_report")
 CORES = 5
 
 

@@ -180,7 +180,6 @@ def test_a_checkpoint_of_other_settings_is_refused(config: Config, finished: Run
     assert "Resume with the config that the run began with" in caught.value.hint
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_sigkill_before_the_first_checkpoint_and_in_the_middle_of_a_round(olmoe_folder: Path, tmp_path: Path) -> None:
     settings = small_settings(

@@ -43,7 +43,6 @@ def test_the_registers_are_those_that_numba_compiles_for(monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.processes
 @pytest.mark.parametrize("feature", ["avx2", "neon", "sse2"])
 def test_the_kernel_of_other_cpus(feature, tmp_path):
     """The tests of the products, with the registers of another CPU: LLVM splits or widens them for this one."""

@@ -14,7 +14,7 @@ from fedguild.model.english.build import CHECKPOINT, STATE
 from fedguild.model.english.pretrain import Recipe
 from fedguild.seeding import numpy_rng
 
-pytestmark = [pytest.mark.long, pytest.mark.processes]
+pytestmark = pytest.mark.long
 
 STEPS, DECAY_STEPS = 5, 3
 LETTERS = list("abcdefghijklmnopqrstuvwxyz")

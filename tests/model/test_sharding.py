@@ -21,7 +21,6 @@ from tests.backbones import tiny_model
 from tests.experiment.runs import assert_same, ended, save_model
 from tests.model.ranks import FAMILIES, SHORT_SECONDS, federation, scenarios
 
-pytestmark = pytest.mark.processes
 SIZE = 2
 
 

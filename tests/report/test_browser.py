@@ -11,7 +11,6 @@ from fedguild.report.sweep import tabulate
 from fedguild.runs.folder import load_run
 from tests.watch.browser import CUT, Browser
 
-pytestmark = pytest.mark.processes
 SHOWN = "[...document.querySelectorAll('svg.figure')].filter((one) => one.getBoundingClientRect().width)"
 SMALL = f"{SHOWN}.filter((one) => one.getBoundingClientRect().width < one.viewBox.baseVal.width * 96 / 72 - 1).length"
 """Number of figures that are shown smaller than they were drawn, so that their text is small."""

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from fedguild.report.html import write_index
 from fedguild.runs.activity import ActivityLog
 from fedguild.watch.server import WatchServer
 from tests.watch.browser import CUT, Browser
 from tests.watch.folders import comparison, federation, live_run, one_more_round
-
-pytestmark = pytest.mark.processes
 
 
 def test_the_page_follows_a_run_at_both_widths_in_both_schemes(browser: Browser, tmp_path: Path) -> None:

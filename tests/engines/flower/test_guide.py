@@ -39,8 +39,6 @@ def test_the_example_of_a_site_policy_is_valid() -> None:
     assert accepted.leave == ("adapter/*",)
 
 
-@pytest.mark.processes
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_every_command_of_the_guide_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

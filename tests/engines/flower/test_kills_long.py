@@ -40,8 +40,6 @@ MARK = "FEDGUILD_TEST_OF_KILLS"
 """Environment variable by which every process of the federation is found, whoever its parent is by now."""
 
 pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.slow,
     pytest.mark.long,
     pytest.mark.timeout(LIMIT_SECONDS + 300),
 ]

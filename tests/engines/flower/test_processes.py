@@ -33,7 +33,7 @@ from tests.engines.flower.foreign_app import ended as ended_run
 from tests.engines.flower.loopback_federation import QUICK, small_config
 from tests.experiment.runs import assert_same, ended, save_model
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

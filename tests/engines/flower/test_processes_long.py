@@ -24,7 +24,7 @@ from tests.engines.flower.federation_processes import FederationProcesses, runni
 from tests.engines.flower.loopback_federation import QUICK, grid_of, serve_on, small_config, trainers_of
 from tests.experiment.runs import assert_same, ended, save_model, says
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 ONE_PARTITION = ("data.partition={scheme: dirichlet, alpha: 0.5, minimum: 4}", "evaluation.every=2")
 FAULTY_TRAINER = Path(__file__).parent / "faulty_trainer"
