@@ -79,7 +79,7 @@ $(VENV)/.torch: constraints.txt
 	touch $@
 
 $(VENV)/.runtime: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cpu]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
 $(VENV)/.developer: $(VENV)/.runtime

@@ -2,7 +2,7 @@
 
 Run: python benchmarks/cohort.py
 Prints the ratios sequential / fused; the aim is at least 2.7 (hidden 256) and 10 (one OLMoE-size layer) over
-sequential peft, with the extra `fedguild[cpu]`. Every client has one sequence of its own per step.
+sequential peft. Every client has one sequence of its own per step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One client's expert-LoRA training step against peft's `target_parameters` on the same model.
 
 Run: python benchmarks/one_client.py
-Prints the ratio peft / ours; the aim is at least 1.65 (hidden 256) and 6.5 (one OLMoE-size layer), with the extra
-`fedguild[cpu]`.
+Prints the ratio peft / ours; the aim is at least 1.65 (hidden 256) and 6.5 (one OLMoE-size layer).
 """
 
 from __future__ import annotations

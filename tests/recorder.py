@@ -52,6 +52,7 @@ on purpose, for example `{"state/pool/": "state/experts/"}`. A state's `adapter/
 EXPECTED: dict[str, str] = {
     "fed[ap]*: */record/client-*/rank": "without LoRA the rank is 0; 0.1.0 wrote the rank of a plan that had none",
     "*: */evaluation/metrics": "a new setting",
+    "flame, sgd: *": "SGD rounds each operation by itself, where torch fused a product and a sum (decision 0022)",
     "presets: 0/preset/fedsa-lora:*": "a new method",
     "presets: 0/preset/rolora:*": "a new method",
 }

@@ -106,7 +106,13 @@ def train(backbone, slots, monkeypatch, *, dropout=0.3, active=(2, 4), lengths=(
         self._unread.clear()
 
     monkeypatch.setattr(Cohort, "read_losses", read)
-    monkeypatch.setattr(SlotOptimizer, "_kernel", lambda self, values, *_: reports.append("update"))
+    original = SlotOptimizer.step
+
+    def step_reported(self, *given):
+        reports.append("update")
+        original(self, *given)
+
+    monkeypatch.setattr(SlotOptimizer, "step", step_reported)
     plan = AdapterPlan((Lora(8, 1.0, ("attention", "router", "experts"), dropout),))
     plans = [replace(plan, active_experts=active[slot % len(active)]) for slot in range(slots)]
     work = work_of(slots, lengths)
@@ -287,7 +293,7 @@ def test_factors_are_cast_once_a_step(targets, names, monkeypatch):
         with SlotModel(meta_backbone(), [plan, plan]) as model, Copies() as counts:
             losses = []
             monkeypatch.setattr(Cohort, "read_losses", lambda self, losses=losses: losses.append(len(self._unread)))
-            monkeypatch.setattr(SlotOptimizer, "_kernel", lambda *_: None)
+            monkeypatch.setattr(SlotOptimizer, "_update_by_torch", lambda *_: None)
             cohort = Cohort(model, work_of(2, (5,) * 6), settings, round_index=1, seed=1)
             for step in cohort.steps():
                 step.backward(step.forward())

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from fedguild.client.cohort import Cohort, LocalWork, Step
-from fedguild.client.optimizer import SlotOptimizer
 from fedguild.client.private_training import _Client
 from fedguild.config.training import TrainingSettings
 from fedguild.data.batches import Encoded
@@ -190,7 +189,6 @@ def update_locally(
         examples = [Encoded(tuple(row), 2) for row in rows]
         work.append(LocalWork(who, examples, method.download(state, info, who), Payload()))
     private = None if dp is None else [replace(dp, noise=dp.noise.child(who.index)) for who in CLIENTS]
-    monkeypatch.setattr(SlotOptimizer, "_kernel", lambda self, values, *_: None)
     plans = [method.plan(info, who.budget) for who in CLIENTS]
     with device.running(monkeypatch), SlotModel(backbone, plans) as slots:
         method.local_update(Cohort(slots, work, settings, round_index=1, seed=1, private=private))

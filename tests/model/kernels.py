@@ -17,7 +17,7 @@ def let_run(monkeypatch: pytest.MonkeyPatch, names: Iterable[str], *devices: str
     """
     wanted, where = frozenset(names), devices or ("cpu",)
     if wanted:
-        pytest.importorskip(language, reason="Triton is there for Linux only, Numba is an extra")
+        pytest.importorskip(language, reason="Triton is there for Linux only")
     assert wanted <= set(kernels.KERNELS)
 
     def runs(name: str, device: torch.device) -> bool:

@@ -21,7 +21,7 @@ BETAS, EPS, DECAY = (0.8, 0.99), 1e-6, 0.1
 @pytest.fixture(params=["adam", "cpu_adam"])
 def adam_step(request):
     """Of the kernels for a GPU and for a CPU."""
-    module = pytest.importorskip(f"fedguild.model.kernels.{request.param}", reason="Triton or Numba is not installed")
+    module = pytest.importorskip(f"fedguild.model.kernels.{request.param}", reason="Triton is there for Linux only")
     assert (getattr(module, "BLOCK", BLOCK), getattr(module, "CHUNK", CHUNK)) == (BLOCK, CHUNK)
     return module.adam_step
 

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from fedguild.model.backbone import make_backbone
-from fedguild.model.kernels import VARIABLE, fused
+from fedguild.model.kernels import VARIABLE, cpu_fused, fused
 from tests.backbones import tiny_model
 from tests.model.test_fused import EXPECTED
 
-cpu_fused = pytest.importorskip("fedguild.model.kernels.cpu_fused", reason="Numba is an extra")
 CPU = torch.device("cpu")
 EPSILON = 1e-5
 

@@ -6,13 +6,13 @@ import ctypes
 from functools import partial
 from itertools import pairwise
 
+import numba
 import pytest
 import torch
 from torch import Tensor
 
-numba = pytest.importorskip("numba")
-cpu_groups = pytest.importorskip("fedguild.model.kernels.cpu_groups", reason="Numba is an extra")
-threads = pytest.importorskip("fedguild.model.kernels.threads")
+from fedguild.model.kernels import cpu_groups, threads
+
 Groups, LowRankProduct = cpu_groups.Groups, cpu_groups.LowRankProduct
 LANES, WIDTH, DEPTH, ROWS = cpu_groups.LANES, cpu_groups.WIDTH, cpu_groups.DEPTH, cpu_groups.ROWS
 

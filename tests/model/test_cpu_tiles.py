@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-cpu_tiles = pytest.importorskip("fedguild.model.kernels.cpu_tiles", reason="Numba is an extra")
+from fedguild.model.kernels import cpu_tiles
+
 TESTS = Path(__file__).with_name("test_cpu_groups.py")
 
 

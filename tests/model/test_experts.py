@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedguild.model.kernels import cpu_groups
 from fedguild.model.moe import dispatch as dispatch_module
 from fedguild.model.moe import low_rank
 from fedguild.model.moe.dense import prefers_dense
@@ -20,11 +21,6 @@ def layout(request, monkeypatch):
     let_run(monkeypatch, ())
     monkeypatch.setattr(dispatch_module, "BLOCK_HEIGHTS", (request.param,) if request.param else ())
     monkeypatch.setattr(dispatch_module, "FILLER_LIMIT", 1000.0)
-
-
-def cpu_groups():
-    """The kernels' module, where Numba is installed."""
-    return pytest.importorskip("fedguild.model.kernels.cpu_groups", reason="Numba is an extra")
 
 
 ONE_SLOT = {
@@ -77,8 +73,8 @@ def test_wide_products_for_the_tokens_equal_the_loop(case, dtype, tolerance):
 def test_the_kernels_of_a_cpu_equal_the_loop(case, way, monkeypatch):
     let_run(monkeypatch, {"low-rank", "grouped"}, language="numba")
     ran = []
-    rows = cpu_groups().Groups.rows
-    monkeypatch.setattr(cpu_groups().Groups, "rows", lambda *args: ran.append(1) or rows(*args))
+    rows = cpu_groups.Groups.rows
+    monkeypatch.setattr(cpu_groups.Groups, "rows", lambda *args: ran.append(1) or rows(*args))
     assert_equals_the_loop(build(case, torch.float32), torch.float32, 1e-5, way=way)
     assert ran
 

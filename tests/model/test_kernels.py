@@ -239,43 +239,29 @@ def install(monkeypatch):
     kernels.chosen.cache_clear()
 
     def only(*names):
-        monkeypatch.setattr(kernels.util, "find_spec", lambda name: name if name in names else None)
-        monkeypatch.setattr(kernels, "import_module", lambda name: name)
+        monkeypatch.setattr(kernels, "find_spec", lambda name: name if name in names else None)
 
     yield only
     kernels.chosen.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("setting", "installed", "expected"),
+    ("setting", "expected"),
     [
-        ("auto", {"numba", "triton", "liger_kernel"}, set(kernels.CPU_KERNELS)),
-        ("", {"numba"}, {"low-rank", "grouped", "optimizer", "norm", "rotary", "swiglu"}),
-        ("auto", {"triton", "liger_kernel"}, set()),
-        ("none", {"numba"}, set()),
-        ("optimizer, dropout", {"numba"}, {"optimizer"}),
-        ("cross-entropy, dropout", set(), set()),
-        (",".join(kernels.KERNELS), {"numba"}, set(kernels.CPU_KERNELS)),
+        ("auto", {"low-rank", "grouped", "optimizer", "norm", "rotary", "swiglu"}),
+        ("", set(kernels.CPU_KERNELS)),
+        ("none", set()),
+        ("optimizer, dropout", {"optimizer"}),
+        ("cross-entropy, dropout", set()),
+        (",".join(kernels.KERNELS), set(kernels.CPU_KERNELS)),
     ],
 )
-def test_a_cpu_runs_those_in_numba(setting, installed, expected, install, monkeypatch):
+def test_a_cpu_runs_those_in_numba(setting, expected, install, monkeypatch):
     """What only a GPU runs may be named, with nothing of it installed."""
-    install(*installed)
+    install()
     monkeypatch.setenv(kernels.VARIABLE, setting)
     assert {name for name in kernels.KERNELS if kernels.runs(name, torch.device("cpu"))} == expected
     assert {name for name in kernels.KERNELS if kernels.runs(name, torch.device("meta"))} == set()
-
-
-def test_numba_that_cannot_be_imported_is_not_installed(install, monkeypatch):
-    """As with a NumPy that is newer than it."""
-    install("numba")
-
-    def broken(name):
-        raise ImportError("Numba needs NumPy 2.3 or less.")
-
-    monkeypatch.setattr(kernels, "import_module", broken)
-    monkeypatch.delenv(kernels.VARIABLE, raising=False)
-    assert not kernels.runs("optimizer", torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -304,7 +290,6 @@ def test_a_gpu_runs_what_is_installed_and_not_switched_off(setting, installed, e
         ("lowrank", "cpu", "unknown kernel 'lowrank'", "Known"),
         ("norm", "cuda", "liger-kernel is not installed", "gpu"),
         ("low-rank", "cuda", "triton is not installed", "gpu"),
-        ("low-rank", "cpu", "numba is not installed", "cpu"),
     ],
 )
 def test_what_cannot_run_is_refused(setting, kind, message, hint, install):

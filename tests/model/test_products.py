@@ -100,7 +100,8 @@ def test_more_groups_than_a_kernel_takes_are_split(monkeypatch):
 def test_in_fp32_a_cpu_s_products_are_our_kernel_s(outer, transposed, monkeypatch):
     """Others are torch's; a total is added to."""
     let_run(monkeypatch, {"grouped"}, language="numba")
-    cpu_groups = pytest.importorskip("fedguild.model.kernels.cpu_groups")
+    from fedguild.model.kernels import cpu_groups
+
     ran = []
     multiply = cpu_groups.Groups._multiply
     monkeypatch.setattr(
@@ -131,7 +132,8 @@ def test_in_fp32_a_cpu_s_products_are_our_kernel_s(outer, transposed, monkeypatc
 def test_what_has_no_plain_values_in_fp32_is_torch_s(monkeypatch):
     """Fake tensors, subclasses, views that are negated on reading, a CPU that does not fuse a product and a sum."""
     let_run(monkeypatch, {"grouped"}, language="numba")
-    cpu_tiles = pytest.importorskip("fedguild.model.kernels.cpu_tiles")
+    from fedguild.model.kernels import cpu_tiles
+
     rows, matrices = normal(9, 8, dtype=torch.float32), normal(6, 8, 16, dtype=torch.float32)
     assert products._suits_cpu_kernel(rows, matrices)
 

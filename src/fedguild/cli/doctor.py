@@ -25,13 +25,12 @@ EXAMPLES = (
 
 Verdict = Literal["ok", "missing", "problem"]
 
-REQUIRED = ("torch", "transformers", "datasets", "safetensors", "numpy", "scipy", "pydantic")
+REQUIRED = ("torch", "transformers", "datasets", "safetensors", "numpy", "numba", "scipy", "pydantic")
 EXTRAS = {
     "eval": (("peft", "accelerate"), "exported adapters cannot be checked against peft"),
     **{name: ((name,), f"tracking: [{name}] cannot be used") for name in ("tensorboard", "wandb", "mlflow", "trackio")},
     "four-bit": (("bitsandbytes", "accelerate"), "model.load_in_4bit cannot be enabled"),
     "gpu": (("triton", "liger_kernel"), "training on a GPU takes longer: no fused kernels"),
-    "cpu": (("numba",), "training on a CPU takes longer: no kernels of our own"),
     "fusion": (("nevergrad",), "no method can search its fusion weights"),
     "ray": (("ray",), "runs cannot be spread over GPUs and machines"),
     "flower": (("flwr",), "clients cannot take part over the network"),
@@ -164,7 +163,7 @@ def _kernels() -> Finding:
     from fedguild.errors import ConfigError
     from fedguild.model.kernels import CPU_KERNELS, KERNELS, VARIABLE, chosen
 
-    kind, extra, known = ("cuda", "gpu", KERNELS) if torch.cuda.is_available() else ("cpu", "cpu", CPU_KERNELS)
+    kind, known = ("cuda", tuple(KERNELS)) if torch.cuda.is_available() else ("cpu", CPU_KERNELS)
     try:
         running = chosen(os.environ.get(VARIABLE, "auto"), kind)
     except ConfigError as error:
@@ -181,7 +180,8 @@ def _kernels() -> Finding:
             return Finding("kernels", found, "problem", f"plain torch computes in their place: {reasons}")
     if not left_out:
         return Finding("kernels", found)
-    loss = f"without {', '.join(left_out)}: pip install 'fedguild[{extra}]', or {VARIABLE} leaves them out"
+    remedy = "pip install 'fedguild[gpu]', or " if kind == "cuda" else ""
+    loss = f"without {', '.join(left_out)}: {remedy}{VARIABLE} leaves them out"
     return Finding("kernels", found, "missing", loss)
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fedguild.client.slot_major import PIECE_ELSEWHERE
 from fedguild.costs.flops import active_experts, expert_parameters
 from fedguild.model.chunked_loss import chunk_rows
 from fedguild.model.info import LinearInfo, ModelInfo
@@ -17,6 +16,7 @@ from fedguild.model.plan import AdapterPlan, adapter_shapes
 
 TRAINABLE_BYTES = 4  # adapters, their gradients and moments are fp32
 EXACT_BYTES = 8  # sums of clipped gradients are fp64
+STEP_COPIES = 4  # a clipped gradient, a new moment and what both are computed from
 QUERIES = ("q_proj", "q_b_proj", "q")  # the layers that give queries to the attention
 LOGIT_COPIES = 2  # fp32 logits and their gradient
 NF4_BYTES = 0.5 + 4 / 64  # four bits a weight, and an fp32 scale for each block of 64 (no double quantisation)
@@ -62,8 +62,7 @@ class StepForm:
 
     Attributes:
         accumulation: Passes whose gradients add up to a step.
-        apart: Whether the clients' moments are stored slot by slot at some time: they differ in the number of their
-            steps, and torch takes these (`fedguild.client.optimizer`).
+        by_torch: Whether torch takes the optimizer's steps, and no kernel (`fedguild.client.optimizer`).
         examples: Slots of single examples that each client in turn trains in with DP-SGD
             (`fedguild.client.private_training`); 0 without.
         padded_tokens: Tokens of a client's rows where attention pads what is packed outside of it
@@ -71,7 +70,7 @@ class StepForm:
     """
 
     accumulation: int = 1
-    apart: bool = False
+    by_torch: bool = False
     examples: int = 0
     padded_tokens: int = 0
 
@@ -136,14 +135,13 @@ def memory(
     )
     of_layer = (form.examples or slots) * _largest_layer(model, trained)
     passing = of_layer * (casts + (TRAINABLE_BYTES if form.accumulation > 1 else 0))
-    waiting = optimizer // slots * (slots // 2) if form.apart else 0
     return Memory(
         weights_bytes=weight_bytes(model, dtype, four_bit=four_bit),
         adapters_bytes=every * (TRAINABLE_BYTES + casts) * held,
         gradients_bytes=every * TRAINABLE_BYTES * gradients,
         optimizer_bytes=optimizer,
         activations_bytes=activations,
-        scratch_bytes=max(passing + waiting, _update_bytes(trained, slots, optimizer, form) - activations),
+        scratch_bytes=max(passing, _update_bytes(trained, slots, form) - activations),
     )
 
 
@@ -214,20 +212,18 @@ def _largest_layer(model: ModelInfo, trained: Mapping[str, int]) -> int:
     return max((sum(values for name, values in trained.items() if name.startswith(of)) for of in layers), default=0)
 
 
-def _update_bytes(trained: Mapping[str, int], slots: int, optimizer: int, form: StepForm) -> int:
+def _update_bytes(trained: Mapping[str, int], slots: int, form: StepForm) -> int:
     """Returns the bytes that the update holds at its peak beside trainables, gradients and moments.
 
-    To clip, a CPU squares one tensor after the other. Moments that come to be stored slot by slot are there twice
-    for once; only later are values and gradients copied beside them, in pieces. DP-SGD clips in fp64, one tensor after
-    the other, and sums there.
+    To clip, a CPU squares one tensor after the other. torch's steps hold up to `STEP_COPIES` tensors of the largest
+    trainable's size. DP-SGD clips in fp64, one tensor after the other, and sums there.
     """
     largest, whole = max(trained.values(), default=0), sum(trained.values())
     if form.examples:
         clipping = EXACT_BYTES * (2 * form.examples * largest + 3 * whole)
     else:
         clipping = TRAINABLE_BYTES * slots * largest
-    pieces = 2 * TRAINABLE_BYTES * min(PIECE_ELSEWHERE, slots * whole)
-    return max(clipping, optimizer, pieces) if form.apart else clipping
+    return max(clipping, STEP_COPIES * TRAINABLE_BYTES * slots * largest) if form.by_torch else clipping
 
 
 def weight_bytes(model: ModelInfo, dtype: torch.dtype, *, four_bit: bool = False) -> int:

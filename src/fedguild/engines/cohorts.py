@@ -19,7 +19,6 @@ from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merge_ledger import VERSION, merge_version
-from fedguild.client.schedule import steps_in_round
 from fedguild.config.training import TrainingSettings
 from fedguild.costs.memory import PLAIN, StepForm, largest_cohort
 from fedguild.engines.client_report import ClientReport
@@ -171,12 +170,10 @@ class Trainer:
         settings, device = self.settings, self.backbone.device
         padded = most_tokens(lengths, settings.batch_size, packs=False)
         by_kernel = settings.optimizer != "sgd" and kernels.runs("optimizer", device)
-        steps = {steps_in_round(len(own), settings) for own in lengths}
         pads = pads_attention(self.backbone.model.config, device, self.backbone.dtype)
-        in_turn = self.private is not None and len(lengths) > 1
         return StepForm(
             settings.accumulation,
-            apart=not by_kernel and (in_turn or len(steps) > 1),
+            by_torch=not by_kernel,
             examples=settings.batch_size if self.private is not None else 0,
             padded_tokens=padded if tokens < padded and pads else 0,
         )

@@ -5,7 +5,7 @@ Two kinds run on a GPU. Our own, in Triton: products of (expert, slot) groups (`
 model's norms, rotary embedding and gates (`fused`). A CPU runs our own, in Numba, on torch's threads (`threads`):
 products of groups (`cpu_groups`), the step of Adam (`cpu_adam`), and norms, rotary embedding and gates (`cpu_fused`).
 
-On a CPU, and on a GPU that Triton compiles for, each runs where its package is installed; the variable
+On a CPU all of its own run, on a GPU that Triton compiles for those whose package is installed. The variable
 `FEDGUILD_KERNELS` is `auto` (the default), `none`, or the names of those that must run and no others:
 `FEDGUILD_KERNELS=low-rank,grouped`. `docs/decisions/0016` and `0019` to `0021` say what each is for.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from importlib import import_module, util
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -34,10 +34,8 @@ KERNELS = {
     "swiglu": "liger_kernel",
 }
 """Name -> the package that it needs on a GPU."""
-CPU_KERNELS = dict.fromkeys(("low-rank", "grouped", "optimizer", "norm", "rotary", "swiglu"), "numba")
-"""Name -> the package that it needs on a CPU."""
-EXTRAS = {"triton": "gpu", "liger_kernel": "gpu", "numba": "cpu"}
-"""Package -> the extra that installs it."""
+CPU_KERNELS = ("low-rank", "grouped", "optimizer", "norm", "rotary", "swiglu")
+"""Those that run on a CPU."""
 OLDEST = (7, 5)
 """The lowest compute capability that Triton compiles for."""
 
@@ -96,29 +94,17 @@ def chosen(setting: str, kind: str = "cuda") -> frozenset[str]:
         ConfigError: a name is unknown, or its package is not installed.
     """
     known = CPU_KERNELS if kind == "cpu" else KERNELS
+    missing = {} if kind == "cpu" else {name: package for name, package in KERNELS.items() if not find_spec(package)}
     if setting in ("", "auto"):
-        return frozenset(name for name, package in known.items() if _is_installed(package))
+        return frozenset(known) - set(missing)
     names = frozenset() if setting == "none" else frozenset(map(str.strip, setting.split(",")))
     if unknown := names - set(KERNELS):
         raise ConfigError(
             f"{VARIABLE}: unknown kernel '{min(unknown)}'.", f"Known: auto, none, or any of {', '.join(KERNELS)}."
         )
-    for name in sorted(names & set(known)):
-        if not _is_installed(known[name]):
-            raise ConfigError(
-                f"{VARIABLE} names {name}, but {known[name].replace('_', '-')} is not installed.",
-                f"pip install 'fedguild[{EXTRAS[known[name]]}]', or leave it out.",
-            )
+    if absent := sorted(names & set(missing)):
+        raise ConfigError(
+            f"{VARIABLE} names {absent[0]}, but {missing[absent[0]].replace('_', '-')} is not installed.",
+            "pip install 'fedguild[gpu]', or leave it out.",
+        )
     return names & set(known)
-
-
-def _is_installed(package: str) -> bool:
-    """Whether a package is installed; Numba also with a NumPy that it knows, without which it cannot be imported."""
-    if util.find_spec(package) is None:
-        return False
-    if package == "numba":
-        try:
-            import_module(package)
-        except ImportError:
-            return False
-    return True
